@@ -77,6 +77,7 @@ def test_json_is_one_document_with_the_same_facts(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_page_names_the_measured_rates(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, ["--quick"])

@@ -43,6 +43,7 @@ def test_one_process_says_what_each_of_several_states_and_holds(
                 assert all(held[name] <= first[name] for name in held), axes
 
 
+@pytest.mark.slow
 def test_a_mesh_of_three_axes_is_told_stage_by_stage(
     text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,7 @@ def test_json_is_one_document_with_the_same_facts() -> None:
     assert low < ratios["re-fit"] < high
 
 
+@pytest.mark.slow
 def test_hours_become_flops_by_the_measured_rate_and_the_share_assumed_of_it() -> None:
     found = told("size", "--hours", "2", "--utilisation", "0.3")
     machine = found["machine"]
@@ -204,6 +205,7 @@ def test_tables_may_be_separated_and_end_their_lines_as_others_write_them(
         runs_from_table(tmp_path / "runs.csv")
 
 
+@pytest.mark.slow
 def test_the_nearest_preset_is_a_language_model() -> None:
     for flops in ("1e12", "7e14", "2e17", "1e19"):
         assert told("size", "--flops", flops)["nearest_preset"]["name"].startswith(("gpt", "llama", "smollm"))

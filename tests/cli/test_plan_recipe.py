@@ -185,6 +185,7 @@ def build():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_axis")
 def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
     recipe: str, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """Two hundred races of equals, each of sixteen classifiers of digits that were really trained, and as many of which one
 arm really is worse. All are trained side by side, as slices of the same tensors."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -35,6 +36,7 @@ def words(baseline: Tensor, arm: Tensor) -> list[str]:
     return [judge(first, second).verdict for first, second in races]
 
 
+@pytest.mark.slow
 def test_at_least_95_percent_of_200_races_of_equals_say_no_difference() -> None:
     found = words(held_out_losses(RACES * PAIRS, seed=1), held_out_losses(RACES * PAIRS, seed=2))
     assert found.count("no difference") >= 0.95 * RACES

@@ -1,6 +1,7 @@
 """Two micro-batches tell what a step in many holds: the same to the byte as a trace of all of them."""
 
 import pytest
+from table_samples import sample_of
 from tiny_runs import plain_run, technique, with_optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,7 +23,7 @@ def counted(*names: str, parts: int) -> Footprint:
 @pytest.mark.parametrize("parts", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "names",
-    [(), ("precision.mixed",), ("memory.recompute", "adapters.lora"), ("memory.compress_activations",)],
+    sample_of([(), ("precision.mixed",), ("memory.recompute", "adapters.lora"), ("memory.compress_activations",)], 2),
     ids=lambda names: "+".join(names) or "plain",
 )
 def test_two_tell_what_all_hold_and_compute(

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import math
 import random
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 import torch
+from drawn_settings import draw_settings
 from rank_processes import in_a_group_of_one
 from table_samples import sample_of
 from technique_runs import RUNS, plain_for
@@ -27,6 +29,7 @@ from tiny_runs import (
     composed,
     losses,
     plain_run,
+    restored,
     run_through,
     snapshot,
     technique,
@@ -38,7 +41,7 @@ from thrifty import techniques
 from thrifty.composition.compose import BaseRun, Run
 from thrifty.composition.explain import explain, passes_of
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.errors import InfeasibleError, IntegrityError, RefusedError, UsageError
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import TrainState, read_log
@@ -145,6 +148,7 @@ def without_any(data_of: str | None, dropout: float) -> tuple[list[float], Snaps
     return losses(records), snapshot(state)
 
 
+@pytest.mark.parametrize("name", sample_of(techniques.names(), 28), indirect=True, scope="module")
 def test_it_learns(one: Technique) -> None:
     records, _ = run_through(plain_for(one.name, repeated=True), with_optimizer([one]), 40)
     assert losses(records)[-1] < losses(records)[0] - LEAST_GAIN.get(one.name, 1.0)
@@ -293,6 +297,30 @@ def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Techni
     assert (logits_of(finished, plain) - before).abs().max() < near
     assert list(dict(finished.named_parameters())) == list(dict(rebuilt.named_parameters()))
     assert finished.state_dict().keys() == rebuilt.state_dict().keys()
+
+
+@pytest.mark.parametrize("draw", sample_of(range(6), 1))
+def test_with_drawn_settings_it_trains_resumes_and_keeps_its_promise(name: str, draw: int) -> None:
+    plain, settings = plain_for(name, style="gpt", dropout=0.3), draw_settings(name, draw)
+    try:
+        one = technique(name, **settings)
+        run = composed(plain, with_optimizer([one]), STEPS)
+        state = run.start()
+        records = advance(run, state, 3)
+        saved = snapshot(state)
+        records += advance(run, state)
+        run.verify(state)
+    except (UsageError, InfeasibleError) as refused:
+        assert refused.fix, settings
+        pytest.skip(f"refused with {settings}: {refused.what}")
+    again = composed(plain, with_optimizer([one]), STEPS)
+    resumed = restored(again, saved)
+    advance(again, resumed)
+    again.verify(resumed)
+    assert all(math.isfinite(loss) for loss in losses(records)), settings
+    assert_same(snapshot(resumed), snapshot(state))
+    if one.numerics is Numerics.EXACT and DEVICE.type == "cpu":
+        assert losses(records) == without_any(name if name in RUNS else None, 0.3)[0], settings
 
 
 @pytest.mark.parametrize("name", sample_of(techniques.names(), 17), indirect=True, scope="module")

@@ -47,6 +47,7 @@ def test_a_full_disk_says_what_can_be_done_and_keeps_the_old_folder(tmp_path):
     assert (tmp_path / "set" / "old").is_file()
 
 
+@pytest.mark.slow
 def test_a_lock_is_held_by_one_process_and_freed_when_it_is_killed(tmp_path):
     def start():
         command = [sys.executable, "-c", WAIT_FOR_THE_LOCK, str(tmp_path / "set")]

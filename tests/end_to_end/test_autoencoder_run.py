@@ -45,6 +45,7 @@ def finished(desk: CommandLine) -> dict[str, Any]:
     return summary | {"stdout": done.stdout, "stderr": done.stderr}
 
 
+@pytest.mark.slow
 def test_the_loss_is_told_as_what_it_is_and_no_label_is_asked_for(desk: CommandLine, finished: dict[str, Any]) -> None:
     assert finished["unit"] == "images" and finished["tokens"] == 6 * 16
     assert finished["loss_in"] == "mean squared error" and "label_entropy" not in finished

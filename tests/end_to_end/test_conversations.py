@@ -79,6 +79,7 @@ def test_plain_transformers_gives_the_answers_of_the_run(thrifty: CommandLine, l
     assert sampled["text"].removesuffix("<|im_end|>") == said[1]["content"]
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_line_by_line(thrifty: CommandLine, exported: Path) -> None:
     with (thrifty.folder / "lines.txt").open("w+") as lines:
         lines.write("What is 1 and 1?\nAnd 2 and 2?\n\nnot asked\n")

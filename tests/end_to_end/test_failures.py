@@ -170,6 +170,7 @@ def test_a_mistake_of_the_user_is_told_once(
     assert fault in told(stderr) and "exitcode  : 2 " in stderr
 
 
+@pytest.mark.slow
 def test_a_restart_does_not_go_on_with_a_run_of_another_job(thrifty: CommandLine) -> None:
     thrifty.train("run", *REPLICATED, ranks=2)
     before = thrifty.records("run")

@@ -43,6 +43,7 @@ def test_a_fork_with_another_tokenizer_is_refused_with_the_way_out(thrifty: Comm
     assert "tokenizer is not the old run's" in refused.stderr and "data.tokenizer=" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_fork_with_a_longer_budget_keeps_the_depth_that_stacking_had(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run", "--with", "growth.stacking:at=[0.25,0.75]", model__depth=4)
     forked = ("resume", "run", "--fork", "longer", "--set", "budget.steps=24", "--json")

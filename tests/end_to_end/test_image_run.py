@@ -57,6 +57,7 @@ def finished(desk: CommandLine) -> dict[str, Any]:
     return summary | {"stdout": done.stdout, "stderr": done.stderr}
 
 
+@pytest.mark.slow
 def test_accuracy_stands_beside_the_loss_wherever_that_is_told(desk: CommandLine, finished: dict[str, Any]) -> None:
     assert finished["unit"] == "images" and finished["tokens"] == 6 * 16
     assert 0 <= finished["held_out"]["accuracy"] <= 1 and finished["label_entropy"] == pytest.approx(2.307, abs=0.01)

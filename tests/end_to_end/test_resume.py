@@ -94,6 +94,7 @@ def newest(checkpoints: Path) -> int:
     return max((int(name[5:13]) for name in entries(checkpoints) if re.fullmatch(r"step-\d+", name)), default=0)
 
 
+@pytest.mark.slow
 def test_resume_is_exact_when_examples_are_chosen_by_what_the_model_says(thrifty: CommandLine) -> None:
     steps = 40
     thrifty.train("whole", *SAMPLING, steps=steps, checkpoints__every=100)

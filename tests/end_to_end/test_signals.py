@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine, assert_equal, family, kill, wait_until
+from table_samples import sample_of
 
 STEPS = 120
 OFTEN = {"checkpoints__every": 1000, "evaluation__every": 1000}
@@ -25,7 +26,7 @@ def training(thrifty: CommandLine, name: str, least: int = 3) -> bool:
     return file.is_file() and file.read_bytes().count(b"\n") >= least
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", sample_of([signal.SIGTERM, signal.SIGINT], 1))
 def test_a_signal_while_training_saves_and_resume_ends_identical(
     thrifty: CommandLine, whole: CommandLine, number: signal.Signals
 ) -> None:

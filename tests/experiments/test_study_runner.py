@@ -55,6 +55,7 @@ def test_the_same_seeds_give_the_same_numbers_however_many_processes_there_are(t
     assert heights[0] == heights[1]
 
 
+@pytest.mark.slow
 def test_a_killed_study_goes_on_where_it_was_and_measures_no_cell_again(tmp_path: Path) -> None:
     folder = tmp_path / "levels"
     process = start(folder)

@@ -12,6 +12,7 @@ import torch
 TESTS = Path(__file__).parents[1] / "support"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_its_values_and_gradients_are_those_of_torchs_attention() -> None:
     chosen = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}

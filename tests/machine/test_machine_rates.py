@@ -29,6 +29,7 @@ def test_the_machine_is_the_one_this_test_runs_on(machine):
     assert len(machine.gpus) == torch.cuda.device_count()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 def test_only_cores_this_process_may_run_on_count():
     allowed = os.sched_getaffinity(0)

@@ -106,6 +106,7 @@ def test_recomputed_blocks_give_the_same_gradients(name, save, tokens):
         assert torch.equal(plain, recomputed)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_logits(save, tokens):
     folder, theirs = save(ARCHITECTURES["gpt_neox"]())
     model = load_causal_lm(folder).eval()

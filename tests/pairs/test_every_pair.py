@@ -15,14 +15,15 @@ from itertools import combinations
 import pytest
 import torch
 from covering_arrays import Group, around, covering
+from drawn_settings import draw_settings
 from rank_processes import in_a_group_of_one
-from table_samples import whole_tables
+from table_samples import sample_of, whole_tables
 from technique_runs import RUNS, plain_for
 from tiny_runs import advance, assert_same, composed, restored, run_through, snapshot, technique, with_optimizer
 
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, Run
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import InfeasibleError, RefusedError, UsageError
 from thrifty.core.technique import Technique
 
 STEPS, SAVED = 4, 2
@@ -34,11 +35,28 @@ NAMES = techniques.names()
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "group" in metafunc.fixturenames:
         metafunc.parametrize("group", sampled_groups(), ids="+".join)
+    if "drawn" in metafunc.fixturenames:
+        metafunc.parametrize("drawn", sample_of(groups()[::3], 8), ids="+".join)
 
 
 def test_they_train_and_resume_together(group: Group) -> None:
     with surroundings(group):
         try_together(group)
+
+
+def test_they_train_and_resume_together_with_drawn_settings(drawn: Group) -> None:
+    settings = {name: draw_settings(name, drawn) for name in drawn}
+    plain = plain_run_for(made_for(drawn))
+    with surroundings(drawn):
+        try:
+            chosen = with_optimizer([technique(name, **settings[name]) for name in drawn])
+            train_and_resume(plain, chosen, composed(plain, chosen, STEPS))
+        except (UsageError, InfeasibleError) as refused:
+            assert refused.fix, settings
+            pytest.skip(f"refused with {settings}: {refused.what}")
+        except Exception as failure:
+            failure.add_note(f"with {settings}")
+            raise
 
 
 @pytest.mark.parametrize("name", NAMES)

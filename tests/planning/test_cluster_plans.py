@@ -104,6 +104,7 @@ def test_every_technique_has_a_reason_and_axes_are_judged_by_simulated_time() ->
     assert "not looked at" in reasons["memory.offload_activations"].why
 
 
+@pytest.mark.slow
 def test_a_recipe_s_own_recomputation_stays() -> None:
     plan = planner([AGAIN]).plan()
     assert AGAIN in plan.recipe.techniques

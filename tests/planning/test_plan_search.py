@@ -49,6 +49,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all_combinations(memory: float, allo
     assert all(NUMERICS_ORDER.index(way.numerics) <= NUMERICS_ORDER.index(allow) for way in best.ways)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(st.floats(120, 1200), st.floats(1.0, 2.0))
 def test_more_memory_never_gives_a_slower_plan(memory: float, factor: float) -> None:

@@ -8,6 +8,7 @@ import pytest
 from parallel_work import probed
 from planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, recipe, searching
 from rank_processes import on_ranks
+from table_samples import sample_of
 from tiny_runs import plain_run
 
 from thrifty.composition.compose import Run
@@ -70,6 +71,7 @@ def over_two(memory: float = inf, gain: float = 0.5) -> PlanSearch:
     return searching(memory, ranks=2, count=halving, time=time)
 
 
+@pytest.mark.slow
 def test_ranks_are_taken_where_they_are_measured_to_be_faster() -> None:
     chosen = over_two().run()
     assert chosen.ranks == 2 and chosen.mesh.replicate == 2
@@ -133,6 +135,7 @@ def test_what_one_process_held_beside_its_tensors_says_nothing_of_ranks() -> Non
     assert search.run().ranks == 2
 
 
+@pytest.mark.slow
 def test_checkpoints_of_ranks_are_as_large_as_those_of_one() -> None:
     search = over_two(memory=500.0)
     chosen = search.run()
@@ -148,7 +151,7 @@ def test_techniques_that_divide_the_work_are_for_the_plan_to_choose() -> None:
     } == {"parallelism.shard"}
 
 
-@pytest.mark.parametrize("name", ["parallelism.replicate", "parallelism.shard", "parallelism.pipeline"])
+@pytest.mark.parametrize("name", sample_of(["parallelism.shard", "parallelism.replicate", "parallelism.pipeline"], 1))
 def test_a_probe_over_ranks_ends_on_all_of_them_and_tells_what_the_fullest_held(name: str) -> None:
     one, other = on_ranks(2, probed, name)
     assert one["rows"] == other["rows"] == (4,) and one["memory"] == other["memory"]

@@ -99,6 +99,7 @@ def test_the_mean_of_the_losses_stops_before_the_minimum_and_recommends_another_
     assert abs(np.log(wrong / true)) > np.log(1.3)
 
 
+@pytest.mark.slow
 def test_with_noise_the_sum_still_ends_lower_than_the_mean() -> None:
     runs = synthetic_runs(BEST.law, SIZES, BUDGETS, noise=0.01)
     summed, averaged = fit(runs), fit(runs, procedure=FitProcedure.STOPS_EARLY)
@@ -118,6 +119,7 @@ def test_the_grid_is_that_of_the_paper() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_one_run_that_went_wrong_does_not_bend_the_law() -> None:
     runs = list(synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS))
     runs[7] = TrainedRun(runs[7].parameters, runs[7].tokens, 1.5 * runs[7].loss)

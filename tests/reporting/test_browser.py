@@ -31,6 +31,7 @@ def test_page_and_charts_follow_the_colour_scheme(standard_page, tmp_path, schem
     assert title.split(";")[:3] == [f"rgb{colour}" for colour in wanted]
 
 
+@pytest.mark.slow
 def test_a_phone_needs_no_sideways_scrolling(write_run, tmp_path):
     page = write_report(write_run("a-run-with-a-rather-long-name" * 3))
     width = "document.documentElement.scrollWidth + '/' + innerWidth"

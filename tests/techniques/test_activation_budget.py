@@ -225,6 +225,7 @@ def test_a_batch_of_another_shape_gets_a_plan_of_its_own() -> None:
     assert all(math.isfinite(loss) for loss in losses(records))
 
 
+@pytest.mark.slow
 def test_the_plan_is_explained_tensor_by_tensor_before_the_run() -> None:
     plain = medium_run()
     explanation = explain(run_of(plain, bytes=0.5))

@@ -337,6 +337,7 @@ def test_a_sensitivity_is_the_variance_that_coding_the_tensor_leaves_in_the_grad
         assert 0.5 * mean < found[position] < 2 * mean
 
 
+@pytest.mark.slow
 def test_bits_go_where_they_help_and_the_total_stays() -> None:
     plain = plain_run(repeated=True, style="gpt")
     run = compose(plain, with_optimizer([adaptive()]), 3)
@@ -399,6 +400,7 @@ def test_adaptive_bits_disturb_the_gradient_less_than_equal_ones() -> None:
     assert variance(backward.decided()) < 0.5 * variance(lambda position: 4)
 
 
+@pytest.mark.slow
 def test_adaptive_bits_resume_exactly() -> None:
     plain = plain_run(depth=2, style="gpt", dropout=0.3)
     run = compose(plain, with_optimizer([adaptive()]), 6)

@@ -104,6 +104,7 @@ def trained_accuracy(dimension: int, seed: int) -> float:
         return float((model(x[1200:]).argmax(1) == y[1200:]).float().mean())
 
 
+@pytest.mark.slow
 def test_accuracy_on_digits_grows_with_the_dimension() -> None:
     means = [sum(trained_accuracy(d, seed) for seed in range(3)) / 3 for d in (5, 50, 500)]
     assert means[0] + 0.15 < means[1] and means[1] + 0.02 < means[2] and means[2] > 0.93

@@ -51,7 +51,7 @@ def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> N
     assert tier.account.returned > before.returned and tier.account.now == before.now
 
 
-@pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
+@pytest.mark.parametrize("strategy", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
 def test_so_it_is_on_two_ranks(strategy: str) -> None:
     offload = ("memory.offload_activations", EARLY)
     assert on_ranks(
@@ -171,6 +171,7 @@ def test_offloading_is_never_faster_than_keeping_and_costs_nothing_over_an_endle
     assert seconds_taken(stages, SimulatedLink(math.inf), ahead, keep_last) == pytest.approx(keeping)
 
 
+@pytest.mark.slow
 def test_most_activations_are_not_in_the_devices_memory() -> None:
     plain = plain_run(batch=8, depth=12)
     settings = {"ahead": 2, "keep_last": 4}

@@ -73,8 +73,8 @@ def test_so_it_is_under_compile() -> None:
     assert_same(snapshot(runs[0][1]), snapshot(runs[1][1]))
 
 
-@pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
-@pytest.mark.parametrize("to", TIERS)
+@pytest.mark.parametrize("strategy", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
+@pytest.mark.parametrize("to", sample_of(TIERS, 1))
 def test_so_it_is_on_two_ranks(strategy: str, to: Where) -> None:
     others = [["gradients.clip", "large_batch.gradient_accumulation"], ["optimizers.lamb"]]
     offload = ("memory.offload_optimizer", {"to": to})

@@ -80,7 +80,7 @@ def assert_the_same(found: Trained, expected: Trained) -> None:
         np.testing.assert_allclose(found.parameters[name], value, rtol=0, atol=1e-10, err_msg=name)
 
 
-@pytest.mark.parametrize("ranks", ["two", "four"])
+@pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
 def test_losses_and_parameters_are_the_single_process_in_double_precision(
     ranks: str, request: pytest.FixtureRequest
 ) -> None:
@@ -112,6 +112,7 @@ def test_with_dropout_losses_have_the_same_distribution() -> None:
         assert 0.6 < statistics.stdev(found) / spread < 1.6  # about four standard errors
 
 
+@pytest.mark.slow
 def test_bytes_held_and_sent_are_those_of_the_formulas(four: list) -> None:
     for _, found, _ in four:
         for name, (way, formula) in BYTES.items():
@@ -158,6 +159,7 @@ def test_one_technique_decides_the_precision() -> None:
         compose(plain_run(), [shard, *chosen], 1)
 
 
+@pytest.mark.slow
 def test_a_pipeline_takes_stage_1_alone(four: list) -> None:
     for *_, (first, *others) in four:
         assert not first

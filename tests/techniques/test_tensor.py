@@ -84,6 +84,7 @@ def test_two_ranks_train_every_known_model_as_one_process_does(two: list[dict[st
     assert_same_run([rank["models"][name] for rank in two], trained(build, (), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "build", "others", "steps"),
     [
@@ -115,7 +116,7 @@ def test_encoders_and_encoder_decoders_compute_the_same_with_the_same_gradients(
                 np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("ranks", ["two", "four"])
+@pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
 def test_the_loss_over_parts_of_the_vocabulary_is_the_reference_and_never_has_all_logits(
     ranks: str, request: pytest.FixtureRequest
 ) -> None:
@@ -208,6 +209,7 @@ def test_whole_parameters_that_come_apart_are_noticed_on_every_rank(two: list[di
         assert "parallelism.tensor: norm.weight should be the same on all ranks" in rank["noticed"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_know_over_how_many_ranks_layers_were_split(
     folder: Path, of_one: dict[str, str], two: list[dict[str, Any]], four: list[dict[str, Any]]
 ) -> None:
@@ -220,6 +222,7 @@ def test_a_checkpoint_does_not_know_over_how_many_ranks_layers_were_split(
         assert work.read(folder, name, ()) == written
 
 
+@pytest.mark.slow
 def test_what_cannot_be_split_is_refused_with_what_is_missing(four: list[dict[str, Any]]) -> None:
     for heads, no_plan, no_style, no_pair, tokens in (rank["refusals"] for rank in four):
         assert (

@@ -113,6 +113,7 @@ def test_two_processes_prepare_identical_files(stories, tmp_path):
     assert made[0] == made[1] and set(made[0]) == {"train.bin", "held_out.bin", "tokenizer.json", "manifest.json"}
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_build_once_and_share(stories, cache):
     command = [sys.executable, "-c", PREPARE, str(stories)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -195,6 +195,7 @@ def test_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_a_plan_with_compression_does_not_depend_on_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(5)
     blocks = [a_block(chance, 12) for _ in range(6)]
