@@ -39,7 +39,7 @@ def command(
     layers.apply_changes(removals, additions, assignments)
     if mesh is not None:
         layers.apply_mesh(mesh)
-    origins = {where: origin for where, origin in layers.changed().items() if origin.startswith("--")}
+    origins = {where: origin for where, origin in layers.origins.items() if origin.startswith("--")}
     summary = resume(path, layers.recipe(), fork=fork, origins=origins, quiet=quiet)
     print_summary(summary, as_json, quiet)
     sys.exit(summary["exit_code"])

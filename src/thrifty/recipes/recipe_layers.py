@@ -87,8 +87,9 @@ class RecipeLayers:
         return self
 
     def changed(self) -> dict[str, str]:
-        """Where each value that is not the default came from; a technique's settings always count."""
-        default = recipe_to_data(Recipe())
+        """Return where each value that is not the default came from."""
+        names = [name for name, _ in technique_tables(self.data.get("techniques", {}))]
+        default = recipe_to_data(Recipe(techniques=tuple(techniques.find(name)() for name in names)))
 
         def is_default(path: str) -> bool:
             mine, theirs = self.data, default
