@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 from tiny_studies import result
 
-from thrifty.reporting.run_record import read_run
+from thrifty.reporting.notebook_view import read_run
 
 
 class Seen(HTMLParser):

@@ -53,10 +53,11 @@ def build_recipe(
     """The layers of a recipe as the command line describes it."""
     from pathlib import Path
 
+    from thrifty.experiments import studies
     from thrifty.recipes import load_tables
     from thrifty.recipes.recipe_layers import RecipeLayers
 
-    layers = RecipeLayers().override(f"recipe {recipe}", load_tables(recipe))
+    layers = RecipeLayers().override(f"recipe {recipe}", load_tables(recipe, studies.names()))
     if data is not None:
         layers.override("--data", {"data": {"source": _whole_path(data)}})
     if model is not None:

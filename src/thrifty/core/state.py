@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from thrifty.core.gradient_transform import Slots
 from thrifty.core.shard_layout import FusedOrder, local_shards, order_of, tag_order, tag_order_like
-from thrifty.optim.torch_optimizer import TransformOptimizer
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,18 @@ class StructureLogEntry:
     reason: str = ""
 
 
+class StatefulOptimizer(Protocol):
+    """Optimizer that a checkpoint can hold: slots of named parameters and two counters (`TransformOptimizer`)."""
+
+    names: list[str]
+    parameters: list[Tensor]
+    updates: int
+    born: int
+
+    @property
+    def slots(self) -> Slots: ...
+
+
 @dataclass
 class TrainState:
     """Step, model, optimizer, what techniques remember, counters, and the log of structural changes.
@@ -32,7 +44,7 @@ class TrainState:
 
     step: int = 0
     model: nn.Module | None = None
-    optimizer: TransformOptimizer | None = None
+    optimizer: StatefulOptimizer | None = None
     techniques: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     log: list[StructureLogEntry] = field(default_factory=list)

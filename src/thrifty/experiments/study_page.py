@@ -9,8 +9,10 @@ from thrifty.experiments.study import StudyPlot
 from thrifty.experiments.study_charts import caption, picture
 from thrifty.experiments.study_result import StudyResult
 from thrifty.experiments.study_table import rows, sentence, spread
+from thrifty.reporting.notebook_view import piece
 from thrifty.reporting.number_format import duration
 from thrifty.reporting.page_templates import template
+from thrifty.reporting.run_tables import TextTable
 from thrifty.training.run_folder import RunFolder
 
 FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
@@ -42,6 +44,17 @@ def render(result: StudyResult) -> str:
         spent=duration(sum(cell.seconds for cell in result.cells.values())),
         command=shlex.join(redact_command(result.environment.get("command", []))),
     )
+
+
+def study_html(result: StudyResult) -> str:
+    """Render a study for a notebook: expectations and the table of means."""
+    study, (head, body) = result.study, rows(result)
+    title = study.name if result.finished else f"{study.name}: in progress"
+    sentences = [study.about, *map(sentence, result.verdicts)]
+    return piece(title, sentences, [TextTable("Means by case", head, body, frozenset(range(1, len(head))))])
+
+
+StudyResult._repr_html_ = study_html
 
 
 def _embedded(result: StudyResult, plot: StudyPlot) -> str:

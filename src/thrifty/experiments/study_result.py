@@ -61,17 +61,6 @@ class StudyResult:
     def verdicts(self) -> list[ExpectationVerdict]:
         return judge_expectations(self.study, self.measured)
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from thrifty.experiments.study_table import rows, sentence
-        from thrifty.reporting.notebook_view import piece
-        from thrifty.reporting.run_tables import TextTable
-
-        head, body = rows(self)
-        title = self.study.name if self.finished else f"{self.study.name}: in progress"
-        sentences = [self.study.about, *map(sentence, self.verdicts)]
-        return piece(title, sentences, [TextTable("Means by case", head, body, frozenset(range(1, len(head))))])
-
     def as_data(self) -> dict[str, Any]:
         """Plain JSON; equal cells give equal text, in whatever order they were measured."""
         order = {label: place for place, label in enumerate(self.study.cases)}

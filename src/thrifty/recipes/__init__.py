@@ -3,13 +3,12 @@
 Experiments of many runs are studies, in a folder of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.recipe import Recipe
-from thrifty.experiments import studies
 from thrifty.recipes import (
     autoencoder_recipes,
     image_text_recipes,
@@ -42,8 +41,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
-def load_tables(name_or_path: str) -> dict[str, Any]:
-    """The tables of a recipe by its name here or of a TOML file."""
+def load_tables(name_or_path: str, studies: Collection[str] = ()) -> dict[str, Any]:
+    """Load the tables of a recipe by its name here or from a TOML file; say so where the name is one of `studies`."""
     if name_or_path in RECIPES:
         return recipe_to_data(RECIPES[name_or_path]())
     path = Path(name_or_path)
@@ -51,8 +50,6 @@ def load_tables(name_or_path: str) -> dict[str, Any]:
         if not path.is_file():
             raise UsageError(f"there is no recipe file {path}", fix="thrifty list shows the recipes by name")
         return read_tables(path)
-    if name_or_path in studies.names():
+    if name_or_path in studies:
         raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty study {name_or_path}")
-    raise UsageError(
-        f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies.names()])
-    )
+    raise UsageError(f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies]))

@@ -1,4 +1,7 @@
-"""What a notebook shows of a run: one piece of HTML with pictures in it, which needs no script and fetches nothing."""
+"""Notebook view of a run: one piece of HTML with pictures in it, which needs no script and fetches nothing.
+
+A run read by `read_run` of this module shows itself in a notebook.
+"""
 
 import base64
 from collections.abc import Sequence
@@ -7,8 +10,10 @@ from thrifty.reporting.key_figures import key_figures, verdict
 from thrifty.reporting.page_templates import template
 from thrifty.reporting.run_charts import figures
 from thrifty.reporting.run_page import picture
-from thrifty.reporting.run_record import RunRecord
+from thrifty.reporting.run_record import RunRecord, read_run
 from thrifty.reporting.run_tables import TextTable, tiles
+
+__all__ = ["piece", "read_run", "run_html"]
 
 PICTURES = ("loss", "memory")
 
@@ -28,3 +33,6 @@ def piece(
 ) -> str:
     """HTML for a notebook; `pictures` are addresses that hold a picture, with what it says in words."""
     return template("notebook.html").render(title=title, sentences=sentences, tables=tables, pictures=pictures)
+
+
+RunRecord._repr_html_ = run_html  # the reader below knows nothing of charts

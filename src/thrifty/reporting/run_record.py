@@ -52,12 +52,6 @@ class RunRecord:
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        from thrifty.reporting.notebook_view import run_html
-
-        return run_html(self)
-
 
 def find_run(run: str) -> Path:
     """The folder of a run given as a path or as a name under ./runs.

@@ -110,9 +110,9 @@ def test_every_study_says_its_command_and_what_to_expect(name: str) -> None:
 def test_a_name_is_a_recipe_or_a_study_and_mistakes_are_told_apart() -> None:
     assert not set(RECIPES) & set(studies.names())
     with pytest.raises(UsageError, match=r"is a study(.|\n)*thrifty study norm_free"):
-        load_tables("norm_free")
+        load_tables("norm_free", studies.names())
     with pytest.raises(UsageError, match="did you mean 'norm_free'"):
-        load_tables("norm_fre")
+        load_tables("norm_fre", studies.names())
     with pytest.raises(UsageError, match=r"no setting 'stepz'(.|\n)*'steps'"):
         studies.make("norm_free", ["stepz=3"])
     with pytest.raises(UsageError, match="steps must be a whole number"):

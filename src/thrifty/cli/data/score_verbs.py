@@ -162,6 +162,7 @@ def _chosen(path: Path, sha256: str, choice: dict[str, Any]) -> "PrunedExamples"
 
 def _write(target: Path, recipe: str | None, found: "ExampleScores", chosen: "PrunedExamples") -> None:
     from thrifty.core.errors import UsageError
+    from thrifty.experiments import studies
     from thrifty.experiments.scoring.score_selection import changed_settings
     from thrifty.recipes import load_tables
     from thrifty.recipes.recipe_layers import RecipeLayers
@@ -169,7 +170,8 @@ def _write(target: Path, recipe: str | None, found: "ExampleScores", chosen: "Pr
 
     if target.exists():
         raise UsageError(f"{target} exists already", fix="give another --write")
-    layers = RecipeLayers().override("recipe", load_tables(recipe) if recipe is not None else found.facts.recipe)
+    tables = load_tables(recipe, studies.names()) if recipe is not None else found.facts.recipe
+    layers = RecipeLayers().override("recipe", tables)
     name = f"{layers.data.get('name', 'run')}-pruned"
     layers.override("prune", {"name": name, "techniques": {"data_selection": {"prune": changed_settings(chosen)}}})
     target.write_text(write_recipe(layers.recipe()), encoding="utf-8")
