@@ -114,7 +114,7 @@ def test_where_it_is_optional_a_model_without_such_attention_stays_as_it_is_and_
 def test_the_kernel_in_triton_is_refused_away_from_a_gpu():
     with pytest.raises(RefusedError, match="the model is on cpu") as refused:
         TiledAttention(kernel="triton").model(nn.ModuleList([Attention(8, heads=2)]))
-    assert refused.value.fix == "--set attention.tiled.kernel=torch"
+    assert refused.value.fix == "--set techniques.attention.tiled.kernel=torch"
 
 
 def test_sinusoids_are_those_of_the_original_transformer():

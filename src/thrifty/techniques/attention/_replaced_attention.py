@@ -94,7 +94,7 @@ class ReplacedAttention(Technique):
             raise RefusedError(
                 f"{self.name}: the plain architecture attends to everything, and would compute something else with "
                 "these weights",
-                fix=f"--set {self.name}.export_plain=true where that is wanted",
+                fix=f"--set techniques.{self.name}.export_plain=true where that is wanted",
             )
 
     def holds(self, state: TrainState) -> None:

@@ -76,5 +76,5 @@ class TiledAttention(Technique):
         if device.type != "cuda" or not has_triton_package():
             lacking = f"the model is on {device}" if device.type != "cuda" else "Triton is not installed"
             raise RefusedError(
-                f"the kernel in Triton is for GPUs, and {lacking}", fix=f"--set {self.name}.kernel=torch"
+                f"the kernel in Triton is for GPUs, and {lacking}", fix=f"--set techniques.{self.name}.kernel=torch"
             )

@@ -99,7 +99,7 @@ def fixed_attention(
     if t > kept.shape[-1] > 1:
         raise UsageError(
             f"{place.name} has masks for {kept.shape[-1]} tokens and was given {t}",
-            fix=f"--set {Vitcod.name}.tokens={t}, from the start of the run",
+            fix=f"--set techniques.{Vitcod.name}.tokens={t}, from the start of the run",
         )
     keep = visible_pairs(t, t, place.causal, mask, q.device) & kept[:, :t, :t]
     if count and t == kept.shape[-1]:
@@ -183,7 +183,7 @@ class Vitcod(CalibratedAttention):
         if t > side:
             raise UsageError(
                 f"{self.name}: {place.name} was given {t} tokens, and tokens is {side}",
-                fix=f"--set {self.name}.tokens={t}",
+                fix=f"--set techniques.{self.name}.tokens={t}",
             )
         q, k = autoencode_attention(place, q, k) if self.code else (q, k)
         visible = visible_pairs(t, t, place.causal, mask, q.device)
@@ -250,5 +250,5 @@ def positions_of(model: nn.Module, name: str) -> int:
             return tensor.shape[1]
     raise RefusedError(
         f"{name}: {type(model).__name__} does not say how many tokens its inputs have at most",
-        fix=f"--set {name}.tokens=NUMBER, for masks of as many",
+        fix=f"--set techniques.{name}.tokens=NUMBER, for masks of as many",
     )

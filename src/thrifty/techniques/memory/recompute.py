@@ -84,7 +84,7 @@ class Recompute(Technique):
             if hasattr(model, "losing_cores"):
                 raise RefusedError(
                     "blocks leave a loss beside their result, which is lost in segments that run again together",
-                    fix=f"--set {self.name}.schedule=every",
+                    fix=f"--set techniques.{self.name}.schedule=every",
                 )
             blocks = [block for stack in stacks.values() for block in stack]
             add_note(f"{len(blocks)} blocks in {', '.join(stacks)}, in segments of {run_segments_again(blocks)}")

@@ -242,7 +242,7 @@ class OptimizerState(Technique):
         if not large:
             raise RefusedError(
                 f"no matrix of the model has {self.smallest} numbers, in rows of at least {SHORTEST_ROW}",
-                fix=f"train without it, there is little to save, or --set {self.name}.smallest=1",
+                fix=f"train without it, there is little to save, or --set techniques.{self.name}.smallest=1",
             )
         share = sum(map(torch.numel, large)) / sum(map(torch.numel, trained))
         add_note(f"{len(large)} matrices, {share:.1%} of the trained numbers; the moments of the rest keep float32")
