@@ -23,6 +23,7 @@ from thrifty.cli.recipe_options import build_recipe
 from thrifty.composition.compose import Run
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.recipes.language_recipes import text
+from thrifty.techniques.memory.activation_budget import ACTIVATION_PLANNER
 from thrifty.training.run_setup import prepare_run
 
 BUDGET, STEPS = "memory.activation_budget", 2
@@ -77,7 +78,7 @@ def measured(recipe: Path) -> dict[str, float]:
     run = prepare_run(build_recipe(str(recipe)).recipe(), quiet=True).run
     model = run.build_model().train()
     found = counted(run, model)
-    ((_, plan),) = model.activation_planner.plans.values()  # type: ignore[union-attr]
+    ((_, plan),) = ACTIVATION_PLANNER.of(model).plans.values()  # type: ignore[union-attr]
     return {
         "without a budget, counted": without,
         "planned": plan.peak,

@@ -14,6 +14,7 @@ from tiny_models import FAMILIES, TWO_SIDED, VOCABULARY, random_model
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.modeling.adapter_base import TRAINED_NAMES
 from thrifty.modeling.lora_model import active_adapters, adapters, factor_names, merge
 from thrifty.models.hf_folder import read_config
 from thrifty.models.weight_conversion import export_folder, folder_shape, import_folder
@@ -268,7 +269,7 @@ def test_a_task_is_named_only_where_peft_then_loads_the_folder(kind: str, also: 
     model = base()
     Lora(rank=2, also=also).attach(model)
     parameters = dict(model.named_parameters())
-    randomize(parameters[name] for name in sorted(model.trained_names))
+    randomize(parameters[name] for name in sorted(TRAINED_NAMES.of(model)))
     save_adapter(model, tmp_path / "adapter")
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] == task
     loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "adapter").eval()

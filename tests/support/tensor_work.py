@@ -31,7 +31,7 @@ from thrifty.kernels import chunked_cross_entropy, vocab_parallel_cross_entropy
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
-from thrifty.techniques.parallelism.tensor import settle_gradients
+from thrifty.techniques.parallelism.tensor import SPLITTING, settle_gradients
 from thrifty.training import checkpoint
 from thrifty.training.rank_sync import ProcessGroupSync
 
@@ -160,8 +160,8 @@ def gradients(made: nn.Module, *inputs: Any) -> dict[str, np.ndarray]:
     hidden = made(*inputs)
     weighting = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)
     (made.head(hidden).square().mean() + (hidden * weighting).mean()).backward()
-    if hasattr(made, "splitting"):
-        settle_gradients(made, made.splitting.summed, mesh.axis("tensor").group)
+    if SPLITTING.get(made) is not None:
+        settle_gradients(made, SPLITTING.of(made).summed, mesh.axis("tensor").group)
     found = {"hidden": hidden.detach()}
     for name, parameter in made.named_parameters():
         if parameter.grad is not None:

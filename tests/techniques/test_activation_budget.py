@@ -39,7 +39,7 @@ from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory import activation_budget
-from thrifty.techniques.memory.activation_budget import ActivationBudget, ActivationPlanner
+from thrifty.techniques.memory.activation_budget import ACTIVATION_PLANNER, ActivationBudget, ActivationPlanner
 
 
 def medium_run(style: str = "gpt", depth: int = 8, dropout: float = 0.1) -> BaseRun:
@@ -78,7 +78,7 @@ def peak_of(run: Run) -> tuple[float, ActivationPlanner]:
     known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
     with gradients_let_go(model), StepTrace(*known) as live:
         run.backward(model, run.objective, batch)
-    return live.peak, model.activation_planner  # type: ignore[return-value]
+    return live.peak, ACTIVATION_PLANNER.of(model)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("names", [(), ("precision.mixed",)], ids=["fp32", "bf16"])
@@ -170,10 +170,10 @@ def test_blocks_that_are_made_again_as_a_whole_follow_no_operations_and_change_n
     budget = technique("memory.activation_budget", bytes=0.05)
     records, state = run_through(plain, with_optimizer([budget]), 4)
     assert state.model is not None
-    ((blocks, plan),) = state.model.activation_planner.plans.values()  # type: ignore[union-attr]
+    ((blocks, plan),) = ACTIVATION_PLANNER.of(state.model).plans.values()  # type: ignore[union-attr]
     chosen = [is_whole(block, ways) for block, ways in zip(blocks, plan.ways, strict=True)]
     assert sum(chosen[:-1]) > 1
-    planner = state.model.activation_planner  # type: ignore[union-attr]
+    planner = ACTIVATION_PLANNER.of(state.model)  # type: ignore[union-attr]
     assert [each.is_whole for each in planner.block_plans(blocks, plan)] == chosen[:-1]  # type: ignore[operator]
     assert losses(records) == losses(reference)
     assert_same(snapshot(state), snapshot(expected))
@@ -221,7 +221,7 @@ def test_a_batch_of_another_shape_gets_a_plan_of_its_own() -> None:
         plain, with_optimizer([technique("memory.activation_budget"), technique("curriculum.sequence_length")]), 4
     )
     assert state.model is not None
-    assert len(state.model.activation_planner.plans) > 1  # type: ignore[union-attr]
+    assert len(ACTIVATION_PLANNER.of(state.model).plans) > 1  # type: ignore[union-attr]
     assert all(math.isfinite(loss) for loss in losses(records))
 
 

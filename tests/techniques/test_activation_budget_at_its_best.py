@@ -39,6 +39,7 @@ from thrifty.memory.recompute_schedule import RecomputeAction, ScheduledOperatio
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
+from thrifty.techniques.memory.activation_budget import ACTIVATION_PLANNER
 
 LINK, COMPRESSION = OffloadLink(2e9), CompressionOption(stored_bits(4), 1e-9)
 EXACT = AllowedActions(link=LINK)
@@ -84,7 +85,7 @@ def blocks_of(model: str) -> tuple[BlockCosts, ...]:
     run = run_of(MODELS[model](), bytes=1.0, offload="simulated")
     built = run.build_model().train()
     run.objective.predict(built, run.source.at(0))
-    ((blocks, _),) = built.activation_planner.plans.values()  # type: ignore[union-attr]
+    ((blocks, _),) = ACTIVATION_PLANNER.of(built).plans.values()  # type: ignore[union-attr]
     return tuple(blocks)
 
 
@@ -195,7 +196,7 @@ def measured(run: Run) -> tuple[int, Any]:
         run.backward(model, run.objective, batch)
     for hook in hooks:
         hook.remove()
-    return live.peak, getattr(model, "activation_planner", None)
+    return live.peak, ACTIVATION_PLANNER.get(model)
 
 
 POSITIONS = 64 * 8
@@ -236,7 +237,7 @@ def test_every_kind_of_plan_is_the_plain_run_to_the_last_bit(
     assert losses(records) == losses(reference)
     assert_same(snapshot(state), snapshot(expected))
     assert state.model is not None
-    ((_, plan),) = state.model.activation_planner.plans.values()  # type: ignore[union-attr]
+    ((_, plan),) = ACTIVATION_PLANNER.of(state.model).plans.values()  # type: ignore[union-attr]
     assert is_schedule in (plan.schedule is not None, None)
 
 
@@ -290,7 +291,7 @@ def test_an_input_that_somebody_else_holds_on_to_is_not_moved() -> None:
     run = run_of(replace(plain, build=build), bytes=1.0, offload="simulated")
     model = run.build_model().train()
     run.objective.predict(model, run.source.at(0))
-    ((blocks, _),) = model.activation_planner.plans.values()  # type: ignore[union-attr]
+    ((blocks, _),) = ACTIVATION_PLANNER.of(model).plans.values()  # type: ignore[union-attr]
     moved = [block.tape.movable_input > 0 for block in blocks[:-1]]
     assert moved == [True, True, True, False, True, True]
     assert [INPUT in block.movable for block in blocks[:-1]] == moved

@@ -14,7 +14,7 @@ from thrifty.core.state import TrainState, read_log
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.techniques.growth._flops_by_size import step_flops
-from thrifty.techniques.growth.auto_grow import AutoGrow, blocks_at
+from thrifty.techniques.growth.auto_grow import GROWN, AutoGrow, blocks_at
 
 THREE = AutoGrow(stages=3, until=24, search=6, depths=3, lengths=2, multiple=4)
 """Small up to step 8, a search of 6 steps, a middle stage, and the full size from step 16 on."""
@@ -96,7 +96,7 @@ def test_a_decision_in_the_log_is_not_made_again() -> None:
             entry["decision"] = {"why": "said so", "sizes": [[0.75, 0.5]]}
     other = run.init_state(read_log(scalars))
     assert other.model is not None
-    assert len(find_blocks(other.model)[1]) == 3 and other.model.auto_grow.sizes == ((0.75, 0.5),)
+    assert len(find_blocks(other.model)[1]) == 3 and GROWN.of(other.model).sizes == ((0.75, 0.5),)
 
 
 def test_added_blocks_start_from_the_average_of_the_weights() -> None:

@@ -14,7 +14,7 @@ from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.modeling.residual_branches import find_branches, in_width
-from thrifty.techniques.growth._token_pooling import add_pooling, pool_targets, pool_tokens
+from thrifty.techniques.growth._token_pooling import POOLED_IN, add_pooling, pool_targets, pool_tokens
 from thrifty.techniques.growth._width_growth import (
     copied_units,
     divide_outputs,
@@ -211,7 +211,7 @@ def test_a_pooling_model_learns_is_evaluated_whole_and_ends_whole() -> None:
     records, state = run_through(plain, chosen, 40)
     found = losses(records)
     assert found[14] < found[0] - 0.3 and found[-1] < found[0] - 1
-    assert state.model is not None and not hasattr(state.model, "pooled_in")
+    assert state.model is not None and POOLED_IN.get(state.model) is None
     add_pooling(state.model, 2)
     tokens = plain.source.at(0)["tokens"][:, :-1]
     with torch.no_grad():

@@ -34,13 +34,13 @@ from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.float8 import E4M3, E5M2, cast_float8, dequantize_float8
 from thrifty.kernels.float8_linear import CastRule
 from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.precision.float8 import Float8, remove_float8, roll, use_float8
+from thrifty.techniques.precision.float8 import CASTING, Float8, remove_float8, roll, use_float8
 
 TOKENS = torch.arange(16)[None]
 
 
 def treated(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if hasattr(module, "float8_casting")]
+    return [name for name, _ in CASTING.noted(model)]
 
 
 def started(*chosen: Technique, steps: int = 4, **plain: Any) -> tuple[Run, TrainState, nn.Module]:

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError
 from thrifty.data.images.digits import digits
-from thrifty.techniques.adapters.intrinsic_dimension import IntrinsicDimension, restrict_to_subspace, subspace_backward
+from thrifty.techniques.adapters.intrinsic_dimension import (
+    CONFINED,
+    IntrinsicDimension,
+    restrict_to_subspace,
+    subspace_backward,
+)
 
 IDS = TOKENS % 256
 
@@ -25,7 +30,7 @@ def test_the_function_is_the_frozen_one_bit_for_bit_at_first() -> None:
 
 def test_weights_are_where_z_says_in_every_forward_pass() -> None:
     model = IntrinsicDimension(dimension=50).model(tiny_model())
-    projection, origin = model.confined.projection, flat(model)
+    projection, origin = CONFINED.of(model).projection, flat(model)
     with torch.no_grad():
         model.subspace.normal_()
     model(IDS)
@@ -49,7 +54,7 @@ def test_the_gradient_of_z_is_the_projected_gradient_of_the_weights() -> None:
         state = run.start()
         assert state.model is not None
         run.backward(state.model, run.objective, batch)
-        wanted = state.model.confined.projection.apply_transposed(gradient)
+        wanted = CONFINED.of(state.model).projection.apply_transposed(gradient)
         torch.testing.assert_close(state.model.subspace.grad, wanted, rtol=1e-3, atol=1e-5)
         assert all(p.grad is None and not p.requires_grad for n, p in state.model.named_parameters() if n != "subspace")
 

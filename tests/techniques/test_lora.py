@@ -16,7 +16,7 @@ from thrifty.composition.compose import compose
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled
-from thrifty.modeling.lora_layers import LoraFactors, add_factors, factors_of
+from thrifty.modeling.lora_layers import LORA, LoraFactors, add_factors, factors_of
 from thrifty.modeling.lora_model import (
     activate,
     active_adapters,
@@ -322,14 +322,14 @@ def test_several_adapters_share_the_tensors_of_one_base() -> None:
     merge(model, {"french": 0.5, "default": -2.0})
     layer = model.model.layers[0].self_attn.q_proj
     a, b, scale = factors_of(layer, "french")
-    torch.testing.assert_close(layer.weight, layer.lora_adapters.kept + 0.5 * scale * b @ a)
+    torch.testing.assert_close(layer.weight, LORA.of(layer).kept + 0.5 * scale * b @ a)
     unmerge(model)
     for name in ("french", "default", "verse"):
         remove(model, name)
     plain = frozen("llama")
     assert torch.equal(output(model), base) and not adapted_layers(model)
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert not any("forward" in vars(module) or "lora_adapters" in vars(module) for module in model.modules())
+    assert not any("forward" in vars(module) or LORA.get(module) for module in model.modules())
 
 
 def test_names_of_adapters_are_checked() -> None:

@@ -18,7 +18,7 @@ from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_p
 from thrifty.kernels.attention_filters.position_masks import window_mask
 from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
 from thrifty.kernels.tiled_attention import causal_attention_reference, full_attention, segment_mask
-from thrifty.modeling.attention_sites import find_attention_sites
+from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
 
@@ -38,7 +38,7 @@ def started(name: str, steps: int = 4, **settings: Any) -> tuple[Any, TrainState
 def watched(model: nn.Module, *inputs: Tensor) -> dict[str, tuple[Tensor, ...]]:
     """What each core was given and gave, in one forward pass."""
     seen: dict[str, tuple[Tensor, ...]] = {}
-    for place in model.attention_places:
+    for place in ATTENTION_SITES.of(model):
         core = place.module.core
 
         def watch(*given: Tensor, name: str = place.name, core: Any = core) -> Tensor:
@@ -78,7 +78,7 @@ def test_a_window_hides_what_is_further_back_in_a_decoder_and_an_image() -> None
 def test_texts_that_share_a_row_see_nothing_of_each_other(name: str) -> None:
     model = technique(name).model(plain_run().build())
     segments = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
-    place = model.attention_places[0]
+    place = ATTENTION_SITES.of(model)[0]
     assert place.plain is causal_attention_reference
     for q, k, v, mask, output in watched(model, text(), segments).values():
         assert torch.equal(mask, segment_mask(segments))
@@ -185,7 +185,7 @@ def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products
     advance(run, state, 5)
     assert detector_error(state) < before
     assert state.model is not None
-    for place, detector in zip(state.model.attention_places, state.model.losing_cores, strict=True):
+    for place, detector in zip(ATTENTION_SITES.of(state.model), LOSING_CORES.of(state.model), strict=True):
         q, k, v = (torch.randn(1, heads, 16, 8) for heads in (4, 2, 2))
         detector.given = torch.randn(1, 16, 32)
         with torch.no_grad():
@@ -200,7 +200,7 @@ def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products
 def test_dotas_estimates_begin_at_size_one_and_tell_places_apart_where_the_model_turns_by_them() -> None:
     _, state = started("attention.dota", 0)
     assert state.model is not None
-    for detector in state.model.losing_cores:
+    for detector in LOSING_CORES.of(state.model):
         detector.given = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             assert 0.4 < float(detector.estimate().std()) < 2.5
@@ -236,7 +236,7 @@ def test_how_many_keys_dota_keeps_in_a_decoder_is_known_again_when_a_run_is_resu
 
 def test_in_an_encoder_dota_keeps_a_share_of_each_examples_own_tokens() -> None:
     model = technique("attention.dota", from_step=0).model(tiny_vit())
-    (place, *_), (detector, *_) = model.attention_places, model.losing_cores
+    (place, *_), (detector, *_) = ATTENTION_SITES.of(model), LOSING_CORES.of(model)
     q, k, v = (torch.randn(2, 4, 20, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
     detector.given = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(3))
     seen = torch.arange(20) < torch.tensor([20, 10])[:, None]
@@ -251,7 +251,7 @@ def test_in_an_encoder_dota_keeps_a_share_of_each_examples_own_tokens() -> None:
 def detector_error(state: TrainState) -> float:
     errors: list[float] = []
     assert state.model is not None
-    for place, detector in zip(state.model.attention_places, state.model.losing_cores, strict=True):
+    for place, detector in zip(ATTENTION_SITES.of(state.model), LOSING_CORES.of(state.model), strict=True):
 
         def watch(q: Tensor, k: Tensor, v: Tensor, detector: Any = detector) -> Tensor:
             exact = exact_scores(q, k)
@@ -263,7 +263,7 @@ def detector_error(state: TrainState) -> float:
         place.module.core = watch
     with torch.no_grad():
         state.model(text())
-    for place, detector in zip(state.model.attention_places, state.model.losing_cores, strict=True):
+    for place, detector in zip(ATTENTION_SITES.of(state.model), LOSING_CORES.of(state.model), strict=True):
         place.module.core = detector
     return sum(errors)
 

@@ -29,6 +29,7 @@ from thrifty.kernels.sparse.csr_matrix import CsrMatrix
 from thrifty.kernels.sparse.sparse_breakeven import DensityTimeFit
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.sparse_products import (
+    SPARSE_PRODUCT,
     LayerProducts,
     SparseProducts,
     products_of,
@@ -46,7 +47,7 @@ def sparse(density: float = 0.1, **settings: Any) -> list[Technique]:
 
 def products(state: TrainState) -> dict[str, LayerProducts]:
     assert state.model is not None
-    return {name: layer.sparse_product for name, layer in products_of(state.model)}
+    return {name: SPARSE_PRODUCT.of(layer) for name, layer in products_of(state.model)}
 
 
 @pytest.mark.parametrize("masks", ["sparsity.static", "sparsity.rigl", "sparsity.set"])
@@ -168,7 +169,7 @@ def layer_under(mask: Tensor, dtype: torch.dtype = torch.float32) -> nn.Linear:
     with torch.no_grad():
         layer.weight.mul_(mask)
     use_sparse_product(layer, lines(dtype))
-    layer.sparse_product.follow(mask, layer.weight)
+    SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
     return layer
 
 
@@ -179,25 +180,25 @@ def block_mask(density: float) -> Tensor:
 
 def test_whole_blocks_are_multiplied_as_blocks_and_single_weights_one_by_one() -> None:
     mask = block_mask(0.3)
-    product = layer_under(mask).sparse_product
+    product = SPARSE_PRODUCT.of(layer_under(mask))
     assert isinstance(product.patterns[torch.float32], BlockSparseMatrix) and product.said.startswith("blocks: ")
     scattered = torch.rand(64, 96, generator=torch.Generator().manual_seed(3)) < 0.3
-    product = layer_under(scattered).sparse_product
+    product = SPARSE_PRODUCT.of(layer_under(scattered))
     assert isinstance(product.patterns[torch.float32], CsrMatrix) and product.said.startswith("csr: ")
 
 
 def test_a_mask_that_moved_is_followed_and_one_that_did_not_is_not_looked_at_again() -> None:
     mask = block_mask(0.3)
     layer = layer_under(mask)
-    before = layer.sparse_product.patterns[torch.float32]
-    layer.sparse_product.follow(mask, layer.weight)
-    assert layer.sparse_product.patterns[torch.float32] is before
+    before = SPARSE_PRODUCT.of(layer).patterns[torch.float32]
+    SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
+    assert SPARSE_PRODUCT.of(layer).patterns[torch.float32] is before
     mask[16:32] = False
     with torch.no_grad():
         layer.weight.mul_(mask)
-    layer.sparse_product.follow(mask, layer.weight)
+    SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
     x = torch.randn(3, 96)
-    assert layer.sparse_product.patterns[torch.float32] is not before
+    assert SPARSE_PRODUCT.of(layer).patterns[torch.float32] is not before
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
@@ -205,14 +206,14 @@ def test_a_weight_that_is_not_zero_outside_its_mask_stays_dense_until_it_is() ->
     mask = block_mask(0.3)
     layer = layer_under(mask)
     mask[16:32] = False
-    layer.sparse_product.follow(mask, layer.weight)
-    assert not layer.sparse_product.patterns and "not zero outside" in layer.sparse_product.said
+    SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
+    assert not SPARSE_PRODUCT.of(layer).patterns and "not zero outside" in SPARSE_PRODUCT.of(layer).said
     with torch.no_grad():
         layer.weight.mul_(mask)
-    layer.sparse_product.follow(mask, layer.weight)
-    assert layer.sparse_product.patterns
-    layer.sparse_product.follow(None, layer.weight)
-    assert not layer.sparse_product.patterns
+    SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
+    assert SPARSE_PRODUCT.of(layer).patterns
+    SPARSE_PRODUCT.of(layer).follow(None, layer.weight)
+    assert not SPARSE_PRODUCT.of(layer).patterns
 
 
 def test_products_in_a_dtype_that_was_not_compared_are_dense() -> None:
@@ -231,14 +232,14 @@ def test_each_dtype_is_chosen_for_and_told_apart() -> None:
         layer.weight.mul_(mask)
     slow = {torch.bfloat16: {"csr": DensityTimeFit(1.0, 0.0, 20.0), "blocks": DensityTimeFit(1.0, 0.0, 10.0)}}
     use_sparse_product(layer, lines() | slow)  # type: ignore[arg-type]
-    layer.sparse_product.follow(mask, layer.weight)
-    one, other = layer.sparse_product.said.split("; ")
+    SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
+    one, other = SPARSE_PRODUCT.of(layer).said.split("; ")
     assert one.startswith("blocks: ") and one.endswith(" in float32")
     assert other.startswith("dense: ") and other.endswith(" in bfloat16")
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             layer(torch.randn(5, 96))
-        assert layer.sparse_product.used is not enabled
+        assert SPARSE_PRODUCT.of(layer).used is not enabled
 
 
 def test_a_layer_that_it_is_taken_off_is_as_before() -> None:

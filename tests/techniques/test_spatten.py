@@ -15,6 +15,7 @@ from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.attention_filters.keep_masks import visible_pairs
 from thrifty.kernels.attention_filters.spatten_filter import CascadeState, KeptShares, cascade_attention
+from thrifty.modeling.attention_sites import ATTENTION_SITES
 from thrifty.techniques.large_batch.gradient_accumulation import GradientAccumulation
 from thrifty.techniques.memory.recompute import Recompute
 
@@ -100,7 +101,7 @@ def test_of_what_a_query_of_a_decoder_keeps_a_share_are_the_latest_tokens(latest
 def test_the_latest_tokens_stay_in_decoders_alone() -> None:
     for run, latest in ((plain_run, 0.5), (image_run, 0.0)):
         model = technique(NAME, from_step=0).model(run().build())
-        assert [place.module.core.keep.latest for place in model.attention_places][1:] == [latest] * 3
+        assert [place.module.core.keep.latest for place in ATTENTION_SITES.of(model)][1:] == [latest] * 3
 
 
 def test_what_is_gone_never_comes_back_and_what_a_mask_hides_is_never_there() -> None:
@@ -206,4 +207,4 @@ def test_attention_over_another_number_of_keys_is_refused() -> None:
     model = technique(NAME).model(tiny_vit())
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 5, 8), torch.randn(1, 4, 5, 8)
     with pytest.raises(UsageError, match="3 queries and 5 keys"):
-        model.attention_places[0].module.core(q, k, v)
+        ATTENTION_SITES.of(model)[0].module.core(q, k, v)

@@ -21,8 +21,9 @@ from thrifty.kernels.attention_filters import vitcod_filter
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
 from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
-from thrifty.modeling.attention_sites import find_attention_sites
+from thrifty.modeling.attention_sites import ATTENTION_SITES, find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.techniques.attention._replaced_attention import SWAPPABLE_CORES
 from thrifty.techniques.memory.recompute import Recompute
 
 NAME = "attention.vitcod"
@@ -98,12 +99,12 @@ def test_masks_are_those_of_the_mean_maps_of_the_plain_steps(images: bool) -> No
     bare, maps = again.start(), {}
     for step in range(START):
         assert bare.model is not None
-        for place in bare.model.attention_places:
-            core = bare.model.attention_cores[place.name]
+        for place in ATTENTION_SITES.of(bare.model):
+            core = SWAPPABLE_CORES.of(bare.model)[place.name]
             core.watch = partial(add_map, maps, place.name, place.causal)
         with torch.no_grad():
             again.objective.predict(bare.model.eval(), again.source.at(step))
-        for core in bare.model.attention_cores.values():
+        for core in SWAPPABLE_CORES.of(bare.model).values():
             core.watch = None
         advance(again, bare, step + 1)
     for name, each in maps.items():
@@ -128,7 +129,7 @@ def test_a_run_goes_on_under_the_masks_of_its_log_and_a_changed_one_is_noticed()
     run.verify(resumed)
     advance(run, resumed, 5)
     assert all(torch.equal(x, snapshot(state).tensors[name]) for name, x in snapshot(resumed).tensors.items())
-    state.model.attention_places[1].module.kept_pairs[0, 3] = True
+    ATTENTION_SITES.of(state.model)[1].module.kept_pairs[0, 3] = True
     with pytest.raises(IntegrityError, match=r"the mask of blocks\.1\.attention is not the one in the log"):
         run.verify(state)
 
@@ -160,7 +161,7 @@ def test_the_code_of_heads_learns_and_its_error_is_in_the_loss() -> None:
 def code_error(run: Any, state: TrainState) -> float:
     """By hand: how far queries and keys are from what comes back of their code, in the mean of examples and blocks."""
     errors: list[float] = []
-    places = state.model.attention_places
+    places = ATTENTION_SITES.of(state.model)
     cores = [place.module.core for place in places]
     for place, core in zip(places, cores, strict=True):
         place.module.core = partial(see_code, errors, place.module, core)

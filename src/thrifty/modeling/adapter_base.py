@@ -6,12 +6,15 @@ from torch import nn
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.embeddings import find_head, is_tied, token_tables
 from thrifty.modeling.stream_norms import is_norm
+
+TRAINED_NAMES: ModuleNote[frozenset[str]] = ModuleNote("trained_names")
 
 
 def train_only(model: nn.Module, names: Collection[str]) -> None:
@@ -20,13 +23,13 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
         counts[name in names] += parameter.numel()
-    model.trained_names = frozenset(names)  # type: ignore[assignment]
+    TRAINED_NAMES.set(model, frozenset(names))
     add_note(f"{counts[True]:,} of {sum(counts.values()):,} parameters are trained")
 
 
 def check_trained(model: nn.Module, technique: str) -> None:
     """Raises IntegrityError where another parameter is trained than `train_only` said, or one of those is not."""
-    names: Collection[str] = getattr(model, "trained_names", ())
+    names: Collection[str] = TRAINED_NAMES.get(model) or ()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != (name in names):
             said = "was frozen and is trained" if parameter.requires_grad else "is to be trained and is frozen"

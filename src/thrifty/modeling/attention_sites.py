@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 
 HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 
@@ -103,6 +104,12 @@ class AttentionSite:
             del self.module.thrifty_core
             if not any(hasattr(module, "thrifty_core") for module in self.whole.modules()):
                 self.whole.set_attn_implementation(self.implementation)  # type: ignore[operator]
+
+
+ATTENTION_SITES: ModuleNote[list[AttentionSite]] = ModuleNote("attention_sites")
+"""On a model: the sites of its replaced cores."""
+LOSING_CORES: ModuleNote[list[Any]] = ModuleNote("losing_cores")
+"""On a model: cores that leave losses in their attribute `losses`, a list while they are collected."""
 
 
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:

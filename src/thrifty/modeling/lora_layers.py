@@ -1,7 +1,7 @@
 """One layer with low-rank additions: linear layers, `Conv1D`, embeddings, and torch's own attention.
 
 The factors are parameters of the layer, `lora_a` and `lora_b`, and `lora_a_NAME` and `lora_b_NAME` for an adapter with
-a name. What else an adapter is stands in `layer.lora_adapters`.
+a name. What else an adapter is stands in the layer's note `LORA`.
 """
 
 import math
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thrifty.core.module_notes import ModuleNote
 from thrifty.kernels.low_rank_product import add_low_rank, low_rank_product, on_diagonal
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.modeling.residual_branches import is_transposed
@@ -53,6 +54,9 @@ class LayerAdapters:
     @property
     def adding(self) -> tuple[str, ...]:
         return () if self.kept is not None else self.active
+
+
+LORA: ModuleNote[LayerAdapters] = ModuleNote("lora_adapters")
 
 
 def weight_name(layer: nn.Module) -> str:
@@ -102,27 +106,26 @@ def add_factors(
 
 def attach_adapters(layer: nn.Module) -> LayerAdapters:
     """A layer's adapters; where it has none yet its forward is wrapped for them."""
-    if not hasattr(layer, "lora_adapters"):
-        layer.lora_adapters = LayerAdapters(former=vars(layer).get("forward"))
+    if (adapters := LORA.get(layer)) is None:
+        adapters = LORA.set(layer, LayerAdapters(former=vars(layer).get("forward")))
         ways = ((nn.MultiheadAttention, _attend), (nn.Embedding, _look_up))
         wrap_forward(layer, next((way for kind, way in ways if isinstance(layer, kind)), _multiply))
-    return layer.lora_adapters
+    return adapters
 
 
 def detach_adapters(layer: nn.Module) -> None:
     """Undo `hold`."""
-    former = layer.lora_adapters.former
+    former = LORA.remove(layer).former
     if former is None:
         del layer.forward
     else:
         layer.forward = former  # type: ignore[method-assign]
-    del layer.lora_adapters
 
 
 def factors_of(layer: nn.Module, name: str = DEFAULT) -> tuple[Tensor, Tensor, float]:
     """A (k, in), B (out, k) and the scale of an adapter on a layer; k is the rank, times the fused layers chosen."""
     a, b = (getattr(layer, each) for each in parameter_names(name))
-    own = layer.lora_adapters.factors[name]
+    own = LORA.of(layer).factors[name]
     return a, on_diagonal(b, own.sizes, own.chosen) if own.sizes else b, own.scale
 
 
@@ -139,15 +142,15 @@ def with_products(layer: nn.Module, weights: Mapping[str, float]) -> Tensor:
 
 def _multiply(layer: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     result = inner(x, *args, **kwargs)
-    for name in layer.lora_adapters.adding:
-        dropped = F.dropout(x, layer.lora_adapters.factors[name].dropout, layer.training)
+    for name in LORA.of(layer).adding:
+        dropped = F.dropout(x, LORA.of(layer).factors[name].dropout, layer.training)
         result = add_low_rank(result, dropped, *factors_of(layer, name))
     return result
 
 
 def _look_up(table: nn.Embedding, inner: Any, tokens: Tensor) -> Tensor:
     result = inner(tokens)
-    for name in table.lora_adapters.adding:
+    for name in LORA.of(table).adding:
         a, b, scale = factors_of(table, name)
         # a table of a class of its own may multiply what it gives, as Gemma's does
         multiplier = 1.0 if type(table) is nn.Embedding else getattr(table, "embed_scale", 1.0)
@@ -164,7 +167,7 @@ def _attend(attention: nn.MultiheadAttention, inner: Any, *args: Any, **kwargs: 
 
 @contextmanager
 def _summed(layer: nn.Module) -> Iterator[None]:
-    held: LayerAdapters = getattr(layer, "lora_adapters", LayerAdapters())
+    held = LORA.get(layer) or LayerAdapters()
     if not held.adding:
         yield
         return

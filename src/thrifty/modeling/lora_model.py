@@ -14,6 +14,7 @@ from thrifty.core.errors import RefusedError, UsageError, did_you_mean
 from thrifty.core.randomness import keyed_generator
 from thrifty.modeling.lora_layers import (
     DEFAULT,
+    LORA,
     LoraFactors,
     add_factors,
     attach_adapters,
@@ -43,7 +44,7 @@ def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFA
         key = f"{seed}/{path}" if name == DEFAULT else f"{seed}/{path}/{name}"
         add_factors(layer, factors, name, keyed_generator(key, getattr(layer, weight_name(layer))))
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and hasattr(module.out_proj, "lora_adapters"):
+        if isinstance(module, nn.MultiheadAttention) and LORA.get(module.out_proj):
             attach_adapters(module)
         _shut_shortcuts(module)
     activate(model, name)
@@ -59,13 +60,12 @@ def _shut_shortcuts(module: nn.Module) -> None:
 
 def adapted_layers(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
     """The layers, by name, that have factors: of one adapter, or of any."""
-    found = {path: layer for path, layer in model.named_modules() if hasattr(layer, "lora_adapters")}
-    return {path: layer for path, layer in found.items() if not name or name in layer.lora_adapters.factors}
+    return {path: layer for path, layer in LORA.noted(model) if not name or name in LORA.of(layer).factors}
 
 
 def adapters(model: nn.Module) -> list[str]:
     """The names of a model's adapters, sorted."""
-    return sorted({name for layer in adapted_layers(model).values() for name in layer.lora_adapters.factors})
+    return sorted({name for layer in adapted_layers(model).values() for name in LORA.of(layer).factors})
 
 
 def factor_names(model: nn.Module) -> set[str]:
@@ -73,7 +73,7 @@ def factor_names(model: nn.Module) -> set[str]:
     return {
         f"{path}.{each}" if path else each
         for path, layer in adapted_layers(model).items()
-        for name in layer.lora_adapters.factors
+        for name in LORA.of(layer).factors
         for each in parameter_names(name)
     }
 
@@ -83,20 +83,20 @@ def activate(model: nn.Module, *names: str) -> None:
     _refuse_merged(model)
     check_names(model, names)
     for layer in adapted_layers(model).values():
-        layer.lora_adapters.active = tuple(name for name in names if name in layer.lora_adapters.factors)
+        LORA.of(layer).active = tuple(name for name in names if name in LORA.of(layer).factors)
 
 
 @contextmanager
 def active_adapters(model: nn.Module, *names: str) -> Iterator[None]:
     """Inside the block, and only there, these adapters add. A backward pass that computes something again belongs
     inside, too."""
-    before = {path: layer.lora_adapters.active for path, layer in adapted_layers(model).items()}
+    before = {path: LORA.of(layer).active for path, layer in adapted_layers(model).items()}
     activate(model, *names)
     try:
         yield
     finally:
         for path, layer in adapted_layers(model).items():
-            layer.lora_adapters.active = before.get(path, ())
+            LORA.of(layer).active = before.get(path, ())
 
 
 def remove(model: nn.Module, name: str = DEFAULT) -> None:
@@ -104,7 +104,7 @@ def remove(model: nn.Module, name: str = DEFAULT) -> None:
     _refuse_merged(model)
     check_names(model, (name,))
     for layer in adapted_layers(model, name).values():
-        held = layer.lora_adapters
+        held = LORA.of(layer)
         del held.factors[name]
         held.active = tuple(each for each in held.active if each != name)
         for each in parameter_names(name):
@@ -125,7 +125,7 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
     chosen: dict[nn.Module, dict[str, float]] = {}
     aliases = tied_names(model)
     for path, layer in adapted_layers(model).items():
-        held = layer.lora_adapters
+        held = LORA.of(layer)
         wanted = dict.fromkeys(held.active, 1.0) if weights is None else weights
         own = {name: factor for name, factor in wanted.items() if name in held.factors}
         if held.kept is not None or not own:
@@ -138,7 +138,7 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
         chosen[layer] = own
     for layer, own in chosen.items():
         weight = getattr(layer, weight_name(layer))
-        layer.lora_adapters.kept = weight.detach().clone()
+        LORA.of(layer).kept = weight.detach().clone()
         weight.copy_(with_products(layer, own))
 
 
@@ -146,21 +146,21 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
 def unmerge(model: nn.Module) -> None:
     """Put back the weights that `merge` kept: bit for bit, in any precision."""
     for layer in adapted_layers(model).values():
-        held = layer.lora_adapters
+        held = LORA.of(layer)
         if held.kept is not None:
             getattr(layer, weight_name(layer)).copy_(held.kept)
             held.kept = None
 
 
 def is_merged(model: nn.Module) -> bool:
-    return any(layer.lora_adapters.kept is not None for layer in adapted_layers(model).values())
+    return any(LORA.of(layer).kept is not None for layer in adapted_layers(model).values())
 
 
 def discard_adapters(model: nn.Module) -> None:
     """Merge the active adapters for good, and take all off: the plain layers with other weights."""
     merge(model)
     for layer in adapted_layers(model).values():
-        layer.lora_adapters.kept = None
+        LORA.of(layer).kept = None
     for name in adapters(model):
         remove(model, name)
 

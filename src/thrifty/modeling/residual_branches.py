@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.run_notes import add_note
 from thrifty.modeling.module_surgery import find_stacks, weight_layers
 from thrifty.modeling.parameter_kinds import is_matrix
@@ -208,10 +210,13 @@ def biases(layer: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in layer.named_parameters() if name.rpartition(".")[2] in ("bias", "in_proj_bias")]
 
 
+GAIN_HOOK: ModuleNote[RemovableHandle] = ModuleNote("gain_hook")
+
+
 def add_gain(writer: nn.Module, gain: nn.Parameter) -> None:
     """Multiply what a module gives (the first of it where it gives several) by a new parameter of it named `gain`."""
     writer.gain = gain
-    writer.gain_hook = writer.register_forward_hook(_times_gain)
+    GAIN_HOOK.set(writer, writer.register_forward_hook(_times_gain))
 
 
 def _times_gain(module: nn.Module, args: Any, output: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError, RefusedError
-from thrifty.modeling.lora_layers import LoraFactors, parameter_names, widths
+from thrifty.modeling.lora_layers import LORA, LoraFactors, parameter_names, widths
 from thrifty.modeling.lora_model import adapted_layers, adapters, attach
 from thrifty.models.model_config import ModelConfig
 from thrifty.peft_format.adapter_folder import AdapterFormat, StoredAdapter
@@ -55,7 +55,7 @@ class LoraFormat(AdapterFormat):
             key = f"{_PREFIX}{path}.{kind}"
             tensors |= {f"{key}A{end}": pair.a, f"{key}B{end}": pair.b}
         extras, modules = _extras(naming, pairs)
-        some = next(layer.lora_adapters.factors[name] for layer in layers.values())
+        some = next(LORA.of(layer).factors[name] for layer in layers.values())
         config = {
             "lora_dropout": some.dropout,
             "use_rslora": some.stabilised,

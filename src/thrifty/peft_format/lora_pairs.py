@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
-from thrifty.modeling.lora_layers import LoraFactors, factors_of
+from thrifty.modeling.lora_layers import LORA, LoraFactors, factors_of
 from thrifty.peft_format.layer_naming import LayerTarget
 
 
@@ -35,7 +35,7 @@ class LoraPair:
 
 def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tuple[str, LoraPair]]:
     """What each layer of theirs gets of an adapter on one of ours."""
-    own: LoraFactors = layer.lora_adapters.factors[name]
+    own: LoraFactors = LORA.of(layer).factors[name]
     a, b, scale = factors_of(layer, name)
     if len(place.theirs) == 1:
         yield place.theirs[0], LoraPair(a, b, _alpha(scale, a.shape[0], own.stabilised))

@@ -20,6 +20,7 @@ from thrifty.data.text.token_windows import HeldOutWindows
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.image_task import train_on_images
 from thrifty.experiments.tasks.language_task import decayed_adamw, llama, source_text, train_on_bytes
+from thrifty.modeling.attention_sites import ATTENTION_SITES
 from thrifty.techniques.attention.a3 import A3
 from thrifty.techniques.attention.block_sparse import BlockSparseAttention
 from thrifty.techniques.attention.dota import Dota
@@ -75,7 +76,7 @@ def weights_of(core: Any, q: Tensor, k: Tensor) -> Tensor:
 def density_of(model: nn.Module, *inputs: Tensor) -> float:
     """The share of visible pairs that has a weight in one forward pass; 1 where no core was replaced."""
     kept, visible = 0, 0
-    places = getattr(model, "attention_places", ())
+    places = ATTENTION_SITES.get(model) or ()
     cores = [place.module.core for place in places]
 
     def watching(core: Any, causal: bool) -> Any:

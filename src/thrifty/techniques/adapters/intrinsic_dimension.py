@@ -22,11 +22,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
@@ -80,6 +82,10 @@ class RandomSubspace:
         return self.projection.apply_transposed(flat)
 
 
+CONFINED: ModuleNote[RandomSubspace] = ModuleNote("confined")
+PLACING: ModuleNote[RemovableHandle] = ModuleNote("placing")
+
+
 def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomSubspace:
     """Give a model the parameter z, zero at first; its own parameters follow it before each forward pass."""
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
@@ -88,21 +94,21 @@ def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomS
         raise RefusedError(f"dimension {dimension} is more than the {total} weights", fix=f"set {total} or less")
     # drawn on the processor: the same projection on every device
     projection = draw_fastfood(dimension, total, keyed_generator(f"{seed}/{NAME}"), weights[0].device)
-    model.confined = RandomSubspace(weights, projection)  # type: ignore[assignment]
+    confined = CONFINED.set(model, RandomSubspace(weights, projection))
     model.subspace = nn.Parameter(torch.zeros(dimension, device=weights[0].device))
-    model.placing = model.register_forward_pre_hook(_place)  # type: ignore[assignment]
-    return model.confined
+    PLACING.set(model, model.register_forward_pre_hook(_place))
+    return confined
 
 
 def _place(model: nn.Module, args: Any) -> None:
-    model.confined.place(model.subspace)
+    CONFINED.of(model).place(model.subspace)
 
 
 def subspace_backward(backward: Backward) -> Backward:
     """A backward pass that leaves the gradient of z in place of those of the weights."""
 
     def projected(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-        confined = model.confined
+        confined = CONFINED.of(model)
         with confined.gradients_of(model.subspace):
             outcome = backward(model, objective, batch)
         model.subspace.grad = confined.take_gradients().to(model.subspace.dtype)
@@ -135,7 +141,7 @@ class IntrinsicDimension(AdapterTechnique):
         return subspace_backward(backward)
 
     def finish(self, model: nn.Module) -> nn.Module:
-        model.confined.place(model.subspace)
-        model.placing.remove()
-        del model.subspace, model.confined, model.placing
+        CONFINED.remove(model).place(model.subspace)
+        PLACING.remove(model).remove()
+        del model.subspace
         return model.requires_grad_(True)

@@ -5,10 +5,11 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.modeling.attention_sites import LOSING_CORES
 
 
 class AuxiliaryLossObjective(WrappedObjective):
-    """Another objective plus λ times the mean of the losses (b,) that a model's `losing_cores` leave during its
+    """Another objective plus λ times the mean of the losses (b,) that a model's `LOSING_CORES` leave during its
     forward pass in their attribute `losses`, a list while somebody collects."""
 
     def __init__(self, inner: Objective, weight: float):
@@ -16,7 +17,7 @@ class AuxiliaryLossObjective(WrappedObjective):
         self.weight = weight
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        cores = getattr(model, "losing_cores", ())
+        cores = LOSING_CORES.get(model) or ()
         collected: list[Tensor] = []
         for core in cores:
             core.losses = collected

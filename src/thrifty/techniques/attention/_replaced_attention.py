@@ -5,7 +5,7 @@ A run has up to two phases, both in the log. In the second, cores are built of t
 found, which are plain numbers: the same on all ranks, and the same again when the run is resumed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -17,6 +17,7 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.run_notes import add_note
@@ -27,10 +28,24 @@ from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import untraced
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite, SwappableCore, find_attention_sites
+from thrifty.modeling.attention_sites import (
+    ATTENTION_SITES,
+    AttentionCore,
+    AttentionSite,
+    SwappableCore,
+    find_attention_sites,
+)
 
 Phase = Literal["plain", "chosen"]
 PLAIN, CHOSEN = "plain", "chosen"
+PHASE: ModuleNote[Mapping[str, Any]] = ModuleNote("attention_phase")
+"""On a model: the phase that is decided, and what calibration found."""
+SWAPPABLE_CORES: ModuleNote[dict[str, SwappableCore]] = ModuleNote("swappable_cores")
+"""On a model: the cores that are watched before they are replaced, by the name of their site."""
+
+
+def decided_phase(model: nn.Module | None) -> Mapping[str, Any]:
+    return PHASE.get(model) or {"phase": CHOSEN}
 
 
 @dataclass(frozen=True)
@@ -70,8 +85,7 @@ class ReplacedAttention(Technique):
         return StructuralChange(reason, decided, partial(_mark, decided=decided))
 
     def model(self, model: nn.Module) -> nn.Module:
-        places, decided = find_attention_sites(model), getattr(model, "attention_phase", {"phase": CHOSEN})
-        model.attention_places = places
+        places, decided = ATTENTION_SITES.set(model, find_attention_sites(model)), decided_phase(model)
         for place in places:
             if decided["phase"] == CHOSEN:
                 place.put(self.core(place, decided.get("found", {})))
@@ -80,12 +94,11 @@ class ReplacedAttention(Technique):
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:
-        phase = getattr(model, "attention_phase", {"phase": CHOSEN})["phase"]
+        phase = decided_phase(model)["phase"]
         if phase == CHOSEN:
             self.refuse_export()
-        for place in model.attention_places:
+        for place in ATTENTION_SITES.remove(model):
             place.take_away()
-        del model.attention_places
         return model
 
     def refuse_export(self) -> None:
@@ -108,7 +121,7 @@ class ReplacedAttention(Technique):
 
 
 def _mark(model: nn.Module, decided: Mapping[str, Any]) -> nn.Module:
-    model.attention_phase = decided
+    PHASE.set(model, decided)
     return model
 
 
@@ -165,14 +178,14 @@ class CalibratedAttention(ReplacedAttention):
 
     def model(self, model: nn.Module) -> nn.Module:
         model = super().model(model)
-        model.attention_cores = {}
-        if getattr(model, "attention_phase", {"phase": CHOSEN})["phase"] == PLAIN:
-            for place in model.attention_places:
+        cores = SWAPPABLE_CORES.set(model, {})
+        if decided_phase(model)["phase"] == PLAIN:
+            for place in ATTENTION_SITES.of(model):
                 device = next(place.module.parameters()).device
                 count = self.count(model, place)
                 place.module.register_buffer("calibration", torch.zeros(count + 1, dtype=torch.float64, device=device))
-                model.attention_cores[place.name] = SwappableCore(place.plain)
-                place.put(model.attention_cores[place.name])
+                cores[place.name] = SwappableCore(place.plain)
+                place.put(cores[place.name])
         return model
 
     def backward(self, backward: Backward) -> Backward:
@@ -181,12 +194,12 @@ class CalibratedAttention(ReplacedAttention):
     @torch.no_grad()
     def calibrate(self, model: nn.Module, objective: Objective, batch: Batch) -> None:
         """One forward pass without dropout, watched; the mean over ranks is added to the buffers."""
-        if not model.attention_cores:  # replaced already: only what a step takes is asked
+        places, cores = ATTENTION_SITES.of(model), SWAPPABLE_CORES.of(model)
+        if not cores:  # replaced already: only what a step takes is asked
             return
-        places: Sequence[AttentionSite] = model.attention_places
         seen: dict[str, list[Tensor]] = {place.name: [] for place in places}
         for place in places:
-            model.attention_cores[place.name].watch = partial(self._see, place, seen[place.name])
+            cores[place.name].watch = partial(self._see, place, seen[place.name])
         training = model.training
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
@@ -195,7 +208,7 @@ class CalibratedAttention(ReplacedAttention):
         finally:
             model.train(training)
             for place in places:
-                model.attention_cores[place.name].watch = None
+                cores[place.name].watch = None
         for place in places:
             if seen[place.name]:
                 mean = mean_over_ranks(torch.stack(seen[place.name]).double().mean(0))
@@ -208,7 +221,7 @@ class CalibratedAttention(ReplacedAttention):
         if state.model is None:
             return {}
         found = {}
-        for place in state.model.attention_places:
+        for place in ATTENTION_SITES.of(state.model):
             sums, count = place.module.calibration[:-1], place.module.calibration[-1]
             if not count:
                 raise IntegrityError(f"{self.name}: {place.name} was not reached while it was calibrated")

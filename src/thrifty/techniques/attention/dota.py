@@ -48,10 +48,10 @@ from thrifty.kernels.attention_filters.dota_filter import (
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, exact_scores, visible_pairs
 from thrifty.kernels.attention_filters.sanger_filter import quantized
 from thrifty.kernels.sparse_attention.row_attention import row_attention
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, AttentionCore, AttentionSite
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjective
-from thrifty.techniques.attention._replaced_attention import ReplacedAttention
+from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention, decided_phase
 
 DETECTOR = ("detector_of_queries", "detector_of_keys")
 BESIDE = ("detector_projection", "longest_text")
@@ -167,13 +167,13 @@ class Dota(ReplacedAttention):
     """Of the projections and the detectors' first values, together with each module's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        model.losing_cores = []
+        losing = LOSING_CORES.set(model, [])
         model = super().model(model)
-        chosen = getattr(model, "attention_phase", {"phase": "chosen"})["phase"] == "chosen"
-        for place in model.attention_places:
+        chosen = decided_phase(model)["phase"] == CHOSEN
+        for place in ATTENTION_SITES.of(model):
             self.attach(place)
             detector = DetectorCore(self, place, chosen)
-            model.losing_cores.append(detector)
+            losing.append(detector)
             place.put(detector)
             wrap_forward(place.module, partial(with_input, core=detector))
         return model
@@ -209,8 +209,7 @@ class Dota(ReplacedAttention):
 
     def finish(self, model: nn.Module) -> nn.Module:
         model = super().finish(model)
-        for detector in model.losing_cores:
+        for detector in LOSING_CORES.remove(model):
             for name in (*DETECTOR, *BESIDE):
                 delattr(detector.place.module, name)
-        del model.losing_cores
         return model

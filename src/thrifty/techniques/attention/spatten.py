@@ -27,9 +27,11 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Fraction, Probability, SettingBound
 from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths, visible_pairs
@@ -41,9 +43,9 @@ from thrifty.kernels.attention_filters.spatten_filter import (
     cascade_attention,
     pruned_share,
 )
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.modeling.attention_sites import ATTENTION_SITES, AttentionCore, AttentionSite
 from thrifty.modeling.module_surgery import find_stacks, is_under
-from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention
+from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention, decided_phase
 
 
 class CascadeRelay:
@@ -96,6 +98,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+CASCADE_HOOKS: ModuleNote[list[RemovableHandle]] = ModuleNote("cascade_hooks")
+
+
 @dataclass(frozen=True)
 class Spatten(ReplacedAttention):
     clashes: ClassVar[Mapping[Claim, str]] = {
@@ -126,10 +131,10 @@ class Spatten(ReplacedAttention):
 
     def model(self, model: nn.Module) -> nn.Module:
         model = super().model(model)
-        model.cascades = []
-        if getattr(model, "attention_phase", {"phase": CHOSEN})["phase"] == CHOSEN:
+        CASCADE_HOOKS.set(model, [])
+        if decided_phase(model)["phase"] == CHOSEN:
             placed = [place for name, blocks in find_stacks(model).items() for place in self.relay(model, name, blocks)]
-            for place in model.attention_places:
+            for place in ATTENTION_SITES.of(model):
                 if place.name not in placed:
                     raise RefusedError(
                         f"{self.name}: {place.name} is in no list of blocks, so that none is known to come before it",
@@ -141,13 +146,13 @@ class Spatten(ReplacedAttention):
         """Connect the attentions of a stack of blocks; the names of their places."""
         relay, placed = CascadeRelay(), []
         for number, block in enumerate(blocks):
-            for place in model.attention_places:
+            for place in ATTENTION_SITES.of(model):
                 if is_under(place.name, f"{stack}.{number}"):
                     latest = self.latest if place.causal else 0.0
                     place.put(CascadeCore(relay, place, self.kept_in(number, len(blocks), latest), self.bits))
                     placed.append(place.name)
             if number == 0:
-                model.cascades.append(block.register_forward_pre_hook(relay.begin))
+                CASCADE_HOOKS.of(model).append(block.register_forward_pre_hook(relay.begin))
         return placed
 
     def kept_in(self, block: int, blocks: int, latest: float = 0.0) -> KeptShares:
@@ -161,7 +166,6 @@ class Spatten(ReplacedAttention):
 
     def finish(self, model: nn.Module) -> nn.Module:
         model = super().finish(model)
-        for hook in model.cascades:
+        for hook in CASCADE_HOOKS.remove(model):
             hook.remove()
-        del model.cascades
         return model

@@ -54,9 +54,9 @@ from thrifty.kernels.attention_filters.vitcod_filter import (
     written_masks,
 )
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, AttentionCore, AttentionSite
 from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjective
-from thrifty.techniques.attention._replaced_attention import CHOSEN, CalibratedAttention
+from thrifty.techniques.attention._replaced_attention import CHOSEN, SWAPPABLE_CORES, CalibratedAttention, decided_phase
 
 CODE = ("encode_queries", "decode_queries", "encode_keys", "decode_keys")
 MASK = ("kept_pairs", "kept_order", "kept_blocks")
@@ -147,18 +147,17 @@ class Vitcod(CalibratedAttention):
     def model(self, model: nn.Module) -> nn.Module:
         model = super().model(model)
         if self.code:
-            model.losing_cores = []
-            for place in model.attention_places:
+            LOSING_CORES.set(model, [])
+            for place in ATTENTION_SITES.of(model):
                 self.attach(place)
                 self.put_code(model, place)
         return model
 
     def put_code(self, model: nn.Module, place: AttentionSite) -> None:
         """Around the core that is there, whether it is watched or masked."""
-        decided = getattr(model, "attention_phase", {"phase": CHOSEN})
-        watched = model.attention_cores.get(place.name)
+        decided, watched = decided_phase(model), SWAPPABLE_CORES.of(model).get(place.name)
         coded = AutoencodedCore(place, place.plain if watched else self.core(place, decided.get("found", {})))
-        model.losing_cores.append(coded)
+        LOSING_CORES.of(model).append(coded)
         if watched:
             watched.way = coded
         else:
@@ -213,20 +212,20 @@ class Vitcod(CalibratedAttention):
     def finish(self, model: nn.Module) -> nn.Module:
         if self.code:
             self.refuse_export()
-        places = model.attention_places
+        places = ATTENTION_SITES.of(model)
         model = super().finish(model)
         for place in places:
             for name in (*CODE, *MASK):
                 if hasattr(place.module, name):
                     delattr(place.module, name)
         if self.code:
-            del model.losing_cores
+            LOSING_CORES.remove(model)
         return model
 
     def holds(self, state: TrainState) -> None:
         super().holds(state)
-        decided = getattr(state.model, "attention_phase", {"phase": CHOSEN})
-        for place in state.model.attention_places if state.model and decided["phase"] == CHOSEN else ():
+        decided = decided_phase(state.model)
+        for place in ATTENTION_SITES.of(state.model) if state.model and decided["phase"] == CHOSEN else ():
             if not np.array_equal(place.module.kept_pairs.cpu().numpy(), masks_of(place, decided.get("found", {}))):
                 raise IntegrityError(f"{self.name}: the mask of {place.name} is not the one in the log")
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.stages import Stage
@@ -31,6 +32,7 @@ from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resized_patches, resized_positions
 
+FINAL_PATCH: ModuleNote[int] = ModuleNote("final_patch")
 PARTS = ("patch", "patch_size", "position", "before", "side")
 """What a module that cuts images into patches has."""
 
@@ -100,7 +102,7 @@ class PatchSizeCurriculum(Technique):
 
         def restructure(model: nn.Module) -> nn.Module:
             _, embedding = find_embedding(model)
-            model.final_patch = embedding.patch_size
+            FINAL_PATCH.set(model, embedding.patch_size)
             resize_patches(embedding, embedding.patch_size * factor)
             if factor > 1:
                 embedding.register_forward_pre_hook(_refuse_uneven_images)
@@ -118,15 +120,15 @@ class PatchSizeCurriculum(Technique):
 
     def finish(self, model: nn.Module) -> nn.Module:
         """Patches of the final size, as the plain architecture has."""
-        resize_patches(find_embedding(model)[1], model.final_patch)  # type: ignore[arg-type]
+        resize_patches(find_embedding(model)[1], FINAL_PATCH.of(model))
         return model
 
     def holds(self, state: TrainState) -> None:
         assert state.model is not None
         factors = [entry.decision["patch_factor"] for entry in state.log if entry.technique == self.name]
         _, embedding = find_embedding(state.model)
-        if not factors or embedding.patch_size != state.model.final_patch * factors[-1]:  # type: ignore[operator]
+        if not factors or embedding.patch_size != FINAL_PATCH.of(state.model) * factors[-1]:
             raise IntegrityError(
                 f"{self.name}: patches have a side of {embedding.patch_size}, the run's log says "
-                f"{factors[-1] if factors else 'nothing'} times the final {state.model.final_patch}"
+                f"{factors[-1] if factors else 'nothing'} times the final {FINAL_PATCH.of(state.model)}"
             )

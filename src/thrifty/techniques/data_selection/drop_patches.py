@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import seed_of
 from thrifty.core.run_notes import add_note
@@ -87,11 +88,15 @@ def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     return owner, embedding, cut
 
 
+SEEN_BY: ModuleNote[tuple[Tensor, float] | None] = ModuleNote("seen_by")
+"""Keys of the examples and the rate while patches are dropped."""
+
+
 def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
     tokens = inner(images, *args, **kwargs)
-    if embedding.seen_by is None:
+    if (seen_by := SEEN_BY.of(embedding)) is None:
         return tokens
-    keys, rate = embedding.seen_by
+    keys, rate = seen_by
     patches = (images.shape[-2] // cut.stride[0]) * (images.shape[-1] // cut.stride[1])
     return without_patches(tokens, visible_patches(keys, patches, rate), tokens.shape[1] - patches)
 
@@ -99,14 +104,14 @@ def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, 
 @contextmanager
 def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
     """Inside, the model sees images through the patches that these keys (b,) leave."""
-    places = [module for module in model.modules() if hasattr(module, "seen_by")]
+    places = [module for _, module in SEEN_BY.noted(model)]
     for module in places:
-        module.seen_by = (keys, rate)  # type: ignore[assignment]
+        SEEN_BY.set(module, (keys, rate))
     try:
         yield
     finally:
         for module in places:
-            module.seen_by = None  # type: ignore[assignment]
+            SEEN_BY.set(module, None)
 
 
 class PatchDropObjective(WrappedObjective):
@@ -142,7 +147,7 @@ class DropPatches(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         name, embedding, cut = find_embedding(model)
-        embedding.seen_by = None  # type: ignore[assignment]
+        SEEN_BY.set(embedding, None)
         wrap_forward(embedding, partial(_embedded, cut))
         add_note(f"behind {name}, {self.rate:.0%} of the patches are left out before step {self.until}")
         return model

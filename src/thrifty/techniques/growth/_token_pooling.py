@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.modeling.text_lengths import refuse_more_than_tokens
+
+POOLED_IN: ModuleNote[int] = ModuleNote("pooled_in")
 
 
 def pool_tokens(x: Tensor, group: int) -> Tensor:
@@ -28,12 +31,12 @@ def pool_targets(tokens: Tensor, group: int) -> Tensor:
 
 
 def add_pooling(model: nn.Module, group: int) -> None:
-    """Let a model in training pool what its first block is given. `pooled_in` of the model says how many tokens make
-    one. Raises Refused for a model with several stacks."""
+    """Let a model in training pool what its first block is given. Its note `POOLED_IN` says how many tokens
+    make one. Raises Refused for a model with several stacks."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(f"{' and '.join(stacks)} would both have to be pooled", fix='set shorten="truncate"')
-    model.pooled_in = group
+    POOLED_IN.set(model, group)
     wrap_forward(next(iter(stacks.values()))[0], partial(_pooling, group))
 
 
@@ -56,7 +59,7 @@ class PooledObjective(WrappedObjective):
         self.group = 1
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        self.group = getattr(model, "pooled_in", 1) if model.training else 1
+        self.group = (POOLED_IN.get(model) or 1) if model.training else 1
         return super().predict(model, batch)
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:

@@ -30,6 +30,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -82,6 +83,9 @@ class GrownStructure:
         return index, self.sizes[index]
 
 
+GROWN: ModuleNote[GrownStructure] = ModuleNote("auto_grow")
+
+
 def blocks_at(share: float, full: int) -> int:
     return max(round(share * full), 1)
 
@@ -102,7 +106,7 @@ class GrowthSearchBackward:
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         step = int(self.state["steps"])
         self.state["steps"].add_(1)
-        structure: GrownStructure | None = getattr(model, "auto_grow", None)
+        structure = GROWN.get(model)
         if structure is None:
             return self.inner(model, objective, batch)
         index, (depth, length) = structure.size_at(step)
@@ -230,7 +234,7 @@ class AutoGrow(Technique):
         if self.times == "measured":
             return mean_over_ranks(memory["seconds"] / memory["count"].clamp(min=1))[list(tried)].tolist()
         dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # along which it is short
-        positions, full = int(memory["positions"]) or 1, model.auto_grow.full
+        positions, full = int(memory["positions"]) or 1, GROWN.of(model).full
         return [
             step_flops(model, {stack: blocks_at(depth, full[stack]) for stack in full}, positions * length**dims)
             for depth, length in sizes
@@ -248,5 +252,5 @@ def _depths(model: nn.Module) -> dict[str, int]:
 
 def _cut(model: nn.Module, structure: GrownStructure) -> nn.Module:
     cut_stacks(model, lambda blocks: blocks_at(max(depth for depth, _ in structure.sizes), blocks))
-    model.auto_grow = structure
+    GROWN.set(model, structure)
     return model

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import seed_of
 from thrifty.core.run_notes import add_note
@@ -85,17 +86,20 @@ class LayerDropBackward:
         return BackwardResult(outcome.loss, outcome.notes | {"kept_blocks": float(sum(kept))}, outcome.answered)
 
 
+IS_MULTIPLIED: ModuleNote[bool] = ModuleNote("is_multiplied")
+
+
 def _multiply(block: nn.Module, factor: float | None) -> None:
     """What the writers of a block give, by a factor, or as it is."""
     for writer in block.modules():
         if hasattr(writer, "kept_factor"):
-            writer.is_multiplied = factor is not None
+            IS_MULTIPLIED.set(writer, factor is not None)
             if factor is not None:
                 writer.kept_factor.fill_(factor)
 
 
 def _times_factor(writer: nn.Module, args: Any, output: Any) -> Any:
-    if not writer.is_multiplied:
+    if not IS_MULTIPLIED.of(writer):
         return output
     if isinstance(output, tuple):
         return (output[0] * writer.kept_factor.to(output[0].dtype), *output[1:])
@@ -105,7 +109,7 @@ def _times_factor(writer: nn.Module, args: Any, output: Any) -> Any:
 def add_factor(writer: nn.Module, like: Tensor) -> None:
     """A buffer, not a number: a compiled block need not be compiled again when it changes."""
     writer.register_buffer("kept_factor", torch.ones((), device=like.device), persistent=False)
-    writer.is_multiplied = False
+    IS_MULTIPLIED.set(writer, False)
     writer.register_forward_hook(_times_factor)
 
 

@@ -22,7 +22,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.residual_branches import add_gain, depths, find_branches, is_transposed, out_width
+from thrifty.modeling.residual_branches import GAIN_HOOK, add_gain, depths, find_branches, is_transposed, out_width
 from thrifty.modeling.residual_checks import refuse_undone_gains
 
 
@@ -34,14 +34,13 @@ def initial_gain(depth: int) -> float:
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
     """Multiply every gain into the weight and bias before it, and take it off."""
-    for module in model.modules():
-        if hasattr(module, "gain_hook"):
-            last = module.out_proj if isinstance(module, nn.MultiheadAttention) else module
-            last.weight.mul_(module.gain if is_transposed(last) else module.gain[:, None])
-            if last.bias is not None:
-                last.bias.mul_(module.gain)
-            module.gain_hook.remove()
-            del module.gain, module.gain_hook
+    for _, module in GAIN_HOOK.noted(model):
+        last = module.out_proj if isinstance(module, nn.MultiheadAttention) else module
+        last.weight.mul_(module.gain if is_transposed(last) else module.gain[:, None])
+        if last.bias is not None:
+            last.bias.mul_(module.gain)
+        GAIN_HOOK.remove(module).remove()
+        del module.gain
     return model
 
 

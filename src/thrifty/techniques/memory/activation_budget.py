@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import SettingBound
@@ -53,6 +54,7 @@ from thrifty.memory.planner.plan_report import decisions, summary
 from thrifty.memory.planner.plan_storage import Bits, TierStore, build_block_plan, bytes_per_second, stored_bits
 from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.memory.selective_recompute import BlockPlan, keep_tensor, run_block_plan
+from thrifty.modeling.attention_sites import LOSING_CORES
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 OVERHEADS = 45e-6, 12e-6
@@ -120,7 +122,7 @@ class ActivationPlanner:
         counted = self.settings.cost is counted_seconds or batch.weight.device.type != "cpu"
         overheads = OVERHEADS if counted else measured_overheads()
         blocks = [costs_of(*each, overheads) for each in zip(learned.tapes, learned.held, strict=True)]
-        if self.chain is None or learned.names != self.blocks or hasattr(model, "losing_cores"):
+        if self.chain is None or learned.names != self.blocks or LOSING_CORES.get(model) is not None:
             blocks = [replace(block, stage=None) for block in blocks]
         blocks.append(rest)  # comes last and has nothing to decide
         plan = agree_on_plan(self.settings.solve(blocks, batch.weight.device), blocks)
@@ -166,11 +168,14 @@ class ActivationPlanner:
         return f"{seed}/{self.passes}"
 
 
+ACTIVATION_PLANNER: ModuleNote[ActivationPlanner] = ModuleNote("activation_planner")
+
+
 class PlannedObjective(WrappedObjective):
     """Another objective whose model runs by its planner's plans."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        planner = getattr(model, "activation_planner", None)
+        planner = ACTIVATION_PLANNER.get(model)
         if planner is None or not torch.is_grad_enabled():
             return super().predict(model, batch)
         return planner.predict(self.inner, model, batch)
@@ -218,14 +223,14 @@ class ActivationBudget(Technique):
             add_note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is made at the first step")
         if self.recompute:
             planner.chain = BlockChain([block for blocks in stacks.values() for block in blocks], None)
-        model.activation_planner = planner  # type: ignore[assignment]
+        ACTIVATION_PLANNER.set(model, planner)
         return model
 
     def objective(self, objective: Objective) -> Objective:
         return PlannedObjective(objective)
 
     def finish(self, model: nn.Module) -> nn.Module:
-        del model.activation_planner
+        ACTIVATION_PLANNER.remove(model)
         return model
 
     def solve(self, blocks: list[BlockCosts], device: torch.device) -> MemoryPlan:

@@ -32,6 +32,7 @@ from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
 from thrifty.memory.recomputation import recompute
 from thrifty.memory.recompute_schedule import RecomputeSchedule
+from thrifty.modeling.attention_sites import LOSING_CORES
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
@@ -81,7 +82,7 @@ class Recompute(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         if self.schedule == "sqrt":
-            if hasattr(model, "losing_cores"):
+            if LOSING_CORES.get(model) is not None:
                 raise RefusedError(
                     "blocks leave a loss beside their result, which is lost in segments that run again together",
                     fix=f"--set techniques.{self.name}.schedule=every",

@@ -54,6 +54,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import from_first_rank
 from thrifty.core.run_notes import add_note
@@ -102,6 +103,9 @@ def most_alive(schedule: str, ranks: int, parts: int, chunks: int) -> float:
     return min(ahead + 1, parts * chunks) / chunks
 
 
+LINE: ModuleNote[PipelineRunner] = ModuleNote("pipeline")
+
+
 class PipelineObjective(WrappedObjective):
     """Another objective whose predictions go through all stages. What follows from them (losses, scores) is known to
     the last stage, and told to all. While a stage runs by itself, this is the objective as it is."""
@@ -109,7 +113,7 @@ class PipelineObjective(WrappedObjective):
     line: PipelineRunner | None = None
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        self.line = line_of(model)
+        self.line = LINE.of(model)
         if self.line.running:
             return self.inner.predict(model, batch)
         if torch.is_grad_enabled():
@@ -161,11 +165,7 @@ class ScheduledLossObjective(WrappedObjective):
         if not torch.is_grad_enabled():
             return super().losses(prediction, batch)
         assert self.model is not None
-        return line_of(self.model).train(self.inner, self.model, batch, self.parts).requires_grad_()
-
-
-def line_of(model: nn.Module) -> PipelineRunner:
-    return model.pipeline  # type: ignore[return-value]
+        return LINE.of(self.model).train(self.inner, self.model, batch, self.parts).requires_grad_()
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class PipelineParallel(Technique):
         if self.recompute:
             for block in present(model.get_submodule(parts.stack).children()):
                 wrap_forward(block, line.block)
-        model.pipeline = line  # type: ignore[assignment]
+        LINE.set(model, line)
         add_note(
             f"{', '.join(map(str, counts))} blocks in {len(counts)} stages; this rank has stage "
             f"{' and '.join(str(stage.index) for stage in stages)}"

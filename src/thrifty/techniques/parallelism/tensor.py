@@ -29,16 +29,20 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
-from thrifty.distributed.tensor_parallel_model import split_model
+from thrifty.distributed.tensor_parallel_model import TensorParallelizer, split_model
 
 STAYS, STAYS_ALONG_TOKENS = 0.27, 0.125
 """The share of the activations that every rank has whole, measured on gpt and llama blocks: what split layers and norms
 are given; along tokens what the layers are given alone."""
+
+
+SPLITTING: ModuleNote[TensorParallelizer] = ModuleNote("splitting")
 
 
 class VocabularyParallelHead(WrappedObjective):
@@ -100,7 +104,7 @@ class TensorParallel(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         if axis("tensor").size > 1:
             mesh = submesh("tensor", device=next(model.parameters()).device.type)
-            model.splitting = split_model(model, mesh, self.plan, self.along_tokens)
+            SPLITTING.set(model, split_model(model, mesh, self.plan, self.along_tokens))
         return model
 
     def objective(self, objective: Objective) -> Objective:
@@ -111,7 +115,7 @@ class TensorParallel(Technique):
 
         def settled(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
             outcome = backward(model, objective, batch)
-            settle_gradients(model, model.splitting.summed, tensor.group)
+            settle_gradients(model, SPLITTING.of(model).summed, tensor.group)
             return outcome
 
         return settled if tensor.size > 1 else backward
@@ -139,9 +143,8 @@ class TensorParallel(Technique):
         ).add(traffic=(4 * blocks + 2) * 2 * (1 - 1 / ranks) * footprint.hidden)
 
     def finish(self, model: nn.Module) -> nn.Module:
-        if hasattr(model, "splitting"):
-            model.splitting.undo.close()
-            del model.splitting
+        if SPLITTING.get(model) is not None:
+            SPLITTING.remove(model).undo.close()
         return model
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ Note      a delayed scale knows only the past: numbers that grow from one step t
           in E4M3 made no difference (+0.004 ± 0.007).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -34,6 +34,7 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import ranks
 from thrifty.core.run_notes import add_note
@@ -45,13 +46,16 @@ from thrifty.kernels.float8_linear import CastRule, DelayedScaling, float8_linea
 from thrifty.modeling.module_surgery import find_stacks, is_under, select, weight_layers, wrap_forward
 from thrifty.modeling.residual_branches import is_transposed
 
+CASTING: ModuleNote[CastRule] = ModuleNote("float8_casting")
+FORMER_FORWARD: ModuleNote[Callable[..., Any] | None] = ModuleNote("float8_former_forward")
 BUFFERS = ("float8_history", "float8_scales", "float8_seen")
 
 
 def use_float8(layer: nn.Module, casting: CastRule, history: int = 0) -> None:
     """Let a linear layer (or `Conv1D`) compute its products in 8 bits while it is trained. With a `history` its scales
     are delayed, and whoever trains it calls `roll` after each step."""
-    layer.float8_casting, layer.float8_former = casting, vars(layer).get("forward")
+    CASTING.set(layer, casting)
+    FORMER_FORWARD.set(layer, vars(layer).get("forward"))
     if history:
         zeros = layer.weight.new_zeros(3, history, dtype=torch.float32)
         layer.register_buffer("float8_history", zeros)
@@ -62,11 +66,11 @@ def use_float8(layer: nn.Module, casting: CastRule, history: int = 0) -> None:
 
 def remove_float8(layer: nn.Module) -> None:
     """Undo `use_float8`."""
-    if layer.float8_former is None:
+    CASTING.remove(layer)
+    if (former := FORMER_FORWARD.remove(layer)) is None:
         del layer.forward
     else:
-        layer.forward = layer.float8_former
-    del layer.float8_casting, layer.float8_former
+        layer.forward = former
     for name in BUFFERS:
         if hasattr(layer, name):
             delattr(layer, name)
@@ -77,7 +81,7 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
         return inner(x)
     weight = layer.weight.T if is_transposed(layer) else layer.weight
     delayed = DelayedScaling(layer.float8_scales, layer.float8_seen) if hasattr(layer, "float8_seen") else None
-    return float8_linear(x, weight, layer.bias, layer.float8_casting, delayed)
+    return float8_linear(x, weight, layer.bias, CASTING.of(layer), delayed)
 
 
 @torch.no_grad()
@@ -88,7 +92,7 @@ def roll(layers: Sequence[nn.Module], most_recent: bool = False) -> None:
     if ranks() > 1 and not isinstance(seen, FakeTensor):
         dist.all_reduce(seen, dist.ReduceOp.MAX)
     histories, scales = ([getattr(layer, name) for layer in layers] for name in BUFFERS[:2])
-    after = next_scales(torch.stack(histories), torch.stack(scales), seen, layers[0].float8_casting, most_recent)
+    after = next_scales(torch.stack(histories), torch.stack(scales), seen, CASTING.of(layers[0]), most_recent)
     for buffers, values in zip((histories, scales), after, strict=True):
         torch._foreach_copy_(buffers, list(values))
 
@@ -177,9 +181,8 @@ class Float8(Technique):
         return rolled(backward, self.most_recent) if self.scaling == "delayed" else backward
 
     def finish(self, model: nn.Module) -> nn.Module:
-        for module in model.modules():
-            if hasattr(module, "float8_casting"):
-                remove_float8(module)
+        for _, module in CASTING.noted(model):
+            remove_float8(module)
         return model
 
 

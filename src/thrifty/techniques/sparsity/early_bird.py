@@ -31,6 +31,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
@@ -54,6 +55,10 @@ Part = Annotated[float, SettingBound(least=0, below=1)]
 Draw = Literal["coefficients", "random", "late"]
 SEARCH, TRAIN = "search", "train"
 KINDS = ("heads", "neurons")
+KIND_OF_PIECES: ModuleNote[str] = ModuleNote("kind_of_pieces")
+"""On a writer: what its coefficients are of."""
+KEPT_PIECES: ModuleNote[Mapping[str, Any]] = ModuleNote("kept_pieces")
+"""On a model: the ticket, once it is drawn."""
 
 
 def kept_of_each(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
@@ -170,11 +175,11 @@ class EarlyBird(Technique):
         return max(1, int(self.every))
 
     def model(self, model: nn.Module) -> nn.Module:
-        found, kept = find_units(model), getattr(model, "kept_pieces", None)
+        found, kept = find_units(model), KEPT_PIECES.get(model)
         if kept is None:
             for pieces in found.values():
                 add_coefficients(pieces)
-                pieces.writer.kind_of_pieces = pieces.kind
+                KIND_OF_PIECES.set(pieces.writer, pieces.kind)
                 memory = torch.zeros(self.queue, pieces.count, dtype=torch.bool, device=pieces.writer.weight.device)
                 pieces.writer.register_buffer("recent_masks", memory)
             for kind in KINDS:
@@ -196,7 +201,7 @@ class EarlyBird(Technique):
         """What would be kept now, by the name of the writer."""
         scores: dict[str, dict[str, Tensor]] = {"heads": {}, "neurons": {}}
         for name, coefficients in coefficients_of(model).items():
-            scores[model.get_submodule(name).kind_of_pieces][name] = full_value(coefficients).abs()
+            scores[KIND_OF_PIECES.of(model.get_submodule(name))][name] = full_value(coefficients).abs()
         of_neurons = kept_of_all if self.spread == "global" else kept_of_each
         return kept_of_each(scores["heads"], self.heads) | of_neurons(scores["neurons"], self.neurons)
 
@@ -209,7 +214,7 @@ class EarlyBird(Technique):
     def distances(self, model: nn.Module, known: int) -> dict[str, float]:
         """Of the newest mask to the others of the `known` newest, of heads and of neurons."""
         writers = [model.get_submodule(name) for name in coefficients_of(model)]
-        kinds = {kind: [w.recent_masks[:known] for w in writers if w.kind_of_pieces == kind] for kind in KINDS}
+        kinds = {kind: [w.recent_masks[:known] for w in writers if KIND_OF_PIECES.of(w) == kind] for kind in KINDS}
         return {kind: mask_distance(torch.cat(masks, 1)) for kind, masks in kinds.items() if masks}
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
@@ -228,7 +233,7 @@ class EarlyBird(Technique):
         kept = decided["kept"]
 
         def mark(model: nn.Module) -> nn.Module:
-            model.kept_pieces = kept
+            KEPT_PIECES.set(model, kept)
             return model
 
         return StructuralChange(reason, decided, mark, origin=lambda parameter: None, moments="reset")
@@ -248,7 +253,7 @@ class EarlyBird(Technique):
             for name, mask in masks.items():
                 scores = torch.rand(len(mask), generator=keyed_generator(f"{self.seed}/{name}"))
                 masks[name] = largest(scores, int(mask.sum()))
-        of_heads = {name for name in masks if model.get_submodule(name).kind_of_pieces == "heads"}
+        of_heads = {name for name in masks if KIND_OF_PIECES.of(model.get_submodule(name)) == "heads"}
         return {
             name: mask.nonzero().flatten().tolist() if name in of_heads else as_hex(mask)
             for name, mask in masks.items()
@@ -258,7 +263,8 @@ class EarlyBird(Technique):
         """A ticket's model is as small as it is; coefficients that are still there are folded into the weights."""
         for name in coefficients_of(model):
             writer = model.get_submodule(name)
-            del writer.recent_masks, writer.kind_of_pieces
+            KIND_OF_PIECES.remove(writer)
+            del writer.recent_masks
         fold_coefficients(model)
         return model
 

@@ -35,6 +35,7 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.run_notes import add_note
@@ -51,11 +52,14 @@ from thrifty.modeling.residual_branches import is_transposed
 
 MASK = "n_of_m_mask"
 """The buffer of a treated layer, in the shape of its weight."""
+PRODUCTS: ModuleNote[NOfMProducts] = ModuleNote("n_of_m")
+IS_DENSE: ModuleNote[bool] = ModuleNote("n_of_m_dense")
 
 
 def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
     """Let a linear layer (or `Conv1D`) compute with n of each m weights. Whoever trains it calls `remake`."""
-    layer.n_of_m, layer.n_of_m_dense = products, False
+    PRODUCTS.set(layer, products)
+    IS_DENSE.set(layer, False)
     layer.register_buffer(MASK, _mask_for(layer))
     wrap_forward(layer, _multiply)
 
@@ -64,21 +68,23 @@ def remove_masked_product(layer: nn.Module) -> None:
     """Undo `use_masked_product`, with the weights as they acted."""
     with torch.no_grad():
         layer.weight.mul_(layer.n_of_m_mask)
-    del layer.forward, layer.n_of_m, layer.n_of_m_dense, layer.n_of_m_mask
+    PRODUCTS.remove(layer)
+    IS_DENSE.remove(layer)
+    del layer.forward, layer.n_of_m_mask
 
 
 def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
-    if layer.n_of_m_dense:
+    if IS_DENSE.of(layer):
         return inner(x)
     weight, mask = layer.weight, layer.n_of_m_mask
     if is_transposed(layer):
         weight, mask = weight.T, mask.T
-    return masked_linear(x, weight, mask, layer.bias, layer.n_of_m)
+    return masked_linear(x, weight, mask, layer.bias, PRODUCTS.of(layer))
 
 
 def _mask_for(layer: nn.Module) -> Tensor:
     weight = full_value(layer.weight)
-    pattern = layer.n_of_m.pattern
+    pattern = PRODUCTS.of(layer).pattern
     return pattern.mask(weight.T).T.contiguous() if is_transposed(layer) else pattern.mask(weight)
 
 
@@ -140,9 +146,9 @@ class NOfMBackward:
 def fill_masks(layers: Iterable[nn.Module]) -> None:
     """From here on layers are dense."""
     for layer in layers:
-        if not layer.n_of_m_dense:
+        if not IS_DENSE.of(layer):
             layer.n_of_m_mask.fill_(True)
-            layer.n_of_m_dense = True
+            IS_DENSE.set(layer, True)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive, check_pattern
@@ -110,25 +111,29 @@ def format_products(form: Form, density: float, ratio: float) -> str:
     return f"dense: at density {density:.3g} sparse products would take {ratio:.2f} of the time"
 
 
+SPARSE_PRODUCT: ModuleNote[LayerProducts] = ModuleNote("sparse_product")
+
+
 def use_sparse_product(layer: nn.Linear, lines: Lines) -> None:
-    """Let a linear layer use sparse products while it is trained, once its `sparse_product` follows a mask."""
-    layer.sparse_product = LayerProducts(lines)  # type: ignore[assignment]
+    """Let a linear layer use sparse products while it is trained, once its note `SPARSE_PRODUCT` follows a mask."""
+    SPARSE_PRODUCT.set(layer, LayerProducts(lines))
     wrap_forward(layer, _multiply)
 
 
 def remove_sparse_product(layer: nn.Linear) -> None:
     """Undo `use_sparse_product`."""
-    del layer.forward, layer.sparse_product
+    SPARSE_PRODUCT.remove(layer)
+    del layer.forward
 
 
 def _multiply(layer: Any, inner: Any, x: Tensor) -> Tensor:
     # no more than this is looked at by a compiler: what it has seen change it compiles for anew
-    return _sparse(layer, inner, x) if layer.training and layer.sparse_product.is_sparse else inner(x)
+    return _sparse(layer, inner, x) if layer.training and SPARSE_PRODUCT.of(layer).is_sparse else inner(x)
 
 
 @torch.compiler.disable(reason="its structure changes with the masks")
 def _sparse(layer: Any, inner: Any, x: Tensor) -> Tensor:
-    device, product = x.device.type, layer.sparse_product
+    device, product = x.device.type, SPARSE_PRODUCT.of(layer)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else layer.weight.dtype
     product.used = dtype in product.patterns
     if not product.used:
@@ -137,10 +142,8 @@ def _sparse(layer: Any, inner: Any, x: Tensor) -> Tensor:
 
 
 def products_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that may use sparse products, by name; `layer.sparse_product.said` tells what they chose."""
-    for name, module in model.named_modules():
-        if hasattr(module, "sparse_product"):
-            yield name, module
+    """The layers that may use sparse products, by name; `SPARSE_PRODUCT.of(layer).said` tells what they chose."""
+    return SPARSE_PRODUCT.noted(model)
 
 
 class SparseProductCounter:
@@ -150,7 +153,7 @@ class SparseProductCounter:
         self.inner = inner
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-        products = [layer.sparse_product for _, layer in products_of(model)]
+        products = [SPARSE_PRODUCT.of(layer) for _, layer in products_of(model)]
         for product in products:
             product.used = False
         outcome = self.inner(model, objective, batch)
@@ -206,7 +209,7 @@ class SparseProducts(Technique):
         return found
 
     def _crossovers(self, shape: tuple[int, ...], names: list[str], layer: Any) -> str:
-        lines = layer.sparse_product.lines[layer.weight.dtype]
+        lines = SPARSE_PRODUCT.of(layer).lines[layer.weight.dtype]
         when = ", ".join(f"{form} below a density of {line.crossover:.2f}" for form, line in lines.items())
         found = f"{len(names)} layers of {shape[0]} x {shape[1]}, such as {names[0]}"
         return f"{found}, take less time as {when}; chosen where it is at most {WORTH:g} of the dense"
@@ -219,8 +222,8 @@ class SparseProducts(Technique):
         by_parameter = dict(zip(map(id, state.optimizer.parameters), state.optimizer.names, strict=True))
         moving = state.optimizer.will_move_masks()
         for _, layer in products_of(state.model):
-            layer.sparse_product.follow(masks.get(by_parameter.get(id(layer.weight), "")), layer.weight)
-            layer.sparse_product.dense_gradient = moving
+            SPARSE_PRODUCT.of(layer).follow(masks.get(by_parameter.get(id(layer.weight), "")), layer.weight)
+            SPARSE_PRODUCT.of(layer).dense_gradient = moving
         return None
 
     def backward(self, backward: Backward) -> Backward:

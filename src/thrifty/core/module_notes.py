@@ -1,0 +1,53 @@
+"""Notes on modules: what techniques must remember about a module of the user's model.
+
+All notes of a module are in its attribute `thrifty_notes`, a dictionary from the name of a `ModuleNote` to its value.
+They are copied and pickled with the module, stay on it when it is sharded or compiled in place, and are in no
+state_dict.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModuleNote(Generic[T]):
+    """One kind of note: `SITES: ModuleNote[list[Site]] = ModuleNote("sites")`. Names are unique in the package."""
+
+    name: str
+
+    def get(self, module: nn.Module | None) -> T | None:
+        """Return the note on a module, None where there is none."""
+        return _notes(module).get(self.name)
+
+    def of(self, module: nn.Module) -> T:
+        """Return the note on a module that has one."""
+        return _notes(module)[self.name]
+
+    def set(self, module: nn.Module, value: T) -> T:
+        """Write the note on a module, and return it."""
+        # a new dictionary: whoever kept the module's attributes as they were still has the old one
+        module.thrifty_notes = {**_notes(module), self.name: value}  # type: ignore[assignment]
+        return value
+
+    def remove(self, module: nn.Module) -> T:
+        """Remove the note from a module that has one, and return it."""
+        notes = dict(_notes(module))
+        value = notes.pop(self.name)
+        if notes:
+            module.thrifty_notes = notes  # type: ignore[assignment]
+        else:
+            del module.thrifty_notes
+        return value
+
+    def noted(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of a model that have the note, by name."""
+        return ((name, module) for name, module in model.named_modules() if self.name in _notes(module))
+
+
+def _notes(module: nn.Module | None) -> dict[str, Any]:
+    return getattr(module, "thrifty_notes", {})
