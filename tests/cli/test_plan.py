@@ -88,6 +88,7 @@ def test_hours_become_flops_by_the_measured_rate_and_the_share_assumed_of_it() -
     assert "0.4 of it assumed for training" in shown("size", "--hours", "1")
 
 
+@pytest.mark.slow
 def test_tokens_ask_for_the_model_that_suits_them() -> None:
     found = told("size", "--tokens", "3e9")
     row = found["rows"][-1]

@@ -78,6 +78,7 @@ def test_only_signals_count_as_an_interruption() -> None:
     assert {code: RunExit(code, "", 0.0, None).status for code in codes} == codes
 
 
+@pytest.mark.slow
 def test_real_runs_of_one_process_race(tmp_path: Path) -> None:
     baseline = Variant("baseline", "baseline", short("tiny", 6))
     other = replace(baseline.recipe, data=replace(baseline.recipe.data, batch=16))

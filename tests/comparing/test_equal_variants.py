@@ -42,6 +42,7 @@ def test_at_least_95_percent_of_200_races_of_equals_say_no_difference() -> None:
     assert found.count("no difference") >= 0.95 * RACES
 
 
+@pytest.mark.slow
 def test_an_arm_whose_rate_is_far_too_small_is_found_to_be_worse() -> None:
     found = words(held_out_losses(RACES * PAIRS, seed=1), held_out_losses(RACES * PAIRS, seed=2, rate=0.1))
     assert found.count("worse") >= 0.95 * RACES and "better" not in found

@@ -86,6 +86,7 @@ def test_pages_and_charts_follow_the_colour_scheme(browser, serve, run_folder, s
     assert colours[:3] == [f"rgb{colour}" for colour in wanted]
 
 
+@pytest.mark.slow
 def test_a_run_is_followed_while_another_process_trains_it(browser, serve, run_folder, tmp_path):
     made = [record for record in records(120, every=10) if record["kind"] != "change"]
     folder = run_folder(records=made[:60], summary={"status": "running", "steps": 0})

@@ -14,13 +14,14 @@ def test_processes_that_ended_are_counted() -> None:
 
 
 def test_a_folder_three_times_above_its_budget_is_an_excess() -> None:
-    budgets = {"core": 10.0, "pairs": 10.0, "docs": 10.0}
-    assert excesses({"core": 31.0, "pairs": 29.0, "new": 1000.0}, budgets) == ["core"]
+    budgets = {"core": 30.0, "pairs": 30.0, "docs": 1.0}
+    assert excesses({"core": 91.0, "pairs": 89.0, "docs": 59.0, "new": 1000.0}, budgets) == ["core"]
+    assert excesses({"docs": 61.0}, budgets) == ["docs"]
     lines = budget_lines({"core": 31.4, "pairs": 40.0}, budgets)
     assert [line.split() for line in lines] == [
-        ["pairs", "40", "of", "10"],
-        ["core", "31", "of", "10"],
-        ["all", "71", "of", "30"],
+        ["pairs", "40", "of", "30"],
+        ["core", "31", "of", "30"],
+        ["all", "71", "of", "61"],
     ]
 
 

@@ -52,6 +52,7 @@ def test_a_fork_with_a_longer_budget_keeps_the_depth_that_stacking_had(thrifty: 
     assert [json.loads(line)["step"] for line in changes] == [6, 18]
 
 
+@pytest.mark.slow
 def test_a_fork_whose_technique_cannot_keep_its_promise_says_so(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     refused = thrifty("resume", "run", "--fork", "scored", "--with", "sparsity.snip", exit_code=2)

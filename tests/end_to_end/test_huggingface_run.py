@@ -98,6 +98,7 @@ def as_it_was_trained(thrifty: CommandLine, name: str) -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_an_export_generates_the_tokens_that_sample_shows(exported: tuple[CommandLine, str, Path]) -> None:
     thrifty, name, folder = exported
     words = ("--prompt", "def heap(", "--tokens", "16", "--temperature", "0")

@@ -65,6 +65,7 @@ def finished(desk: CommandLine) -> dict[str, Any]:
     return summary | {"stdout": done.stdout}
 
 
+@pytest.mark.slow
 def test_loss_and_accuracy_are_told_wherever_a_run_is(desk: CommandLine, finished: dict[str, Any]) -> None:
     assert finished["unit"] == "images" and finished["tokens"] == 6 * 16
     assert 0 <= finished["held_out"]["accuracy"] <= 1

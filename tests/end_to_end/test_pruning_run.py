@@ -76,6 +76,7 @@ def test_a_page_shows_the_files_that_are_likely_mislabelled(
     assert shown == [names[number] for number in told["first"][:24]]
 
 
+@pytest.mark.slow
 def test_pruned_and_trained_the_report_shows_what_was_kept_and_left_out(
     desk: CommandLine, scored: dict[str, Any]
 ) -> None:

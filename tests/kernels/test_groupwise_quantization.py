@@ -70,6 +70,7 @@ def test_what_comes_back_has_what_went_in_as_its_expectation(bits: int, mean: fl
     assert abs(error.mean()) < 4 * spread
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiled_always")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [2, 8])

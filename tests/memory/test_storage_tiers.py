@@ -57,6 +57,7 @@ def test_what_has_not_been_settled_is_given_as_it_is(tier: StorageTier) -> None:
     assert tier.send(tensor).get().data_ptr() == tensor.data_ptr()
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 5), USES), max_size=60))
 def test_any_order_of_use_gives_values_back_and_frees_every_place(steps: list[tuple[int, str]]) -> None:
     for tier in (DiskTier(), SimulatedTier(SimulatedLink())):

@@ -65,6 +65,7 @@ def test_an_encoder_that_read_no_masks_is_explained_exported_and_loaded_by_trans
     assert torch.equal(exported, values["parameters/blocks.1.mlp.down.weight"])
 
 
+@pytest.mark.slow
 def test_two_ranks_follow_the_single_process(thrifty: CommandLine) -> None:
     thrifty.train("single", steps=6, **LEARNED["masked_token"])
     words = thrifty.recipe("double", "--with", "parallelism.replicate", steps=6, **LEARNED["masked_token"])

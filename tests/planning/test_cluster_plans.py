@@ -170,6 +170,7 @@ def test_where_every_layout_is_refused_that_is_said_and_not_that_memory_is_short
         planner().plan()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "what", "fix"),
     [
@@ -185,6 +186,7 @@ def test_a_budget_below_one_step_is_refused_with_what_would_pay_for_one(
     assert fix in error.value.fix
 
 
+@pytest.mark.slow
 def test_time_and_cost_follow_from_the_budget() -> None:
     plan = planner(wanted=PlanRequest(allow=Numerics.ROUNDING, tokens=16 * BATCH * 50.0, price=3600.0)).plan()
     assert plan.steps == 50 and plan.recipe.budget.tokens == 16 * BATCH * 50

@@ -25,6 +25,7 @@ def on_two_ranks() -> dict[str, list[tuple[float, int]]]:
     return {name: [*ranks] for name, *ranks in zip(CASES, one, other, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_of_a_rank_is_predicted(name: str) -> None:
     predicted, held = (max(values) for values in zip(*on_two_ranks()[name], strict=True))

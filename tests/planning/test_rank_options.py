@@ -78,11 +78,13 @@ def test_ranks_are_taken_where_they_are_measured_to_be_faster() -> None:
     assert [technique.name for technique in chosen.techniques].count("parallelism.replicate") == 1
 
 
+@pytest.mark.slow
 def test_one_rank_stays_alone_where_several_are_no_faster() -> None:
     search = over_two(gain=2.0)
     assert search.run().ways == () and any(candidate.ranks == 2 for candidate in search.tried)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_one_rank_is_divided_and_has_the_room_that_meshes_need() -> None:
     search = over_two(memory=500.0)
     chosen = search.run()

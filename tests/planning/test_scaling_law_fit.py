@@ -74,6 +74,7 @@ def test_the_gradient_is_the_slope_of_the_objective() -> None:
     assert error < 1e-5 * np.linalg.norm(huber_objective(at, *data)[1])
 
 
+@pytest.mark.slow
 def test_noiseless_runs_give_the_constants_back(converged: LawFit) -> None:
     assert converged.law.logs() == pytest.approx(BEST.law.logs(), rel=1e-3)
     for name in ("A", "B"):

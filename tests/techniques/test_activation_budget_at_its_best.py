@@ -272,6 +272,7 @@ def test_the_refusal_says_what_may_be_given_up() -> None:
             run.objective.predict(run.build_model().train(), run.source.at(0))
 
 
+@pytest.mark.slow
 def test_the_explanation_says_which_kind_was_taken_and_why() -> None:
     first = explain(run_of(nano(), bytes=0.01)).decisions[0]
     assert "a schedule of whole blocks, which may run again several together: decided tensor by tensor" in first

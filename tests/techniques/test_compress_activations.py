@@ -441,6 +441,7 @@ def test_adaptive_bits_go_together_with_others(others: list[str], request: pytes
     assert len(records) == STEPS and state.techniques["memory.compress_activations"]["bits"].any()
 
 
+@pytest.mark.slow
 def test_measuring_leaves_the_step_alone() -> None:
     """Dropout draws, buffers and gradients of the step are what they are without a measurement."""
     plain = plain_run(style="gpt", dropout=0.3)

@@ -46,6 +46,7 @@ def test_the_encoder_goes_through_visible_patches_and_the_decoder_through_all(ra
         assert tokens_through(run, model.decoder.blocks, model) == {17}
 
 
+@pytest.mark.slow
 def test_the_encoders_share_of_the_work_falls_as_the_tokens_do() -> None:
     flops = {}
     for depth in (4, 8):

@@ -270,6 +270,7 @@ def test_blocks_that_are_born_take_the_histories_of_those_they_come_from() -> No
     assert_same(snapshot(resumed), snapshot(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
 def test_two_ranks_keep_the_same_scales(strategy: str) -> None:
     name = "precision.float8"

@@ -50,6 +50,7 @@ def test_gradients_of_micro_batches_alone_would_be_others():
     assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) > 1e-3
 
 
+@pytest.mark.slow
 def test_it_holds_the_activations_of_one_micro_batch_for_a_third_more_work():
     plain, one = (
         explain(compose(pair_run(batch=32), with_optimizer(more), 3)).footprint for more in ([], [GradientCache(8)])

@@ -78,6 +78,7 @@ def test_nothing_is_outside_the_masks_after_any_step(name: str, optimizer: str, 
     assert shapes and density(state) <= most
 
 
+@pytest.mark.slow
 def test_ranks_have_the_masks_of_the_single_process() -> None:
     first, second = on_ranks(2, masks_under_each, STRATEGIES, CHOOSING)
     assert first == second

@@ -116,6 +116,7 @@ def test_all_micro_batches_have_one_scale_and_an_overflow_in_one_of_them_skips_t
     assert [record.notes["loss_scale"] for record in records] == [1024] * 3 + [512] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
 def test_an_overflow_on_one_rank_is_an_overflow_on_all(strategy: str) -> None:
     first, second = on_ranks(2, train_with_overflows, strategy)

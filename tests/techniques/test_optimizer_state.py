@@ -232,6 +232,7 @@ class Nearest8Bits(ScaleByAdam):
     book = code_book(signed=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "near"), [("int8", 0.15), ("bfloat16", 0.03)])
 def test_a_slow_second_moment_follows_gradients_that_fall(form: str, near: float) -> None:
     assert (

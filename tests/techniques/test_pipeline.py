@@ -305,6 +305,7 @@ def test_stages_lie_round_and_round_or_in_a_v() -> None:
     assert stage_places("zbv", 3, 2) == [0, 1, 2, 2, 1, 0]
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds_is_predicted() -> None:
     cases = [Case(piped({}), double=False), Case(piped({}, blocks=(1, 3), schedule="gpipe"), double=False)]
     for (plain, even), (_, uneven) in on_ranks(2, footprints, cases):

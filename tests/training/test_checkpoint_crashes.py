@@ -169,6 +169,7 @@ assert torch.equal(load(mount / "checkpoints").tensors["w"], small["w"])
 """
 
 
+@pytest.mark.slow
 def test_a_really_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     mount = ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:

@@ -67,6 +67,7 @@ def test_a_picture_has_a_bar_for_every_event() -> None:
     assert picture(timeline, "Zero bubble", "png").startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_picture_of_many_ranks_shows_some_of_them() -> None:
     timeline = timeline_of("1f1b", ranks=MOST_RANKS + 8, parts=4)
     ranks = {bar["rank"] for bar in bars(timeline)}
