@@ -8,9 +8,9 @@ from simulated_runs import arms
 
 from thrifty.comparing.variants import read_variants
 from thrifty.core.errors import UsageError
-from thrifty.recipes import load_tables
+from thrifty.recipes import load_recipe
 from thrifty.recipes.recipe_layers import RecipeLayers
-from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
+from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.recipes.vision_recipes import vit_digits
 
 
@@ -45,10 +45,9 @@ def test_an_arm_may_be_a_file_whose_name_has_spaces(tmp_path: Path) -> None:
     file = tmp_path / "two words" / "of a plan.toml"
     file.parent.mkdir()
     file.write_text(write_recipe(replace(vit_digits(), seed=7)))
-    lay = lambda name: RecipeLayers().override(name, load_tables(name))  # noqa: E731
-    baseline = RecipeLayers().override("vit-digits", recipe_to_data(vit_digits()))
+    baseline = RecipeLayers.above("vit-digits", vit_digits())
     for text, label in ((f"planned: {file}", "planned"), (str(file), str(file))):
-        _, arm = read_variants([text], baseline, lay)
+        _, arm = read_variants([text], baseline, lambda name: load_recipe(name, name))
         assert (arm.label, arm.recipe.seed) == (label, 7)
 
 
@@ -97,6 +96,6 @@ def test_no_arm_and_two_alike_are_refused() -> None:
 
 
 def test_what_is_changed_of_an_arm_leaves_the_baseline_as_it_is() -> None:
-    layers = RecipeLayers().override("recipe", recipe_to_data(vit_digits()))
+    layers = RecipeLayers.above("recipe", vit_digits())
     read_variants(["--without optimizers.adamw --with optimizers.lion"], layers, lambda name: layers)
     assert layers.recipe() == vit_digits()

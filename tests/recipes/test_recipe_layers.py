@@ -1,5 +1,6 @@
 """A recipe put together from the command line, and where each value came from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from thrifty.cli.recipe_options import build_recipe, read_budget
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget
+from thrifty.recipes.language_recipes import kjv
 from thrifty.recipes.recipe_layers import RecipeLayers, toml_value
+from thrifty.recipes.vision_recipes import vit_cifar10
 from thrifty.techniques.adapters.lora import Lora
 from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.optimizers.adamw import AdamW
@@ -28,6 +31,26 @@ def test_later_layers_win_and_each_value_knows_its_own() -> None:
     assert origins["techniques.optimizers.adamw.lr"] == "recipe kjv"
     defaults = ("data.length", "techniques.optimizers.adamw.eps")  # whoever wrote them
     assert not any(path in origins for path in defaults)
+
+
+def test_what_no_layer_changes_is_the_same_value_as_in_the_recipe() -> None:
+    below = kjv()
+    layers = RecipeLayers.above("recipe kjv", below).set("data.batch=8").add_technique("optimizers.adamw:lr=1e-3")
+    recipe = layers.recipe()
+    assert (recipe.model, recipe.budget) == (below.model, below.budget)
+    assert recipe.model is below.model and recipe.budget is below.budget
+    changed = [one for one in recipe.techniques if not any(one is other for other in below.techniques)]
+    assert [one.name for one in changed] == ["optimizers.adamw"]
+    assert replace(recipe.data, batch=below.data.batch) == below.data
+
+
+def test_augmentation_of_a_recipe_is_changed_value_by_value() -> None:
+    below = vit_cifar10()
+    assert below.data.augment is not None and below.data.augment.magnitude != 0.5
+    layers = RecipeLayers.above("recipe", below).set("data.augment.magnitude=0.5")
+    assert layers.recipe().data.augment == replace(below.data.augment, magnitude=0.5)
+    assert layers.changed()["data.augment.crop"] == "recipe"
+    assert layers.changed()["data.augment.magnitude"] == "--set"
 
 
 def test_model_takes_a_preset_or_a_folder(tmp_path: object) -> None:
@@ -123,10 +146,7 @@ def test_without_takes_a_technique_and_its_origins_away() -> None:
 )
 def test_set_changes_any_value_by_its_path(assignment: str, path: str, value: object) -> None:
     layers = build_recipe("text", assignments=(assignment,))
-    found = layers.data
-    for key in path.split("."):
-        found = found[key]
-    assert found == value
+    assert layers.values()[path] == value
     assert layers.origins[path] == "--set"
     layers.recipe()
 
@@ -176,7 +196,7 @@ def test_a_value_is_toml_or_else_text() -> None:
 )
 def test_a_budget_is_an_amount_with_its_unit(text: str, budget: dict[str, float]) -> None:
     assert read_budget(text) == budget
-    assert build_recipe("text", budget=text).data["budget"] == budget
+    assert build_recipe("text", budget=text).changes["budget"] == budget
 
 
 @pytest.mark.parametrize("text", ["", "500", "steps", "-3steps", "3 parsecs", "1e-3 s", "ten steps", "5 steps 3"])

@@ -19,7 +19,7 @@ from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.technique import Technique
-from thrifty.recipes import RECIPES, load_tables
+from thrifty.recipes import RECIPES, load_recipe
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 
 TEXT = some.text(some.characters(exclude_categories=("Cs",)), max_size=12)
@@ -123,7 +123,10 @@ def test_every_recipe_here_can_be_composed_written_and_read(name: str, tmp_path:
     path = tmp_path / "recipe.toml"
     path.write_text(write_recipe(recipe), encoding="utf-8")
     assert read_recipe(path) == recipe
-    assert load_tables(str(path)) == load_tables(name)
+    from_file, from_name = load_recipe(str(path), "it"), load_recipe(name, "it")
+    assert from_file.recipe() == from_name.recipe() == recipe
+    assert (from_file.values(), from_file.changed()) == (from_name.values(), from_name.changed())
+    assert write_recipe(from_name.recipe()) == path.read_text(encoding="utf-8") == write_recipe(from_file.recipe())
 
 
 @pytest.mark.parametrize(
@@ -200,20 +203,20 @@ def test_a_budget_is_one_positive_amount(toml: str, said: str) -> None:
 
 def test_what_is_no_recipe_file_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no recipe 'kvj'") as error:
-        load_tables("kvj")
+        load_recipe("kvj", "it")
     assert "'kjv'" in error.value.fix
     with pytest.raises(UsageError, match="there is no recipe file"):
-        load_tables("missing.toml")
+        load_recipe("missing.toml", "it")
     for content in (b"name = ", b"\xff\xfe", b"[[a"):
         path = tmp_path / "bad.toml"
         path.write_bytes(content)
         with pytest.raises(UsageError, match="is not TOML"):
-            load_tables(str(path))
+            load_recipe(str(path), "it")
     path.write_bytes(b"# " + b"x" * 1_000_000)
     with pytest.raises(UsageError, match="too large"):
-        load_tables(str(path))
+        load_recipe(str(path), "it")
     with pytest.raises(UsageError, match="there is no recipe file"):
-        load_tables(str(tmp_path))
+        load_recipe(str(tmp_path), "it")
 
 
 def test_differences_name_each_value_that_changed() -> None:

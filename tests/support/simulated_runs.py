@@ -12,7 +12,7 @@ from thrifty.comparing.run_launchers import RunExit
 from thrifty.comparing.variants import Variant, read_variants
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_layers import RecipeLayers
-from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
+from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.recipes.vision_recipes import vit_digits
 
 PEAK = 1e9
@@ -23,11 +23,7 @@ def arms(*texts: str, steps: int = 100) -> tuple[Variant, ...]:
 
     def lay(name: str = "vit-digits") -> RecipeLayers:
         assert name == "vit-digits"
-        return (
-            RecipeLayers()
-            .override("recipe", recipe_to_data(vit_digits()))
-            .replace("--budget", "budget", {"steps": steps})
-        )
+        return RecipeLayers.above("recipe", vit_digits()).replace("--budget", "budget", {"steps": steps})
 
     return read_variants(texts, lay(), lay)
 

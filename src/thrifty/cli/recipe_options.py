@@ -54,15 +54,14 @@ def build_recipe(
     from pathlib import Path
 
     from thrifty.experiments import studies
-    from thrifty.recipes import load_tables
-    from thrifty.recipes.recipe_layers import RecipeLayers
+    from thrifty.recipes import load_recipe
 
-    layers = RecipeLayers().override(f"recipe {recipe}", load_tables(recipe, studies.names()))
+    layers = load_recipe(recipe, f"recipe {recipe}", studies.names())
     if data is not None:
         layers.override("--data", {"data": {"source": _whole_path(data)}})
     if model is not None:
         if Path(model).is_dir():  # it has its own sizes: those of the recipe's model go with that
-            fresh = layers.data.get("model", {}).get("fresh", False)
+            fresh = layers.values().get("model.fresh", False)
             layers.replace("--model", "model", {"folder": _whole_path(model), "fresh": fresh})
         else:
             layers.override("--model", {"model": {"preset": model, "folder": ""}})

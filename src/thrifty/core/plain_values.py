@@ -16,8 +16,9 @@ from thrifty.core.setting_bounds import hints_of
 T = TypeVar("T")
 
 
-def build(kind: type[T], data: Mapping[str, Any], path: str = "") -> T:
-    """A dataclass from a table; raises UsageError naming the path of the first thing that does not fit."""
+def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None = None) -> T:
+    """A dataclass from a table, which with `base` has only what differs from that; raises UsageError naming the path of
+    the first thing that does not fit."""
     if not isinstance(data, Mapping):
         raise UsageError(f"{path} must be a table, not {data!r}", fix=f"write [{path}] and its keys below")
     hints = hints_of(kind)
@@ -26,20 +27,24 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "") -> T:
         if key not in names:
             raise UsageError(f"unknown key {_join(path, key)!r}", fix=did_you_mean(key, names))
     try:
-        return kind(**{key: convert(hints[key], value, _join(path, key)) for key, value in data.items()})
+        values = {
+            key: convert(hints[key], value, _join(path, key), getattr(base, key, None)) for key, value in data.items()
+        }
+        return kind(**values) if base is None else dataclasses.replace(base, **values)  # type: ignore[type-var]
     except TypeError as error:
         raise UsageError(f"{path or kind.__name__}: {error}") from None
 
 
-def convert(kind: Any, value: Any, path: str) -> Any:
-    """One value as the type of its field; an int may stand for a float, nothing else is turned into anything."""
+def convert(kind: Any, value: Any, path: str, base: Any = None) -> Any:
+    """One value as the type of its field, a table above the dataclass that `base` may be; an int may stand for a float,
+    nothing else is turned into anything."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        return convert(arguments[0], value, path)
+        return convert(arguments[0], value, path, base)
     if origin in (Union, types.UnionType):
         for option in arguments:
             if option is not types.NoneType and _fits(option, value):
-                return convert(option, value, path)
+                return convert(option, value, path, base)
         wanted = " or ".join(_name(option) for option in arguments if option is not types.NoneType)
         raise UsageError(f"{path} must be {wanted}, not {value!r}")
     if origin is Literal:
@@ -49,7 +54,7 @@ def convert(kind: Any, value: Any, path: str) -> Any:
     if origin is tuple:
         return _convert_tuple(arguments, value, path)
     if dataclasses.is_dataclass(kind):
-        return build(kind, value, path)  # type: ignore[type-var]
+        return build(kind, value, path, base)  # type: ignore[type-var]
     if not _fits(kind, value):
         raise UsageError(f"{path} must be {_name(kind)}, not {value!r}", fix=f"for example {path} = {_EXAMPLE[kind]}")
     return float(value) if kind is float else value

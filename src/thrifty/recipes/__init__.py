@@ -5,7 +5,6 @@ Experiments of many runs are studies, in a folder of their own.
 
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.recipe import Recipe
@@ -17,7 +16,8 @@ from thrifty.recipes import (
     masked_text_recipes,
     vision_recipes,
 )
-from thrifty.recipes.recipe_toml import read_tables, recipe_to_data
+from thrifty.recipes.recipe_layers import RecipeLayers
+from thrifty.recipes.recipe_toml import read_tables
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     recipe.__name__.replace("_", "-"): recipe
@@ -41,15 +41,16 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
-def load_tables(name_or_path: str, studies: Collection[str] = ()) -> dict[str, Any]:
-    """Load the tables of a recipe by its name here or from a TOML file; say so where the name is one of `studies`."""
+def load_recipe(name_or_path: str, origin: str, studies: Collection[str] = ()) -> RecipeLayers:
+    """Load a recipe by its name here or from a TOML file, as the lowest layer; say so where the name is one of
+    `studies`."""
     if name_or_path in RECIPES:
-        return recipe_to_data(RECIPES[name_or_path]())
+        return RecipeLayers.above(origin, RECIPES[name_or_path]())
     path = Path(name_or_path)
     if path.suffix == ".toml" or path.exists():
         if not path.is_file():
             raise UsageError(f"there is no recipe file {path}", fix="thrifty list shows the recipes by name")
-        return read_tables(path)
+        return RecipeLayers().override(origin, read_tables(path))
     if name_or_path in studies:
         raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty study {name_or_path}")
     raise UsageError(f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies]))

@@ -66,7 +66,7 @@ def plain() -> Recipe:
         about="A small Llama-style model on the King James Bible in plain PyTorch.",
         model=ModelSettings(preset="llama-nano"),
         data=DataSettings(source="kjv", length=256, batch=8),
-        budget=Budget(seconds=60),
+        budget=Budget(seconds=60.0),
         evaluation=EvaluationSettings(every=200, examples=16),
         techniques=(AdamW(lr=3e-3), LinearDecay(), GradientClipping()),
     )
@@ -115,7 +115,7 @@ def kjv() -> Recipe:
         about="A small Llama-style model on the King James Bible (public domain).",
         model=ModelSettings(preset="llama-micro"),
         data=DataSettings(source="kjv", length=256, batch=32),
-        budget=Budget(seconds=150),
+        budget=Budget(seconds=150.0),
         evaluation=EvaluationSettings(every=25),
         checkpoints=CheckpointSettings(every=100),
         techniques=fast(lr=2e-3),

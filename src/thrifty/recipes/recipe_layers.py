@@ -6,7 +6,7 @@ defaults  <  a recipe (a function's name or a TOML file)  <  --data, --budget, â
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thrifty import techniques
@@ -18,8 +18,18 @@ from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, techni
 
 @dataclass
 class RecipeLayers:
-    data: dict[str, Any] = field(default_factory=dict)
+    base: Recipe | None = None
+    """A recipe that is a value already; the tables of a file have none below them."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Tables of the values above the base, which are checked once all are there."""
     origins: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def above(cls, origin: str, recipe: Recipe) -> "RecipeLayers":
+        """Layers above a recipe, all of whose values have this origin."""
+        layers = cls(recipe)
+        layers.origins = dict.fromkeys(layers.values(), origin)
+        return layers
 
     def override(self, origin: str, data: Mapping[str, Any], path: tuple[str, ...] = ()) -> "RecipeLayers":
         """Put values above those that are there, table by table."""
@@ -35,8 +45,10 @@ class RecipeLayers:
 
     def replace(self, origin: str, key: str, table: Mapping[str, Any]) -> "RecipeLayers":
         """Put a whole table in place of what is there: values that exclude each other must not be mixed."""
-        self.data.pop(key, None)
-        self.origins = {path: where for path, where in self.origins.items() if not path.startswith(key + ".")}
+        if self.base is not None:
+            self.base = replace(self.base, **{key: type(getattr(self.base, key))()})
+        self.changes.pop(key, None)
+        self._forget(key)
         return self.override(origin, {key: table})
 
     def set(self, assignment: str) -> "RecipeLayers":
@@ -55,12 +67,15 @@ class RecipeLayers:
         return self.override("--with", {"techniques": _nested(name, toml_table(settings, words))})
 
     def drop_technique(self, name: str) -> "RecipeLayers":
-        present = dict(technique_tables(self.data.get("techniques", {})))
+        present = self._technique_names()
         if name not in present:
             raise UsageError(f"--without {name}: the recipe does not use it", fix=did_you_mean(name, present))
+        if self.base is not None:
+            kept = tuple(technique for technique in self.base.techniques if technique.name != name)
+            self.base = replace(self.base, techniques=kept)
         *group, last = name.split(".")
-        del self._table(("techniques", *group))[last]
-        self.origins = {path: at for path, at in self.origins.items() if not path.startswith(f"techniques.{name}.")}
+        self._table(("techniques", *group)).pop(last, None)
+        self._forget(f"techniques.{name}")
         return self
 
     def apply_changes(
@@ -81,36 +96,51 @@ class RecipeLayers:
         self.replace("--mesh", "mesh", sizes)
         for axis, size in sizes.items():
             claim, name = USED_BY.get(axis, ("", ""))
-            present = [techniques.find(other) for other, _ in technique_tables(self.data.get("techniques", {}))]
+            present = [techniques.find(other) for other in self._technique_names()]
             if name and size != 1 and not any(claim in technique.claims for technique in present):
                 self.override("--mesh", {"techniques": _nested(name, {})})
         return self
 
     def changed(self) -> dict[str, str]:
         """Return where each value that is not the default came from."""
-        names = [name for name, _ in technique_tables(self.data.get("techniques", {}))]
-        default = recipe_to_data(Recipe(techniques=tuple(techniques.find(name)() for name in names)))
+        chosen = tuple(techniques.find(name)() for name in self._technique_names())
+        values, default = self.values(), RecipeLayers(Recipe(techniques=chosen)).values()
+        return {
+            path: origin
+            for path, origin in self.origins.items()
+            if path not in default or values.get(path) != default[path]
+        }
 
-        def is_default(path: str) -> bool:
-            mine, theirs = self.data, default
-            for key in path.split("."):
-                if not isinstance(theirs, Mapping) or key not in theirs:
-                    return False
-                mine, theirs = mine[key], theirs[key]
-            return mine == theirs
-
-        return {path: origin for path, origin in self.origins.items() if not is_default(path)}
+    def values(self) -> dict[str, Any]:
+        """Each value by its path, as it was put there."""
+        return (_values(recipe_to_data(self.base)) if self.base else {}) | _values(self.changes)
 
     def recipe(self) -> Recipe:
-        return recipe_from_data(self.data)
+        return recipe_from_data(self.changes, self.base)
+
+    def _technique_names(self) -> list[str]:
+        below = [technique.name for technique in (self.base.techniques if self.base else ())]
+        above = [name for name, _ in technique_tables(self.changes.get("techniques", {}))]
+        return list(dict.fromkeys(below + above))
+
+    def _forget(self, key: str) -> None:
+        self.origins = {path: at for path, at in self.origins.items() if not f"{path}.".startswith(f"{key}.")}
 
     def _table(self, path: Sequence[str]) -> dict[str, Any]:
-        table = self.data
-        for name in path:
-            table = table.setdefault(name, {})
-            if not isinstance(table, dict):
+        table = self.changes
+        for depth, name in enumerate(path, start=1):
+            if ".".join(path[:depth]) in self.origins:
                 raise UsageError(f"{'.'.join(path)} is set as a value and as a table")
+            table = table.setdefault(name, {})
         return table
+
+
+def _values(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Each value below a table by its path."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        values |= _values(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return values
 
 
 def _nested(path: str, value: Any) -> dict[str, Any]:

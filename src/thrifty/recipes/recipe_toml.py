@@ -30,14 +30,16 @@ def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
     return data
 
 
-def recipe_from_data(data: Mapping[str, Any]) -> Recipe:
-    """Raises UsageError for unknown keys and techniques and for values of the wrong type, each with its path."""
+def recipe_from_data(data: Mapping[str, Any], base: Recipe | None = None) -> Recipe:
+    """The recipe of these tables, which with `base` have only what differs from that.
+
+    Raises UsageError for unknown keys and techniques and for values of the wrong type, each with its path.
+    """
     plain = {key: value for key, value in data.items() if key != "techniques"}
-    chosen = tuple(
-        build(techniques.find(name), settings, f"techniques.{name}")
-        for name, settings in technique_tables(data.get("techniques", {}))
-    )
-    return replace(build(Recipe, plain), techniques=chosen)
+    chosen = {technique.name: technique for technique in (base.techniques if base else ())}
+    for name, settings in technique_tables(data.get("techniques", {})):
+        chosen[name] = build(techniques.find(name), settings, f"techniques.{name}", chosen.get(name))
+    return replace(build(Recipe, plain, base=base), techniques=tuple(chosen.values()))
 
 
 def technique_tables(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -20,7 +20,7 @@ from thrifty.experiments.studies import depth_preconditioner, isoflop, norm_free
 from thrifty.experiments.study import Numbers
 from thrifty.experiments.study_summary import cells_of
 from thrifty.experiments.tasks.language_task import llama, parameters_of, source_text, steps_for, train_on_bytes
-from thrifty.recipes import RECIPES, load_tables
+from thrifty.recipes import RECIPES, load_recipe
 from thrifty.techniques.optimizers.adamw import AdamW
 
 SMALL = {
@@ -110,9 +110,9 @@ def test_every_study_says_its_command_and_what_to_expect(name: str) -> None:
 def test_a_name_is_a_recipe_or_a_study_and_mistakes_are_told_apart() -> None:
     assert not set(RECIPES) & set(studies.names())
     with pytest.raises(UsageError, match=r"is a study(.|\n)*thrifty study norm_free"):
-        load_tables("norm_free", studies.names())
+        load_recipe("norm_free", "recipe", studies.names())
     with pytest.raises(UsageError, match="did you mean 'norm_free'"):
-        load_tables("norm_fre", studies.names())
+        load_recipe("norm_fre", "recipe", studies.names())
     with pytest.raises(UsageError, match=r"no setting 'stepz'(.|\n)*'steps'"):
         studies.make("norm_free", ["stepz=3"])
     with pytest.raises(UsageError, match="steps must be a whole number"):

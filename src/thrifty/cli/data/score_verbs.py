@@ -164,15 +164,15 @@ def _write(target: Path, recipe: str | None, found: "ExampleScores", chosen: "Pr
     from thrifty.core.errors import UsageError
     from thrifty.experiments import studies
     from thrifty.experiments.scoring.score_selection import changed_settings
-    from thrifty.recipes import load_tables
+    from thrifty.recipes import load_recipe
     from thrifty.recipes.recipe_layers import RecipeLayers
     from thrifty.recipes.recipe_toml import write_recipe
 
     if target.exists():
         raise UsageError(f"{target} exists already", fix="give another --write")
-    tables = load_tables(recipe, studies.names()) if recipe is not None else found.facts.recipe
-    layers = RecipeLayers().override("recipe", tables)
-    name = f"{layers.data.get('name', 'run')}-pruned"
+    scored = RecipeLayers().override("recipe", found.facts.recipe)
+    layers = scored if recipe is None else load_recipe(recipe, "recipe", studies.names())
+    name = f"{layers.values().get('name', 'run')}-pruned"
     layers.override("prune", {"name": name, "techniques": {"data_selection": {"prune": changed_settings(chosen)}}})
     target.write_text(write_recipe(layers.recipe()), encoding="utf-8")
 
