@@ -3,7 +3,13 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
+
+import grimp
+import pytest
+from tools.import_rule import DESIGN, Import, imports_of, offences, read_rule
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
@@ -14,6 +20,67 @@ def test_the_import_table_holds() -> None:
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
     )
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+@cache
+def imports() -> frozenset[Import]:
+    return frozenset(imports_of(grimp.build_graph("thrifty", cache_dir=None)))
+
+
+OFFENCES = [
+    ("core.state", "optim.torch_optimizer", "core may not import optim"),
+    ("data.catalogue", "data.text.text_data", "data may not import data/text"),
+    ("data.images.digits", "data.text.text_data", "data/images may not import data/text"),
+    ("experiments.study", "memory.planner.bit_allocation", "experiments may not import memory"),
+    ("techniques.optimizers.lion", "techniques.optimizers.adafactor", "no technique imports another"),
+    ("techniques.optimizers.lion", "techniques.schedules._warmup", "it is private to thrifty.techniques.schedules"),
+    ("training.loop", "models.transformer", "the loop knows no models, objectives, data or recipes"),
+    ("training.loop", "data.text.text_data", "the loop knows no models, objectives, data or recipes"),
+    ("cli.train", "cli.plan.plan_output", "no verb imports another"),
+    ("cli.plan.plan_output", "cli.train", "no verb imports another"),
+]
+
+
+@pytest.mark.parametrize(("importer", "imported", "reason"), OFFENCES)
+def test_an_offence_put_back_is_noticed(importer: str, imported: str, reason: str) -> None:
+    offence = (f"thrifty.{importer}", f"thrifty.{imported}")
+    assert offence not in imports() and {*offence} <= {module for pair in imports() for module in pair}
+    sentences = offences({*imports(), offence}, read_rule(DESIGN.read_text(encoding="utf-8")))
+    assert f"{offence[0]} imports {offence[1]}: {reason}" in sentences
+
+
+def test_a_circle_inside_a_package_is_noticed() -> None:
+    upper, lower = min(pair for pair in imports() if all(module.startswith("thrifty.training.") for module in pair))
+    sentences = offences({*imports(), (lower, upper)}, read_rule(DESIGN.read_text(encoding="utf-8")))
+    assert any(s.startswith("import circle") and upper in s and lower in s for s in sentences)
+
+
+def test_a_row_names_only_rows_above_it() -> None:
+    table = "## The import table\n| package | what | may import |\n| `core` | a | `optim` |\n| `optim` | b | |\n"
+    with pytest.raises(ValueError, match="no row above it names"):
+        read_rule(table)
+
+
+def repeated_classes(sources: dict[str, str]) -> list[str]:
+    """Names that more than one class of the package has."""
+    trees = map(ast.parse, sources.values())
+    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def repeated_modules(paths: list[str]) -> list[str]:
+    """Names that several modules have, but for files named by a technique, a design, a study or a verb."""
+    named_by_thing = ("techniques/", "simulators/accelerator/designs/", "experiments/studies/", "cli/")
+    stems = Counter(Path(path).stem for path in paths if not path.startswith(named_by_thing))
+    return sorted(stem for stem, count in stems.items() if count > 1 and stem != "__init__")
+
+
+def test_names_of_classes_and_modules_are_unique() -> None:
+    sources = {path.relative_to(ROOT / "src/thrifty").as_posix(): path.read_text(encoding="utf-8") for path in FILES}
+    assert not repeated_classes(sources)
+    assert not repeated_modules(list(sources))
+    assert repeated_classes({**sources, "core/again.py": "class TrainState: ..."}) == ["TrainState"]
+    assert repeated_modules([*sources, "planning/state.py"]) == ["state"]
 
 
 def modules(path: Path) -> set[str]:
