@@ -109,6 +109,12 @@ def test_core_needs_torch_and_the_standard_library_only() -> None:
             assert outside <= {"torch", "thrifty", "safetensors"}, path
 
 
+@pytest.mark.parametrize("module", ["thrifty", "thrifty.cli.main"])
+def test_the_package_and_its_help_import_no_torch(module: str) -> None:
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
 def test_pages_are_drawn_from_a_run_folder_without_torch() -> None:
     for path in FILES:
         if path.parent.name == "reporting":
