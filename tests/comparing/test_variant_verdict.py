@@ -49,8 +49,8 @@ def test_too_few_pairs_have_no_verdict_however_large_the_effect() -> None:
 def test_several_arms_share_the_chance_of_a_finding() -> None:
     baseline, arm = [2.0, 2.1, 2.2, 1.9, 2.0, 2.1, 2.0], [1.0, 1.1, 1.3, 1.0, 1.1, 1.2, 1.0]
     assert judge(baseline, arm).verdict == "better"
-    assert judge(baseline, arm, arms=2).verdict == "undecided"
-    assert judge([*baseline, 2.0], [*arm, 1.0], arms=2).verdict == "better"
+    assert judge(baseline, arm, variants=2).verdict == "undecided"
+    assert judge([*baseline, 2.0], [*arm, 1.0], variants=2).verdict == "better"
 
 
 def test_a_failed_run_is_not_dropped() -> None:

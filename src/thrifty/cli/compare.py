@@ -84,15 +84,17 @@ def command(
     from thrifty.core.plain_values import build
 
     given = {field.name: options.pop(field.name) for field in fields(ComparisonProtocol)}
-    terms = build(ComparisonProtocol, {key: value for key, value in given.items() if value is not None}, "comparison")
-    launchers = read_workers(workers, terms.equal)
+    protocol = build(
+        ComparisonProtocol, {key: value for key, value in given.items() if value is not None}, "comparison"
+    )
+    launchers = read_workers(workers, protocol.equal)
     if keep:
         refuse_existing_comparison(keep)
     baseline = build_recipe(recipe, **options)
     read = read_variants(variants, baseline, lambda other: build_recipe(other, **options))
     folder = runs / (name or f"{read[0].recipe.name}-comparison")
     say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
-    result = compare(read, terms, folder, retry=retry, workers=launchers, say=say)
+    result = compare(read, protocol, folder, retry=retry, workers=launchers, say=say)
     if as_json:
         print_json(result)
     elif not quiet:

@@ -1,8 +1,8 @@
-"""A race of arms at equal budget: pilots, a small search for each arm's rate, then all seeds of all arms in turn.
+"""Variants at equal budget: pilots, a small search for each variant's rate, then all seeds of all variants in turn.
 
 Every run is an ordinary run, in the folder of the comparison, which comes to hold
 
-    comparison.json            see `race_terms.py`
+    comparison.json            see `comparison_protocol.py`
     report.html                the same as a page
     ARM-pilot-0, ARM-trial-0, ARM-seed-0, …
 
@@ -33,7 +33,7 @@ from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
 
 PILOTS = 3
-"""Of each arm, in turn, so that a slow moment of the machine does not fall on one arm alone. The first say how many
+"""Of each variant, in turn, so that a slow moment of the machine does not fall on one alone. The first say how many
 steps the others make, which are then timed."""
 PILOT_SECONDS = 5.0
 """At least so long are steps timed in a pilot, where the budget has as many."""
@@ -45,8 +45,8 @@ Say = Callable[[str], None]
 
 
 def compare(
-    arms: Sequence[Variant],
-    terms: ComparisonProtocol,
+    variants: Sequence[Variant],
+    protocol: ComparisonProtocol,
     folder: Path,
     *,
     retry: bool = False,
@@ -56,15 +56,15 @@ def compare(
     """Run the comparison to its end; return the content of comparison.json, with its "folder" and "exit_code".
 
     Turns are shared out among `workers`; without any they are run on this machine, one after another. `retry` repeats
-    runs that failed. Raises UsageError if the folder is of another comparison, or if an arm cannot be compared: one
+    runs that failed. Raises UsageError if the folder is of another comparison, or if a variant cannot be compared: one
     that fails in its pilot, whose rate is not decayed, or whose budget pays for no step.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a comparison starts its runs itself, from one process", fix="start it without torchrun")
-    if terms.trials > 1 and (without := [arm.label for arm in arms if arm.rate is None]):
+    if protocol.trials > 1 and (without := [variant.label for variant in variants if variant.rate is None]):
         raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--rate-trials 1")
-    with claim_folder(folder, arms, terms) as opened:
-        return _Race(arms, terms, opened, workers or (Worker(),), say, retry).to_the_end()
+    with claim_folder(folder, variants, protocol) as opened:
+        return _Race(variants, protocol, opened, workers or (Worker(),), say, retry).to_the_end()
 
 
 class _Interrupted(Exception):
@@ -75,25 +75,27 @@ class _Interrupted(Exception):
 class _Race:
     def __init__(
         self,
-        arms: Sequence[Variant],
-        terms: ComparisonProtocol,
+        variants: Sequence[Variant],
+        protocol: ComparisonProtocol,
         folder: RunFolder,
         workers: Sequence[RunLauncher],
         say: Say,
         retry: bool,
     ):
-        self.terms, self.folder, self.workers, self.say = terms, folder, workers, say
+        self.protocol, self.folder, self.workers, self.say = protocol, folder, workers, say
         self.telling = Lock()
         """One run at a time is written down."""
         self.state: dict[str, Any] = folder.read_json("comparison")
         for name in ("error", "outcome"):  # of an earlier part
             self.state.pop(name, None)
-        self.arms = [replace(arm, folder=self.state["folders"][arm.label]) for arm in arms]  # in whatever order
+        self.variants = [
+            replace(variant, folder=self.state["folders"][variant.label]) for variant in variants
+        ]  # in whatever order
         self.runs = {entry["run"]: entry for entry in self.state["runs"]}
         if retry:
             self.forget_failures()
-        trials = terms.trials if terms.trials > 1 else 0
-        self.planned = len(arms) * (PILOTS + trials + terms.seeds)
+        trials = protocol.trials if protocol.trials > 1 else 0
+        self.planned = len(variants) * (PILOTS + trials + protocol.seeds)
         self.began, self.made = time.monotonic(), 0
 
     def forget_failures(self) -> None:
@@ -107,9 +109,9 @@ class _Race:
     def to_the_end(self) -> dict[str, Any]:
         try:
             costs = self.pilots()
-            steps = steps_of_variants(self.arms, costs, self.terms.equal)
+            steps = steps_of_variants(self.variants, costs, self.protocol.equal)
             self.state["budgets"] = {label: _planned(steps[label], costs[label]) for label in steps}
-            tuned = [self.tuned(arm) for arm in self.arms] if self.trials(steps) else self.arms
+            tuned = [self.tuned(variant) for variant in self.variants] if self.trials(steps) else self.variants
             self.seeds(tuned, steps)
         except _Interrupted as stopped:
             return self.tell("interrupted", stopped.exit_code)
@@ -120,9 +122,9 @@ class _Race:
         except BaseException as ended:
             self.tell("interrupted", getattr(ended, "code", 1))
             raise
-        labels = [arm.label for arm in self.arms]
+        labels = [variant.label for variant in self.variants]
         entries = [entry for entry in self.runs.values() if "seed" in entry]
-        self.state["outcome"] = summarize_comparison(entries, labels, self.terms)
+        self.state["outcome"] = summarize_comparison(entries, labels, self.protocol)
         return self.tell("finished", 0)
 
     def tell(self, status: str, exit_code: int) -> dict[str, Any]:
@@ -133,92 +135,92 @@ class _Race:
         return self.folder.read_json("comparison") | {"folder": str(self.folder.path)}
 
     def pilots(self) -> dict[str, StepCost]:
-        """What a step of each arm costs. Raises UsageError for an arm that fails."""
-        steps, found = self.terms.pilot, {arm.label: [] for arm in self.arms}
+        """What a step of each variant costs. Raises UsageError for a variant that fails."""
+        steps, found = self.protocol.pilot, {variant.label: [] for variant in self.variants}
         for turn in range(PILOTS):
-            for arm in _turned(self.arms, turn):
-                found[arm.label].append(self.pilot(arm, turn, steps))
+            for variant in _turned(self.variants, turn):
+                found[variant.label].append(self.pilot(variant, turn, steps))
             self.check_judged(f"pilot-{turn}")
             slowest = max(costs[0].seconds for costs in found.values())
-            steps = max(self.terms.pilot, math.ceil(PILOT_SECONDS / slowest))
+            steps = max(self.protocol.pilot, math.ceil(PILOT_SECONDS / slowest))
         return {label: mean_cost(costs[1:]) for label, costs in found.items()}
 
-    def pilot(self, arm: Variant, turn: int, steps: int) -> StepCost:
+    def pilot(self, variant: Variant, turn: int, steps: int) -> StepCost:
         """A whole run of few steps, no more than the baseline's budget has."""
-        name, steps = f"{arm.folder}-pilot-{turn}", min(steps, self.arms[0].recipe.budget.steps or steps)
-        recipe = self.recipe(arm, name, steps, 0, evaluations=1)
-        entry = self.run(self.workers[0], recipe, arm=arm.label, pilot=turn)
+        name, steps = f"{variant.folder}-pilot-{turn}", min(steps, self.variants[0].recipe.budget.steps or steps)
+        recipe = self.recipe(variant, name, steps, 0, evaluations=1)
+        entry = self.run(self.workers[0], recipe, arm=variant.label, pilot=turn)
         if entry["status"] == "failed":
-            fix = "mend it, or leave the arm out, and give another --name"
-            raise UsageError(f"{arm.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
+            fix = "mend it, or leave the variant out, and give another --name"
+            raise UsageError(f"{variant.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
         return step_cost(self.folder.path / name)
 
     def check_judged(self, kind: str) -> None:
-        """Raises UsageError where the held-out data of an arm turn out to be others than the baseline's."""
-        baseline, *others = (self.runs[f"{arm.folder}-{kind}"] for arm in self.arms)
+        """Raises UsageError where the held-out data of a variant turn out to be others than the baseline's."""
+        baseline, *others = (self.runs[f"{variant.folder}-{kind}"] for variant in self.variants)
         for entry in others:
             if other := differences(baseline["judged_on"], entry["judged_on"]):
                 raise UsageError(
                     f"{entry['arm']} is judged on something else than the baseline: {'; '.join(other)}",
-                    fix="give all arms the same data and the same tokenizer",
+                    fix="give all variants the same data and the same tokenizer",
                 )
 
     def trials(self, steps: Mapping[str, int]) -> bool:
-        """Runs of all arms at all rates; whether there are any."""
-        if self.terms.trials == 1:
+        """Runs of all variants at all rates; whether there are any."""
+        if self.protocol.trials == 1:
             return False
 
         def at_rate(worker: RunLauncher, turn: int, factor: float) -> None:
-            for arm in _turned(self.arms, turn):
-                name = f"{arm.folder}-trial-{turn}"
-                recipe = self.recipe(arm.at_rate(factor), name, steps[arm.label], TRIAL_SEED)
-                self.run(worker, recipe, arm=arm.label, trial=turn, factor=factor)
+            for variant in _turned(self.variants, turn):
+                name = f"{variant.folder}-trial-{turn}"
+                recipe = self.recipe(variant.at_rate(factor), name, steps[variant.label], TRIAL_SEED)
+                self.run(worker, recipe, arm=variant.label, trial=turn, factor=factor)
 
-        rates = enumerate(self.terms.factors)
+        rates = enumerate(self.protocol.factors)
         run_on_workers(self.workers, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
         return True
 
-    def seeds(self, arms: Sequence[Variant], steps: Mapping[str, int]) -> None:
+    def seeds(self, variants: Sequence[Variant], steps: Mapping[str, int]) -> None:
         """The runs that are compared."""
 
         def with_seed(worker: RunLauncher, seed: int) -> None:
-            for arm in _turned(arms, seed):
-                recipe = self.recipe(arm, f"{arm.folder}-seed-{seed}", steps[arm.label], seed)
-                self.run(worker, recipe, arm=arm.label, seed=seed)
+            for variant in _turned(variants, seed):
+                recipe = self.recipe(variant, f"{variant.folder}-seed-{seed}", steps[variant.label], seed)
+                self.run(worker, recipe, arm=variant.label, seed=seed)
 
-        run_on_workers(self.workers, [partial(with_seed, seed=seed) for seed in range(self.terms.seeds)])
+        run_on_workers(self.workers, [partial(with_seed, seed=seed) for seed in range(self.protocol.seeds)])
 
-    def tuned(self, arm: Variant) -> Variant:
-        """An arm at the rate that was best in its trials. Raises ThriftyError where all of them failed."""
-        assert arm.rate is not None
-        entries = [self.runs[f"{arm.folder}-trial-{turn}"] for turn in range(self.terms.trials)]
+    def tuned(self, variant: Variant) -> Variant:
+        """A variant at the rate that was best in its trials. Raises ThriftyError where all of them failed."""
+        assert variant.rate is not None
+        entries = [self.runs[f"{variant.folder}-trial-{turn}"] for turn in range(self.protocol.trials)]
         done = [entry for entry in entries if entry["status"] == "finished"]
         if not done:
             raise ThriftyError(
-                f"{arm.label} failed at every rate: {entries[0]['error']}",
+                f"{variant.label} failed at every rate: {entries[0]['error']}",
                 fix="lower its learning rate, and give another --name",
             )
         best = min(done, key=lambda entry: entry["held_out_loss"])
-        self.state.setdefault("rates", {})[arm.label] = {
-            "lr": arm.rate * best["factor"],
+        self.state.setdefault("rates", {})[variant.label] = {
+            "lr": variant.rate * best["factor"],
             "factor": best["factor"],
             "trials": [
-                {"lr": arm.rate * entry["factor"], "held_out_loss": entry.get("held_out_loss")} for entry in entries
+                {"lr": variant.rate * entry["factor"], "held_out_loss": entry.get("held_out_loss")} for entry in entries
             ],
-            "at_edge": best["factor"] in (self.terms.factors[0], self.terms.factors[-1]),
+            "at_edge": best["factor"] in (self.protocol.factors[0], self.protocol.factors[-1]),
         }
-        return arm.at_rate(best["factor"])
+        return variant.at_rate(best["factor"])
 
-    def recipe(self, arm: Variant, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
-        """Of one run of an arm, judged on as many held-out examples as the baseline."""
-        examples = self.arms[0].recipe.evaluation.examples
+    def recipe(self, variant: Variant, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
+        """Of one run of a variant, judged on as many held-out examples as the baseline."""
+        examples = self.variants[0].recipe.evaluation.examples
         return replace(
-            arm.recipe,
+            variant.recipe,
             name=name,
-            seed=arm.recipe.seed + seed,
+            seed=variant.recipe.seed + seed,
             budget=Budget(steps=steps),
             evaluation=EvaluationSettings(every=max(1, steps // evaluations), examples=examples),
-            checkpoints=replace(arm.recipe.checkpoints, keep=1, also=()),
+            checkpoints=replace(variant.recipe.checkpoints, keep=1, also=()),
         )
 
     def run(self, worker: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
@@ -251,12 +253,12 @@ class _Race:
 
 
 def _planned(steps: int, cost: StepCost) -> dict[str, Any]:
-    """An arm's budget in all currencies."""
+    """A variant's budget in all currencies."""
     amounts = {"seconds": steps * cost.seconds, "tokens": steps * cost.tokens, "flops": steps * cost.flops}
     return {"steps": steps, **amounts, "step": cost.as_data()}
 
 
-def _turned(arms: Sequence[Variant], turn: int) -> list[Variant]:
-    """Each arm is first in its turn: what comes first may find another machine than what comes last."""
-    first = turn % len(arms)
-    return [*arms[first:], *arms[:first]]
+def _turned(variants: Sequence[Variant], turn: int) -> list[Variant]:
+    """Each variant is first in its turn: what comes first may find another machine than what comes last."""
+    first = turn % len(variants)
+    return [*variants[first:], *variants[:first]]

@@ -1,13 +1,13 @@
-"""What a comparison is: its terms, and its folder with comparison.json, in which everything stands that is known of it.
+"""A comparison's protocol, and its folder with comparison.json, which holds all that is known of it.
 
     schema  name  status  exit_code  environment; "error" where the comparison was stopped by one
-    definition       "terms", and the recipe of each arm by its label, the baseline's first
-    folders          what the names of an arm's runs begin with
-    changes          of each arm, the techniques "added", "removed" and "changed" against the baseline
+    definition       "terms", and the recipe of each variant by its label, the baseline's first
+    folders          what the names of a variant's runs begin with
+    changes          of each variant, the techniques "added", "removed" and "changed" against the baseline
     runs             each with its run (a folder), arm, pilot or trial or seed, status, error, and what `seen` tells
-    budgets          of each arm: steps, seconds, tokens and flops as planned, and what a "step" costs
-    rates            of each arm: the learning rates tried, and the one taken
-    outcome          once all pairs were run: of each arm means, ratios to the baseline, and its "verdict"
+    budgets          of each variant: steps, seconds, tokens and flops as planned, and what a "step" costs
+    rates            of each variant: the learning rates tried, and the one taken
+    outcome          once all pairs were run: of each variant means, ratios to the baseline, and its "verdict"
 
 Seconds, bytes, FLOPs, joules. JSON has no infinity and no nan: null stands for them, and for what is not known.
 """
@@ -35,13 +35,13 @@ MACHINE = ("cpu", "python", "torch")
 
 @dataclass(frozen=True)
 class ComparisonProtocol:
-    """What is equal for all arms."""
+    """What is equal for all variants."""
 
     equal: Equal = "time"
     seeds: Positive = 8
-    """Pairs: run k of an arm has its recipe's seed + k, so first values and order of data are those of the baseline."""
+    """Pairs: run k of a variant has its recipe's seed + k, so initialization and data order are the baseline's."""
     trials: Positive = 3
-    """Learning rates that each arm is tried with, at its whole budget, around its recipe's; 1 tries none."""
+    """Learning rates that each variant is tried with, at its whole budget, around its recipe's; 1 tries none."""
     factor: Annotated[float, SettingBound(above=1)] = 2.0
     """Between a learning rate and the next one."""
     effect: Annotated[float, SettingBound(above=0)] = 0.01
@@ -61,9 +61,9 @@ class ComparisonProtocol:
 
 
 @contextmanager
-def claim_folder(path: Path, arms: Sequence[Variant], terms: ComparisonProtocol) -> Iterator[RunFolder]:
+def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonProtocol) -> Iterator[RunFolder]:
     """The folder of the comparison, new or of an earlier part of the same, locked."""
-    meant = {"terms": asdict(terms), "arms": {arm.label: recipe_to_data(arm.recipe) for arm in arms}}
+    meant = {"terms": asdict(protocol), "arms": {variant.label: recipe_to_data(variant.recipe) for variant in variants}}
     here = environment("cpu")
     is_there = (path / FILE).is_file()
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
@@ -78,8 +78,8 @@ def claim_folder(path: Path, arms: Sequence[Variant], terms: ComparisonProtocol)
                     "adding seeds after a look at the verdict would make chance findings likely",
                 )
         else:
-            folders = {arm.label: arm.folder for arm in arms}
-            changes = {arm.label: arm.against(arms[0]) for arm in arms[1:]}
+            folders = {variant.label: variant.folder for variant in variants}
+            changes = {variant.label: variant.against(variants[0]) for variant in variants[1:]}
             about = {"schema": SCHEMA, "name": path.name, "definition": meant, "environment": here}
             folder.write_json("comparison", {**about, "folders": folders, "changes": changes, "runs": []})
         yield folder

@@ -1,4 +1,4 @@
-"""What the runs of a comparison came to: each run's own numbers, means of each arm, and the verdicts."""
+"""What the runs of a comparison came to: each run's own numbers, means of each variant, and the verdicts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -68,35 +68,35 @@ def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> flo
     return None
 
 
-def summarize_comparison(runs: Iterable[Entry], labels: Sequence[str], terms: ComparisonProtocol) -> dict[str, Any]:
+def summarize_comparison(runs: Iterable[Entry], labels: Sequence[str], protocol: ComparisonProtocol) -> dict[str, Any]:
     """Of all runs that were planned, once each of them finished or failed: "arms" with their means and, all but the
-    baseline, with ratios to it and a "verdict". "used" is how much an arm really spent of what was to be equal."""
+    baseline, with ratios to it and a "verdict". "used" is how much a variant really spent of what was to be equal."""
     by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
-    entries = {label: [by_place[label, seed] for seed in range(terms.seeds)] for label in labels}
-    arms: dict[str, dict[str, Any]] = {}
+    entries = {label: [by_place[label, seed] for seed in range(protocol.seeds)] for label in labels}
+    variants: dict[str, dict[str, Any]] = {}
     for label in labels:
-        arms[label] = _means(entries[label])
+        variants[label] = _means(entries[label])
         if label == BASELINE:
             continue
         losses = [[_loss(entry) for entry in entries[one]] for one in (BASELINE, label)]
-        ratios = {name: _ratio(arms[label][name], arms[BASELINE][name]) for name in RATIOS}
-        used = ratios["seconds" if terms.equal == "time" else terms.equal]
-        verdict = judge(*losses, arms=len(labels) - 1, effect=terms.effect, used=used)
-        arms[label] |= {
+        ratios = {name: _ratio(variants[label][name], variants[BASELINE][name]) for name in RATIOS}
+        used = ratios["seconds" if protocol.equal == "time" else protocol.equal]
+        verdict = judge(*losses, variants=len(labels) - 1, effect=protocol.effect, used=used)
+        variants[label] |= {
             "verdict": verdict.as_data(),
             "ratios": ratios,
             "used": used,
             "time_to_quality": time_to_quality(entries[BASELINE], entries[label]),
             "measured_differences": _measured_differences(entries[BASELINE], entries[label], verdict.confidence),
         }
-    return {"arms": arms}
+    return {"arms": variants}
 
 
-def time_to_quality(baseline: Sequence[Entry], arm: Sequence[Entry]) -> dict[str, Any]:
-    """How long an arm took to the loss that the baseline ended at, as a share of what that took, pair by pair: the mean
+def time_to_quality(baseline: Sequence[Entry], variant: Sequence[Entry]) -> dict[str, Any]:
+    """The time a variant took to the loss that the baseline ended at, as a share of the baseline's, by pairs: the mean
     of those that reached it with its interval, and how many did."""
     ratios = []
-    pairs = _finished(baseline, arm)
+    pairs = _finished(baseline, variant)
     for first, second in pairs:
         quality = first["held_out_loss"]
         mine, its = seconds_to_loss(second["curve"], quality), seconds_to_loss(first["curve"], quality)
@@ -112,8 +112,8 @@ def time_to_quality(baseline: Sequence[Entry], arm: Sequence[Entry]) -> dict[str
     }
 
 
-def _finished(baseline: Sequence[Entry], arm: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
-    return [pair for pair in zip(baseline, arm, strict=True) if None not in map(_loss, pair)]
+def _finished(baseline: Sequence[Entry], variant: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
+    return [pair for pair in zip(baseline, variant, strict=True) if None not in map(_loss, pair)]
 
 
 def _loss(entry: Entry) -> float | None:
@@ -133,10 +133,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return None if not values or None in values else fmean(values)  # type: ignore[arg-type]
 
 
-def _measured_differences(baseline: Sequence[Entry], arm: Sequence[Entry], confidence: float) -> dict[str, Any]:
+def _measured_differences(baseline: Sequence[Entry], variant: Sequence[Entry], confidence: float) -> dict[str, Any]:
     """Of what is measured beside the loss: mean differences with their intervals, over the pairs that finished; what
     one of those runs does not say is left out."""
-    pairs = [(first["measured"], second["measured"]) for first, second in _finished(baseline, arm)]
+    pairs = [(first["measured"], second["measured"]) for first, second in _finished(baseline, variant)]
     found = {}
     for name in pairs[0][0] if pairs else ():
         if any(one.get(name) is None for pair in pairs for one in pair):

@@ -1,4 +1,4 @@
-"""Equal budgets: what a step of each arm costs, as a pilot of it shows, and so how many steps each arm may make.
+"""Equal budgets: what a step of each variant costs, as a pilot of it shows, and so how many steps each may make.
 
 A pilot is a whole run of a few steps, in which everything that happens at a share of the run has its turn: a model that
 grows is timed at all of its sizes, and a rate that decays to the end of the run has decayed.
@@ -33,7 +33,7 @@ decay over a fifth of the run is still at 0.2."""
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of an arm takes, on average over a run."""
+    """What a step of a variant takes, on average over a run."""
 
     seconds: float
     tokens: float
@@ -79,7 +79,7 @@ def step_cost(folder: Path) -> StepCost:
 
 
 def mean_cost(costs: Sequence[StepCost]) -> StepCost:
-    """Of several pilots of one arm: their times averaged, all else is the same in each."""
+    """Of several pilots of one variant: their times averaged, all else is the same in each."""
     return replace(costs[0], seconds=fmean(cost.seconds for cost in costs))
 
 
@@ -98,29 +98,31 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
     return steps
 
 
-def steps_of_variants(arms: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
-    """How many steps each arm makes for what the baseline's cost, by label.
+def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
+    """How many steps each variant makes for what the baseline's cost, by label.
 
-    Raises UsageError where an arm's rate is not decayed at the end of its budget, and where FLOPs are to be equal and
-    change over the run of an arm.
+    Raises UsageError if a variant's rate is not decayed at the end of its budget, or if FLOPs are to be equal and
+    change over the run of a variant.
     """
-    for arm in arms:
-        cost = costs[arm.label]
-        claims = arm.optimizer.claims if arm.optimizer else frozenset()
+    for variant in variants:
+        cost = costs[variant.label]
+        claims = variant.optimizer.claims if variant.optimizer else frozenset()
         if cost.last_rate > DECAYED and Claim.SCHEDULE not in claims:
             raise UsageError(
-                f"{arm.label}: its learning rate ends at {cost.last_rate:.0%} of the largest, and a rate that is not "
-                f"decayed to the end of its budget makes an arm look worse than it is",
+                f"{variant.label}: its learning rate ends at {cost.last_rate:.0%} of the largest, and a rate not "
+                f"decayed to the end of its budget makes a variant look worse than it is",
                 fix="--with schedules.linear, with moments of the schedule as shares of the run",
             )
         if equal == "flops" and cost.flops_vary:
             raise UsageError(
-                f"{arm.label}: its FLOPs change over the run, and are counted for its last steps",
+                f"{variant.label}: its FLOPs change over the run, and are counted for its last steps",
                 fix="--equal-budget time",
             )
-    budget = steps_of_baseline(arms[0].recipe.budget, costs[arms[0].label])
-    amount = budget * costs[arms[0].label].of(equal)
-    steps = {arm.label: int(amount / costs[arm.label].of(equal) + 1e-6) for arm in arms} | {arms[0].label: budget}
+    budget = steps_of_baseline(variants[0].recipe.budget, costs[variants[0].label])
+    amount = budget * costs[variants[0].label].of(equal)
+    steps = {variant.label: int(amount / costs[variant.label].of(equal) + 1e-6) for variant in variants} | {
+        variants[0].label: budget
+    }
     for label, count in steps.items():
         if count < 1:
             raise InfeasibleError(f"{label}: a step costs more than the whole budget", fix="give a larger --budget")

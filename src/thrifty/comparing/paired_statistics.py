@@ -32,7 +32,7 @@ MOST_PAIRS = 10_000
 
 @dataclass(frozen=True)
 class PairedDifferences:
-    """Differences of pairs, an arm's value less the baseline's."""
+    """Differences of pairs, a variant's value less the baseline's."""
 
     pairs: int
     mean: float

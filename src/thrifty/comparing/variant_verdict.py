@@ -1,4 +1,4 @@
-"""What a comparison says of an arm: better, worse, no difference, or undecided and why."""
+"""What a comparison says of a variant: better, worse, no difference, or undecided and why."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ Word = Literal["better", "worse", "no difference", "undecided"]
 
 @dataclass(frozen=True)
 class VariantVerdict:
-    """Of one arm against the baseline, by held-out losses at the end of paired runs: lower is better."""
+    """Of one variant against the baseline, by held-out losses at the end of paired runs: lower is better."""
 
     verdict: Word
     sentence: str
@@ -31,9 +31,9 @@ class VariantVerdict:
     failed: int
     """Pairs of which one run or both failed."""
     alpha: float
-    """Of its test: 3 % shared among all arms of the comparison."""
+    """Of its test: 3 % shared among all variants of the comparison."""
     confidence: float
-    """Of its interval: what it leaves out is 5 % shared among all arms."""
+    """Of its interval: what it leaves out is 5 % shared among all variants."""
     found: PairedDifferences | None
     """None as long as no pair is there."""
     relative: float | None
@@ -49,25 +49,25 @@ class VariantVerdict:
 
 def judge(
     baseline: Sequence[float | None],
-    arm: Sequence[float | None],
+    variant: Sequence[float | None],
     *,
-    arms: int = 1,
+    variants: int = 1,
     effect: float = 0.01,
     used: float | None = 1.0,
 ) -> VariantVerdict:
-    """Held-out losses of the seeds in order, None for a run that failed. `arms` is how many arms the baseline is
+    """Held-out losses of the seeds in order, None for a run that failed. `variants` is how many of them the baseline is
     compared with; `effect` the smallest difference worth knowing of, as a share of the baseline's loss; `used` how much
-    the arm spent of what was to be equal, as a multiple of the baseline's.
+    the variant spent of what was to be equal, as a multiple of the baseline's.
 
     There is a verdict only when every pair that was planned is there and there are enough of them. Better or worse is
     said where the permutation test passes and the interval leaves zero out: of equals in less than 3 % of comparisons,
-    whatever the number of arms. It is not said of an arm that spent more and is better, or less and is worse: step
+    whatever the number of variants. It is not said of one that spent more and is better, or less and is worse: step
     times that a busy moment made wrong would pass for a finding.
     """
-    alpha, confidence = ALPHA / arms, 1 - (1 - CONFIDENCE) / arms
+    alpha, confidence = ALPHA / variants, 1 - (1 - CONFIDENCE) / variants
     least = least_pairs(alpha)
     planned = len(baseline)
-    pairs = [(first, second) for first, second in zip(baseline, arm, strict=True) if None not in (first, second)]
+    pairs = [(first, second) for first, second in zip(baseline, variant, strict=True) if None not in (first, second)]
     failed = planned - len(pairs)
     if not pairs:
         said = f"undecided: all {planned} pairs failed"
@@ -94,7 +94,7 @@ def judge(
 
 
 def _explained_by(used: float) -> Word | None:
-    """What an arm that spent so many times the baseline's would be found to be, though it is no other."""
+    """What a variant that spent so many times the baseline's would be found to be, though it is no other."""
     return "better" if used > 1 + UNEQUAL else "worse" if used < 1 - UNEQUAL else None
 
 

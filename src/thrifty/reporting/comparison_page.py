@@ -50,31 +50,31 @@ def render(data: Comparison) -> str:
 
 def about(data: Comparison) -> str:
     """What was compared, in a sentence."""
-    terms, arms = data["definition"]["terms"], len(data["definition"]["arms"]) - 1
+    terms, variants = data["definition"]["terms"], len(data["definition"]["arms"]) - 1
     equal = {"flops": "counted FLOPs", "time": "seconds in training steps"}.get(terms["equal"], terms["equal"])
     tried = f"each at the best of {terms['trials']} learning rates" if terms["trials"] > 1 else "rates not tuned"
-    others = "one arm" if arms == 1 else f"{arms} arms"
+    others = "one variant" if variants == 1 else f"{variants} variants"
     return f"A baseline and {others} at equal {equal}, {terms['seeds']} paired seeds, {tried}."
 
 
 def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
-    """Each arm's label, the word, and the sentence."""
+    """Each variant's label, the word, and the sentence."""
     found = data.get("outcome", {}).get("arms", {})
     return [
-        (label, arm["verdict"]["verdict"], arm["verdict"]["sentence"])
-        for label, arm in found.items()
-        if "verdict" in arm
+        (label, variant["verdict"]["verdict"], variant["verdict"]["sentence"])
+        for label, variant in found.items()
+        if "verdict" in variant
     ]
 
 
 def cautions(data: Comparison) -> list[str]:
     """What a reader should know before believing a verdict."""
-    arms, terms = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
+    variants, terms = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
     equal = {"flops": "FLOPs", "time": "seconds"}.get(terms["equal"], terms["equal"])
     said = [
-        f"{label} used {significant(arm['used'])} times the baseline's {equal}, which were to be equal"
-        for label, arm in arms.items()
-        if arm.get("used") and abs(arm["used"] - 1) > UNEQUAL
+        f"{label} used {significant(variant['used'])} times the baseline's {equal}, which were to be equal"
+        for label, variant in variants.items()
+        if variant.get("used") and abs(variant["used"] - 1) > UNEQUAL
     ]
     said += [
         f"the FLOPs of {label} change over its run, and are counted for its last steps"
@@ -95,9 +95,9 @@ def tables(data: Comparison) -> list[tuple[str, str, list[str], list[list[str]]]
 
 
 def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
-    arms = data.get("outcome", {}).get("arms", {})
+    variants = data.get("outcome", {}).get("arms", {})
     head = [
-        "arm",
+        "variant",
         "FLOPs a step",
         "FLOP/s",
         "of peak",
@@ -107,16 +107,16 @@ def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         "energy",
     ]
     rows = []
-    for label, arm in arms.items():
-        per_step = arm["flops"] / arm["steps"] if arm["flops"] is not None else None
+    for label, variant in variants.items():
+        per_step = variant["flops"] / variant["steps"] if variant["flops"] is not None else None
         cells = [
-            (scaled(per_step), _of(arms, label, lambda one: one["flops"] / one["steps"])),
-            (scaled(arm["flop_rate"]), _of(arms, label, lambda one: one["flop_rate"])),
-            (percent(arm["share_of_peak"]), ""),
-            (duration(arm["step_time"]), _of(arms, label, lambda one: one["step_time"])),
-            (_time_to_quality(arm), ""),
-            (scaled(arm["peak_memory"], "B"), _of(arms, label, lambda one: one["peak_memory"])),
-            ("not measurable here" if arm["joules"] is None else scaled(arm["joules"], "J"), ""),
+            (scaled(per_step), _of(variants, label, lambda one: one["flops"] / one["steps"])),
+            (scaled(variant["flop_rate"]), _of(variants, label, lambda one: one["flop_rate"])),
+            (percent(variant["share_of_peak"]), ""),
+            (duration(variant["step_time"]), _of(variants, label, lambda one: one["step_time"])),
+            (_time_to_quality(variant), ""),
+            (scaled(variant["peak_memory"], "B"), _of(variants, label, lambda one: one["peak_memory"])),
+            ("not measurable here" if variant["joules"] is None else scaled(variant["joules"], "J"), ""),
         ]
         rows.append([label, *(f"{value} {ratio}".strip() for value, ratio in cells)])
     note = (
@@ -126,18 +126,18 @@ def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     return "From FLOPs to time to quality", note, head, rows
 
 
-def _of(arms: Mapping[str, Any], label: str, value: Any) -> str:
+def _of(variants: Mapping[str, Any], label: str, value: Any) -> str:
     """A ratio to the baseline in brackets; nothing where one of them does not say."""
     if label == BASELINE:
         return ""
     try:
-        return f"(× {significant(value(arms[label]) / value(arms[BASELINE]))})"
+        return f"(× {significant(value(variants[label]) / value(variants[BASELINE]))})"
     except (TypeError, ZeroDivisionError):
         return ""
 
 
-def _time_to_quality(arm: Mapping[str, Any]) -> str:
-    found = arm.get("time_to_quality")
+def _time_to_quality(variant: Mapping[str, Any]) -> str:
+    found = variant.get("time_to_quality")
     if not found:
         return MISSING
     if found["mean"] is None:
@@ -148,46 +148,46 @@ def _time_to_quality(arm: Mapping[str, Any]) -> str:
 
 
 def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
-    arms, budgets = data.get("outcome", {}).get("arms", {}), data.get("budgets", {})
-    head = ["arm", "held-out loss", "steps", "tokens", "FLOPs", "seconds", "planned", "with starts", "elapsed"]
+    variants, budgets = data.get("outcome", {}).get("arms", {}), data.get("budgets", {})
+    head = ["variant", "held-out loss", "steps", "tokens", "FLOPs", "seconds", "planned", "with starts", "elapsed"]
     rows = [
         [
             label,
-            significant(arm["held_out_loss"], 4),
-            whole(arm["steps"]),
-            scaled(arm["tokens"]),
-            scaled(arm["flops"]),
-            duration(arm["seconds"]),
+            significant(variant["held_out_loss"], 4),
+            whole(variant["steps"]),
+            scaled(variant["tokens"]),
+            scaled(variant["flops"]),
+            duration(variant["seconds"]),
             duration(budgets[label]["seconds"]),
-            duration(arm["seconds_with_starts"]),
-            duration(arm["elapsed"]),
+            duration(variant["seconds_with_starts"]),
+            duration(variant["elapsed"]),
         ]
-        for label, arm in arms.items()
+        for label, variant in variants.items()
     ]
     note = (
-        "Means over seeds of what each arm really used, whatever was to be equal. Seconds are of steps under way; with "
+        "Means over seeds of what each variant used, whatever was to be equal. Seconds are of steps under way; with "
         "starts they include compiling, and elapsed is from start to end, evaluations and saving included."
     )
     return "What was used", note, head, rows
 
 
 def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
-    arms = data.get("outcome", {}).get("arms", {})
+    variants = data.get("outcome", {}).get("arms", {})
     rows = [
-        [label, name, significant(arm["measured"].get(name)), _difference(arm, name)]
-        for label, arm in arms.items()
-        for name in arm["measured"]
+        [label, name, significant(variant["measured"].get(name)), _difference(variant, name)]
+        for label, variant in variants.items()
+        for name in variant["measured"]
     ]
     return (
         "Measured beside the loss",
         "No verdict is made of these.",
-        ["arm", "what", "mean", "less the baseline's"],
+        ["variant", "what", "mean", "less the baseline's"],
         rows,
     )
 
 
-def _difference(arm: Mapping[str, Any], name: str) -> str:
-    found = arm.get("measured_differences", {}).get(name)
+def _difference(variant: Mapping[str, Any], name: str) -> str:
+    found = variant.get("measured_differences", {}).get(name)
     if not found:
         return MISSING
     ends = f" ({significant(found['low'])} to {significant(found['high'])})" if found["low"] is not None else ""
@@ -204,8 +204,8 @@ def _rates(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         ]
         for label, found in data.get("rates", {}).items()
     ]
-    note = "The same number of trials for each arm, at its whole budget, on a seed that is not compared."
-    return "Learning rates tried", note, ["arm", "rate: held-out loss", "taken", "of the grid"], rows
+    note = "The same number of trials for each variant, at its whole budget, on a seed that is not compared."
+    return "Learning rates tried", note, ["variant", "rate: held-out loss", "taken", "of the grid"], rows
 
 
 def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
@@ -219,8 +219,8 @@ def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         ]
         for label, each in data.get("budgets", {}).items()
     ]
-    note = "From pilots of a few steps in turn; schedules are decayed to the end of each arm's own budget."
-    return "Budgets", note, ["arm", "steps", "step time", "tokens a step", "FLOPs a step"], rows
+    note = "From pilots of a few steps in turn; schedules are decayed to the end of each variant's own budget."
+    return "Budgets", note, ["variant", "steps", "step time", "tokens a step", "FLOPs a step"], rows
 
 
 def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
@@ -237,4 +237,9 @@ def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     ]
     failed = sum(entry["status"] == "failed" for entry in data["runs"])
     note = f"{len(rows)} runs, {failed} of them failed."
-    return "All runs", note, ["run", "arm", "how it ended", "held-out loss", "seconds in steps", "what it said"], rows
+    return (
+        "All runs",
+        note,
+        ["run", "variant", "how it ended", "held-out loss", "seconds in steps", "what it said"],
+        rows,
+    )
