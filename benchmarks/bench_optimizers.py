@@ -105,7 +105,7 @@ RACES: dict[str, tuple[Callable[[], GradientTransform], dict[str, Make]]] = {
     ),
     "muon": (lambda: muon(1e-3), {"torch": MuonAndAdamW}),
     "soap": (
-        lambda: soap(1e-3, largest=1024),
+        lambda: soap(1e-3, max_dim=1024),
         {
             "pytorch_optimizer": lambda named: pytorch_optimizer.SOAP(
                 groups(named, 0.01), lr=1e-3, max_precondition_dim=1024

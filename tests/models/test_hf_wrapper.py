@@ -103,7 +103,7 @@ def test_build_model_wraps_what_our_families_do_not_compute(architecture):
     _, folder, _, task = architecture
     model = build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task=task)
     assert model.task == task and model.vocabulary == VOCABULARY
-    fresh = build_model(ModelSettings(folder=str(folder), fresh=True), 50, 32, seed=0, task=task)
+    fresh = build_model(ModelSettings(folder=str(folder), reinitialize=True), 50, 32, seed=0, task=task)
     assert fresh.vocabulary == 50
 
 
@@ -116,7 +116,7 @@ def test_a_folder_without_a_model_for_the_task_is_refused(architecture):
         with pytest.raises(RefusedError, match="sequence-to-sequence model of type 'distilbert'"):
             load_model(folder, other)
     with pytest.raises(UsageError, match="cannot learn classify"):
-        build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task="classify")
+        build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task="classification")
 
 
 def test_a_causal_model_cannot_fill_in_masked_tokens(tmp_path):

@@ -126,7 +126,7 @@ def test_that_others_cost_less_time_is_expected_or_measured_and_says_which() -> 
 def test_what_is_taken_out_or_changed_is_told_apart() -> None:
     told = reasons(math.inf, Numerics.ROUNDING, (CATALOGUE["memory.recompute"](),))
     assert told["memory.recompute"].verdict == "taken out"
-    changed = reasons(160, Numerics.ROUNDING, (CATALOGUE["large_batch.gradient_accumulation"](parts=2),))
+    changed = reasons(160, Numerics.ROUNDING, (CATALOGUE["large_batch.gradient_accumulation"](micro_batches=2),))
     assert changed["large_batch.gradient_accumulation"].verdict in ("changed", "kept")
 
 

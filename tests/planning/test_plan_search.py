@@ -141,12 +141,13 @@ def test_where_nothing_fits_the_answer_is_what_it_would_take() -> None:
 
 
 def test_a_recipe_with_micro_batches_may_get_other_ones() -> None:
-    search = searching(300.0, Numerics.ROUNDING, base=(CATALOGUE["large_batch.gradient_accumulation"](parts=2),))
+    halves = CATALOGUE["large_batch.gradient_accumulation"](micro_batches=2)  # type: ignore[call-arg]
+    search = searching(300.0, Numerics.ROUNDING, base=(halves,))
     labels = [way.label for way in search.ways["micro-batches"]]
     assert labels == [
         "without large_batch.gradient_accumulation",
         "large_batch.gradient_accumulation",
-        "large_batch.gradient_accumulation:parts=8",
+        "large_batch.gradient_accumulation:micro_batches=8",
     ]
     parts = [candidate.parts for candidate in (search.look_at_singles(), *search.combinations())[1:]]
     assert {*parts} == {1, 2, 4, 8}

@@ -114,6 +114,6 @@ def masks_and_copies() -> tuple[bool, bool, bool]:
 def probed(name: str) -> dict[str, Any]:
     """A probe of steps with a technique over all ranks."""
     set_mesh({axis: dist.get_world_size() if USED_BY[axis][1] == name else 1 for axis in AXES}, "cpu")
-    settings = {"parts": 2} if name == "parallelism.pipeline" else {}
+    settings = {"micro_batches": 2} if name == "parallelism.pipeline" else {}
     run = compose(plain_run(batch=4), with_optimizer([technique(name, **settings)]), 20)
     return time_steps(run, (4,), 1, [run.plain.source.at(0)], 0.1).as_dict()

@@ -135,8 +135,8 @@ def test_the_ticket_is_drawn_when_all_masks_of_the_queue_are_near_the_newest() -
 
 def test_it_is_drawn_at_the_latest_moment_whatever_the_masks_do() -> None:
     for draw, distance in (("coefficients", 0.0), ("late", 1.0), ("random", 0.0)):
-        _, state = run_through(plain_run(), [technique("sparsity.early_bird", latest=3, distance=distance, draw=draw),
-                                             technique("optimizers.adamw")], 5)  # fmt: skip
+        bird = technique("sparsity.early_bird", latest=3, distance=distance, criterion=draw)
+        _, state = run_through(plain_run(), [bird, technique("optimizers.adamw")], 5)
         assert [(entry.step, entry.decision["phase"]) for entry in state.log] == [(0, "search"), (3, "train")]
         assert "latest" in state.log[-1].reason
 

@@ -78,7 +78,7 @@ def chain_of(length: int, size: int = 100) -> list[Tensor]:
 
 def test_the_last_stay_and_the_rest_goes_once_each_way() -> None:
     tier, weights = SimulatedTier(SimulatedLink()), chain_of(20)
-    loss = saved_products(OffloadingStore(tier, ahead=2, keep_last=5), weights)
+    loss = saved_products(OffloadingStore(tier, prefetch=2, keep_last=5), weights)
     assert tier.account.sent == (19 - 5) * 400  # the first product saves parameters alone
     loss.backward()
     assert tier.account.returned == (19 - 5 - 2) * 400  # two were still on their way out
@@ -87,7 +87,7 @@ def test_the_last_stay_and_the_rest_goes_once_each_way() -> None:
 
 def test_a_graph_may_be_gone_through_twice() -> None:
     weights = chain_of(8)
-    loss = saved_products(OffloadingStore(SimulatedTier(SimulatedLink()), ahead=1), weights)
+    loss = saved_products(OffloadingStore(SimulatedTier(SimulatedLink()), prefetch=1), weights)
     first = torch.autograd.grad(loss, weights, retain_graph=True)
     second = torch.autograd.grad(loss, weights)
     plain = saved_products(OffloadingStore(SimulatedTier(SimulatedLink()), keep_last=100), weights)
@@ -97,12 +97,12 @@ def test_a_graph_may_be_gone_through_twice() -> None:
 
 def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
     tier = SimulatedTier(SimulatedLink())
-    loss = saved_products(OffloadingStore(tier, ahead=1), chain_of(8))
+    loss = saved_products(OffloadingStore(tier, prefetch=1), chain_of(8))
     assert tier.account.now > 0
     del loss
     assert tier.account.now == 0
     with torch.no_grad():
-        saved_products(OffloadingStore(tier, ahead=1), chain_of(8))
+        saved_products(OffloadingStore(tier, prefetch=1), chain_of(8))
     assert tier.account.sent == 7 * 400
 
 

@@ -62,7 +62,7 @@ ORACLES = {
         ),
     ),
     "soap, one side only": (
-        soap(0.02, (0.9, 0.95), weight_decay=0.0, every=4, largest=8),
+        soap(0.02, (0.9, 0.95), weight_decay=0.0, every=4, max_dim=8),
         lambda held: pytorch_optimizer.SOAP(
             held.values(),
             lr=0.02,
@@ -121,7 +121,7 @@ class MuonAndAdamW:
 def test_muon_is_torchs_within_the_precision_that_it_computes_in(ours: str, theirs: str) -> None:
     held = parameters(torch.float32)
     wanted = take_steps(MuonAndAdamW(held, theirs), held)
-    found = trained(muon(0.01, 0.9, True, 0.1, ours, rest_lr=0.02), dtype=torch.float32)
+    found = trained(muon(0.01, 0.9, True, 0.1, ours, adamw_lr=0.02), dtype=torch.float32)
     moved = {name: (value - random_tensors(0)[name]).abs().max() for name, value in wanted.items()}
     for name, value in wanted.items():
         difference = (found[name] - value).abs().max()

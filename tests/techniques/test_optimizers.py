@@ -153,7 +153,7 @@ def test_muon_is_its_post_and_leaves_the_rest_to_adamw(scale: str, slices: bool,
             layers.append(size * newton_schulz(layer))
         return w - 0.01 * (torch.cat(layers) + decay)
 
-    ours = muon(0.01, 0.9, nesterov, 0.1, scale, slices=slices, dtype=torch.float64, rest_lr=0.02)
+    ours = muon(0.01, 0.9, nesterov, 0.1, scale, slices=slices, dtype=torch.float64, adamw_lr=0.02)
     assert_close(trained(ours), stepped(rule), 1e-10)
 
 
@@ -185,7 +185,7 @@ def test_soap_is_adam_in_the_axes_of_shampoo() -> None:
                 memory[f"Q{dim}"] = torch.linalg.qr(power[:, order])[0]
         return w - 0.02 * (moved + (0.1 * w if name in MATRICES else 0))
 
-    assert_close(trained(soap(0.02, (0.9, 0.95), 1e-8, 0.1, every=3, largest=6)), stepped(rule), 1e-10)
+    assert_close(trained(soap(0.02, (0.9, 0.95), 1e-8, 0.1, every=3, max_dim=6)), stepped(rule), 1e-10)
 
 
 def test_soap_finds_axes_where_most_words_do_not_occur() -> None:

@@ -26,22 +26,22 @@ NAME = "parallelism.pipeline"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 LAMB = {
     "optimizers.lamb": {"lr": 1e-2},
-    "gradients.clip": {"largest": 0.5},
-    "large_batch.gradient_accumulation": {"parts": 2},
+    "gradients.clip": {"max_norm": 0.5},
+    "large_batch.gradient_accumulation": {"micro_batches": 2},
 }
 
 
 def piped(others: Mapping[str, Mapping[str, Any]] = LAMB, **settings: Any) -> dict[str, Mapping[str, Any]]:
     """The pipeline, with costs that are the same on every machine, beside other techniques."""
-    return {NAME: {"costs": "counted"} | settings, **others}
+    return {NAME: {"cost_source": "counted"} | settings, **others}
 
 
 EXACT = {
     **{f"{schedule}, tied": Case(piped(schedule=schedule), {"batch": 6, "style": "gpt"}, 20) for schedule in SCHEDULES},
     **{f"{schedule}, free": Case(piped(schedule=schedule), {"batch": 6, "tied": False}, 20) for schedule in SCHEDULES},
-    "one micro-batch": Case(piped({}, schedule="gpipe", parts=1)),
+    "one micro-batch": Case(piped({}, schedule="gpipe", micro_batches=1)),
     "blocks given": Case(piped({}, blocks=(1, 3))),
-    "more micro-batches than rows": Case(piped({}, parts=6)),
+    "more micro-batches than rows": Case(piped({}, micro_batches=6)),
     "gpipe, recomputed": Case(piped({}, schedule="gpipe", recompute=True)),
     "zbv, recomputed": Case(piped({}, schedule="zbv", recompute=True)),
     "1f1b, blocks recomputed by another": Case(piped({"memory.recompute": {}})),
@@ -78,7 +78,7 @@ DIVIDED = {
 SPLIT = {
     "tied": Case(piped(LAMB | {"parallelism.tensor": {}}), {"batch": 8, "style": "gpt"}, 20),
     "free, zbv": Case(piped(LAMB | {"parallelism.tensor": {}}, schedule="zbv"), {"batch": 8, "tied": False}, 20),
-    "along tokens": Case(piped(LAMB | {"parallelism.tensor": {"along_tokens": True}}), {"batch": 8}, 20),
+    "along tokens": Case(piped(LAMB | {"parallelism.tensor": {"sequence_parallel": True}}), {"batch": 8}, 20),
 }
 ALL_AT_ONCE = {
     "replicate": Case(piped(LAMB | {"parallelism.tensor": {}, "parallelism.replicate": {}}), {"batch": 8}, 20),
@@ -197,7 +197,7 @@ def test_an_overflow_on_one_stage_is_answered_by_all() -> None:
 
 def test_as_many_micro_batches_are_alive_as_the_schedule_says() -> None:
     parts = {"gpipe": 4, "1f1b": 4, "interleaved": 4, "zero_bubble": 4, "zbv": 4}
-    cases = [Case(piped({}, schedule=schedule, parts=count), {"batch": 8}) for schedule, count in parts.items()]
+    cases = [Case(piped({}, schedule=schedule, micro_batches=count), {"batch": 8}) for schedule, count in parts.items()]
     again = Case(piped({}, schedule="gpipe", recompute=True), {"batch": 8})
     first, second = on_ranks(2, most_alive, [*cases, again])
     gpipe, one_each, interleaved, zero_bubble, zbv, recomputed = range(6)
@@ -264,7 +264,7 @@ def with_each() -> dict[str, list[Found]]:
 
 
 WITH_EACH = {
-    name: Case(piped({name: {}}, parts=2), {"tied": name != "optimizers.lion"}, double=False) for name in OTHERS
+    name: Case(piped({name: {}}, micro_batches=2), {"tied": name != "optimizers.lion"}, double=False) for name in OTHERS
 }
 
 
@@ -333,8 +333,8 @@ def test_what_ranks_send_each_other_and_hold_for_it_is_predicted() -> None:
 
 def test_several_processes_refuse_alike_what_does_not_fit() -> None:
     cases = [
-        Case(piped({}, parts=1)),
-        Case(piped({}, schedule="interleaved", parts=5), {"depth": 8}),
+        Case(piped({}, micro_batches=1)),
+        Case(piped({}, schedule="interleaved", micro_batches=5), {"depth": 8}),
         Case(piped({}, schedule="zbv"), {"depth": 3}),
         Case(piped({}, blocks=(1, 2))),
         Case(piped({"memory.recompute": {}}, recompute=True)),

@@ -31,11 +31,11 @@ def command(
     """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
     from thrifty.cli.verb_output import print_summary, run_path
     from thrifty.recipes.recipe_layers import RecipeLayers
-    from thrifty.recipes.recipe_toml import read_tables
+    from thrifty.recipes.recipe_toml import read_stored_tables
     from thrifty.training.trainer import resume
 
     path = run_path(run)
-    layers = RecipeLayers().override(f"run {path.name}", read_tables(path / "recipe.toml"))
+    layers = RecipeLayers().override(f"run {path.name}", read_stored_tables(path / "recipe.toml"))
     layers.apply_changes(removals, additions, assignments)
     if mesh is not None:
         layers.apply_mesh(mesh)

@@ -18,6 +18,7 @@ def card_of(name: str) -> dict[str, Any]:
     from thrifty.core.setting_bounds import hints_of
 
     kind = techniques.find(name)
+    name = techniques.full_name(name)
     hints = hints_of(kind)
     return {
         "name": name,

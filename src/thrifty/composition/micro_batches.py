@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from thrifty.composition.compose import Run
 from thrifty.core.batches import Batch
@@ -24,7 +25,8 @@ def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, fl
     alike = len(batch) // rows
     if alike <= ENOUGH or len(batch) % rows or run.objective.joint or any(map(_sees_all, run.techniques)):
         return run, batch, 1.0
-    techniques = tuple(t.with_micro_batches(ENOUGH) if t in cutting else t for t in run.techniques)
+    fewer: dict[str, Any] = {"micro_batches": ENOUGH}
+    techniques = tuple(replace(t, **fewer) if t in cutting else t for t in run.techniques)
     return replace(run, techniques=techniques), batch.rows(0, ENOUGH * rows), alike / ENOUGH
 
 

@@ -38,10 +38,12 @@ class RefusedError(UsageError):
     """A technique cannot do its work here, and says why."""
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """A hint naming the nearest option, or all of them when none is near."""
+def did_you_mean(word: str, options: Iterable[str], otherwise: str = "") -> str:
+    """A hint naming the nearest option; when none is near, `otherwise`, or all of them."""
     options = sorted(options)
     near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
+    if otherwise:
+        return otherwise
     return f"choose one of: {', '.join(options)}" if options else "there is nothing to choose from"

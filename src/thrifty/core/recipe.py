@@ -23,7 +23,7 @@ class ModelSettings:
     preset: str = "llama-nano"
     folder: str = ""
     """A Hugging Face model folder (config.json, and safetensors weights unless `fresh`); takes the preset's place."""
-    fresh: bool = False
+    reinitialize: bool = False
     """With `folder`: take the architecture only and start from random weights."""
     depth: int | None = None
     width: int | None = None
@@ -164,7 +164,7 @@ class CheckpointSettings:
     """Steps between checkpoints; one at the end is always made."""
     keep: Positive = 2
     """How many of the newest verified checkpoints stay; the best by held-out loss stays as well."""
-    also: tuple[StepOrFraction, ...] = ()
+    extra_steps: tuple[StepOrFraction, ...] = ()
     """Further moments of the run at which a checkpoint is made, and those always stay."""
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import nn
 
@@ -42,6 +42,8 @@ class Technique:
     numerics: ClassVar[Numerics]
     tolerance: ClassVar[float] = 0.0
     """With `Numerics.ROUNDING`: the largest relative difference of the loss over the contract test's steps."""
+    micro_batches: ClassVar[int] = 1
+    """The number of passes into which it divides the examples of a rank: a setting where it claims `MICRO_BATCHES`."""
     claims: ClassVar[frozenset[Claim]] = frozenset()
     """What only this technique of a run may decide."""
     clashes: ClassVar[Mapping[Claim, str]] = {}
@@ -63,15 +65,6 @@ class Technique:
     def divides_ranks(self) -> bool:
         """True if it divides the work of a step among ranks."""
         return not self.claims.isdisjoint(PARALLELISM)
-
-    @property
-    def micro_batches(self) -> int:
-        """The number of passes into which it divides the examples of a rank. Override it with `with_micro_batches`."""
-        return 1
-
-    def with_micro_batches(self, count: int) -> Self:
-        """Return the technique with another number of micro-batches."""
-        return self
 
     @property
     def number_format(self) -> Literal["float32", "bfloat16", "float16"]:

@@ -116,7 +116,7 @@ class TensorParallelizer:
             if x.shape[1] % self.mesh.size():
                 raise UsageError(
                     f"{x.shape[1]} tokens cannot be divided equally among {self.mesh.size()} ranks",
-                    fix=f"take texts of a multiple of {self.mesh.size()} tokens, or set along_tokens = false",
+                    fix=f"take texts of a multiple of {self.mesh.size()} tokens, or set sequence_parallel = false",
                 )
             x = self._turn(x, WHOLE, TOKENS)
         with parallel_randomness(self.mesh.get_local_rank()) if draws and block.training else nullcontext():

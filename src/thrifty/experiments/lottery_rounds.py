@@ -231,7 +231,7 @@ class _Rounds:
         self.say(f"round {number} of {self.lottery.rounds}: {name}")
         options = {"model": self.model, "origins": self.origins, "quiet": self.quiet}
         if number == 0:
-            kept = replace(recipe.checkpoints, also=(*recipe.checkpoints.also, self.lottery.rewind))
+            kept = replace(recipe.checkpoints, extra_steps=(*recipe.checkpoints.extra_steps, self.lottery.rewind))
             recipe = replace(recipe, name=name, checkpoints=kept, techniques=(*recipe.techniques, MaskFromFile()))
         else:
             file = self.ticket(number)

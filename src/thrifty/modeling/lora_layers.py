@@ -29,7 +29,7 @@ class LoraFactors:
     rank: int
     alpha: float
     dropout: float = 0.0
-    stabilised: bool = False
+    rank_stabilized: bool = False
     sizes: tuple[int, ...] = ()
     """The widths of the layers fused in this one; none for a single layer. Each has factors of its own ..."""
     chosen: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class LoraFactors:
 
     @property
     def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.stabilised else self.rank)
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
 
 @dataclass

@@ -58,7 +58,7 @@ class LoraFormat(AdapterFormat):
         some = next(LORA.of(layer).factors[name] for layer in layers.values())
         config = {
             "lora_dropout": some.dropout,
-            "use_rslora": some.stabilised,
+            "use_rslora": some.rank_stabilized,
             "fan_in_fan_out": any(place.transposed for place in places.values()),
             "bias": "lora_only" if any(key.endswith(f"{_INSIDE}.bias") for key in extras) else "none",
             "init_lora_weights": True,
@@ -79,8 +79,10 @@ class LoraFormat(AdapterFormat):
             path, index = naming.layers[theirs]
             layers.setdefault(path, {})[index] = pair
         _refuse_own_attention(model, layers)
-        dropout, stabilised = float(stored.config.get("lora_dropout", 0)), bool(stored.config.get("use_rslora"))
-        joined = {path: join_pairs(parts, naming.place(path), dropout, stabilised) for path, parts in layers.items()}
+        dropout, rank_stabilized = float(stored.config.get("lora_dropout", 0)), bool(stored.config.get("use_rslora"))
+        joined = {
+            path: join_pairs(parts, naming.place(path), dropout, rank_stabilized) for path, parts in layers.items()
+        }
         for path, (factors, a, b) in joined.items():
             _check_fit(path, model.get_submodule(path), factors, a, b)
         written = naming.fill(extras)

@@ -38,7 +38,7 @@ def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tup
     own: LoraFactors = LORA.of(layer).factors[name]
     a, b, scale = factors_of(layer, name)
     if len(place.theirs) == 1:
-        yield place.theirs[0], LoraPair(a, b, _alpha(scale, a.shape[0], own.stabilised))
+        yield place.theirs[0], LoraPair(a, b, _alpha(scale, a.shape[0], own.rank_stabilized))
         return
     if own.sizes and own.sizes != place.rows:
         raise RefusedError(f"{' and '.join(place.theirs)} are cut in another way than the factors on them")
@@ -51,13 +51,13 @@ def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tup
             yield theirs, LoraPair(a[thin], rows[:, thin], own.alpha)
 
 
-def _alpha(scale: float, rank: int, stabilised: bool) -> float:
-    alpha = scale * (math.sqrt(rank) if stabilised else rank)
+def _alpha(scale: float, rank: int, rank_stabilized: bool) -> float:
+    alpha = scale * (math.sqrt(rank) if rank_stabilized else rank)
     return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
 def join_pairs(
-    parts: Mapping[int, LoraPair], place: LayerTarget, dropout: float, stabilised: bool
+    parts: Mapping[int, LoraPair], place: LayerTarget, dropout: float, rank_stabilized: bool
 ) -> tuple[LoraFactors, Tensor, Tensor]:
     """The factors of one layer of ours from those of the layers of theirs that it holds. Raises Refused where these
     differ in rank or alpha."""
@@ -69,7 +69,7 @@ def join_pairs(
             fix="load it onto the model of transformers instead",
         )
     sizes = place.rows if len(place.theirs) > 1 else ()
-    factors = LoraFactors(first.rank, first.alpha, dropout, stabilised, sizes, tuple(order) if sizes else ())
+    factors = LoraFactors(first.rank, first.alpha, dropout, rank_stabilized, sizes, tuple(order) if sizes else ())
     return factors, torch.cat([parts[i].a for i in order]), torch.cat([parts[i].b for i in order])
 
 

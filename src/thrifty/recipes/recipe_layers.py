@@ -62,12 +62,12 @@ class RecipeLayers:
 
     def add_technique(self, words: str) -> "RecipeLayers":
         """One `name` or `name:key=value,key=value`."""
-        name, _, settings = words.partition(":")
-        techniques.find(name)
+        name, settings = techniques.split_settings(words)
         return self.override("--with", {"techniques": _nested(name, toml_table(settings, words))})
 
     def drop_technique(self, name: str) -> "RecipeLayers":
         present = self._technique_names()
+        name = name if name in present else techniques.full_name(name)
         if name not in present:
             raise UsageError(f"--without {name}: the recipe does not use it", fix=did_you_mean(name, present))
         if self.base is not None:

@@ -1,7 +1,7 @@
 """The TOML spelling of a recipe. Reading what was written gives the same value."""
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import tomli_w
 
 from thrifty import techniques
 from thrifty.core.errors import UsageError
+from thrifty.core.old_names import rename_recipe
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.recipe import Recipe
 
@@ -19,15 +20,21 @@ LARGEST = 1_000_000
 
 def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
     """The recipe as tables; a technique's table stands under its dotted name."""
-    data = to_data(recipe)
-    data["techniques"] = {}
-    for technique in recipe.techniques:
-        *group, last = technique.name.split(".")
-        table = data["techniques"]
-        for name in group:
-            table = table.setdefault(name, {})
-        table[last] = to_data(technique)
-    return data
+    return to_data(recipe) | {"techniques": _nested((each.name, to_data(each)) for each in recipe.techniques)}
+
+
+def _nested(chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """A [techniques] table of techniques by their full names; raises UsageError where one is there twice."""
+    tables: dict[str, Any] = {}
+    for name, settings in chosen:
+        *group, last = name.split(".")
+        table = tables
+        for part in group:
+            table = table.setdefault(part, {})
+        if last in table:
+            raise UsageError(f"the recipe has {name!r} twice", fix=f"keep [techniques.{name}] alone")
+        table[last] = settings
+    return tables
 
 
 def recipe_from_data(data: Mapping[str, Any], base: Recipe | None = None) -> Recipe:
@@ -43,7 +50,7 @@ def recipe_from_data(data: Mapping[str, Any], base: Recipe | None = None) -> Rec
 
 
 def technique_tables(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each technique named in a [techniques] table, with its settings."""
+    """Each technique named in a [techniques] table, by its full name, with its settings."""
     return _tables_below(table, "", techniques.names())
 
 
@@ -55,7 +62,7 @@ def _tables_below(table: Mapping[str, Any], prefix: str, known: list[str]) -> It
         if any(other.startswith(name + ".") for other in known) and name not in known:
             yield from _tables_below(value, name, known)
         else:
-            yield name, value
+            yield techniques.full_name(name), value
 
 
 def write_recipe(recipe: Recipe) -> str:
@@ -63,7 +70,12 @@ def write_recipe(recipe: Recipe) -> str:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file; raises UsageError for what is no readable TOML."""
+    """The tables of a recipe file, techniques by their full names; raises UsageError for what is no readable TOML."""
+    tables = _read_toml(path)
+    return tables | ({"techniques": _nested(technique_tables(tables["techniques"]))} if "techniques" in tables else {})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     if path.stat().st_size > LARGEST:
         raise UsageError(f"{path} has {path.stat().st_size} bytes: too large for a recipe")
     try:
@@ -72,5 +84,11 @@ def read_tables(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not TOML: {error}") from None
 
 
+def read_stored_tables(path: Path) -> dict[str, Any]:
+    """The tables of the recipe that a run folder keeps, whatever version wrote it, by the names of today."""
+    return rename_recipe(_read_toml(path))
+
+
 def read_recipe(path: Path) -> Recipe:
-    return recipe_from_data(read_tables(path))
+    """The recipe that a run folder keeps."""
+    return recipe_from_data(read_stored_tables(path))

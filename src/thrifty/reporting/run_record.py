@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.old_names import rename_origins, rename_recipe, rename_techniques
 from thrifty.core.secret_redaction import redact, redact_text
 
 EVENTS = ("change", "checkpoint", "notice")
@@ -88,9 +91,10 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
     damage: list[str] = []
     text, recipe = _read_recipe(folder / "recipe.toml", damage)
     files = {
-        name: redact(_read_object(folder / f"{name}.json", damage))
+        name: rename_techniques(redact(_read_object(folder / f"{name}.json", damage)))
         for name in ("origins", "environment", "explanation", "summary")
     }
+    files["origins"] = rename_origins(files["origins"])
     if records is None:
         records = _read_records(folder / "records.jsonl", damage)
     kinds = {kind: tuple(record for record in records if record["kind"] == kind) for kind in ("step", "evaluation")}
@@ -103,7 +107,7 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
         pictures=_read_object(folder / "pictures.json", damage),
         steps=kinds["step"],
         evaluations=kinds["evaluation"],
-        events=tuple(redact(record) for record in records if record["kind"] in EVENTS),
+        events=tuple(rename_techniques(redact(record)) for record in records if record["kind"] in EVENTS),
         damage=tuple(damage),
     )
 
@@ -124,10 +128,12 @@ def _read_recipe(path: Path, damage: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return redact_text(text), redact(tomllib.loads(text))
+        tables = redact(tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         damage.append(f"recipe.toml is not valid TOML ({error}).")
         return redact_text(text), {}
+    renamed = rename_recipe(tables)
+    return redact_text(text) if renamed == tables else tomli_w.dumps(renamed), renamed
 
 
 def _is_too_large(path: Path, damage: list[str]) -> bool:

@@ -13,8 +13,29 @@ from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.old_names import NEW_NAMES
+from thrifty.core.old_names import TECHNIQUES as NEW_NAMES
 from thrifty.core.technique import Technique
+
+ALIASES = {
+    "2:4": "sparsity.n_of_m",
+    "accumulate": "large_batch.gradient_accumulation",
+    "activation_checkpointing": "memory.recompute",
+    "amp": "precision.mixed",
+    "ddp": "parallelism.replicate",
+    "fsdp": "parallelism.shard",
+    "gradient_checkpointing": "memory.recompute",
+    "lawa": "averaging.latest",
+    "llrd": "optimizers.layerwise_lr_decay",
+    "pp": "parallelism.pipeline",
+    "tp": "parallelism.tensor",
+    "zero": "parallelism.shard",
+}
+"""Customary names. The last part of a name stands for it, too, where no other technique has the same."""
+HINTS = {
+    "rslora": "adapters.lora:rank_stabilized=true",
+    "swa": "averaging.latest",  # LAWA averages the latest weights, stochastic weight averaging all of them
+}
+"""Names of what is near to a technique and not the same: they are answered, and not resolved."""
 
 for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
     __path__.append(str(Path(_folder).resolve()))
@@ -50,13 +71,38 @@ def names() -> list[str]:
 
 
 @cache
+def full_name(word: str) -> str:
+    """Resolve a full name, a customary one (`fsdp`), or the last part of a name that only one technique has (`lion`).
+
+    Raises UsageError with the nearest name, or with all of those that the word may mean.
+    """
+    known = names()
+    if word in known or word in ALIASES:
+        return ALIASES.get(word, word)
+    ending = [name for name in known if name.endswith(f".{word}")]
+    if len(ending) == 1:
+        return ending[0]
+    if ending:
+        raise UsageError(f"{word!r} may be {' or '.join(ending)}", fix=f"write {ending[0]}")
+    near = HINTS.get(word) or NEW_NAMES.get(word)
+    words = [*known, *ALIASES, *(name.rpartition(".")[2] for name in known)]
+    hint = f"did you mean {near!r}?" if near else did_you_mean(word, words, "thrifty list shows them")
+    raise UsageError(f"there is no technique {word!r}", fix=hint)
+
+
+def split_settings(words: str) -> tuple[str, str]:
+    """Split `name:key=value,key=value` into the technique's full name and its settings."""
+    longest = max((alias for alias in ALIASES if f"{words}:".startswith(f"{alias}:")), key=len, default="")
+    name, _, settings = (longest, "", words[len(longest) + 1 :]) if longest else words.partition(":")
+    return full_name(name), settings
+
+
+@cache
 def find(name: str) -> type[Technique]:
-    """The technique class of this name; raises UsageError with the nearest name when there is none."""
-    name = NEW_NAMES.get(name, name)
-    if name not in _walk(list(__path__)):  # only then is it worth asking everything that is installed
-        outside = third_party().get(name)
-        if outside is None:
-            raise UsageError(f"there is no technique {name!r}", fix=did_you_mean(name, names()))
+    """The technique class of a name that `full_name` resolves; raises UsageError where it does not."""
+    name = full_name(name)
+    if name not in _walk(list(__path__)):
+        outside = third_party()[name]
         technique = outside.load()
         technique.name = name
         return technique

@@ -14,6 +14,7 @@ import torch
 from thrifty.composition.explain import explain
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.mesh import AXES, axis
+from thrifty.core.old_names import rename_origins, rename_techniques
 from thrifty.core.plain_values import differences
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
@@ -181,7 +182,7 @@ def _fork(
                 fix=f"--set budget.steps={2 * found.step}, counted from the first step of {old.name}",
             )
         prepared.data.check_meaning(found.scalars["data"], old)
-        inherited = {**_kept(RunFolder(old), "origins"), **origins}
+        inherited = {**rename_origins(_kept(RunFolder(old), "origins")), **origins}
         return _run(prepared, folder, quiet, inherited, read_log(found.scalars), fill)
 
 
@@ -201,6 +202,7 @@ def _run(
     recipe, run, data = prepared.recipe, prepared.run, prepared.data
     here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
     before = {name: _kept(folder, name) for name in ("origins", "environment", "explanation", "summary")}
+    before |= {"origins": rename_origins(before["origins"]), "explanation": rename_techniques(before["explanation"])}
     same_machine = all(before["environment"].get(name) == here.get(name) for name in MACHINE)
     is_known = same_machine and bool(before["explanation"] and before["summary"])
     explanation = None if is_known else explain(run)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from thrifty.core.score_file import ExampleScores
     from thrifty.techniques.data_selection.prune import PrunedExamples
 
-SETTINGS = {"keep_fraction": "keep", "drop_hardest": "offset", "min_class_share": "floor"}
+SETTINGS = {"keep_fraction": "keep"}
 """What options are called as settings of `data_selection.prune`."""
 
 

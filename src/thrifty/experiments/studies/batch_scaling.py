@@ -62,7 +62,7 @@ def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
 
 def chosen(method: ScalingMethod, rate: float, coefficient: float, base_batch: int, batch: int) -> list[Technique]:
     """The optimizer at the base rate, and what scales that rate."""
-    settings = {"lr": rate} | ({"coefficient": coefficient} if method.optimizer is Lars else {})
+    settings = {"lr": rate} | ({"trust_coefficient": coefficient} if method.optimizer is Lars else {})
     found: list[Technique] = [build(method.optimizer, settings)]
     if method.rule:
         warmup = method.warmup * TRAIN // batch

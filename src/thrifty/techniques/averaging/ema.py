@@ -29,7 +29,7 @@ from thrifty.core.technique import Numerics, Technique
 Beginning = Literal["warmup", "debiased"]
 
 
-def decay_after(averaged: int, decay: float, beginning: Beginning) -> float:
+def decay_after(averaged: int, decay: float, ramp: Beginning) -> float:
     """How much of the mean is kept when the next weights come, `averaged` of them being in it already; 0 at first.
 
     "warmup" is min(decay, (1 + t) / (10 + t)). "debiased" weighs the weights of t steps ago by decay^t, divided by the
@@ -37,7 +37,7 @@ def decay_after(averaged: int, decay: float, beginning: Beginning) -> float:
     """
     if averaged == 0:
         return 0.0
-    if beginning == "warmup":
+    if ramp == "warmup":
         return min(decay, (1 + averaged) / (10 + averaged))
     return decay * (1 - decay**averaged) / (1 - decay ** (averaged + 1))
 
@@ -48,12 +48,12 @@ class EmaTransform(GradientTransform):
     name = "exponential_average"
     reach = TransformScope.ROWS
 
-    def __init__(self, decay: float, beginning: Beginning = "warmup", start: int = 0, judge: bool = True):
-        self.decay, self.beginning, self.start, self.judge = decay, beginning, start, judge
+    def __init__(self, decay: float, ramp: Beginning = "warmup", start: int = 0, evaluate: bool = True):
+        self.decay, self.ramp, self.start, self.evaluate = decay, ramp, start, evaluate
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
         averaged = max(min(age, step - self.start), 0)
-        weight = 1 - decay_after(averaged, self.decay, self.beginning) if step >= self.start else 0.0
+        weight = 1 - decay_after(averaged, self.decay, self.ramp) if step >= self.start else 0.0
         return {"averaged": averaged, "weight": weight}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -66,7 +66,7 @@ class EmaTransform(GradientTransform):
             torch._foreach_lerp_(local_tensors(mean), local_tensors(wide), float(numbers["weight"]))
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
-        return slots["mean"] if self.judge and numbers["averaged"] else None
+        return slots["mean"] if self.evaluate and numbers["averaged"] else None
 
 
 def high_precision_copy(parameter: Tensor) -> Tensor:
@@ -81,11 +81,11 @@ class ExponentialMovingAverage(Technique):
 
     decay: Annotated[float, SettingBound(least=0, most=0.999999)] = 0.999
     """How much of the mean each step keeps, in the long run."""
-    beginning: Beginning = "warmup"
+    ramp: Beginning = "warmup"
     start: StepOrFraction = 0
     """The first step whose weights are averaged."""
-    judge: bool = True
+    evaluate: bool = True
     """Whether the mean is what is evaluated and exported; otherwise it is only kept in the checkpoints."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(EmaTransform(self.decay, self.beginning, int(self.start), self.judge), transform)
+        return chain(EmaTransform(self.decay, self.ramp, int(self.start), self.evaluate), transform)

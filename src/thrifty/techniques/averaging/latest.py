@@ -50,8 +50,8 @@ class LatestWeightsTransform(GradientTransform):
     name = "latest_weight_average"
     reach = TransformScope.ROWS
 
-    def __init__(self, copies: int, start: int, every: int, judge: bool = True):
-        self.copies, self.start, self.every, self.judge = copies, start, every, judge
+    def __init__(self, copies: int, start: int, every: int, evaluate: bool = True):
+        self.copies, self.start, self.every, self.evaluate = copies, start, every, evaluate
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
         before, now, then = (
@@ -73,7 +73,7 @@ class LatestWeightsTransform(GradientTransform):
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         there = min(int(numbers["taken"]), self.copies)
-        if not there or not self.judge:
+        if not there or not self.evaluate:
             return None
         return uniform_mean([slots[f"copy_{place}"] for place in range(there)])
 
@@ -94,10 +94,10 @@ class LatestWeightAverage(Technique):
     """Steps between copies, at least one."""
     start: StepOrFraction = 0.1
     """When the first copy is taken."""
-    judge: bool = True
+    evaluate: bool = True
     """Whether the mean is what is evaluated and exported; otherwise it is only kept in the checkpoints."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
-            LatestWeightsTransform(self.copies, int(self.start), max(int(self.every), 1), self.judge), transform
+            LatestWeightsTransform(self.copies, int(self.start), max(int(self.every), 1), self.evaluate), transform
         )

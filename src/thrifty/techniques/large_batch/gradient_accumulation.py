@@ -10,7 +10,6 @@ Avoid     when the whole batch fits: then it only adds launches. Refused for a c
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import torch
 from torch import nn
@@ -25,11 +24,11 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
 
-def accumulated(backward: Backward, parts: int) -> Backward:
-    """A backward pass in `parts` micro-batches of equal size, the last one possibly smaller."""
+def accumulated(backward: Backward, micro_batches: int) -> Backward:
+    """A backward pass in `micro_batches` parts of equal size, the last one possibly smaller."""
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-        rows = -(-len(batch) // parts)
+        rows = -(-len(batch) // micro_batches)
         total = BackwardResult(torch.zeros((), device=batch.weight.device))
         for start in range(0, len(batch), rows):
             part = batch.rows(start, start + rows)
@@ -44,15 +43,8 @@ class GradientAccumulation(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})
 
-    parts: Positive = 4
+    micro_batches: Positive = 4
     """Micro-batches per step."""
-
-    @property
-    def micro_batches(self) -> int:
-        return self.parts
-
-    def with_micro_batches(self, count: int) -> Self:
-        return replace(self, parts=count)
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
@@ -63,4 +55,4 @@ class GradientAccumulation(Technique):
         return objective
 
     def backward(self, backward: Backward) -> Backward:
-        return accumulated(backward, self.parts)
+        return accumulated(backward, self.micro_batches)

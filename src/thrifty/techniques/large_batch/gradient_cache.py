@@ -15,7 +15,7 @@ Note      over ranks too: what other ranks' examples do to the gradient is known
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -55,11 +55,11 @@ def vectors_of(model: nn.Module, objective: Objective, parts: list[Batch]) -> tu
     return replace(prediction, hidden=torch.cat(found)), states
 
 
-def cached(backward: Backward, parts: int) -> Backward:
-    """A backward pass in `parts` micro-batches of equal size, the last one possibly smaller, of a loss of them all."""
+def cached(backward: Backward, micro_batches: int) -> Backward:
+    """A backward pass of a joint loss in `micro_batches` parts of equal size, the last one possibly smaller."""
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-        rows = -(-len(batch) // parts)
+        rows = -(-len(batch) // micro_batches)
         split = [batch.rows(start, start + rows) for start in range(0, len(batch), rows)]
         prediction, states = vectors_of(model, objective, split)
         assert prediction.hidden is not None
@@ -102,15 +102,8 @@ class GradientCache(Technique):
         Claim.HALF_BATCH_GRADIENTS: "two halves of a batch do not make up the gradient of a joint loss",
     }
 
-    parts: Positive = 4
+    micro_batches: Positive = 4
     """Micro-batches per step."""
-
-    @property
-    def micro_batches(self) -> int:
-        return self.parts
-
-    def with_micro_batches(self, count: int) -> Self:
-        return replace(self, parts=count)
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.joint:
@@ -121,4 +114,4 @@ class GradientCache(Technique):
         return objective
 
     def backward(self, backward: Backward) -> Backward:
-        return cached(backward, self.parts)
+        return cached(backward, self.micro_batches)

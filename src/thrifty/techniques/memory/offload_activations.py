@@ -34,12 +34,12 @@ class OffloadingStore:
     pass.
 
     Tensors are sent in the order in which they are saved, each once `keep_last` more have come, since those saved last
-    are needed first. At most `ahead` are on their way: before one more leaves the first of them must be gone, and when
-    one is asked for, those saved before it are sent for.
+    are needed first. At most `prefetch` are on their way: before one more leaves the first of them must be gone, and
+    when one is asked for, those saved before it are sent for.
     """
 
-    def __init__(self, tier: StorageTier, ahead: int = 4, keep_last: int = 0):
-        self.tier, self.ahead, self.keep_last = tier, ahead, keep_last
+    def __init__(self, tier: StorageTier, prefetch: int = 4, keep_last: int = 0):
+        self.tier, self.prefetch, self.keep_last = tier, prefetch, keep_last
         # they live as long as the graph that saved them
         self.saved: list[weakref.ref[_OffloadedActivation]] = []
 
@@ -48,7 +48,7 @@ class OffloadingStore:
         self.saved.append(weakref.ref(new))
         if due := self.at(new.place - self.keep_last):
             due.send()
-        if late := self.at(new.place - self.keep_last - self.ahead):
+        if late := self.at(new.place - self.keep_last - self.prefetch):
             late.finish_transfer()
         return new.give
 
@@ -57,7 +57,7 @@ class OffloadingStore:
 
     def send_for_those_before(self, place: int) -> None:
         """Begins the way back of what will be asked for next."""
-        for each in range(place - 1, place - self.ahead - 1, -1):
+        for each in range(place - 1, place - self.prefetch - 1, -1):
             if saved := self.at(each):
                 saved.prefetch()
 
@@ -102,8 +102,8 @@ class OffloadingObjective(WrappedObjective):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         s = self.settings
-        keeper = OffloadingStore(tier_for(s.to, batch.weight, s.folder), s.ahead, s.keep_last)
-        with use_activation_store(keeper, s.smallest):
+        keeper = OffloadingStore(tier_for(s.to, batch.weight, s.folder), s.prefetch, s.keep_last)
+        with use_activation_store(keeper, s.min_elements):
             return super().predict(model, batch)
 
 
@@ -114,18 +114,18 @@ class OffloadActivations(Technique):
 
     to: Where = "auto"
     """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""
-    ahead: Positive = 4
+    prefetch: Positive = 4
     """Tensors on their way at a time, out or back."""
     keep_last: Natural = 8
     """Of the tensors of a forward pass, how many of the last stay."""
-    smallest: Positive = SMALLEST
+    min_elements: Positive = SMALLEST
     """Tensors of fewer numbers stay."""
     folder: str = ""
     """For files; $TMPDIR or /var/tmp by default."""
 
     def model(self, model: nn.Module) -> nn.Module:
         tier = tier_for(self.to, next(model.parameters()), self.folder)
-        add_note(f"activations of {self.smallest} numbers and more go to the {tier}")
+        add_note(f"activations of {self.min_elements} numbers and more go to the {tier}")
         return model
 
     def objective(self, objective: Objective) -> Objective:

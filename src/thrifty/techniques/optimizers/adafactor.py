@@ -53,15 +53,15 @@ def on_every_rank(total: Tensor) -> Tensor:
 
 class ScaleByFactoredSquare(GradientTransform):
     """Divides by the root of the mean square of each number, for matrices guessed from rows and columns, and shortens a
-    parameter's update to a root mean square of at most `clip`. The newest square weighs count^decay in its mean. No
-    root counts as less than `least_root`, by default the precision of the gradient's type."""
+    parameter's update to a root mean square of at most `clip_threshold`. The newest square weighs count^decay in its
+    mean. No root counts as less than `eps1`, by default the precision of the gradient's type."""
 
     name = "scale_by_factored_square"
     reach = TransformScope.TENSOR
     squares = frozenset({"row", "column", "square"})
 
-    def __init__(self, decay: float = -0.8, clip: float = 1.0, least_root: float | None = None):
-        self.decay, self.clip, self.least_root = decay, clip, least_root
+    def __init__(self, decay: float = -0.8, clip_threshold: float = 1.0, eps1: float | None = None):
+        self.decay, self.clip_threshold, self.eps1 = decay, clip_threshold, eps1
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
         return {"fresh": (age + 1) ** self.decay}
@@ -79,14 +79,14 @@ class ScaleByFactoredSquare(GradientTransform):
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         fresh = numbers["fresh"]
         for update, row, column, square in zip(updates, slots["row"], slots["column"], slots["square"], strict=True):
-            least = torch.finfo(update.dtype).eps if self.least_root is None else self.least_root
+            least = torch.finfo(update.dtype).eps if self.eps1 is None else self.eps1
             if update.ndim > 1:
                 factored_update(update, row, column, fresh, least)
             else:
                 square.lerp_(update.square(), fresh)
                 update.mul_(square.clamp(min=least * least).rsqrt_())
         for update, length in zip(updates, layer_norms(updates, [None] * len(updates)), strict=True):
-            update.div_((length / (update.numel() ** 0.5 * self.clip)).clamp(min=1.0))
+            update.div_((length / (update.numel() ** 0.5 * self.clip_threshold)).clamp(min=1.0))
         return updates
 
 
@@ -113,16 +113,16 @@ def relative_step(step: int, largest: float) -> float:
 def adafactor(
     lr: float = 1e-2,
     decay: float = -0.8,
-    clip: float = 1.0,
-    least_root: float | None = None,
-    least_size: float = 1e-3,
+    clip_threshold: float = 1.0,
+    eps1: float | None = None,
+    eps2: float = 1e-3,
     weight_decay: float = 0.0,
 ) -> GradientTransform:
-    """parameter -= relative step · max(least_size, RMS(parameter)) · u, where u is the gradient over the root of its
-    factored mean square, shortened to an RMS of `clip`; and parameter -= lr · weight_decay · parameter."""
+    """parameter -= relative step · max(eps2, RMS(parameter)) · u, where u is the gradient over the root of its
+    factored mean square, shortened to an RMS of `clip_threshold`; and parameter -= lr · weight_decay · parameter."""
     return chain(
-        ScaleByFactoredSquare(decay, clip, least_root),
-        ScaleByParameterSize(least_size),
+        ScaleByFactoredSquare(decay, clip_threshold, eps1),
+        ScaleByParameterSize(eps2),
         ScaleBySchedule(lambda step: -relative_step(step, lr), name="scale_by_relative_step"),
         AddDecayedWeights(-lr * weight_decay) if weight_decay else GradientTransform(),
     )
@@ -137,15 +137,15 @@ class Adafactor(Technique):
     """The largest relative step."""
     decay: Annotated[float, SettingBound(most=0)] = -0.8
     """How slowly the second moment forgets: its newest value weighs step^decay."""
-    clip: Annotated[float, SettingBound(above=0)] = 1.0
+    clip_threshold: Annotated[float, SettingBound(above=0)] = 1.0
     """Largest root mean square of an update before it is multiplied by the relative step."""
-    least_root: float | None = None
+    eps1: float | None = None
     """The paper's ε₁, below which no root of a second moment counts; if not given, the precision of the gradients."""
-    least_size: Rate = 1e-3
+    eps2: Rate = 1e-3
     """The paper's ε₂, below which no size of a parameter counts."""
     weight_decay: Rate = 0.0
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
-            adafactor(self.lr, self.decay, self.clip, self.least_root, self.least_size, self.weight_decay), transform
+            adafactor(self.lr, self.decay, self.clip_threshold, self.eps1, self.eps2, self.weight_decay), transform
         )

@@ -50,7 +50,7 @@ class Lamb(Technique):
     betas: Betas = (0.9, 0.999)
     eps: Rate = 1e-6
     weight_decay: Rate = 0.01
-    correct: bool = True
+    bias_correction: bool = True
     """Whether the moments are corrected for having started at zero, as in the paper."""
     norm_bounds: tuple[float, float] = (0.0, math.inf)
     """The paper's φ: between which limits the norm of the weights counts."""
@@ -59,6 +59,6 @@ class Lamb(Technique):
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
-            lamb(self.lr, self.betas, self.eps, self.weight_decay, self.correct, self.norm_bounds, self.slices),
+            lamb(self.lr, self.betas, self.eps, self.weight_decay, self.bias_correction, self.norm_bounds, self.slices),
             transform,
         )

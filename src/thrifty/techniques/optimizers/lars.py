@@ -48,11 +48,19 @@ class Lars(Technique):
     lr: Rate = 1.0
     momentum: Probability = 0.9
     weight_decay: Rate = 1e-4
-    coefficient: Rate = 1e-3
+    trust_coefficient: Rate = 1e-3
     """The paper's η: how far a layer moves at rate 1, as a share of its weights' norm."""
     nesterov: bool = False
-    rate: Literal["outside", "inside"] = "outside"
+    learning_rate_placement: Literal["outside", "inside"] = "outside"
     """Whether the learning rate multiplies the momentum or what is added to it."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return lars(self.lr, self.momentum, self.weight_decay, self.coefficient, self.nesterov, self.rate, transform)
+        return lars(
+            self.lr,
+            self.momentum,
+            self.weight_decay,
+            self.trust_coefficient,
+            self.nesterov,
+            self.learning_rate_placement,
+            transform,
+        )

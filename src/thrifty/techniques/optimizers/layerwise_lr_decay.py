@@ -11,8 +11,8 @@ Avoid     when training from scratch: the first blocks hardly move. ELECTRA's pu
           between blocks and head: decay ** (L + 1 - k).
 Note      it is for a model that starts from a trained one (`model.folder`), and there with a rate several times as
           high as without. Where a model has several stacks of blocks, each is counted from its own end. What comes
-          before the blocks is told by the order and the names in the model; `front` says it where that is wrong, and
-          `explain` tells what was found. A table that is tied to the head counts as what comes before.
+          before the blocks is told by the order and the names in the model; `embedding_pattern` says it where that is
+          wrong, and `explain` tells what was found. A table that is tied to the head counts as what comes before.
 """
 
 import re
@@ -45,11 +45,11 @@ def depth_factor(depth: int, blocks: int, decay: float) -> float:
     return decay ** (blocks + 1 - depth)
 
 
-def depths(model: nn.Module, front: str = "") -> dict[str, tuple[int, int]]:
+def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int, int]]:
     """The depth of each parameter, by name, as `depth_factor` counts it, and the number of blocks of its stack.
 
-    `front` is a pattern of the names outside the blocks that come before them; empty goes by where in the model a
-    parameter is defined and what it is called. Raises Refused where the model has no list of equal blocks.
+    `embedding_pattern` is a pattern of the names outside the blocks that come before them; empty goes by where in the
+    model a parameter is defined and what it is called. Raises Refused where the model has no list of equal blocks.
     """
     stacks = {stack: len(model.get_submodule(stack)) for stack in find_stacks(model)}
     found: dict[int, tuple[str, int, int]] = {}
@@ -61,16 +61,16 @@ def depths(model: nn.Module, front: str = "") -> dict[str, tuple[int, int]]:
             depth = 1 + int(name[len(stack) + 1 :].partition(".")[0])
         else:
             stack = stack_after(name, stacks)
-            depth = 0 if _is_in_front(name, front, stack in begun) else stacks[stack] + 1
+            depth = 0 if _is_in_front(name, embedding_pattern, stack in begun) else stacks[stack] + 1
         first, known, blocks = found.get(id(parameter), (name, depth, stacks[stack]))
         found[id(parameter)] = (first, min(known, depth), blocks)  # of a tied one the place nearest to the input
     return {name: (depth, blocks) for name, depth, blocks in found.values()}
 
 
-def _is_in_front(name: str, front: str, is_behind: bool) -> bool:
+def _is_in_front(name: str, embedding_pattern: str, is_behind: bool) -> bool:
     """Whether a parameter outside the blocks is used before them; `is_behind` says where it is defined."""
-    if front:
-        return re.search(front, name) is not None
+    if embedding_pattern:
+        return re.search(embedding_pattern, name) is not None
     if _BEHIND.search(name):
         return False
     return not is_behind or _TABLE.search(name) is not None
@@ -114,15 +114,15 @@ class LayerwiseLearningRateDecay(Technique):
 
     decay: Fraction = 0.75
     """From one block to the one below it."""
-    front: str = ""
+    embedding_pattern: str = ""
     """Pattern of the parameters outside the blocks that come before them; empty tells them by order and names."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pattern(self, self.name, "front")
+        check_pattern(self, self.name, "embedding_pattern")
 
     def model(self, model: nn.Module) -> nn.Module:
-        named, found = dict(model.named_parameters()), depths(model, self.front)
+        named, found = dict(model.named_parameters()), depths(model, self.embedding_pattern)
         for name, (depth, blocks) in found.items():
             set_learning_rate_factor(named[name], depth_factor(depth, blocks, self.decay))
         for text in self._told(found):

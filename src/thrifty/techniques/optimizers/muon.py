@@ -152,20 +152,22 @@ def muon(
     steps: int = 5,
     slices: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-    rest_lr: float = 1e-3,
-    rest_betas: tuple[float, float] = (0.9, 0.95),
-    rest_eps: float = 1e-8,
+    adamw_lr: float = 1e-3,
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    adamw_eps: float = 1e-8,
 ) -> GradientTransform:
     """Hidden matrices (`modeling/parameter_kinds.py`) by Muon, parameter -= lr · (orthogonal update + weight_decay ·
     parameter);
-    everything else by AdamW with the rate `rest_lr` and the same decay."""
+    everything else by AdamW with the rate `adamw_lr` and the same decay."""
     hidden = chain(
         ScaleByMomentum(momentum, nesterov),
         ScaleByOrthogonalization(steps, scale, slices, dtype),
         AddDecayedWeights(weight_decay),
         scale_by_learning_rate(lr),
     )
-    rest = chain(ScaleByAdam(*rest_betas, rest_eps), AddDecayedWeights(weight_decay), scale_by_learning_rate(rest_lr))
+    rest = chain(
+        ScaleByAdam(*adamw_betas, adamw_eps), AddDecayedWeights(weight_decay), scale_by_learning_rate(adamw_lr)
+    )
     return partition(("hidden", is_hidden_matrix, hidden), ("rest", lambda name, parameter: True, rest))
 
 
@@ -181,16 +183,16 @@ class Muon(Technique):
     scale: Scale = "match_rms"
     """Size of an orthogonal update: "match_rms" as large as AdamW's, so that its rates fit; "original" is Jordan's,
     with rates about 20 times larger."""
-    steps: Positive = 5
+    newton_schulz_steps: Positive = 5
     """Newton-Schulz iterations."""
     slices: bool = False
     """Whether layers that share a matrix (queries, keys, values; gate, value) are orthogonalised apart."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the iterations; float32 where the machine has no bfloat16 products."""
-    rest_lr: Rate = 1e-3
+    adamw_lr: Rate = 1e-3
     """AdamW's rate, for what is no hidden matrix."""
-    rest_betas: Betas = (0.9, 0.95)
-    rest_eps: Rate = 1e-8
+    adamw_betas: Betas = (0.9, 0.95)
+    adamw_eps: Rate = 1e-8
 
     def model(self, model: nn.Module) -> nn.Module:
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -206,12 +208,12 @@ class Muon(Technique):
                 self.nesterov,
                 self.weight_decay,
                 self.scale,
-                self.steps,
+                self.newton_schulz_steps,
                 self.slices,
                 getattr(torch, self.precision),
-                self.rest_lr,
-                self.rest_betas,
-                self.rest_eps,
+                self.adamw_lr,
+                self.adamw_betas,
+                self.adamw_eps,
             ),
             transform,
         )

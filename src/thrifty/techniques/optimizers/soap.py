@@ -7,7 +7,7 @@ Cost      for a matrix of r rows and c columns, beside AdamW's state 2 (r² + c�
           step. Every few steps a QR decomposition for each side.
 Avoid     where a step is cheap beside that: small batches, wide matrices.
 Note      Wen et al. 2025 (arXiv 2509.02046) found SOAP and Muon ahead of tuned AdamW, by 1.4 times at 0.1B parameters
-          and 1.1 times at 1.2B. The first step only measures. Sides longer than `largest` keep their own axes; what is
+          and 1.1 times at 1.2B. The first step only measures. Sides longer than `max_dim` keep their own axes; what is
           no matrix is Adam's. Sharded matrices are gathered one by one, and every rank does the same work.
 """
 
@@ -93,7 +93,7 @@ def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> Non
 
 
 class ScaleBySoap(GradientTransform):
-    """Adam in the axes of Shampoo (Vyas et al. 2024, algorithm 3); what is no matrix, and sides longer than `largest`,
+    """Adam in the axes of Shampoo (Vyas et al. 2024, algorithm 3); what is no matrix, and sides longer than `max_dim`,
     in its own axes. Every `every` steps the axes follow. The first update is zero."""
 
     name = "scale_by_soap"
@@ -102,9 +102,9 @@ class ScaleBySoap(GradientTransform):
     squares = frozenset({"square"})
 
     def __init__(
-        self, beta1: float = 0.95, beta2: float = 0.95, eps: float = 1e-8, every: int = 10, largest: int = 10_000
+        self, beta1: float = 0.95, beta2: float = 0.95, eps: float = 1e-8, every: int = 10, max_dim: int = 10_000
     ):
-        self.beta1, self.beta2, self.eps, self.every, self.largest = beta1, beta2, eps, every, largest
+        self.beta1, self.beta2, self.eps, self.every, self.max_dim = beta1, beta2, eps, every, max_dim
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
         factor = (1 - self.beta2**age) ** 0.5 / (1 - self.beta1**age) if age else 0.0
@@ -118,7 +118,7 @@ class ScaleBySoap(GradientTransform):
         return slots
 
     def _side(self, parameter: Tensor, dim: int) -> Tensor:
-        size = parameter.shape[dim] if parameter.ndim == 2 and parameter.shape[dim] <= self.largest else 0
+        size = parameter.shape[dim] if parameter.ndim == 2 and parameter.shape[dim] <= self.max_dim else 0
         here = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return match_layout(here.new_zeros(size, size) if size else here.new_zeros(0), parameter)
 
@@ -151,10 +151,10 @@ def soap(
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     every: int = 10,
-    largest: int = 10_000,
+    max_dim: int = 10_000,
 ) -> GradientTransform:
     """parameter -= lr · (Adam's direction in turned axes + weight_decay · parameter)."""
-    return chain(ScaleBySoap(*betas, eps, every, largest), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
+    return chain(ScaleBySoap(*betas, eps, every, max_dim), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class Soap(Technique):
     weight_decay: Rate = 0.01
     every: Positive = 10
     """Steps after which the axes follow the gradients."""
-    largest: Positive = 10_000
+    max_dim: Positive = 10_000
     """Longer sides, vocabularies above all, keep their own axes."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(soap(self.lr, self.betas, self.eps, self.weight_decay, self.every, self.largest), transform)
+        return chain(soap(self.lr, self.betas, self.eps, self.weight_decay, self.every, self.max_dim), transform)

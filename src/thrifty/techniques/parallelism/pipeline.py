@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -179,7 +179,7 @@ class PipelineParallel(Technique):
     }
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    parts: Positive = 4
+    micro_batches: Positive = 4
     """Micro-batches."""
     chunks: Positive = 2
     """Stages on each rank; of meaning for interleaved and zero_bubble alone."""
@@ -187,7 +187,7 @@ class PipelineParallel(Technique):
     """Whether stages keep only the blocks' inputs, of all micro-batches but the one that goes back first."""
     blocks: tuple[int, ...] = ()
     """How many each stage has, in their order; empty divides them by what they cost."""
-    costs: Literal["counted", "measured"] = "counted"
+    cost_source: Literal["counted", "measured"] = "counted"
     """What they cost: FLOPs, so that a resumed run has the same stages, or seconds of a real forward pass on the first
     rank."""
 
@@ -204,19 +204,12 @@ class PipelineParallel(Technique):
             }
             object.__setattr__(self, "clashes", {**self.clashes, **refused})
 
-    @property
-    def micro_batches(self) -> int:
-        return self.parts
-
-    def with_micro_batches(self, count: int) -> Self:
-        return replace(self, parts=count)
-
     def model(self, model: nn.Module) -> nn.Module:
         ranks = axis("pipeline").size
         if ranks == 1:
             return model
         self._check(ranks)
-        parts = partition_model(model, timed=self.costs == "measured")
+        parts = partition_model(model, timed=self.cost_source == "measured")
         places = stage_places(self.schedule, ranks, self._chunks)
         counts = self._counts(model, parts.costs, len(places))
         device = next(model.parameters()).device
@@ -247,7 +240,7 @@ class PipelineParallel(Technique):
             return backward
 
         def in_stages(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-            return backward(model, ScheduledLossObjective(objective, self.parts), batch)
+            return backward(model, ScheduledLossObjective(objective, self.micro_batches), batch)
 
         return in_stages
 
@@ -259,19 +252,21 @@ class PipelineParallel(Technique):
         blocks = max(self._per_rank(ranks)) if self.blocks else -(-depth // ranks)
         share = blocks / depth
         held = (footprint.outside + share * (footprint.parameters - footprint.outside)) / footprint.parameters
-        alive = 1 if self.recompute else most_alive(self.schedule, ranks, self.parts, self._chunks)
+        alive = 1 if self.recompute else most_alive(self.schedule, ranks, self.micro_batches, self._chunks)
         at_end = 1 if self.schedule == "1f1b" else alive  # on the last rank, where the loss is
         saved, ends = share * footprint.saved, footprint.activations - footprint.saved
         inside = alive * saved + max(footprint.inside - footprint.saved, 0.0)
         loss = at_end * saved + (at_end - 1) * ends + footprint.passes - footprint.saved
         gradients = held * footprint.gradients
-        if alive >= self.parts:  # all are in flight before there is one: they appear while the activations of one go
+        if (
+            alive >= self.micro_batches
+        ):  # all are in flight before there is one: they appear while the activations of one go
             gradients = max(gradients - saved, 0.0)
         activations = max(alive * saved, at_end * (saved + ends))
         divided = replace(footprint, activations=activations, passes=max(loss, inside), inside=inside).scale(
-            parameters=held, gradients=held, optimizer=held, traffic=self.parts
+            parameters=held, gradients=held, optimizer=held, traffic=self.micro_batches
         )
-        hidden = self.parts * footprint.hidden
+        hidden = self.micro_batches * footprint.hidden
         buffered, sent = most_ends(stage_places(self.schedule, ranks, self._chunks))
         return divided.peaking(max(loss, inside) + gradients).add(buffers=buffered * hidden, traffic=sent * hidden)
 
@@ -292,14 +287,14 @@ class PipelineParallel(Technique):
                 f"torch {torch.__version__} cannot take the backward pass of the loss in halves",
                 fix="schedule=interleaved, or a newer torch",
             )
-        if self.schedule == "1f1b" and self.parts < ranks:
+        if self.schedule == "1f1b" and self.micro_batches < ranks:
             raise RefusedError(
-                f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set parts = {ranks} or more"
+                f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set micro_batches = {ranks} or more"
             )
-        if self.schedule in ("interleaved", "zero_bubble") and self.parts % max(1, self.parts // ranks):
+        if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % max(1, self.micro_batches // ranks):
             raise RefusedError(
-                f"{self.parts} micro-batches do not go in equal rounds over {ranks} ranks",
-                fix=f"set parts = {-(-self.parts // ranks) * ranks}",
+                f"{self.micro_batches} micro-batches do not go in equal rounds over {ranks} ranks",
+                fix=f"set micro_batches = {-(-self.micro_batches // ranks) * ranks}",
             )
 
     def _counts(self, model: nn.Module, costs: Sequence[float], stages: int) -> list[int]:
@@ -319,7 +314,7 @@ class PipelineParallel(Technique):
     def _schedule(self, stages: list[PipelineStage]) -> Any:
         kind = ONE_STAGE.get(self.schedule)
         made = partial(kind, stages[0]) if kind else partial(SEVERAL_STAGES[self.schedule], stages)
-        return made(self.parts, loss_fn=lambda loss, _: loss, scale_grads=False)
+        return made(self.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def _keeps(self, stage: StageModel, part: int) -> bool:
         return part == 0 or (stage.is_last and self.schedule != "gpipe")

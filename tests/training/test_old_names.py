@@ -1,0 +1,132 @@
+"""What earlier versions wrote, with names of then: it is resumed, read and shown by the names of today.
+
+`written_by_06da109` holds two finished runs of 8 steps with checkpoints at 4 and 8, trained by that commit from the
+recipes they hold, and a comparison, under the variables of `EVERYWHERE`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from thrifty import techniques
+from thrifty.core.errors import UsageError
+from thrifty.core.old_names import OBJECTIVES, RECIPE_KEYS, SETTINGS, TECHNIQUES, rename_recipe, rename_tensor
+from thrifty.objectives import find_objective
+from thrifty.recipes.recipe_toml import read_recipe, read_tables, recipe_from_data
+from thrifty.reporting.run_record import read_run
+
+WRITTEN = Path(__file__).parent / "written_by_06da109"
+RUNS = ("old-text", "old-image")
+EVERYWHERE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+"""Kernels that give the same bits on every kind of processor."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_checkpoint_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    shutil.copy(WRITTEN / "text.txt", tmp_path)
+    run = tmp_path / "runs" / name
+    shutil.copytree(WRITTEN / name, run)
+    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    (run / "checkpoints" / "LATEST").write_text("step-00000004")
+    (run / "summary.json").unlink()
+    command = [sys.executable, "-m", "thrifty", "resume", name, "--quiet"]
+    environment = {**os.environ, **EVERYWHERE, "OMP_NUM_THREADS": "1", "THRIFTY_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    last = "checkpoints/step-00000008/tensors.safetensors"
+    now, then = load_file(run / last), load_file(WRITTEN / name / last)
+    assert now.keys() == {rename_tensor(each) for each in then}
+    for each, value in then.items():
+        assert now[rename_tensor(each)].equal(value), each
+    assert "optimizers.clip" not in (run / "recipe.toml").read_text()
+    assert not [path for path in json.loads((run / "origins.json").read_text()) if "growth.patch_size" in path]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_report_shows_todays_names(name: str, tmp_path: Path) -> None:
+    shutil.copytree(WRITTEN / name, tmp_path / name)
+    record = read_run(tmp_path / name)
+    shown = json.dumps([record.recipe, record.origins, record.explanation, record.events]) + record.recipe_text
+    assert not record.damage
+    for old, new in TECHNIQUES.items():
+        assert f'"{old}"' not in shown and f"[techniques.{old}]" not in shown, (old, new)
+    assert recipe_from_data(record.recipe) == read_recipe(tmp_path / name / "recipe.toml")
+
+
+def test_every_old_name_leads_to_one_of_today() -> None:
+    for old, new in TECHNIQUES.items():
+        assert techniques.find(new).name == new
+        with pytest.raises(UsageError, match=f"did you mean '{new}'"):
+            techniques.find(old)
+    for name, keys in SETTINGS.items():
+        fields = techniques.find(name).__dataclass_fields__
+        assert set(keys.values()) <= set(fields) and not set(keys) & set(fields), name
+    for old, new in OBJECTIVES.items():
+        find_objective(new)
+        with pytest.raises(UsageError, match=f"did you mean '{new}'"):
+            find_objective(old)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("[techniques.optimizers.clip]\nlargest = 0.5\n", "gradients.clip"),
+        ("[techniques.gradients.clip]\nlargest = 0.5\n", "max_norm"),
+        ("[techniques.optimizers.muon]\nrest_lr = 0.5\n", "adamw_lr"),
+        ("[model]\nfresh = true\n", "reinitialize"),
+        ("[checkpoints]\nalso = [2]\n", "extra_steps"),
+    ],
+)
+def test_an_old_name_in_a_recipe_written_by_hand_is_answered_with_the_new_one(
+    text: str, hint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(UsageError, match=f"did you mean '{hint}'"):
+        recipe_from_data(read_tables(tmp_path / "mine.toml"))
+
+
+def test_renaming_takes_every_old_name_and_leaves_todays_as_they_are() -> None:
+    tables: dict = {"objective": {"name": "reconstruct"}, "techniques": {"third": {"party": {"largest": 1}}}}
+    for section, keys in RECIPE_KEYS.items():
+        tables[section] = dict.fromkeys(keys, 1)
+    for name, keys in SETTINGS.items():
+        old = next((old for old, new in TECHNIQUES.items() if new == name), name)
+        group, last = old.split(".")
+        tables["techniques"].setdefault(group, {})[last] = dict.fromkeys(keys, 1)
+    renamed = rename_recipe(tables)
+    assert rename_recipe(renamed) == renamed
+    assert renamed["objective"]["name"] == "masked_reconstruction"
+    assert renamed["techniques"]["third"] == {"party": {"largest": 1}}
+    for name, keys in SETTINGS.items():
+        group, last = name.split(".")
+        assert renamed["techniques"][group][last].keys() == set(keys.values()), name
+    for section, keys in RECIPE_KEYS.items():
+        assert renamed[section].keys() == set(keys.values())
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("lora", "adapters.lora"), ("zero", "parallelism.shard"), ("fsdp", "parallelism.shard"),
+        ("ddp", "parallelism.replicate"), ("amp", "precision.mixed"), ("ema", "averaging.ema"),
+        ("2:4", "sparsity.n_of_m"), ("gradient_checkpointing", "memory.recompute"), ("lion", "optimizers.lion"),
+    ],
+)  # fmt: skip
+def test_customary_names_resolve_wherever_a_technique_is_named(word: str, name: str, tmp_path: Path) -> None:
+    assert techniques.find(word) is techniques.find(name)
+    assert techniques.split_settings(f"{word}:a=1") == (name, "a=1")
+    assert techniques.split_settings(word) == (name, "")
+    (tmp_path / "mine.toml").write_text(f'[techniques."{word}"]\n')
+    assert [each.name for each in recipe_from_data(read_tables(tmp_path / "mine.toml")).techniques] == [name]
+
+
+@pytest.mark.parametrize(("word", "hint"), [("swa", "averaging.latest"), ("rslora", "rank_stabilized=true")])
+def test_what_is_near_to_a_technique_and_another_thing_is_answered_and_not_resolved(word: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean .*{hint}"):
+        techniques.find(word)
