@@ -17,8 +17,10 @@ from safetensors.torch import load_file
 from thrifty import techniques
 from thrifty.core.errors import UsageError
 from thrifty.core.old_names import OBJECTIVES, RECIPE_KEYS, SETTINGS, TECHNIQUES, rename_recipe, rename_tensor
+from thrifty.experiments.past_results import evidence
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_recipe, read_tables, recipe_from_data
+from thrifty.reporting.comparison_page import write_comparison_page
 from thrifty.reporting.run_record import read_run
 
 WRITTEN = Path(__file__).parent / "written_by_06da109"
@@ -57,6 +59,18 @@ def test_a_report_shows_todays_names(name: str, tmp_path: Path) -> None:
     for old, new in TECHNIQUES.items():
         assert f'"{old}"' not in shown and f"[techniques.{old}]" not in shown, (old, new)
     assert recipe_from_data(record.recipe) == read_recipe(tmp_path / name / "recipe.toml")
+
+
+def test_a_comparison_is_evidence_and_a_page_by_todays_names(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    shutil.copy(WRITTEN / "comparison.json", tmp_path / "old")
+    found = {(one.technique, one.role) for one in evidence(tmp_path)}
+    assert found == {
+        ("averaging.ema", "added"), ("optimizers.adafactor", "added"),
+        ("optimizers.adamw", "removed"), ("gradients.clip", "changed"),
+    }  # fmt: skip
+    page = write_comparison_page(tmp_path / "old").read_text()
+    assert "clipped" in page
 
 
 def test_every_old_name_leads_to_one_of_today() -> None:

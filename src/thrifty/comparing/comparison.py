@@ -26,6 +26,7 @@ from thrifty.comparing.equal_budgets import StepCost, mean_cost, step_cost, step
 from thrifty.comparing.run_launchers import RunLauncher, Worker
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
 from thrifty.reporting.comparison_page import write_comparison_page
@@ -85,7 +86,7 @@ class _Race:
         self.protocol, self.folder, self.workers, self.say = protocol, folder, workers, say
         self.telling = Lock()
         """One run at a time is written down."""
-        self.state: dict[str, Any] = folder.read_json("comparison")
+        self.state = rename_comparison(folder.read_json("comparison"))
         for name in ("error", "outcome"):  # of an earlier part
             self.state.pop(name, None)
         self.variants = [

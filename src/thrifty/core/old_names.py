@@ -134,6 +134,16 @@ def rename_techniques(value: Any) -> Any:
     return TECHNIQUES.get(value, value) if isinstance(value, str) else value
 
 
+def rename_comparison(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename techniques, and what the recipes hold, in a stored comparison; labels stay as they were given."""
+    changes = {label: rename_techniques(roles) for label, roles in data.get("changes", {}).items()}
+    renamed = {**data, "changes": changes}
+    if isinstance(arms := data.get("definition", {}).get("arms"), Mapping):
+        recipes = {label: rename_recipe(recipe) for label, recipe in arms.items()}
+        renamed["definition"] = {**data["definition"], "arms": recipes}
+    return renamed
+
+
 def rename_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Rename techniques, settings, keys and the objective in the tables of a stored recipe."""
     renamed = _copied(tables)

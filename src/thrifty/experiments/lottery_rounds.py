@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.old_names import rename_recipe
 from thrifty.core.plain_values import differences, to_data
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.run_relative_settings import StepOrFraction, in_steps
@@ -146,6 +147,8 @@ def _claimed(path: Path, recipe: Recipe, lottery: LotterySettings) -> Iterator[R
         )
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
         before = folder.read_json("lottery") if is_there else {}
+        if "recipe" in before:
+            before["recipe"] = rename_recipe(before["recipe"])
         if other := differences(_binding(before), _binding(meant)) if before else []:
             raise UsageError(
                 f"{path} is another lottery: " + "; ".join(other), fix="undo the change, or give another --name"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thrifty.comparing.comparison_protocol import FILE, SCHEMA
 from thrifty.comparing.variants import BASELINE
+from thrifty.core.old_names import rename_comparison
 from thrifty.experiments import studies
 
 if TYPE_CHECKING:  # scipy takes a second to import
@@ -115,7 +116,7 @@ def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path
         except (OSError, ValueError):
             continue
         if isinstance(data, dict) and data.get("schema") == SCHEMA and data.get("status") == "finished":
-            yield data, file
+            yield rename_comparison(data), file
 
 
 def _differs_by_techniques(data: dict[str, Any], label: str) -> bool:
