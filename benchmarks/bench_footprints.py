@@ -53,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "growth.stacking": {"at": (1, 3)},
     "large_batch.batch_ramp": {"start": 0.5, "until": 3, "multiple": 2},
     "measure.noise_scale": {"every": 2},
-    "memory.activation_budget": {"costs": "counted"},
+    "memory.activation_budget": {"cost_source": "counted"},
     "optimizers.soap": {"every": 2},
     "sparsity.rigl": {"every": 2, "density": 0.5},
 }
@@ -65,7 +65,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "compress, 2 bits": {"memory.compress_activations": {"bits": 2}},
     "mixed, float16": {"precision.mixed": {"format": "float16"}},
     "lora, dropout": {"adapters.lora": {"dropout": 0.1}},
-    "accumulate 2 + recompute": {"large_batch.gradient_accumulation": {"parts": 2}, "memory.recompute": {}},
+    "accumulate 2 + recompute": {"large_batch.gradient_accumulation": {"micro_batches": 2}, "memory.recompute": {}},
     "mixed + recompute": {"precision.mixed": {}, "memory.recompute": {}},
     "mixed + lora": {"precision.mixed": {}, "adapters.lora": {}},
     "mixed + compress": {"precision.mixed": {}, "memory.compress_activations": {}},
@@ -73,7 +73,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "precision.mixed": {},
         "memory.recompute": {},
         "adapters.lora": {},
-        "large_batch.gradient_accumulation": {"parts": 2},
+        "large_batch.gradient_accumulation": {"micro_batches": 2},
     },
     "recompute + offload optimizer + clip": {
         "memory.recompute": {},

@@ -45,7 +45,7 @@ WAYS: dict[str, Settings] = {
     "float32": {},
     "mixed": MIXED,
     f"mixed{SAME_BITS}": MIXED,
-    "mixed, accumulated over 4": {**MIXED, "large_batch.gradient_accumulation": {"parts": 4}},
+    "mixed, accumulated over 4": {**MIXED, "large_batch.gradient_accumulation": {"micro_batches": 4}},
     "float8": {**MIXED, "precision.float8": {}},
     "recompute": {**MIXED, "memory.recompute": {}},
     "recompute, selective": {**MIXED, "memory.recompute": {"schedule": "selective"}},

@@ -55,18 +55,18 @@ PLANS: dict[str, dict[str, dict[str, Any]]] = {
     "recompute, every 2": {"memory.recompute": {"every": 2}},
     "recompute, selective": {"memory.recompute": {"schedule": "selective"}},
     "optimal recompute": {"memory.optimal_recompute": {"bytes": 0.5}},
-    "activation budget": {"memory.activation_budget": {"bytes": 0.5, "costs": "counted"}},
+    "activation budget": {"memory.activation_budget": {"bytes": 0.5, "cost_source": "counted"}},
     "compress, 4 bits": {"memory.compress_activations": {"bits": 4}},
     "offload activations": {"memory.offload_activations": {}},
     "8-bit optimizer state": {"precision.optimizer_state": {}},
     "offload optimizer": {"memory.offload_optimizer": {}},
     "mixed": {"precision.mixed": {}},
     "bfloat16 weights": {"precision.bfloat16_weights": {"rounding": "kahan"}},
-    "accumulate 2": {"large_batch.gradient_accumulation": {"parts": 2}},
-    "accumulate 4": {"large_batch.gradient_accumulation": {"parts": 4}},
+    "accumulate 2": {"large_batch.gradient_accumulation": {"micro_batches": 2}},
+    "accumulate 4": {"large_batch.gradient_accumulation": {"micro_batches": 4}},
     "lora": {"adapters.lora": {}},
     "mixed + recompute + accumulate 2": {
-        "precision.mixed": {}, "memory.recompute": {}, "large_batch.gradient_accumulation": {"parts": 2},
+        "precision.mixed": {}, "memory.recompute": {}, "large_batch.gradient_accumulation": {"micro_batches": 2},
     },
 }  # fmt: skip
 
@@ -76,11 +76,11 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
     "shard=2": ({"shard": 2}, {"parallelism.shard": {}}),
     "shard=2, zero 1": ({"shard": 2}, {"parallelism.shard": {"zero": 1}}),
     "tensor=2": ({"tensor": 2}, {"parallelism.tensor": {}}),
-    "pipeline=2": ({"pipeline": 2}, {"parallelism.pipeline": {"parts": 2}}),
+    "pipeline=2": ({"pipeline": 2}, {"parallelism.pipeline": {"micro_batches": 2}}),
     "shard=2 + recompute": ({"shard": 2}, {"parallelism.shard": {}, "memory.recompute": {}}),
     "replicate=2 + accumulate 2": (
         {"replicate": 2},
-        {"parallelism.replicate": {}, "large_batch.gradient_accumulation": {"parts": 2}},
+        {"parallelism.replicate": {}, "large_batch.gradient_accumulation": {"micro_batches": 2}},
     ),
     "tensor=2 + mixed": ({"tensor": 2}, {"parallelism.tensor": {}, "precision.mixed": {}}),
 }
@@ -132,7 +132,7 @@ def measured(model: str, label: str, seconds: float, folder: Path) -> Case:
     if not seconds:
         return case
     cutting = [technique for technique in techniques if Claim.MICRO_BATCHES in technique.claims]
-    parts = max((getattr(technique, "parts", 1) for technique in cutting), default=1)
+    parts = max((getattr(technique, "micro_batches", 1) for technique in cutting), default=1)
     probed = compose(plain, [technique for technique in techniques if technique not in cutting], TIMED_STEPS)
     return with_steps(case, probed, techniques, sizes(plain.source.batch, parts, compiled=False), parts, seconds)
 

@@ -50,7 +50,7 @@ UNSEEN: Mapping[str, Unseen] = {
         lambda: transformers.ViTConfig(
             **USUAL | {"max_position_embeddings": 0}, image_size=8, patch_size=2, num_channels=1
         ),
-        "classify",
+        "classification",
         images=True,
     ),
 }
@@ -72,7 +72,7 @@ def recipe_for(
     return Recipe(
         name=name,
         device="cpu",
-        model=ModelSettings(folder=str(folder / name), fresh=True),
+        model=ModelSettings(folder=str(folder / name), reinitialize=True),
         data=data,
         objective=ObjectiveSettings(model.objective),
         budget=Budget(steps=steps),

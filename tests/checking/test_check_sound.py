@@ -78,7 +78,7 @@ def answering(texts: Path) -> Recipe:
     return replace(
         recipe,
         data=replace(recipe.data, source=str(texts / "sums.jsonl"), length=48, held_out=0.2),
-        objective=replace(recipe.objective, name="answer"),
+        objective=replace(recipe.objective, name="chat_answers"),
     )
 
 

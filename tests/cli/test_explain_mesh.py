@@ -66,7 +66,7 @@ def test_an_axis_that_no_technique_uses_is_refused(text: Path) -> None:
 
 def test_a_technique_that_refuses_on_a_stage_is_named_and_left_out(text: Path) -> None:
     layers = recipe(text, "said", "pipeline=2")
-    layers.apply_changes((), (), ("techniques.parallelism.pipeline.parts=1",))
+    layers.apply_changes((), (), ("techniques.parallelism.pipeline.micro_batches=1",))
     found = explain_recipe(layers)
     assert "1f1b needs as many micro-batches as stages" in found["refused"]["parallelism.pipeline"]
     assert "parallelism.pipeline" not in [row["name"] for row in found["techniques"]]

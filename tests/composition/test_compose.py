@@ -36,7 +36,7 @@ def test_a_clash_is_refused_with_its_reason() -> None:
 
 def test_one_technique_twice_is_refused() -> None:
     with pytest.raises(UsageError, match=r"gradients\.clip is given twice"):
-        compose(plain_run(), [ADAMW, technique("gradients.clip"), technique("gradients.clip", largest=2.0)], 10)
+        compose(plain_run(), [ADAMW, technique("gradients.clip"), technique("gradients.clip", max_norm=2.0)], 10)
 
 
 def test_a_run_without_an_optimizer_is_refused() -> None:

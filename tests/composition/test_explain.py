@@ -37,7 +37,7 @@ def test_what_each_technique_changes_is_what_its_card_says() -> None:
 
     before, after = effect("memory.recompute")
     assert after["activations"] < before["activations"] / 2 and before["flops"] < after["flops"] < 1.4 * before["flops"]
-    before, after = effect("large_batch.gradient_accumulation", parts=4)
+    before, after = effect("large_batch.gradient_accumulation", micro_batches=4)
     assert after["activations"] == pytest.approx(before["activations"] / 4, rel=0.1)
     before, after = effect("optimizers.lion")
     assert after["optimizer"] == after["parameters"]
@@ -101,7 +101,7 @@ def test_what_surgery_touches_is_told_without_building_the_model() -> None:
 
 
 def test_an_explanation_is_plain_data_that_names_settings_and_stages() -> None:
-    run = compose(plain_run(), [ADAMW, technique("gradients.clip", largest=0.5)], 5)
+    run = compose(plain_run(), [ADAMW, technique("gradients.clip", max_norm=0.5)], 5)
     found = explain(run).as_dict({"gradients.clip": ["a note"]})
     clip = next(entry for entry in found["techniques"] if entry["name"] == "gradients.clip")
     assert (clip["stage"], clip["numerics"], clip["settings"]) == ("clip", "different", {"largest": 0.5})

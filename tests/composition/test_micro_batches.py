@@ -15,7 +15,7 @@ BATCH = 8
 
 def counted(*names: str, parts: int) -> Footprint:
     others = [technique(name) for name in names]
-    cut = technique("large_batch.gradient_accumulation", parts=parts)
+    cut = technique("large_batch.gradient_accumulation", micro_batches=parts)
     run = compose(plain_run(batch=BATCH), with_optimizer([cut, *others]), 6)
     return explain.count(run, run.techniques)[1]
 
@@ -45,7 +45,7 @@ def test_two_tell_what_all_hold_and_compute(
     ids=["unlike", "two", "sampled", "measured"],
 )
 def test_nothing_is_left_out_where_they_differ_or_the_whole_batch_is_seen(names: tuple[str, ...], parts: int) -> None:
-    cut = technique("large_batch.gradient_accumulation", parts=parts)
+    cut = technique("large_batch.gradient_accumulation", micro_batches=parts)
     run = compose(plain_run(batch=BATCH), with_optimizer([cut, *(technique(name) for name in names)]), 6)
     batch = run.source.at(5)
     same, whole, times = representative_micro_batches(run, batch)
@@ -58,8 +58,10 @@ def test_the_work_of_those_left_out_is_counted() -> None:
 
 
 def test_only_two_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = compose(plain_run(batch=BATCH), with_optimizer([technique("large_batch.gradient_accumulation", parts=8)]), 6)
+    run = compose(
+        plain_run(batch=BATCH), with_optimizer([technique("large_batch.gradient_accumulation", micro_batches=8)]), 6
+    )
     with FakeTensorMode():
         cut, batch, times = representative_micro_batches(run, run.source.at(5))
     assert len(batch) == 2 and times == 4.0
-    assert next(t for t in cut.techniques if t.name == "large_batch.gradient_accumulation").parts == 2  # type: ignore[attr-defined]
+    assert next(t for t in cut.techniques if t.name == "large_batch.gradient_accumulation").micro_batches == 2  # type: ignore[attr-defined]

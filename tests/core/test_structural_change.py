@@ -246,7 +246,7 @@ def test_an_average_of_weights_is_copied_and_not_averaged_once_more(average: str
 
 
 def test_moments_in_eight_bits_go_on_as_codes_with_their_scales() -> None:
-    _, before, after = grown(technique("precision.optimizer_state", smallest=1), moments="mean")
+    _, before, after = grown(technique("precision.optimizer_state", min_elements=1), moments="mean")
     codes = [name for name, tensor in after.tensors().items() if tensor.dtype == torch.uint8]
     assert codes
     for name in codes:

@@ -108,7 +108,7 @@ def trained(thrifty: CommandLine, stopped: Path) -> CommandLine:
 def test_a_run_folder_is_never_overwritten_and_a_changed_recipe_not_resumed(trained: CommandLine) -> None:
     before = contents(trained.run("run"))
     refused(trained, *trained.recipe("run"), says=("exists already", "another --name", "thrifty resume"))
-    changes = ("--set", "data.batch=4", "--with", "gradients.clip:largest=2.0", "--set", "evaluation.every=7")
+    changes = ("--set", "data.batch=4", "--with", "gradients.clip:max_norm=2.0", "--set", "evaluation.every=7")
     says = ("data.batch: 8 → 4", "techniques.gradients.clip", "--fork NAME")
     message = refused(trained, "resume", "run", *changes, says=says)
     assert "evaluation.every" not in message

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from thrifty.data.catalogue import entry
 
-CHAT = {"objective__name": "answer", "data__length": 48, "evaluation__at_start": True, "data__held_out": 0.2}
+CHAT = {"objective__name": "chat_answers", "data__length": 48, "evaluation__at_start": True, "data__held_out": 0.2}
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_a_fork_whose_technique_cannot_keep_its_promise_says_so(thrifty: Command
 
 def test_a_dense_run_is_forked_into_a_sparse_one_whose_masks_are_chosen_by_its_weights(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
-    sparse = "sparsity.static:by=magnitude,distribution=uniform,density=0.5"
+    sparse = "sparsity.static:criterion=magnitude,distribution=uniform,density=0.5"
     thrifty("resume", "run", "--fork", "sparse", "--with", sparse)
     old, new = (
         checkpoint.load(thrifty.run(name) / "checkpoints", step).tensors for name, step in (("run", 4), ("sparse", 8))

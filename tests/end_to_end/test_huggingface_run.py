@@ -54,7 +54,7 @@ def assert_export_computes_the_same(thrifty: CommandLine) -> None:
         torch.testing.assert_close(exported(tokens).logits, model.head(model(tokens)))
 
 
-ADDED = {"adapters": "adapters.lora:rank=4", "gains": "initializations.layer_scale:start=0.5"}
+ADDED = {"adapters": "adapters.lora:rank=4", "gains": "initializations.layer_scale:initial_value=0.5"}
 
 
 @pytest.fixture(scope="session", params=[(preset, added) for preset in ("llama-nano", "gpt-nano") for added in ADDED])

@@ -135,11 +135,11 @@ def test_a_folder_of_images_is_learned_at_the_size_that_the_model_was_made_for(d
 def test_a_trained_model_goes_on_with_images_of_another_size(desk: CommandLine, finished: dict[str, Any]) -> None:
     if not (desk.folder / "start").exists():
         desk("export", "digits", "start")
-    values = {"data.size": 12, "data.batch": 16, "evaluation.examples": 100, "model.fresh": False}
+    values = {"data.size": 12, "data.batch": 16, "evaluation.examples": 100, "model.reinitialize": False}
     settings = [word for path, value in values.items() for word in ("--set", f"{path}={json.dumps(value)}")]
     recipe = desk.folder / "go-on.toml"
     recipe.write_text(
-        'name = "go-on"\n[model]\nfolder = "start"\n[data]\nsource = "digits"\n[objective]\nname = "classify"\n'
+        'name = "go-on"\n[model]\nfolder = "start"\n[data]\nsource = "digits"\n[objective]\nname = "classification"\n'
         "[budget]\nsteps = 2\n[techniques.optimizers.adamw]\nlr = 1e-4\n"
     )
     assert desk.json("train", recipe, *settings)["steps"] == 2

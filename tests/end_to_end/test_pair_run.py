@@ -116,7 +116,7 @@ def test_an_exported_model_goes_on_with_its_own_tokenizer(desk: CommandLine, fin
         length = 24
         held_out = 0.25
         [objective]
-        name = "contrast"
+        name = "contrastive"
         [evaluation]
         examples = 32
         at_start = true
@@ -131,7 +131,7 @@ def test_an_exported_model_goes_on_with_its_own_tokenizer(desk: CommandLine, fin
 @pytest.mark.slow
 def test_a_model_finds_captions_and_tells_colours_apart_by_name(desk: CommandLine) -> None:
     """Half of the patches dropped, in micro-batches, and the right one of 64 captions is found far above chance."""
-    cache = ("--with", "large_batch.gradient_cache:parts=2")
+    cache = ("--with", "large_batch.gradient_cache:micro_batches=2")
     desk(*words("learned", *cache, steps=80, data__batch=32, checkpoints__every=80))
     found = desk.json(
         "retrieve", "learned", "--classes", "labelled", "--prompt", "a {} spot in row 0", "--prompt", "{}"

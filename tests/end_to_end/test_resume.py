@@ -15,7 +15,7 @@ from thrifty.reporting.run_record import read_run
 
 PER_STEP = 8 * 32
 GROWING = ("--with", "growth.stacking:at=[8,16]", "--with", "sparsity.rigl:every=4,density=0.5")
-SAMPLING = ("--with", "data_selection.gradient_norm_sampling:times=2,momentum=0.5")
+SAMPLING = ("--with", "data_selection.gradient_norm_sampling:presample=2,momentum=0.5")
 
 
 def killed_again_and_again(

@@ -48,7 +48,7 @@ def test_what_is_sent_while_the_gpu_computes_comes_back_bit_for_bit() -> None:
 def test_offloaded_activations_change_no_bit_and_take_less_of_the_gpus_memory() -> None:
     plain = plain_run(batch=64, depth=8, style="gpt", dropout=0.3)
     found = []
-    for chosen in ([], [technique("memory.offload_activations", ahead=2, keep_last=0, smallest=1)]):
+    for chosen in ([], [technique("memory.offload_activations", prefetch=2, keep_last=0, min_elements=1)]):
         run = run_of(plain, *chosen)
         torch.cuda.synchronize()
         gc.collect()

@@ -107,7 +107,7 @@ def test_visible_patches_are_all_that_an_image_is_known_by(folder):
 
 
 def test_the_scale_starts_at_one_over_seven_hundredths_and_stops_at_100():
-    model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrast")
+    model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrastive")
     assert isinstance(model, ContrastiveModel)
     assert model.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
     with torch.no_grad():
@@ -126,7 +126,7 @@ def tokenizer_json(path: Path, *special: str) -> Path:
 
 
 def test_an_exported_folder_loads_in_transformers_and_comes_back_bit_for_bit(tmp_path):
-    model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrast")
+    model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrastive")
     shape = shape_for(ENDS, ModelSettings("clip-nano"))
     end = tokenizer_json(tmp_path, "<|endoftext|>")
     export_model(model, shape, tmp_path / "out", end, images=ENDS.images)
@@ -171,14 +171,14 @@ def test_a_setting_that_is_not_computed_here_is_refused_by_name(folder, tmp_path
 
 def test_a_folder_fits_images_of_another_size_but_no_longer_captions(folder):
     larger = replace(ENDS, images=replace(ENDS.images, side=24))
-    model = build_model_for(larger, ModelSettings(folder=str(folder)), seed=0, task="contrast")
+    model = build_model_for(larger, ModelSettings(folder=str(folder)), seed=0, task="contrastive")
     (tokens, keep), plain = captions(), import_folder(folder)[0]
     with torch.no_grad():
         torch.testing.assert_close(model.of_images(images(24)), plain.of_images(images(24)), rtol=1e-5, atol=1e-5)
         assert torch.equal(model.of_captions(tokens, keep), plain.of_captions(tokens, keep))
     longer = replace(ENDS, text=TextModelSpec(300, 13))
     with pytest.raises(UsageError, match="takes 12 tokens"):
-        build_model_for(longer, ModelSettings(folder=str(folder)), seed=0, task="contrast")
+        build_model_for(longer, ModelSettings(folder=str(folder)), seed=0, task="contrastive")
 
 
 def test_a_model_is_made_for_the_data():
@@ -194,7 +194,7 @@ def test_a_model_is_made_for_the_data():
 
 def test_another_kind_of_model_is_refused_with_one_that_fits():
     with pytest.raises(UsageError, match=r"clip-nano"):
-        build_model_for(ENDS, ModelSettings("gpt-nano"), seed=0, task="contrast")
+        build_model_for(ENDS, ModelSettings("gpt-nano"), seed=0, task="contrastive")
     with pytest.raises(UsageError, match=r"compares images with captions"):
         build_model_for(TextModelSpec(300, 12), ModelSettings("clip-nano"), seed=0, task="next_token")
 
@@ -211,7 +211,7 @@ def test_published_sizes(preset, patch, parameters):
 
 
 def test_patches_can_be_averaged_instead_of_a_class_token():
-    model = build_model_for(ENDS, ModelSettings("clip-nano", pool="mean"), seed=0, task="contrast")
+    model = build_model_for(ENDS, ModelSettings("clip-nano", pool="mean"), seed=0, task="contrastive")
     assert "image.embedding.class_token" not in dict(model.named_parameters())
     with torch.no_grad():
         tokens = model.image.first_norm(model.image.embedding(images()))
@@ -222,7 +222,7 @@ def test_patches_can_be_averaged_instead_of_a_class_token():
 
 
 def test_first_values_follow_the_published_law():
-    model = build_model_for(ENDS, ModelSettings("clip-micro"), seed=0, task="contrast")
+    model = build_model_for(ENDS, ModelSettings("clip-micro"), seed=0, task="contrastive")
     values = {name: parameter.std().item() for name, parameter in model.named_parameters() if parameter.ndim > 1}
     for tower, width, depth in (("image", 192, 6), ("text", 128, 4)):
         for part, wanted in (

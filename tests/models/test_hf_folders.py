@@ -118,7 +118,7 @@ def test_compiled_blocks_give_the_same_logits(save, tokens):
 def test_fresh_model_takes_vocabulary_from_the_data_and_values_from_the_seed(save):
     folder, _ = save(ARCHITECTURES["gpt_neox"]())
     (folder / "model.safetensors").unlink()
-    settings = ModelSettings(folder=str(folder), fresh=True)
+    settings = ModelSettings(folder=str(folder), reinitialize=True)
     first, same, other = (build_model(settings, 50, 128, seed) for seed in (1, 1, 2))
     assert isinstance(first, HuggingFaceCausalLM) and first.vocabulary == 50
     assert first(torch.zeros(1, 128, dtype=torch.long)).shape == (1, 128, 32)
@@ -128,13 +128,13 @@ def test_fresh_model_takes_vocabulary_from_the_data_and_values_from_the_seed(sav
 
 def test_special_tokens_outside_a_small_vocabulary_are_dropped(save):
     folder, _ = save(transformers.GPTNeoXConfig(**(SMALL | {"eos_token_id": 250, "pad_token_id": 251})))
-    assert load_causal_lm(folder, fresh=True, vocabulary=50).lm.config.eos_token_id is None
+    assert load_causal_lm(folder, reinitialize=True, vocabulary=50).lm.config.eos_token_id is None
 
 
 def test_building_does_not_touch_the_callers_random_numbers(save):
     folder, _ = save(ARCHITECTURES["opt"]())
     before = torch.get_rng_state()
-    build_model(ModelSettings(folder=str(folder), fresh=True), VOCABULARY, 16, seed=1)
+    build_model(ModelSettings(folder=str(folder), reinitialize=True), VOCABULARY, 16, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -151,7 +151,7 @@ def test_model_that_sees_the_future_is_refused(tmp_path):
     )
     config.save_pretrained(tmp_path)
     with pytest.raises(RefusedError, match="lets a token see later ones"):
-        load_causal_lm(tmp_path, fresh=True)
+        load_causal_lm(tmp_path, reinitialize=True)
 
 
 def test_code_in_the_folder_is_never_run(tmp_path):
@@ -160,7 +160,7 @@ def test_code_in_the_folder_is_never_run(tmp_path):
     )
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
     with pytest.raises(RefusedError, match="'own'"):
-        load_causal_lm(tmp_path, fresh=True)
+        load_causal_lm(tmp_path, reinitialize=True)
     assert not (tmp_path / "ran").exists()
 
 
@@ -186,7 +186,7 @@ def test_folder_that_lacks_values_is_refused(save):
     ("settings", "vocabulary", "length", "message"),
     [
         ({"depth": 3}, 10, 8, "model.depth is given"),
-        ({"depth": 3, "fresh": True}, 10, 8, "only its own config.json"),
+        ({"depth": 3, "reinitialize": True}, 10, 8, "only its own config.json"),
         ({}, VOCABULARY + 1, 8, "tokenizer has 301 tokens"),
         ({}, 10, 65, "data.length is 65"),
     ],

@@ -103,7 +103,7 @@ def test_build_model_wraps_what_our_families_do_not_compute(architecture):
     _, folder, _, task = architecture
     model = build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task=task)
     assert model.task == task and model.vocabulary == VOCABULARY
-    fresh = build_model(ModelSettings(folder=str(folder), fresh=True), 50, 32, seed=0, task=task)
+    fresh = build_model(ModelSettings(folder=str(folder), reinitialize=True), 50, 32, seed=0, task=task)
     assert fresh.vocabulary == 50
 
 
@@ -115,8 +115,8 @@ def test_a_folder_without_a_model_for_the_task_is_refused(architecture):
     if name == "distilbert":
         with pytest.raises(RefusedError, match="sequence-to-sequence model of type 'distilbert'"):
             load_model(folder, other)
-    with pytest.raises(UsageError, match="cannot learn classify"):
-        build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task="classify")
+    with pytest.raises(UsageError, match="cannot learn classification"):
+        build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task="classification")
 
 
 def test_a_causal_model_cannot_fill_in_masked_tokens(tmp_path):
@@ -124,7 +124,7 @@ def test_a_causal_model_cannot_fill_in_masked_tokens(tmp_path):
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["is_decoder"]
     with pytest.raises(RefusedError, match="lets no token see later ones"):
-        load_model(tmp_path, "masked_token", fresh=True)
+        load_model(tmp_path, "masked_token", reinitialize=True)
 
 
 @pytest.mark.parametrize("task", ["masked_token", "sequence_to_sequence"])

@@ -57,7 +57,7 @@ def test_t5_draws_as_transformers_does(gated, tmp_path):
     torch.manual_seed(0)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     theirs = dict(import_folder(tmp_path)[0].named_parameters())
-    settings = ModelSettings(folder=str(tmp_path), fresh=True)
+    settings = ModelSettings(folder=str(tmp_path), reinitialize=True)
     ours = dict(build_model(settings, 500, 64, seed=0, task="sequence_to_sequence").named_parameters())
     assert ours.keys() == theirs.keys()
     for name, values in ours.items():

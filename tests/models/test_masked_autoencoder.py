@@ -124,7 +124,7 @@ def test_blanks_are_patches_of_zeros_of_which_the_decoder_sees_nothing(folder):
 
 def test_new_models_have_the_fixed_positions_of_mae_and_train_none_of_them():
     settings = ModelSettings(preset="mae-nano", depth=2, width=64, decoder_width=32, decoder_depth=1)
-    model = build_model_for(replace(UNLABELLED, side=32), settings, 0, "reconstruct")
+    model = build_model_for(replace(UNLABELLED, side=32), settings, 0, "masked_reconstruction")
     for table, width in ((model.embedding.position, 64), (model.decoder.position, 32)):
         assert torch.equal(table[0, 1:], sinusoids_2d(8, 8, width)) and not table[0, 0].any()
     assert not any("position" in name for name, _ in model.named_parameters())
@@ -133,7 +133,9 @@ def test_new_models_have_the_fixed_positions_of_mae_and_train_none_of_them():
 
 
 def test_first_values_are_as_wide_as_their_law_says():
-    model = build_model_for(replace(UNLABELLED, side=32), ModelSettings(preset="mae-nano", depth=1), 3, "reconstruct")
+    model = build_model_for(
+        replace(UNLABELLED, side=32), ModelSettings(preset="mae-nano", depth=1), 3, "masked_reconstruction"
+    )
     values = model.state_dict()
     assert values["embedding.patch.weight"].abs().max() == pytest.approx((6 / (128 + 48)) ** 0.5, rel=0.01)
     assert values["decoder.embed.weight"].abs().max() == pytest.approx((6 / (128 + 64)) ** 0.5, rel=0.01)
@@ -169,7 +171,7 @@ def test_a_table_of_positions_of_another_size_is_an_error(folder, tmp_path):
 @pytest.mark.parametrize("pool", ["class", "patches"])
 def test_a_classifier_starts_from_the_encoder_as_transformers_vit_computes_it(folder, pool):
     settings = ModelSettings(folder=str(folder), pool=None if pool == "class" else pool)
-    ours = build_model_for(LABELLED, settings, 0, "classify")
+    ours = build_model_for(LABELLED, settings, 0, "classification")
     assert isinstance(ours, VisionTransformer)
     vit = transformers.ViTModel.from_pretrained(folder, add_pooling_layer=False).eval()
     with torch.no_grad():
@@ -183,13 +185,13 @@ def test_a_classifier_starts_from_the_encoder_as_transformers_vit_computes_it(fo
     assert "embedding.position" in dict(ours.named_parameters())
     shape = shape_for(LABELLED, settings)
     assert (shape.style, shape.pool, shape.vocabulary, shape.length) == ("vit", pool, 3, 17)
-    again = build_model_for(LABELLED, settings, 0, "classify")
+    again = build_model_for(LABELLED, settings, 0, "classification")
     assert torch.equal(again.head.weight, ours.head.weight)
 
 
 def test_a_classifier_that_started_so_is_exported_as_a_vit(folder, tmp_path):
     settings = ModelSettings(folder=str(folder))
-    ours = build_model_for(LABELLED, settings, 0, "classify")
+    ours = build_model_for(LABELLED, settings, 0, "classification")
     export_model(ours, shape_for(LABELLED, settings), tmp_path / "out", images=LABELLED)
     loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
@@ -200,28 +202,28 @@ def test_a_classifier_that_started_so_is_exported_as_a_vit(folder, tmp_path):
 def test_a_trained_autoencoder_goes_on_with_images_of_another_size(folder):
     settings = ModelSettings(folder=str(folder))
     assert (own_sizes(settings), own_sizes(ModelSettings())) == ((16, 4), (None, None))
-    larger = build_model_for(replace(UNLABELLED, side=24), settings, 0, "reconstruct")
-    same = build_model_for(UNLABELLED, settings, 0, "reconstruct")
+    larger = build_model_for(replace(UNLABELLED, side=24), settings, 0, "masked_reconstruction")
+    same = build_model_for(UNLABELLED, settings, 0, "masked_reconstruction")
     assert larger.embedding.position.shape == (1, 37, 32) and larger.decoder.position.shape == (1, 37, 16)
     assert shape_for(replace(UNLABELLED, side=24), settings).length == 37
     with torch.no_grad():
         torch.testing.assert_close(larger(images(24)), same(images(24)))
-    fresh = build_model_for(UNLABELLED, replace(settings, fresh=True, patch=8), 0, "reconstruct")
+    fresh = build_model_for(UNLABELLED, replace(settings, reinitialize=True, patch=8), 0, "masked_reconstruction")
     assert fresh.head.out_features == 192 and fresh.embedding.position.shape == (1, 5, 32)
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(folder):
     with pytest.raises(UsageError, match="without a class token, and a trained MAE has one") as refused:
-        build_model_for(LABELLED, ModelSettings(folder=str(folder), pool="mean"), 0, "classify")
+        build_model_for(LABELLED, ModelSettings(folder=str(folder), pool="mean"), 0, "classification")
     assert '"patches"' in refused.value.fix
     with pytest.raises(UsageError, match="pool is given, and the weights"):
-        build_model_for(UNLABELLED, ModelSettings(folder=str(folder), pool="patches"), 0, "reconstruct")
+        build_model_for(UNLABELLED, ModelSettings(folder=str(folder), pool="patches"), 0, "masked_reconstruction")
     with pytest.raises(UsageError, match="decoder_depth is given, and the weights"):
-        build_model_for(UNLABELLED, ModelSettings(folder=str(folder), decoder_depth=1), 0, "reconstruct")
+        build_model_for(UNLABELLED, ModelSettings(folder=str(folder), decoder_depth=1), 0, "masked_reconstruction")
     with pytest.raises(UsageError, match="1 channels and the model"):
-        build_model_for(replace(UNLABELLED, channels=1), ModelSettings(folder=str(folder)), 0, "reconstruct")
-    with pytest.raises(UsageError, match="vit-nano cannot learn reconstruct: it reads images") as refused:
-        build_model_for(UNLABELLED, ModelSettings(preset="vit-nano"), 0, "reconstruct")
+        build_model_for(replace(UNLABELLED, channels=1), ModelSettings(folder=str(folder)), 0, "masked_reconstruction")
+    with pytest.raises(UsageError, match="vit-nano cannot learn masked_reconstruction: it reads images") as refused:
+        build_model_for(UNLABELLED, ModelSettings(preset="vit-nano"), 0, "masked_reconstruction")
     assert "model.preset = mae-nano" in refused.value.fix
     with pytest.raises(UsageError, match="mae-nano cannot learn next_token: it gives back the pixels"):
         build_model(ModelSettings(preset="mae-nano"), 300, 32, 0)

@@ -249,7 +249,7 @@ def test_free_head_is_not_exported_to_a_format_that_ties_it(preset, tmp_path):
         ("llama-nano", "sequence_to_sequence", "cannot learn sequence_to_sequence: no token sees later ones"),
         ("t5-nano", "next_token", "cannot learn next_token: it reads a source and writes a target"),
         ("marian-nano", "masked_token", "cannot learn masked_token: it reads a source"),
-        ("bert-nano", "classify", "cannot learn classify"),
+        ("bert-nano", "classification", "cannot learn classification"),
     ],
 )
 def test_model_of_another_kind_than_the_objective_needs_is_refused(preset, task, message):
@@ -280,9 +280,9 @@ def test_length_binds_where_positions_end_and_nowhere_else(save):
 def test_variants_that_we_do_not_compute_go_through_transformers(save):
     folder, _ = save(TWO_SIDED["bert"]())
     edit_config(folder, is_decoder=True)
-    model = build_model(ModelSettings(folder=str(folder), fresh=True), VOCABULARY, 32, seed=0)
+    model = build_model(ModelSettings(folder=str(folder), reinitialize=True), VOCABULARY, 32, seed=0)
     assert isinstance(model, HuggingFaceCausalLM)
     folder, _ = save(TWO_SIDED["marian"]())
     edit_config(folder, share_encoder_decoder_embeddings=False)
-    settings = ModelSettings(folder=str(folder), fresh=True)
+    settings = ModelSettings(folder=str(folder), reinitialize=True)
     assert isinstance(build_model(settings, VOCABULARY, 32, 0, "sequence_to_sequence"), HuggingFaceSeq2Seq)

@@ -102,7 +102,7 @@ def test_what_our_vit_does_not_compute_is_refused(tmp_path):
         import_folder(tmp_path)
     transformers.DeiTConfig(**SIZES).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="none of ours that read images"):
-        build_model_for(ENDS, ModelSettings(folder=str(tmp_path)), 0, "classify")
+        build_model_for(ENDS, ModelSettings(folder=str(tmp_path)), 0, "classification")
     transformers.ViTConfig(**(SIZES | {"image_size": [16, 24]})).save_pretrained(tmp_path)
     with pytest.raises(RefusedError, match="square"):
         import_folder(tmp_path)
@@ -116,7 +116,7 @@ def test_weights_that_do_not_fit_config_json_are_an_error(folder, tmp_path):
 
 def test_a_model_pools_by_its_class_token_or_by_the_mean_of_its_patches():
     settings = ModelSettings(preset="vit-nano", depth=1, pool="mean")
-    model = build_model_for(ENDS, settings, 0, "classify")
+    model = build_model_for(ENDS, settings, 0, "classification")
     assert isinstance(model, VisionTransformer)
     hidden = model(images())
     assert hidden.shape == (2, 16, 128) and "embedding.class_token" not in dict(model.named_parameters())
@@ -151,7 +151,7 @@ def test_patches_are_row_by_row():
 
 
 def test_images_that_do_not_fit_are_refused_with_what_to_do():
-    model = build_model_for(ENDS, ModelSettings(preset="vit-nano", depth=1), 0, "classify")
+    model = build_model_for(ENDS, ModelSettings(preset="vit-nano", depth=1), 0, "classification")
     with pytest.raises(UsageError, match="3 channels"):
         model(images(channels=1))
     with pytest.raises(UsageError, match="18 x 16 pixels cannot be cut") as refused:
@@ -167,8 +167,8 @@ def test_images_that_do_not_fit_are_refused_with_what_to_do():
 
 
 def test_a_model_of_one_kind_does_not_learn_what_another_kind_does():
-    with pytest.raises(UsageError, match="cannot learn classify: no token sees later ones"):
-        build_model_for(ENDS, ModelSettings(preset="llama-nano"), 0, "classify")
+    with pytest.raises(UsageError, match="cannot learn classification: no token sees later ones"):
+        build_model_for(ENDS, ModelSettings(preset="llama-nano"), 0, "classification")
     with pytest.raises(UsageError, match="vit-nano cannot learn next_token: it reads images"):
         build_model(ModelSettings(preset="vit-nano"), 300, 32, 0)
 
@@ -176,28 +176,28 @@ def test_a_model_of_one_kind_does_not_learn_what_another_kind_does():
 def test_a_trained_model_is_refitted_to_other_images_and_labels(folder):
     settings = ModelSettings(folder=str(folder))
     assert own_sizes(settings)[0] == 16 and own_sizes(ModelSettings())[0] is None
-    same = build_model_for(ENDS, settings, 0, "classify")
-    other = build_model_for(replace(ENDS, labels=("a", "b"), side=24), settings, 0, "classify")
+    same = build_model_for(ENDS, settings, 0, "classification")
+    other = build_model_for(replace(ENDS, labels=("a", "b"), side=24), settings, 0, "classification")
     shape = shape_for(replace(ENDS, labels=("a", "b"), side=24), settings)
     assert (shape.image, shape.vocabulary, shape.length) == (24, 2, 37)
     assert other.embedding.position.shape == (1, 37, 32) and other.head.weight.shape == (2, 32)
     assert other.head.weight.std() > 0 and not other.head.bias.any()
     with torch.no_grad():
         torch.testing.assert_close(other(images(24, 24)), same(images(24, 24)))
-    again = build_model_for(replace(ENDS, labels=("a", "b"), side=24), settings, 0, "classify")
+    again = build_model_for(replace(ENDS, labels=("a", "b"), side=24), settings, 0, "classification")
     assert torch.equal(again.head.weight, other.head.weight)
     with pytest.raises(UsageError, match="1 channels and the model"):
-        build_model_for(replace(ENDS, channels=1), settings, 0, "classify")
+        build_model_for(replace(ENDS, channels=1), settings, 0, "classification")
     with pytest.raises(UsageError, match="patch is given, and the weights"):
-        build_model_for(ENDS, ModelSettings(folder=str(folder), patch=2), 0, "classify")
+        build_model_for(ENDS, ModelSettings(folder=str(folder), patch=2), 0, "classification")
     fresh = build_model_for(
-        replace(ENDS, channels=1), ModelSettings(folder=str(folder), fresh=True, patch=2), 0, "classify"
+        replace(ENDS, channels=1), ModelSettings(folder=str(folder), reinitialize=True, patch=2), 0, "classification"
     )
     assert fresh.embedding.patch.weight.shape == (32, 1, 2, 2) and fresh.embedding.position.shape == (1, 65, 32)
 
 
 def test_first_values_do_not_depend_on_depth_and_are_as_wide_as_their_law_says():
-    deep, flat = (build_model_for(ENDS, ModelSettings(preset="vit-nano", depth=d), 3, "classify") for d in (3, 1))
+    deep, flat = (build_model_for(ENDS, ModelSettings(preset="vit-nano", depth=d), 3, "classification") for d in (3, 1))
     values = deep.state_dict()
     assert all(torch.equal(values[name], value) for name, value in flat.named_parameters())
     assert values["embedding.class_token"].std() == pytest.approx(0.02, rel=0.2)

@@ -286,7 +286,7 @@ def test_build_model_imports_a_folder_of_our_families(save, tokens):
 
 def test_fresh_folder_takes_sizes_from_the_recipe_and_values_from_the_seed(save):
     folder, _ = save(FAMILIES["llama"]())
-    settings = ModelSettings(folder=str(folder), fresh=True, depth=1)
+    settings = ModelSettings(folder=str(folder), reinitialize=True, depth=1)
     first, same, other = (build_model(settings, 50, 16, seed) for seed in (1, 1, 2))
     assert len(first.blocks) == 1 and first.head.weight.shape == (50, 32)
     assert torch.equal(first.head.weight, same.head.weight)

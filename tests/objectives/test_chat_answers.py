@@ -43,7 +43,7 @@ def batch_of(conversations, together, by_tokens=True, rows=None):
 
 
 def loss_of(model, batch, **settings):
-    objective = find_objective("answer", **settings)
+    objective = find_objective("chat_answers", **settings)
     losses = objective.losses(objective.predict(model, batch), batch)
     return (losses * batch.weight).sum()
 
@@ -97,7 +97,7 @@ def test_the_loss_by_tokens_is_that_of_transformers_with_other_labels_ignored(co
     expected = model.lm(input_ids=tokens, labels=labels).loss
     torch.testing.assert_close(loss_of(model, batch, packed=False), expected, rtol=1e-5, atol=1e-6)
     together = batch_of(conversations, together=True, rows=2)
-    alone = find_objective("answer", packed=True).predict(model, together).logits
+    alone = find_objective("chat_answers", packed=True).predict(model, together).logits
     assert alone.shape[:2] == (2, LENGTH)
 
 
@@ -121,7 +121,7 @@ def test_models_of_transformers_keep_conversations_apart_or_refuse_them(conversa
 def test_only_learned_tokens_have_a_gradient(conversations):
     model = small("llama")
     batch = batch_of(conversations, together=True, rows=2)
-    objective = find_objective("answer")
+    objective = find_objective("chat_answers")
     prediction = objective.predict(model, batch)
     prediction.hidden.retain_grad()
     (objective.losses(prediction, batch) * batch.weight).sum().backward()
@@ -133,7 +133,7 @@ def test_a_source_of_rows_is_weighed_for_the_loss(conversations):
     rows = PackedConversations(conversations, arrange_rows(conversations.sizes - 1, LENGTH, 0, True), LENGTH, 0)
     batch = WeightedSource(EpochSource(rows, 2, seed=0)).at(3)
     model = small("llama")
-    objective = find_objective("answer")
+    objective = find_objective("chat_answers")
     logits = model.logits(batch["tokens"], batch["segments"])
     every = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none")
     expected = every[batch["share"].flatten() > 0].mean()
@@ -143,6 +143,6 @@ def test_a_source_of_rows_is_weighed_for_the_loss(conversations):
 
 def test_a_setting_that_is_not_there_is_refused():
     with pytest.raises(UsageError, match=r"objective\.trained_on is 'answer'.*\n.*did you mean 'answers'"):
-        find_objective("answer", trained_on="answer")
+        find_objective("chat_answers", trained_on="answer")
     with pytest.raises(UsageError, match=r"objective\.weigh_by"):
-        find_objective("answer", weigh_by="rows")
+        find_objective("chat_answers", weigh_by="rows")

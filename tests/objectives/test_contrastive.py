@@ -102,7 +102,7 @@ def test_what_takes_a_batch_apart_refuses_it_before_anything_is_built(name):
 def test_data_without_captions_is_refused():
     labelled = Batch({"inputs": torch.zeros(2, 1, 8, 8), "labels": torch.zeros(2)}, torch.ones(2))
     with pytest.raises(UsageError, match="no tokens"):
-        find_objective("contrast").examples(labelled)
+        find_objective("contrastive").examples(labelled)
 
 
 def test_a_run_learns_by_its_temperature_too():

@@ -146,13 +146,13 @@ def test_what_cannot_be_split_is_an_error_in_words():
 
 
 def test_it_is_chosen_by_name_with_its_settings():
-    chosen = chosen_objective(ObjectiveSettings("reconstruct", rate=0.5, normalize=False)).with_patch_size(4)
+    chosen = chosen_objective(ObjectiveSettings("masked_reconstruction", rate=0.5, normalize=False)).with_patch_size(4)
     assert chosen == MaskedReconstruction(rate=0.5, normalize=False, patch=4)
     assert chosen.learns_from == ("images", "text") and not chosen.needs_labels
     assert chosen.loss_in == "mean squared error"
     assert patch_losses(torch.ones(1, 2, 3), torch.zeros(1, 2, 3)).tolist() == [1.0]
     with pytest.raises(UsageError, match=r"objective\.normalize is set, and classify has no such setting"):
-        find_objective("classify", normalize=True)
+        find_objective("classification", normalize=True)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -131,7 +131,7 @@ def test_what_takes_longer_than_it_may_is_refused() -> None:
 
 
 def test_one_rank_that_may_change_nothing_keeps_the_recipe_s_micro_batches() -> None:
-    twice = technique("large_batch.gradient_accumulation", parts=2)
+    twice = technique("large_batch.gradient_accumulation", micro_batches=2)
     for own in ((), (twice,)):
         plan = planner(own, cluster=BOX.of(1), wanted=PlanRequest()).plan()
         placed = (plan.chosen, *plan.alternatives)

@@ -91,7 +91,7 @@ def test_only_the_plan_s_own_size_is_tried_where_micro_batches_may_not_change() 
 
 
 def test_what_a_run_writes_is_the_checkpoints_that_are_there_at_once_and_the_prepared_data() -> None:
-    kept = CheckpointSettings(keep=2, also=(0.5,))
+    kept = CheckpointSettings(keep=2, extra_steps=(0.5,))
     footprint = Footprint(parameters=40.0, buffers=2.0, gradients=40.0, optimizer=80.0)
     assert disk_bytes(kept, footprint, [], 7.0) == {"checkpoints": 5 * 122.0, "prepared data": 7.0}
     outside = replace(footprint, optimizer=0.0)

@@ -37,7 +37,7 @@ def technique(name: str, **settings: Any) -> Technique:
 UPDATE = (
     technique("optimizers.adamw", lr=3e-3),
     technique("schedules.linear", warmup=2, until=STEPS),
-    technique("gradients.clip", largest=0.5),
+    technique("gradients.clip", max_norm=0.5),
 )
 
 
@@ -70,7 +70,11 @@ def our_losses(recipe: Recipe) -> list[float]:
 @pytest.mark.parametrize(
     ("preset", "chosen", "tolerance"),
     [
-        ("llama-nano", (technique("large_batch.gradient_accumulation", parts=2), technique("memory.recompute")), 2e-5),
+        (
+            "llama-nano",
+            (technique("large_batch.gradient_accumulation", micro_batches=2), technique("memory.recompute")),
+            2e-5,
+        ),
         ("gpt-nano", (), 2e-5),
         ("llama-nano", (technique("precision.mixed"),), 5e-3),
     ],
@@ -131,7 +135,7 @@ def test_accelerate_reads_its_configuration(tmp_path: Path, run: PortableRecipe,
 
 
 def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_the_plan_says() -> None:
-    chosen = (technique("large_batch.gradient_accumulation", parts=2), technique("memory.offload_optimizer"))
+    chosen = (technique("large_batch.gradient_accumulation", micro_batches=2), technique("memory.offload_optimizer"))
     made = deepspeed.configuration(elsewhere(*chosen, technique("parallelism.shard"), mesh=Mesh(shard=2)))
     assert made["train_batch_size"] == 2 * made["train_micro_batch_size_per_gpu"] * made["gradient_accumulation_steps"]
     assert made["zero_optimization"]["stage"] == 3 and made["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
@@ -142,13 +146,15 @@ def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_
     assert deepspeed.configuration(lower)["zero_optimization"]["stage"] == 1
     assert "fsdp_reshard_after_forward: false" in accelerate.configuration(lower)
     with pytest.raises(RefusedError, match="no whole number"):
-        deepspeed.configuration(elsewhere(technique("large_batch.gradient_accumulation", parts=3)))
+        deepspeed.configuration(elsewhere(technique("large_batch.gradient_accumulation", micro_batches=3)))
 
 
 FOR_DEEPSPEED = [
     elsewhere(),
     elsewhere(technique("precision.mixed"), technique("memory.recompute")),
-    elsewhere(technique("precision.mixed", format="float16"), technique("large_batch.gradient_accumulation", parts=4)),
+    elsewhere(
+        technique("precision.mixed", format="float16"), technique("large_batch.gradient_accumulation", micro_batches=4)
+    ),
     elsewhere(technique("parallelism.shard"), technique("memory.offload_optimizer"), mesh=Mesh(shard=2)),
     PortableRecipe.of(
         Recipe(data=DataSettings(length=16, batch=8)),

@@ -7,7 +7,7 @@ from mesh_footprint_work import Case, predicted_and_held
 from rank_processes import on_ranks
 
 REPLICATE, SHARD, PIPELINE = (f"parallelism.{name}" for name in ("replicate", "shard", "pipeline"))
-AGAIN, PARTS = {"memory.recompute": {}}, {"large_batch.gradient_accumulation": {"parts": 2}}
+AGAIN, PARTS = {"memory.recompute": {}}, {"large_batch.gradient_accumulation": {"micro_batches": 2}}
 CASES = {
     "replicate, gradients outweigh": Case({"replicate": 2}, {REPLICATE: {}, **AGAIN}, width=160),
     "zero 2, accumulated": Case({"shard": 2}, {SHARD: {"zero": 2}, **PARTS}),

@@ -146,7 +146,7 @@ def test_a_recipe_with_micro_batches_may_get_other_ones() -> None:
     assert labels == [
         "without large_batch.gradient_accumulation",
         "large_batch.gradient_accumulation",
-        "large_batch.gradient_accumulation:parts=8",
+        "large_batch.gradient_accumulation:micro_batches=8",
     ]
     parts = [candidate.parts for candidate in (search.look_at_singles(), *search.combinations())[1:]]
     assert {*parts} == {1, 2, 4, 8}
@@ -156,7 +156,7 @@ def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_fo
     counts: list[int] = []
 
     def noted(run):  # type: ignore[no-untyped-def]
-        counts.extend(t.parts for t in run.techniques if t.name == "large_batch.gradient_accumulation")
+        counts.extend(t.micro_batches for t in run.techniques if t.name == "large_batch.gradient_accumulation")
         return formula(run)
 
     search = searching(2000.0, Numerics.ROUNDING, count=noted)
@@ -171,7 +171,7 @@ def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_fo
 
 def test_where_an_end_is_refused_each_number_of_micro_batches_is_counted() -> None:
     def refusing(run):  # type: ignore[no-untyped-def]
-        if any(getattr(technique, "parts", 1) == 2 for technique in run.techniques):
+        if any(getattr(technique, "micro_batches", 1) == 2 for technique in run.techniques):
             raise RefusedError("large_batch.gradient_accumulation: not in two")
         return formula(run)
 

@@ -75,8 +75,8 @@ def test_a_mesh_brings_the_techniques_that_its_axes_need() -> None:
     [
         ("adapters.lora", Lora()),
         ("adapters.lora:rank=4,alpha=8", Lora(rank=4, alpha=8.0)),
-        ("adapters.lora:stabilised=true,dropout=0.1", Lora(stabilised=True, dropout=0.1)),
-        ("adapters.lora:stabilised=false", Lora(stabilised=False)),
+        ("adapters.lora:rank_stabilized=true,dropout=0.1", Lora(rank_stabilized=True, dropout=0.1)),
+        ("adapters.lora:rank_stabilized=false", Lora(rank_stabilized=False)),
         ("adapters.lora:where=mlp", Lora(where="mlp")),
         ("adapters.lora:where=truely", Lora(where="truely")),
         ('adapters.lora:where="attention|mlp"', Lora(where="attention|mlp")),

@@ -158,7 +158,7 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_right_one(toml: s
         ("seed = true", "seed must be a whole number, not True"),
         ("name = 3", "name must be text, not 3"),
         ("model = 3", "model must be a table, not 3"),
-        ("[model]\nfresh = 1", "model.fresh must be true or false, not 1"),
+        ("[model]\nfresh = 1", "model.reinitialize must be true or false, not 1"),
         ('[model]\nwidth = "big"', "model.width must be a whole number, not 'big'"),
         ("[data]\nheld_out = true", "data.held_out must be a number, not True"),
         ("[techniques.optimizers.adamw]\nbetas = 0.9", "betas must be a list, not 0.9"),

@@ -20,7 +20,7 @@ SETTINGS: Mapping[str, Sequence[Technique]] = {
 ALONG: Mapping[str, tuple[dict[str, int], Sequence[Technique]]] = {
     "shard": ({"shard": 2}, [technique("parallelism.shard")]),
     "tensor": ({"tensor": 2}, [technique("parallelism.tensor")]),
-    "tokens": ({"tensor": 2}, [technique("parallelism.tensor", along_tokens=True)]),
+    "tokens": ({"tensor": 2}, [technique("parallelism.tensor", sequence_parallel=True)]),
 }
 
 

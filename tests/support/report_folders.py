@@ -69,7 +69,7 @@ def explanation() -> dict[str, Any]:
             ["4 micro-batches of 8"],
             recompute,
             recompute,
-            parts=4,
+            micro_batches=4,
         ),
         technique("clipping.norm", "clip", "different", ["49 tensors, one norm"], recompute, recompute, norm=1.0),
         technique(

@@ -218,7 +218,7 @@ def _held_and_sent(way: Way, parts: int) -> Bytes:
         return model
 
     plain = BaseRun(build, PackedTokens(corpus(), 8, 4 * parts, seed=0), NextToken())
-    others = [technique("optimizers.adamw"), technique("large_batch.gradient_accumulation", parts=parts)]
+    others = [technique("optimizers.adamw"), technique("large_batch.gradient_accumulation", micro_batches=parts)]
     with way.placed(), Watch() as watch:
         run = way.run(plain, others, 2)
         state = run.start()

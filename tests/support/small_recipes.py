@@ -14,4 +14,4 @@ def tiny_digits() -> Recipe:
 
 def sharded_digits() -> Recipe:
     recipe = tiny_digits()
-    return replace(recipe, techniques=(*recipe.techniques, ShardedDataParallel(gathered="bfloat16")))
+    return replace(recipe, techniques=(*recipe.techniques, ShardedDataParallel(gather_dtype="bfloat16")))

@@ -122,7 +122,7 @@ def whole(state: TrainState) -> dict[str, np.ndarray]:
 
 LAMB = [
     ("optimizers.lamb", {"slices": True}),
-    ("gradients.clip", {"largest": 0.5}),
+    ("gradients.clip", {"max_norm": 0.5}),
     ("large_batch.gradient_accumulation", {}),
 ]
 GROWING = [("sparsity.rigl", {}), ("growth.stacking", {}), ("memory.recompute", {})]
@@ -141,7 +141,7 @@ def runs_on_four() -> dict[str, Run]:
     def llama() -> nn.Module:
         return model("llama", tied=False, kv_heads=2)
 
-    tokens = (TENSOR, {"along_tokens": True})
+    tokens = (TENSOR, {"sequence_parallel": True})
     found = {}
     with laid(tensor=4):
         found["gpt"] = trained(gpt, [tokens, *LAMB])
@@ -185,7 +185,9 @@ def families_on_two() -> dict[tuple[str, bool], dict[str, np.ndarray]]:
     with laid(tensor=2):
         for style, along_tokens in product(FAMILIES, (False, True)):
             made, inputs = family(style)
-            found[style, along_tokens] = gradients(technique(TENSOR, along_tokens=along_tokens).model(made), *inputs)
+            found[style, along_tokens] = gradients(
+                technique(TENSOR, sequence_parallel=along_tokens).model(made), *inputs
+            )
     return found
 
 
@@ -314,7 +316,7 @@ class Held:
 def held_on_two(along_tokens: bool) -> Held:
     """Bytes on this rank, and what it says to the others."""
     with laid(tensor=2):
-        run = composed(lambda: model("gpt", tied=False), [(TENSOR, {"along_tokens": along_tokens})], 2)
+        run = composed(lambda: model("gpt", tied=False), [(TENSOR, {"sequence_parallel": along_tokens})], 2)
         state = run.start()
         assert state.model is not None and state.optimizer is not None
         slots = [tensor for tensors in state.optimizer.slots.values() for tensor in tensors]

@@ -14,7 +14,7 @@ def digits(**changed: object) -> Recipe:
         "name": "digits",
         "model": ModelSettings(preset="vit-nano", patch=4, width=16, heads=2, depth=1),
         "data": DataSettings(source="digits", batch=64),
-        "objective": ObjectiveSettings("classify"),
+        "objective": ObjectiveSettings("classification"),
         "budget": Budget(steps=STEPS),
         "techniques": (AdamW(lr=3e-3),),
     }

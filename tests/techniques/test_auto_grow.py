@@ -149,7 +149,7 @@ def test_a_model_ends_at_its_full_size_whatever_was_chosen() -> None:
 
 
 def test_measured_times_are_seconds() -> None:
-    run = run_of(AutoGrow(stages=3, until=12, search=2, depths=2, lengths=1, times="measured"), 7)
+    run = run_of(AutoGrow(stages=3, until=12, search=2, depths=2, lengths=1, time_source="measured"), 7)
     state = run.start()
     advance(run, state)
     times = next(entry.decision["times"] for entry in state.log if "times" in entry.decision)

@@ -83,7 +83,7 @@ def first_run(**settings: object) -> tuple[float, float]:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_forward_pass_is_exact_dropout_included(bits: int) -> None:
-    plain, compressed = first_run(bits=bits, smallest=1)
+    plain, compressed = first_run(bits=bits, min_elements=1)
     assert plain == compressed
 
 
@@ -193,7 +193,7 @@ def twelve_blocks() -> BaseRun:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_activations_that_explain_counts_are_the_bytes_that_are_held(bits: int) -> None:
     run = compose(
-        twelve_blocks(), with_optimizer([technique("memory.compress_activations", bits=bits, smallest=512)]), 2
+        twelve_blocks(), with_optimizer([technique("memory.compress_activations", bits=bits, min_elements=512)]), 2
     )
     _, predicted = count(run, run.techniques)
     model = run.build_model()
@@ -236,7 +236,7 @@ def test_memory_is_freed_while_the_forward_pass_goes_on() -> None:
 
 def test_micro_batches_are_rounded_independently_and_evaluation_is_not_counted() -> None:
     """Two micro-batches of the same examples must not share their errors."""
-    settings = CompressActivations(bits=2, smallest=1)
+    settings = CompressActivations(bits=2, min_elements=1)
     plain = plain_run(repeated=True)
     seeds: list[int] = []
 
@@ -261,7 +261,7 @@ def note_seed(keeper: QuantizedStore, seeds: list[int]) -> QuantizedStore:
 
 @pytest.mark.slow
 def test_with_recompute_the_inputs_of_blocks_are_compressed() -> None:
-    compress = technique("memory.compress_activations", smallest=512)
+    compress = technique("memory.compress_activations", min_elements=512)
     both, alone, recompute = (
         count(run, run.techniques)[1].activations
         for run in (
@@ -275,7 +275,7 @@ def test_with_recompute_the_inputs_of_blocks_are_compressed() -> None:
 @pytest.mark.slow
 def test_a_compiled_block_saves_in_codes_too() -> None:
     torch._dynamo.reset()
-    chosen = with_optimizer([technique("memory.compress_activations", smallest=1), technique("compile")])
+    chosen = with_optimizer([technique("memory.compress_activations", min_elements=1), technique("compile")])
     records, _ = run_through(plain_run(repeated=True), chosen, 30)
     assert losses(records)[-1] < losses(records)[0] - 1.0
 
@@ -300,7 +300,7 @@ def test_a_hugging_face_model_learns_in_4_bits() -> None:
             return self.model(input_ids=tokens)
 
     plain = replace(plain_run(repeated=True), build=LikeOurs, objective=NextToken())
-    records, _ = run_through(plain, with_optimizer([technique("memory.compress_activations", smallest=1)]), 30)
+    records, _ = run_through(plain, with_optimizer([technique("memory.compress_activations", min_elements=1)]), 30)
     assert losses(records)[-1] < losses(records)[0] - 1.0
 
 
@@ -308,7 +308,7 @@ def test_a_hugging_face_model_learns_in_4_bits() -> None:
 
 
 def adaptive(**settings: object) -> CompressActivations:
-    return technique("memory.compress_activations", **({"adaptive": True, "every": 3, "smallest": 1} | settings))  # type: ignore[return-value]
+    return technique("memory.compress_activations", **({"adaptive": True, "every": 3, "min_elements": 1} | settings))  # type: ignore[return-value]
 
 
 @pytest.mark.slow

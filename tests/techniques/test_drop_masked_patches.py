@@ -93,7 +93,7 @@ def test_the_trained_model_is_the_plain_architecture() -> None:
 def test_it_says_why_it_has_no_place_on_other_models() -> None:
     with pytest.raises(RefusedError, match="VisionTransformer is no masked autoencoder") as refused:
         DropMaskedPatches().model(tiny_vit())
-    assert "objective.name = reconstruct" in refused.value.fix
+    assert "objective.name = masked_reconstruction" in refused.value.fix
     with pytest.raises(UsageError, match="both decide the encoder input"):
         composed("data_selection.drop_masked_patches", "data_selection.drop_masked_tokens")
 

@@ -171,7 +171,7 @@ def test_other_patches_are_dropped_in_the_next_epoch_and_with_another_seed():
 
 def test_micro_batches_see_what_the_whole_batch_sees():
     drop = technique("data_selection.drop_patches", until=1.0)
-    parts = technique("large_batch.gradient_accumulation", parts=3)
+    parts = technique("large_batch.gradient_accumulation", micro_batches=3)
     whole, split = (
         losses(advance(run, run.start()))
         for run in (compose(image_run(batch=6), with_optimizer([drop, *more]), STEPS) for more in ([], [parts]))

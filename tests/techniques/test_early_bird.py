@@ -135,8 +135,8 @@ def test_the_ticket_is_drawn_when_all_masks_of_the_queue_are_near_the_newest() -
 
 def test_it_is_drawn_at_the_latest_moment_whatever_the_masks_do() -> None:
     for draw, distance in (("coefficients", 0.0), ("late", 1.0), ("random", 0.0)):
-        _, state = run_through(plain_run(), [technique("sparsity.early_bird", latest=3, distance=distance, draw=draw),
-                                             technique("optimizers.adamw")], 5)  # fmt: skip
+        early_bird = technique("sparsity.early_bird", latest=3, distance=distance, criterion=draw)
+        _, state = run_through(plain_run(), [early_bird, technique("optimizers.adamw")], 5)
         assert [(entry.step, entry.decision["phase"]) for entry in state.log] == [(0, "search"), (3, "train")]
         assert "latest" in state.log[-1].reason
 
@@ -228,7 +228,7 @@ def test_the_decision_is_replayed_from_the_log_and_not_made_again(monkeypatch: p
 def test_a_random_ticket_keeps_as_many_of_each_block_elsewhere() -> None:
     kept = {}
     for draw, seed in (("coefficients", 0), ("random", 0), ("random", 1), ("random", 1)):
-        run = run_of(4, draw=draw, seed=seed)
+        run = run_of(4, criterion=draw, seed=seed)
         state = run.start()
         advance(run, state, 3)
         kept.setdefault((draw, seed), []).append((kept_in(state), state.log[-1].decision["kept"]))

@@ -62,7 +62,7 @@ def test_layers_inside_blocks_are_treated_but_not_those_at_the_ends() -> None:
     text = " ".join(notes)
     assert "8 of 17 modules" in text and "skipped head: it is in no block" in text
     assert "blocks.0 is kept as the first block" in text and "blocks.3 is kept as the last block" in text
-    assert len(treated(Float8(keep_ends=False).model(tiny_model(depth=4)))) == 16
+    assert len(treated(Float8(skip_end_blocks=False).model(tiny_model(depth=4)))) == 16
     assert len(treated(Float8().model(tiny_model(depth=2)))) == 8  # nothing would be left between its ends
     assert treated(Float8(where="up").model(tiny_model(depth=3))) == ["blocks.1.mlp.up"]
 
@@ -141,7 +141,7 @@ def test_conv1d_of_transformers_is_treated_too() -> None:
 def test_scales_move_once_a_step_by_what_all_micro_batches_have_seen() -> None:
     for parts in (1, 4):
         chosen = [Float8(history=3)] + (
-            [technique("large_batch.gradient_accumulation", parts=parts)] if parts > 1 else []
+            [technique("large_batch.gradient_accumulation", micro_batches=parts)] if parts > 1 else []
         )
         run, state, model = started(*chosen)
         inputs: list[Tensor] = []
@@ -283,7 +283,7 @@ def test_two_ranks_keep_the_same_scales(strategy: str) -> None:
 
 
 def test_what_is_kept_for_the_backward_pass_is_counted() -> None:
-    explained = explain(compose(plain_run(), with_optimizer([Float8(keep_ends=False)]), 2))
+    explained = explain(compose(plain_run(), with_optimizer([Float8(skip_end_blocks=False)]), 2))
     rows, width, inner, depth = 4 * 16, 32, 64, 4
     # in each block the outputs of two norms and what goes into the last layer shrink from 4 bytes a number to 1;
     # attention keeps its own result anyway, so that the codes of that come on top
@@ -305,5 +305,5 @@ def test_a_run_ends_within_the_noise_of_bfloat16() -> None:
     wanted = [final_loss(seed, mixed) for seed in seeds]
     noise = max(max(wanted) - min(wanted), 0.05)
     for settings in ({}, {"scaling": "current", "granularity": "row"}):
-        found = [final_loss(seed, mixed, Float8(keep_ends=False, **settings)) for seed in seeds]
+        found = [final_loss(seed, mixed, Float8(skip_end_blocks=False, **settings)) for seed in seeds]
         assert abs(fmean(found) - fmean(wanted)) < noise, settings

@@ -12,14 +12,14 @@ from rank_processes import on_ranks
 
 from thrifty.core.errors import UsageError
 
-PIPELINE = {"parallelism.pipeline": {"costs": "counted"}}
-DROPPED = {"growth.layer_drop": {"settle": 1}}
+PIPELINE = {"parallelism.pipeline": {"cost_source": "counted"}}
+DROPPED = {"growth.layer_drop": {"time_constant": 1}}
 GROWING = {
     "dropped blocks": Case(PIPELINE | DROPPED),
     "compound": Case(PIPELINE | {"growth.compound": {"at": (2,), "moments": "mean"}}),
     "compound, pooled": Case(PIPELINE | {"growth.compound": {"at": (2,), "shorten": "pool"}}),
 }
-SEVERAL = {"parallelism.pipeline": {"costs": "counted", "schedule": "zbv"}} | DROPPED
+SEVERAL = {"parallelism.pipeline": {"cost_source": "counted", "schedule": "zbv"}} | DROPPED
 
 
 @cache

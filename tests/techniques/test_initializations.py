@@ -257,7 +257,7 @@ def test_at_first_only_the_alphas_and_the_ends_learn() -> None:
 
 @torch.no_grad()
 def test_skip_init_multiplies_the_end_of_each_branch() -> None:
-    model = SkipInit(start=0.5, multiplier=1.0).model(tiny_model(depth=3, style="gpt"))
+    model = SkipInit(initial_value=0.5, multiplier=1.0).model(tiny_model(depth=3, style="gpt"))
     model.blocks[1].mlp.down.gain.fill_(-1.5)
     x = embedded_by_hand(model)
     for index, block in enumerate(model.blocks):
@@ -268,9 +268,9 @@ def test_skip_init_multiplies_the_end_of_each_branch() -> None:
 
 def test_skip_init_starts_at_zero_or_at_most_at_the_root_of_the_depth() -> None:
     assert largest_start(16) == 0.25
-    SkipInit(start=0.5).model(gpt(4))
+    SkipInit(initial_value=0.5).model(gpt(4))
     with pytest.raises(RefusedError, match=r"a start of 0\.6 is more than 1 / sqrt\(4 blocks\)") as refused:
-        SkipInit(start=0.6).model(gpt(4))
+        SkipInit(initial_value=0.6).model(gpt(4))
     assert refused.value.fix == "start at 0.5 or less"
 
 
@@ -280,7 +280,7 @@ def test_skip_init_starts_at_zero_or_at_most_at_the_root_of_the_depth() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_folded_gains_compute_the_same_on_every_model(kind: str) -> None:
-    model = LayerScale(start=0.5).model(KINDS[kind].model())
+    model = LayerScale(initial_value=0.5).model(KINDS[kind].model())
     for name, parameter in model.named_parameters():
         if name.endswith("gain"):
             parameter.mul_(torch.linspace(-1, 2, parameter.numel()))
@@ -307,7 +307,9 @@ def test_gains_that_a_norm_behind_them_would_undo_are_refused(kind: str, more: d
     tokens = torch.arange(12)[None]
     if kind == "Llama":
         before = model(input_ids=tokens).logits
-        assert not torch.allclose(LayerScale(start=0.1).model(model)(input_ids=tokens).logits, before, atol=1e-3)
+        assert not torch.allclose(
+            LayerScale(initial_value=0.1).model(model)(input_ids=tokens).logits, before, atol=1e-3
+        )
         return
     with pytest.raises(RefusedError, match=r"has a norm behind model\.layers\.0\.self_attn\.o_proj: it would undo"):
         LayerScale().model(model)

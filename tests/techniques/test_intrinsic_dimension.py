@@ -49,7 +49,7 @@ def test_the_gradient_of_z_is_the_projected_gradient_of_the_weights() -> None:
     (losses * batch.weight).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in reference.parameters()])
     for parts in (1, 2):  # found once for all micro-batches
-        chosen = [technique("large_batch.gradient_accumulation", parts=parts)] if parts > 1 else []
+        chosen = [technique("large_batch.gradient_accumulation", micro_batches=parts)] if parts > 1 else []
         run = compose(plain, with_optimizer([IntrinsicDimension(dimension=50), *chosen]), 4)
         state = run.start()
         assert state.model is not None

@@ -19,7 +19,7 @@ from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.growth.layer_drop import LayerDrop, is_kept, keep_probability, theta_at
 
-DROPPING = LayerDrop(settle=1, theta=0.5)
+DROPPING = LayerDrop(time_constant=1, theta=0.5)
 
 
 def kept_blocks(seed: int, step: int, blocks: int, theta: float = 0.5) -> list[bool]:

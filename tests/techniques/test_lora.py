@@ -109,7 +109,9 @@ def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
 @pytest.mark.parametrize("stabilised", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt2-untied", "t5-1.1"])
 def test_outputs_and_gradients_are_pefts(family: str, stabilised: bool) -> None:
-    ours = randomized(adapted_model(family, alpha=6.0, stabilised=stabilised, where="", slices="", rank=2).double())
+    ours = randomized(
+        adapted_model(family, alpha=6.0, rank_stabilized=stabilised, where="", slices="", rank=2).double()
+    )
     layers = adapted_layers(ours)
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=list(layers), use_rslora=stabilised)
     theirs = peft.get_peft_model(frozen(family).double(), config)

@@ -167,7 +167,8 @@ def test_gradients_are_those_of_a_model_of_masked_weights(transposable: bool) ->
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("", {}), ("large_batch.gradient_accumulation", {"parts": 4}), ("precision.mixed", {"format": "float16"}),
+        ("", {}), ("large_batch.gradient_accumulation", {"micro_batches": 4}),
+        ("precision.mixed", {"format": "float16"}),
         ("memory.recompute", {}), ("memory.share_parameters", {"groups": 2}),
     ],
 )  # fmt: skip

@@ -23,10 +23,10 @@ from thrifty.techniques.memory.optimal_recompute import OptimalRecompute, Schedu
 
 SETTINGS: list[dict[str, Any]] = [
     {"bytes": 0.1}, {"bytes": 0.4}, {"bytes": 0.7}, {"bytes": 1.0}, {"bytes": 200_000},
-    {"bytes": 0.4, "costs": "measured"},
+    {"bytes": 0.4, "cost_source": "measured"},
 ]  # fmt: skip
 BESIDE = {
-    "accumulate": {"large_batch.gradient_accumulation": {"parts": 2}},
+    "accumulate": {"large_batch.gradient_accumulation": {"micro_batches": 2}},
     "mixed precision": {"precision.mixed": {}},
     "aot_eager": {"compile": {"backend": "aot_eager"}},
     "inductor": {"compile": {"backend": "inductor"}},
@@ -213,7 +213,7 @@ def test_a_run_goes_on_the_same_with_another_budget() -> None:
     advance(run, state, 2)
     saved = snapshot(state)
     advance(run, state)
-    other = compose(plain, with_optimizer([OptimalRecompute(bytes=0.7, costs="measured")]), 4)
+    other = compose(plain, with_optimizer([OptimalRecompute(bytes=0.7, cost_source="measured")]), 4)
     resumed = restored(other, saved)
     advance(other, resumed)
     assert_same(snapshot(resumed), snapshot(state))

@@ -26,14 +26,14 @@ NAME = "parallelism.pipeline"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 LAMB = {
     "optimizers.lamb": {"lr": 1e-2},
-    "gradients.clip": {"largest": 0.5},
-    "large_batch.gradient_accumulation": {"parts": 2},
+    "gradients.clip": {"max_norm": 0.5},
+    "large_batch.gradient_accumulation": {"micro_batches": 2},
 }
 
 
 def piped(others: Mapping[str, Mapping[str, Any]] = LAMB, **settings: Any) -> dict[str, Mapping[str, Any]]:
     """The pipeline, with costs that are the same on every machine, beside other techniques."""
-    return {NAME: {"costs": "counted"} | settings, **others}
+    return {NAME: {"cost_source": "counted"} | settings, **others}
 
 
 EXACT = {
@@ -78,7 +78,7 @@ DIVIDED = {
 SPLIT = {
     "tied": Case(piped(LAMB | {"parallelism.tensor": {}}), {"batch": 8, "style": "gpt"}, 20),
     "free, zbv": Case(piped(LAMB | {"parallelism.tensor": {}}, schedule="zbv"), {"batch": 8, "tied": False}, 20),
-    "along tokens": Case(piped(LAMB | {"parallelism.tensor": {"along_tokens": True}}), {"batch": 8}, 20),
+    "along tokens": Case(piped(LAMB | {"parallelism.tensor": {"sequence_parallel": True}}), {"batch": 8}, 20),
 }
 ALL_AT_ONCE = {
     "replicate": Case(piped(LAMB | {"parallelism.tensor": {}, "parallelism.replicate": {}}), {"batch": 8}, 20),

@@ -106,7 +106,7 @@ def seen(plain: BaseRun, technique: PrunedExamples, steps: int) -> list[Batch]:
 def test_a_run_sees_the_kept_examples_only_and_is_judged_on_all(tmp_path: Path) -> None:
     plain = image_run(batch=50)
     scores = scored(plain)
-    technique = PrunedExamples(**written(scores, tmp_path / "scores"), keep=0.25, offset=0.1, floor=0)
+    technique = PrunedExamples(**written(scores, tmp_path / "scores"), keep=0.25, drop_hardest=0.1, min_class_share=0)
     kept = np.arange(1300 - 130 - 325, 1300 - 130)
     contents = plain.source.contents  # type: ignore[attr-defined]
     wanted = {image.numpy().tobytes() for image in contents.fields(kept)["inputs"]}
@@ -166,7 +166,7 @@ def test_a_file_without_its_hash_or_with_another_is_refused(tmp_path: Path) -> N
         ({**named, "sha256": "a" * 64}, IntegrityError, "is not the file of scores that the recipe means"),
         ({**named, "scores": str(tmp_path / "none")}, UsageError, "there is no scores file"),
         ({}, UsageError, "no file says how hard"),
-        ({"order": "random", "offset": 0.1}, UsageError, "no file says which are the hardest"),
+        ({"order": "random", "drop_hardest": 0.1}, UsageError, "no file says which are the hardest"),
     ):
         run = compose(image_run(), with_optimizer([PrunedExamples(**settings)]), 3)
         with pytest.raises(kind, match=told) as error:

@@ -24,7 +24,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"every": 1}, {"every": 2}, {"schedule": "sqrt"}, {"schedule": "selective"}, {"schedule": "selective", "every": 2},
 ]  # fmt: skip
 BESIDE = {
-    "accumulate": {"large_batch.gradient_accumulation": {"parts": 2}},
+    "accumulate": {"large_batch.gradient_accumulation": {"micro_batches": 2}},
     "mixed precision": {"precision.mixed": {}},
     "aot_eager": {"compile": {"backend": "aot_eager"}},
     "inductor": {"compile": {"backend": "inductor"}},

@@ -68,7 +68,7 @@ def test_up_to_its_moment_a_filter_changes_nothing(name: str) -> None:
 
 def test_a_window_hides_what_is_further_back_in_a_decoder_and_an_image() -> None:
     for model, given, causal in ((plain_run().build(), text(), True), (tiny_vit(), PIXELS, False)):
-        model = technique("attention.window", window=3, first=1, block=4).model(model)
+        model = technique("attention.window", window=3, global_tokens=1, block=4).model(model)
         for q, k, v, output in watched(model, given).values():
             keep = window_mask(q.shape[2], 3, 1, causal)
             torch.testing.assert_close(output, kept_attention_reference(q, k, v, keep))

@@ -38,7 +38,7 @@ ZERO: dict[int, Way] = {zero: Way(technique("parallelism.shard", zero=zero)) for
 
 
 def low(zero: int) -> Way:
-    return Way(technique("parallelism.shard", zero=zero, gathered="bfloat16"))
+    return Way(technique("parallelism.shard", zero=zero, gather_dtype="bfloat16"))
 
 
 FLAT = {"replicate": REPLICATE, **{f"zero {zero}": way for zero, way in ZERO.items()}}
@@ -154,7 +154,7 @@ def test_parameters_gathered_in_bfloat16_are_computed_with_and_stay_float32(two:
 
 def test_one_technique_decides_the_precision() -> None:
     chosen = [technique(name) for name in ("precision.mixed", "optimizers.adamw")]
-    shard = technique("parallelism.shard", gathered="bfloat16")
+    shard = technique("parallelism.shard", gather_dtype="bfloat16")
     with pytest.raises(UsageError, match="both decide the precision"):
         compose(plain_run(), [shard, *chosen], 1)
 

@@ -35,7 +35,7 @@ def test_gains_start_where_the_paper_says(depth: int, gain: float) -> None:
 
 
 def test_gains_multiply_each_residual_branch() -> None:
-    model = LayerScale(start=0.0625).model(tiny_model(depth=3, style="gpt"))
+    model = LayerScale(initial_value=0.0625).model(tiny_model(depth=3, style="gpt"))
     plain = tiny_model(depth=3, style="gpt")
     with torch.no_grad():
         for block in plain.blocks:

@@ -177,7 +177,7 @@ def test_each_example_is_pruned_by_itself() -> None:
 @pytest.mark.parametrize("schedule", ["every", "sqrt", "selective"])
 def test_blocks_that_run_again_prune_what_they_pruned(schedule: Any) -> None:
     """With accumulation, whose micro-batches must not be handed each other's."""
-    chosen = with_optimizer([technique(NAME), GradientAccumulation(parts=2)])
+    chosen = with_optimizer([technique(NAME), GradientAccumulation(micro_batches=2)])
     straight, expected = run_through(plain_run(), chosen, 4)
     again, state = run_through(plain_run(), [*chosen, Recompute(schedule=schedule)], 4)
     assert losses(again) == losses(straight)
@@ -186,7 +186,7 @@ def test_blocks_that_run_again_prune_what_they_pruned(schedule: Any) -> None:
 
 def test_micro_batches_prune_as_the_whole_batch_does() -> None:
     together, _ = run_through(plain_run(), with_optimizer([technique(NAME)]), 4)
-    apart, _ = run_through(plain_run(), with_optimizer([technique(NAME), GradientAccumulation(parts=4)]), 4)
+    apart, _ = run_through(plain_run(), with_optimizer([technique(NAME), GradientAccumulation(micro_batches=4)]), 4)
     assert losses(apart) == pytest.approx(losses(together), rel=1e-5)
 
 

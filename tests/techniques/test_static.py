@@ -13,7 +13,7 @@ from thrifty.optim.weight_masks import masks_in
 @pytest.mark.parametrize("by", ["random", "magnitude"])
 @pytest.mark.parametrize("distribution", ["erk", "uniform", "global"])
 def test_the_mask_is_of_the_promised_density_and_never_changes(by: str, distribution: str) -> None:
-    sparse = technique("sparsity.static", density=0.2, by=by, distribution=distribution)
+    sparse = technique("sparsity.static", density=0.2, criterion=by, distribution=distribution)
     run = compose(plain_run(), with_optimizer([sparse]), 2)
     first = {name: parameter.detach().clone() for name, parameter in plain_run().build().named_parameters()}
     state = run.start()
@@ -42,7 +42,7 @@ def test_in_a_fork_the_weights_taken_over_decide_which_are_large() -> None:
     dense = compose(plain_run(depth=1), with_optimizer([]), 4)
     trained = dense.start()
     advance(dense, trained)
-    sparse = technique("sparsity.static", density=0.2, by="magnitude", distribution="uniform")
+    sparse = technique("sparsity.static", density=0.2, criterion="magnitude", distribution="uniform")
     run = compose(plain_run(depth=1), with_optimizer([sparse]), 4)
     state = run.start()
     assert state.model is not None and trained.model is not None

@@ -54,7 +54,7 @@ def test_blocks_that_are_gone_through_again_and_again_count_each_time() -> None:
     scaled = LayerScale().model(albert(24)).named_parameters()
     assert {round(float(p.detach().mean()), 9) for name, p in scaled if name.endswith("gain")} == {1e-5}
     with pytest.raises(RefusedError, match="more than 1 / sqrt\\(16 blocks\\)"):
-        SkipInit(start=0.5).model(albert(16))
+        SkipInit(initial_value=0.5).model(albert(16))
     with collect_notes() as notes:
         Fixup().model(albert(16))
     assert "L is 32" in notes

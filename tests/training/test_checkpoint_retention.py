@@ -20,4 +20,4 @@ def test_those_of_certain_steps_stay_beside_the_newest(tmp_path: Path) -> None:
 
 def test_a_recipe_names_them_as_moments_of_the_run() -> None:
     assert CheckpointSettings().also == ()
-    assert replace(CheckpointSettings(), also=(0.5, 3)).also == (0.5, 3)
+    assert replace(CheckpointSettings(), extra_steps=(0.5, 3)).extra_steps == (0.5, 3)

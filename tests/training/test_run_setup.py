@@ -28,7 +28,7 @@ def recipe_of(kind: str, folder: Path) -> Recipe:
         return digits()
     if kind == "chats":
         chats = replace(small, source=str(write_rows(folder / "sums.jsonl", sums(80))), vocabulary=320)
-        return replace(plain, data=chats, objective=ObjectiveSettings("answer"))
+        return replace(plain, data=chats, objective=ObjectiveSettings("chat_answers"))
     if kind == "text_pairs":
         rows = [{"source": f"number {n}", "target": f"{n} is it"} for n in range(80)]
         pairs = replace(small, source=str(write_rows(folder / "pairs.jsonl", rows)))

@@ -61,8 +61,8 @@ def build_recipe(
         layers.override("--data", {"data": {"source": _whole_path(data)}})
     if model is not None:
         if Path(model).is_dir():  # it has its own sizes: those of the recipe's model go with that
-            fresh = layers.values().get("model.fresh", False)
-            layers.replace("--model", "model", {"folder": _whole_path(model), "fresh": fresh})
+            reinitialize = layers.values().get("model.reinitialize", False)
+            layers.replace("--model", "model", {"folder": _whole_path(model), "reinitialize": reinitialize})
         else:
             layers.override("--model", {"model": {"preset": model, "folder": ""}})
     if budget is not None:

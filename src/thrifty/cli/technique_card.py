@@ -20,7 +20,7 @@ def card_of(name: str) -> dict[str, Any]:
     kind = techniques.find(name)
     hints = hints_of(kind)
     return {
-        "name": name,
+        "name": kind.name,
         "stage": kind.stage.label,
         "numerics": kind.numerics.value,
         "claims": sorted(kind.claims),

@@ -220,7 +220,7 @@ class _Race:
             seed=variant.recipe.seed + seed,
             budget=Budget(steps=steps),
             evaluation=EvaluationSettings(every=max(1, steps // evaluations), examples=examples),
-            checkpoints=replace(variant.recipe.checkpoints, keep=1, also=()),
+            checkpoints=replace(variant.recipe.checkpoints, keep=1, extra_steps=()),
         )
 
     def run(self, worker: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:

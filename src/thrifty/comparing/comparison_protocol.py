@@ -21,6 +21,7 @@ from typing import Annotated
 from thrifty.comparing.equal_budgets import EQUAL, PILOT, Equal
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.old_names import comparison_today
 from thrifty.core.plain_values import differences
 from thrifty.core.setting_bounds import Positive, SettingBound, check_bounds
 from thrifty.recipes.recipe_toml import recipe_to_data
@@ -68,7 +69,7 @@ def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonPr
     is_there = (path / FILE).is_file()
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
         if is_there:
-            before = folder.read_json("comparison")
+            before = comparison_today(folder.read_json("comparison"))
             other = differences(before["definition"], meant)
             other += differences(*({name: facts[name] for name in MACHINE} for facts in (before["environment"], here)))
             if other:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union
 
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.old_names import renamed
 from thrifty.core.setting_bounds import hints_of
 
 T = TypeVar("T")
@@ -25,7 +26,8 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None
     names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     for key in data:
         if key not in names:
-            raise UsageError(f"unknown key {_join(path, key)!r}", fix=did_you_mean(key, names))
+            here = _join(path, key)
+            raise UsageError(f"unknown key {here!r}", fix=renamed(here) or did_you_mean(key, names))
     try:
         values = {
             key: convert(hints[key], value, _join(path, key), getattr(base, key, None)) for key, value in data.items()

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.old_names import recipe_today
 from thrifty.core.tensor_tracing import untraced
 
 KEY = "thrifty-scores"
@@ -144,7 +145,7 @@ def _facts(told: dict[str, Any]) -> ScoreProvenance:
     if told.pop("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}, which this version reads")
     lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
-    return ScoreProvenance(**(told | lists))
+    return ScoreProvenance(**(told | lists | {"recipe": recipe_today(told.get("recipe", {}))}))
 
 
 def _check(tensors: Mapping[str, Tensor]) -> None:

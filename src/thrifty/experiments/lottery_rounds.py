@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.old_names import recipe_today
 from thrifty.core.plain_values import differences, to_data
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.run_relative_settings import StepOrFraction, in_steps
@@ -146,6 +147,7 @@ def _claimed(path: Path, recipe: Recipe, lottery: LotterySettings) -> Iterator[R
         )
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
         before = folder.read_json("lottery") if is_there else {}
+        before = before and {**before, "recipe": recipe_today(before["recipe"])}
         if other := differences(_binding(before), _binding(meant)) if before else []:
             raise UsageError(
                 f"{path} is another lottery: " + "; ".join(other), fix="undo the change, or give another --name"
@@ -231,7 +233,7 @@ class _Rounds:
         self.say(f"round {number} of {self.lottery.rounds}: {name}")
         options = {"model": self.model, "origins": self.origins, "quiet": self.quiet}
         if number == 0:
-            kept = replace(recipe.checkpoints, also=(*recipe.checkpoints.also, self.lottery.rewind))
+            kept = replace(recipe.checkpoints, extra_steps=(*recipe.checkpoints.extra_steps, self.lottery.rewind))
             recipe = replace(recipe, name=name, checkpoints=kept, techniques=(*recipe.techniques, MaskFromFile()))
         else:
             file = self.ticket(number)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from thrifty.comparing.comparison_protocol import FILE, SCHEMA
 from thrifty.comparing.variants import BASELINE
+from thrifty.core.old_names import comparison_today
 from thrifty.experiments import studies
 
 if TYPE_CHECKING:  # scipy takes a second to import
@@ -70,7 +71,7 @@ def evidence(folders: Path | Sequence[Path] = FOLDERS) -> list[PastComparison]:
     found = []
     for data, file in _comparisons([folders] if isinstance(folders, Path) else folders):
         with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
-            found += _of_comparison(data, file)
+            found += _of_comparison(comparison_today(data), file)
     return found
 
 

@@ -85,7 +85,7 @@ class ContrastiveModel(nn.Module):
     it comes back.
     """
 
-    task: Literal["contrast"] = "contrast"
+    task: Literal["contrastive"] = "contrastive"
     starts: ClassVar = {"logit_scale": FIRST_SCALE}
 
     def __init__(self, image: ImageTower, text: TextTower, law: Law = normal_init):

@@ -51,6 +51,6 @@ def write_config(shape: ModelConfig) -> dict[str, Any]:
     """Raises Refused for a shape that the family's format has no word for."""
     family = FAMILIES[shape.style]
     shared = {"architectures": [family.architecture], "model_type": family.model_type}
-    if family.task not in ("classify", "contrast", "reconstruct"):
+    if family.task not in ("classification", "contrastive", "masked_reconstruction"):
         shared |= {"vocab_size": shape.vocabulary, "tie_word_embeddings": shape.tied, "use_cache": True}
     return shared | family.config(shape)

@@ -63,7 +63,9 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when opened",
             fix="convert the weights to safetensors where you trust their origin, then give that folder",
         )
-    raise UsageError(f"{folder} has no model.safetensors", fix="give a folder with weights, or set model.fresh = true")
+    raise UsageError(
+        f"{folder} has no model.safetensors", fix="give a folder with weights, or set model.reinitialize = true"
+    )
 
 
 def _shards(index: Path) -> list[Path]:

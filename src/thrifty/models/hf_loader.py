@@ -78,7 +78,7 @@ def _with_weights(kind: Any, folder: Path, config: Any) -> nn.Module:
         names = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
         raise RefusedError(
             f"{folder} lacks the values of {len(names)} parameters of its architecture: {names[:3]}",
-            fix="fetch the whole folder again, or set model.fresh = true to start from random values",
+            fix="fetch the whole folder again, or set model.reinitialize = true to start from random values",
         )
     return lm
 

@@ -56,7 +56,7 @@ class MaskedAutoencoder(nn.Module):
     those alone, or with `blanks` all patches, the unknown ones with zeros for pixels.
     """
 
-    task: Literal["reconstruct"] = "reconstruct"
+    task: Literal["masked_reconstruction"] = "masked_reconstruction"
 
     def __init__(
         self,

@@ -24,11 +24,11 @@ _SEES = {
     "next_token": "no token sees later ones",
     "masked_token": "a token can see later ones",
     "sequence_to_sequence": "it reads a source and writes a target",
-    "classify": "it reads images",
-    "contrast": "it compares images with captions",
-    "reconstruct": "it gives back the pixels of images",
+    "classification": "it reads images",
+    "contrastive": "it compares images with captions",
+    "masked_reconstruction": "it gives back the pixels of images",
 }
-_KIND_FOR = {"answer": "next_token", "mass": "sequence_to_sequence"}
+_KIND_FOR = {"chat_answers": "next_token", "mass": "sequence_to_sequence"}
 """Objectives that need the same kind of model as another one."""
 
 
@@ -37,14 +37,14 @@ def build_model(
     vocabulary: int,
     length: int,
     seed: int,
-    task: Task | Literal["answer", "mass"] = "next_token",
+    task: Task | Literal["chat_answers", "mass"] = "next_token",
 ) -> nn.Module:
     """The plain model of a run on text, see `build_model_for`."""
     return build_model_for(TextModelSpec(vocabulary, length), settings, seed, task)
 
 
 def build_model_for(
-    ends: ModelSpec, settings: ModelSettings, seed: int, task: Task | Literal["answer", "mass"] = "next_token"
+    ends: ModelSpec, settings: ModelSettings, seed: int, task: Task | Literal["chat_answers", "mass"] = "next_token"
 ) -> nn.Module:
     """The plain model of a run with its first values, the same at every call.
 
@@ -57,7 +57,7 @@ def build_model_for(
     shape = shape_for(ends, settings)
     if shape is not None:
         _refuse_another_kind(settings, shape, task)
-    if shape is None or (settings.folder and not settings.fresh):
+    if shape is None or (settings.folder and not settings.reinitialize):
         # values from files are real even where everything else is being counted on fake tensors
         with unset_fake_temporarily():
             if shape is None:
@@ -100,8 +100,8 @@ def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task
     vocabulary, length = ends.vocabulary, ends.length
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = load_model(Path(settings.folder), task, settings.fresh, vocabulary, length)
-    if not settings.fresh:
+        model = load_model(Path(settings.folder), task, settings.reinitialize, vocabulary, length)
+    if not settings.reinitialize:
         limit = getattr(model.lm.config, "max_position_embeddings", None) or length
         check_fit(settings.folder, model.vocabulary, limit, vocabulary, length)
     return model

@@ -32,14 +32,14 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
         return shape_of(settings, vocabulary, length, images)
     _refuse_sizes_of_a_trained_model(settings, but="pool")
     try:
-        shape = folder_shape(Path(settings.folder), settings.fresh)
+        shape = folder_shape(Path(settings.folder), settings.reinitialize)
     except RefusedError:  # a variant our model does not compute, which transformers may
         return None
     if shape.style == "mae" and images is not None and images.labels:
         shape = encoder_shape(shape, settings.pool or "class", len(images.labels))
     else:
         _refuse_sizes_of_a_trained_model(settings)
-    if settings.fresh:
+    if settings.reinitialize:
         return replace(resized(shape, settings, images), vocabulary=vocabulary, length=length)
     if shape.style in ("vit", "mae"):
         return shape if images is None else _seeing(settings.folder, shape, images)
@@ -65,7 +65,7 @@ def _own_shape(settings: ModelSettings) -> ModelConfig:
         side = max(shape.image // settings.patch, 1) * settings.patch
         return replace(shape, patch=settings.patch, image=side)
     shape = folder_shape(Path(settings.folder), fresh=True)
-    return resized(shape, replace(settings, pool=None)) if settings.fresh else shape
+    return resized(shape, replace(settings, pool=None)) if settings.reinitialize else shape
 
 
 def stated_sizes(settings: ModelSettings) -> list[str]:
@@ -79,10 +79,10 @@ def stated_sizes(settings: ModelSettings) -> list[str]:
 
 def _refuse_sizes_of_a_trained_model(settings: ModelSettings, but: str = "") -> None:
     given = [name for name in stated_sizes(settings) if name != but]
-    if given and not settings.fresh:
+    if given and not settings.reinitialize:
         raise UsageError(
             f"model.{given[0]} is given, and the weights in {settings.folder} have their own",
-            fix=f"leave model.{given[0]} out, or set model.fresh = true to start from random weights",
+            fix=f"leave model.{given[0]} out, or set model.reinitialize = true to start from random weights",
         )
 
 
@@ -91,7 +91,7 @@ def _seeing(folder: str, shape: ModelConfig, images: ImageModelSpec) -> ModelCon
     if shape.channels != images.channels:
         raise UsageError(
             f"the images have {images.channels} channels and the model in {folder} takes {shape.channels}",
-            fix="set model.fresh = true to start from random weights, or choose another model",
+            fix="set model.reinitialize = true to start from random weights, or choose another model",
         )
     labels = shape.vocabulary if shape.style == "clip" else len(images.labels) or shape.vocabulary
     return replace(shape, vocabulary=labels, image=images.side)

@@ -22,7 +22,9 @@ from thrifty.models.init_laws import Law, gpt2_normal, normal_init, xavier_unifo
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.vision_transformer import VisionTransformer
 
-Task = Literal["next_token", "masked_token", "sequence_to_sequence", "classify", "contrast", "reconstruct"]
+Task = Literal[
+    "next_token", "masked_token", "sequence_to_sequence", "classification", "contrastive", "masked_reconstruction"
+]
 """What a model can learn, by what its tokens can see and what they are."""
 
 

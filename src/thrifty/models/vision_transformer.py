@@ -102,7 +102,7 @@ class VisionTransformer(nn.Module):
     maps to logits (b, v), and `logits` does all three. Of an image only the `visible` patches (b, n) are looked at,
     where they are given."""
 
-    task: Literal["classify"] = "classify"
+    task: Literal["classification"] = "classification"
 
     def __init__(
         self,

@@ -140,7 +140,7 @@ def export_folder(
     tensors = _written_tensors(model, table, dtype)
     config = write_config(shape)
     task = FAMILIES[shape.style].task
-    if task not in ("classify", "reconstruct"):
+    if task not in ("classification", "masked_reconstruction"):
         config = FAMILIES[shape.style].with_special(config, special_ids(tokenizer_json, task))
     if images is not None and images.labels:
         config |= label_names(images)

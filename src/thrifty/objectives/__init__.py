@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, fields
 
+from thrifty.core import old_names
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import ObjectiveSettings
@@ -19,10 +20,10 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "masked_token": MaskedToken,
     "sequence_to_sequence": SequenceToSequence,
     "mass": Mass,
-    "answer": ChatAnswers,
-    "classify": Classification,
-    "contrast": Contrastive,
-    "reconstruct": MaskedReconstruction,
+    "chat_answers": ChatAnswers,
+    "classification": Classification,
+    "contrastive": Contrastive,
+    "masked_reconstruction": MaskedReconstruction,
 }
 
 
@@ -32,7 +33,8 @@ def find_objective(name: str, **settings: float | str) -> Objective:
     Raises UsageError for a name or a setting that is not there, and for a value out of bounds.
     """
     if name not in OBJECTIVES:
-        raise UsageError(f"there is no objective {name!r}", fix=did_you_mean(name, OBJECTIVES))
+        likely = did_you_mean(old_names.OBJECTIVES.get(name, name), OBJECTIVES)
+        raise UsageError(f"there is no objective {name!r}", fix=likely)
     settable = {field.name for field in fields(ObjectiveSettings)} - {"name"}
     known = settable & {field.name for field in fields(OBJECTIVES[name])}
     for setting in settings.keys() - known:

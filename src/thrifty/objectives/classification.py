@@ -33,14 +33,14 @@ class Classification(Objective):
     def examples(self, batch: Batch) -> Batch:
         if "labels" not in batch.fields:
             raise UsageError(
-                f"the objective classify needs labels, and the data has only {' and '.join(batch.fields)}",
+                f"the objective classification needs labels, and the data has only {' and '.join(batch.fields)}",
                 fix="choose another objective: next_token or masked_token for text",
             )
         return batch
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         output = model(batch["inputs"])
-        if getattr(model, "task", None) == "classify":
+        if getattr(model, "task", None) == "classification":
             return Prediction(given=model.head(model.pooled(output)))  # type: ignore[operator]
         return Prediction(given=getattr(output, "logits", output))
 

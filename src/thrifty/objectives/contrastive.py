@@ -46,8 +46,8 @@ class Contrastive(Objective):
     def examples(self, batch: Batch) -> Batch:
         if missing := {"inputs", "tokens"} - batch.fields.keys():
             raise UsageError(
-                f"the objective contrast needs images and captions, and there are no {' and '.join(sorted(missing))}",
-                fix="name data of images with captions, or choose another objective: classify for labelled images",
+                f"the objective contrastive needs images and captions; missing: {' and '.join(sorted(missing))}",
+                fix="name data of images with captions, or choose another objective: classification for labels",
             )
         return batch
 

@@ -243,9 +243,9 @@ class ClusterPlanner:
         if mesh.tensor > 1:
             kept.append(self._made(TECHNIQUES["tensor"]))
         if mesh.pipeline > 1:
-            kept.append(self._made(TECHNIQUES["pipeline"], parts=parts))
+            kept.append(self._made(TECHNIQUES["pipeline"], micro_batches=parts))
         elif parts > 1:
-            kept.append(self._made(ACCUMULATE, parts=parts))
+            kept.append(self._made(ACCUMULATE, micro_batches=parts))
         if self._again() is None and layout.settings.recompute != "none":
             kept.append(self._made(RECOMPUTE, schedule=layout.settings.recompute))
         return tuple(kept)

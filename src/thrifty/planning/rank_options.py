@@ -69,4 +69,4 @@ def _of_blocks(mesh: Mesh, own: int) -> Iterator[Use]:
         yield {}, 1.0
         return
     for parts in (stages * rounds for rounds in ROUNDS if own % (stages * rounds) == 0):
-        yield {TECHNIQUES["pipeline"]: {"parts": parts}}, 1 + (stages - 1) / parts
+        yield {TECHNIQUES["pipeline"]: {"micro_batches": parts}}, 1 + (stages - 1) / parts

@@ -31,7 +31,7 @@ def flip_emoji() -> Recipe:
         data=DataSettings(
             source="emoji", batch=128, length=32, vocabulary=2048, size=64, augment=AugmentationSettings(crop=6)
         ),
-        objective=ObjectiveSettings("contrast"),
+        objective=ObjectiveSettings("contrastive"),
         budget=Budget(steps=600),
         evaluation=EvaluationSettings(every=100, examples=1024),
         checkpoints=CheckpointSettings(every=300),

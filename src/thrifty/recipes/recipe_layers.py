@@ -13,7 +13,7 @@ from thrifty import techniques
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.mesh import USED_BY
 from thrifty.core.recipe import Recipe
-from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, technique_tables
+from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, technique_tables, with_full_names
 
 
 @dataclass
@@ -33,6 +33,8 @@ class RecipeLayers:
 
     def override(self, origin: str, data: Mapping[str, Any], path: tuple[str, ...] = ()) -> "RecipeLayers":
         """Put values above those that are there, table by table."""
+        if not path and "techniques" in data:
+            data = {**data, "techniques": with_full_names(data["techniques"])}
         for key, value in data.items():
             here = (*path, key)
             if isinstance(value, Mapping):
@@ -62,14 +64,15 @@ class RecipeLayers:
 
     def add_technique(self, words: str) -> "RecipeLayers":
         """One `name` or `name:key=value,key=value`."""
-        name, _, settings = words.partition(":")
-        techniques.find(name)
-        return self.override("--with", {"techniques": _nested(name, toml_table(settings, words))})
+        name, settings = re.fullmatch(r"(\d:\d|[^:]*):?(.*)", words, re.DOTALL).groups()  # 2:4 has a colon of its own
+        full, implied = techniques.resolve(name)
+        return self.override("--with", {"techniques": _nested(full, {**implied, **toml_table(settings, words)})})
 
     def drop_technique(self, name: str) -> "RecipeLayers":
         present = self._technique_names()
+        written, (name, _) = name, techniques.resolve(name)
         if name not in present:
-            raise UsageError(f"--without {name}: the recipe does not use it", fix=did_you_mean(name, present))
+            raise UsageError(f"--without {written}: the recipe does not use it", fix=did_you_mean(name, present))
         if self.base is not None:
             kept = tuple(technique for technique in self.base.techniques if technique.name != name)
             self.base = replace(self.base, techniques=kept)

@@ -10,6 +10,7 @@ import tomli_w
 
 from thrifty import techniques
 from thrifty.core.errors import UsageError
+from thrifty.core.old_names import recipe_today
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.recipe import Recipe
 
@@ -37,9 +38,24 @@ def recipe_from_data(data: Mapping[str, Any], base: Recipe | None = None) -> Rec
     """
     plain = {key: value for key, value in data.items() if key != "techniques"}
     chosen = {technique.name: technique for technique in (base.techniques if base else ())}
-    for name, settings in technique_tables(data.get("techniques", {})):
+    for name, settings in technique_tables(with_full_names(data.get("techniques", {}))):
         chosen[name] = build(techniques.find(name), settings, f"techniques.{name}", chosen.get(name))
     return replace(build(Recipe, plain, base=base), techniques=tuple(chosen.values()))
+
+
+def with_full_names(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A [techniques] table in which each technique has its full name, and what a customary name implies."""
+    full: dict[str, Any] = {}
+    for written, settings in technique_tables(table):
+        name, implied = techniques.resolve(written)
+        *group, last = name.split(".")
+        inner = full
+        for part in group:
+            inner = inner.setdefault(part, {})
+        if last in inner:
+            raise UsageError(f"techniques.{written} is {name}, which is there already", fix="keep one of the two")
+        inner[last] = {**implied, **settings} if isinstance(settings, Mapping) else settings
+    return full
 
 
 def technique_tables(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -63,13 +79,17 @@ def write_recipe(recipe: Recipe) -> str:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file; raises UsageError for what is no readable TOML."""
+    """The tables of a TOML file, in the names of today if a run folder keeps it.
+
+    Raises UsageError for what is no readable TOML.
+    """
     if path.stat().st_size > LARGEST:
         raise UsageError(f"{path} has {path.stat().st_size} bytes: too large for a recipe")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
+    return recipe_today(tables) if (path.parent / "environment.json").is_file() else tables
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -42,7 +42,7 @@ def vit_digits() -> Recipe:
         about="A small Vision Transformer reads handwritten digits, which come with Thrifty.",
         model=ModelSettings(preset="vit-nano", patch=2, width=64),
         data=DataSettings(source="digits", batch=64),
-        objective=ObjectiveSettings("classify"),
+        objective=ObjectiveSettings("classification"),
         budget=Budget(steps=600),
         evaluation=EvaluationSettings(every=100, examples=497),
         checkpoints=CheckpointSettings(every=300),
@@ -64,7 +64,7 @@ def vit_cifar10() -> Recipe:
         data=DataSettings(
             source="cifar10", batch=128, augment=AugmentationSettings(crop=4, flip=True, operations=2, magnitude=0.3)
         ),
-        objective=ObjectiveSettings("classify", label_smoothing=0.1),
+        objective=ObjectiveSettings("classification", label_smoothing=0.1),
         budget=Budget(steps=4000),
         evaluation=EvaluationSettings(every=500, examples=2000),
         checkpoints=CheckpointSettings(every=1000),

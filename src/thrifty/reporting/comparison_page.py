@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from thrifty.core.old_names import comparison_today
 from thrifty.core.secret_redaction import redact, redact_command
 from thrifty.reporting.comparison_charts import BASELINE, Comparison, charts, svg
 from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
@@ -20,7 +21,7 @@ OUTCOMES = {"better": "holds", "worse": "fails"}
 
 def write_comparison_page(folder: Path) -> Path:
     """Writes report.html beside comparison.json and returns its path; also while the comparison goes on."""
-    data = redact(json.loads((folder / "comparison.json").read_text(encoding="utf-8")))
+    data = redact(comparison_today(json.loads((folder / "comparison.json").read_text(encoding="utf-8"))))
     page, aside = folder / "report.html", folder / ".report.html.partial"
     aside.write_text(render(data), encoding="utf-8")
     aside.replace(page)

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.old_names import recipe_today, record_today, run_file_today
 from thrifty.core.secret_redaction import redact, redact_text
 
 EVENTS = ("change", "checkpoint", "notice")
@@ -88,7 +91,7 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
     damage: list[str] = []
     text, recipe = _read_recipe(folder / "recipe.toml", damage)
     files = {
-        name: redact(_read_object(folder / f"{name}.json", damage))
+        name: redact(run_file_today(name, _read_object(folder / f"{name}.json", damage)))
         for name in ("origins", "environment", "explanation", "summary")
     }
     if records is None:
@@ -124,10 +127,12 @@ def _read_recipe(path: Path, damage: list[str]) -> tuple[str, dict[str, Any]]:
         return "", {}
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        return redact_text(text), redact(tomllib.loads(text))
+        written = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         damage.append(f"recipe.toml is not valid TOML ({error}).")
         return redact_text(text), {}
+    recipe = recipe_today(written)
+    return redact_text(text if recipe == written else tomli_w.dumps(recipe)), redact(recipe)
 
 
 def _is_too_large(path: Path, damage: list[str]) -> bool:
@@ -177,4 +182,4 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or number(record.get("step")) is None:
         return None
-    return record
+    return record_today(record)

@@ -8,13 +8,16 @@ import importlib
 import inspect
 import os
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
+from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.old_names import NEW_NAMES
+from thrifty.core.old_names import TECHNIQUES
 from thrifty.core.technique import Technique
+from thrifty.techniques._customary_names import CUSTOMARY_NAMES, RELATED
 
 for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
     __path__.append(str(Path(_folder).resolve()))
@@ -49,14 +52,30 @@ def names() -> list[str]:
     return sorted(set(_walk(list(__path__))) | third_party().keys())
 
 
+def resolve(name: str) -> tuple[str, Mapping[str, Any]]:
+    """Return a technique's full name from that, its last part (`lora`), or a customary name (`fsdp`), and the settings
+    that the name implies. Raises UsageError with the nearest names if it is no technique's, or that of several."""
+    known = names()
+    if name in known:
+        return name, {}
+    if name in CUSTOMARY_NAMES:
+        return CUSTOMARY_NAMES[name]
+    last_parts = [full for full in known if full.rpartition(".")[2] == name]
+    if len(last_parts) == 1:
+        return last_parts[0], {}
+    if candidates := RELATED.get(name, last_parts):
+        raise UsageError(f"{name!r} is not the name of one technique", fix=f"choose {' or '.join(candidates)}")
+    short = {full.rpartition(".")[2] for full in known if "." in full}
+    likely = did_you_mean(TECHNIQUES.get(name, name), {*known, *CUSTOMARY_NAMES, *short})
+    raise UsageError(f"there is no technique {name!r}", fix=likely if "mean" in likely else did_you_mean(name, known))
+
+
 @cache
 def find(name: str) -> type[Technique]:
-    """The technique class of this name; raises UsageError with the nearest name when there is none."""
-    name = NEW_NAMES.get(name, name)
+    """The technique class of this name, full or not; raises UsageError as `resolve` does."""
     if name not in _walk(list(__path__)):  # only then is it worth asking everything that is installed
-        outside = third_party().get(name)
-        if outside is None:
-            raise UsageError(f"there is no technique {name!r}", fix=did_you_mean(name, names()))
+        name, _ = resolve(name)
+    if outside := None if name in _walk(list(__path__)) else third_party()[name]:
         technique = outside.load()
         technique.name = name
         return technique

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
+from thrifty.core.old_names import scalars_today
 from thrifty.core.shard_layout import LocalShard
 from thrifty.training import checkpoint_index
 from thrifty.training.atomic_files import AtomicFiles
@@ -177,7 +178,7 @@ def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any
             continue
         try:
             verify(path)
-            scalars = json.loads((path / STATE).read_bytes())
+            scalars = scalars_today(json.loads((path / STATE).read_bytes()))
         except IntegrityError as error:
             damaged.append((path, error.what))
             continue

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.old_names import tensor_today
 from thrifty.core.shard_layout import LocalShard, TensorBox, local_shards
 
 _SHARDING = "DCP_SHARDING_INFO"
@@ -143,7 +144,7 @@ class StoredTensorBoxes:
             try:
                 self._open[file] = safe_open(file, framework="pt")
                 for name, piece in _pieces(file, self._open[file]):
-                    self.pieces.setdefault(name, []).append(piece)
+                    self.pieces.setdefault(tensor_today(name), []).append(piece)
             except (SafetensorError, ValueError, KeyError, TypeError) as error:
                 raise IntegrityError(f"{file} is not a tensor file of a checkpoint: {error}") from error
 

@@ -87,7 +87,7 @@ class _Observer:
         self.saved_step = state.step if state.step else None
         self.evaluated_step: int | None = None
         self.rate = 0.0
-        self.also = {in_steps(moment, session.run.steps) for moment in self.recipe.checkpoints.also}
+        self.also = {in_steps(moment, session.run.steps) for moment in self.recipe.checkpoints.extra_steps}
         self._ending, self._has_ended = Lock(), False
 
     def follow(self, stop: StopRequest) -> str:

@@ -14,6 +14,7 @@ import torch
 from thrifty.composition.explain import explain
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.mesh import AXES, axis
+from thrifty.core.old_names import run_file_today
 from thrifty.core.plain_values import differences
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
@@ -248,7 +249,7 @@ def _kept(folder: RunFolder, name: str) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         with suppress(IntegrityError):
-            return folder.read_json(name)
+            return run_file_today(name, folder.read_json(name))
         return {}
 
     return process_group_sync().run_first(read)

@@ -124,7 +124,7 @@ def test_a_set_that_is_not_here_or_no_text_is_refused_with_what_to_do(cache):
     assert refused.value.fix == "thrifty data get cifar10"
     with pytest.raises(UsageError, match="cifar10 is a set of images, not text") as refused:
         open_source("cifar10")
-    assert "objective.name = classify" in refused.value.fix
+    assert "objective.name = classification" in refused.value.fix
 
 
 @pytest.mark.parametrize("name", [name for name, entry in entries().items() if entry.images])

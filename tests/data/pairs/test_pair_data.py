@@ -189,7 +189,7 @@ def test_some_examples_can_be_chosen_by_number(shades):
 
 def test_an_objective_that_learns_from_pairs_is_given_them(shades):
     asked = DataSettings(source=str(shades), batch=4, length=LENGTH, size=8, held_out=0.3, vocabulary=300)
-    recipe = Recipe(model=ModelSettings(preset="clip-nano"), data=asked, objective=ObjectiveSettings("contrast"))
+    recipe = Recipe(model=ModelSettings(preset="clip-nano"), data=asked, objective=ObjectiveSettings("contrastive"))
     objective, data = open_examples(recipe, lambda text: None)
     assert objective.learns_from == ("pairs",) and isinstance(data.ends, PairModelSpec)
     assert next(data.held_out.batches(2, 2)).fields.keys() == {"inputs", "tokens", "keep", "key"}

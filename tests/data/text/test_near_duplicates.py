@@ -224,7 +224,7 @@ def test_without_datasketch_the_error_says_what_to_install(copied, monkeypatch: 
     assert open_token_cache(chosen(copied), lambda text: None).manifest["documents"]
 
 
-@pytest.mark.parametrize("objective", ["classify", "answer"])
+@pytest.mark.parametrize("objective", ["classification", "chat_answers"])
 def test_what_is_no_plain_text_has_no_near_duplicates_to_look_for(objective: str) -> None:
     recipe = RECIPES["vit-digits"]()
     given = replace(recipe, objective=ObjectiveSettings(objective), data=replace(recipe.data, near_duplicates=0.8))

@@ -81,7 +81,7 @@ def test_what_is_kept_of_each_label_adds_up(looked_at: tuple[ExampleScores, RunD
 
 @pytest.mark.parametrize("sha256", ["f" * 64, "27aa" * 16, "1e5" + "0" * 61])
 def test_the_option_that_is_told_is_read_as_the_choice_it_spells(sha256: str) -> None:
-    chosen = PrunedExamples(scores="/a b/it's.scores", sha256=sha256, keep=0.5, offset=0.1, order="easy")
+    chosen = PrunedExamples(scores="/a b/it's.scores", sha256=sha256, keep=0.5, drop_hardest=0.1, order="easy")
     assert changed_settings(chosen).keys() == {"scores", "sha256", "offset", "order"}
     (words,) = shlex.split(format_option(chosen))
     assert RecipeLayers().add_technique(words).recipe().techniques == (chosen,)
@@ -99,7 +99,7 @@ def test_doubted_examples_come_with_the_surest_doubt_first(looked_at: tuple[Exam
 
 def test_the_page_shows_the_doubted_the_hardest_and_the_easiest(looked_at: tuple[ExampleScores, RunData]) -> None:
     scores, data = looked_at
-    found = page(scores, data, "digits", PrunedExamples(keep=0.5, offset=0.05))
+    found = page(scores, data, "digits", PrunedExamples(keep=0.5, drop_hardest=0.05))
     order = scores.scores.argsort(descending=True)
     for example in data.previews([*suspicious(scores)[:5].tolist(), *order[:5].tolist(), *order[-5:].tolist()]):
         assert example.picture in found
@@ -131,7 +131,7 @@ def test_scores_of_other_data_are_not_looked_at(looked_at: tuple[ExampleScores, 
 
 def test_a_run_keeps_examples_of_what_it_keeps_and_leaves_out(looked_at: tuple[ExampleScores, RunData]) -> None:
     scores, data = looked_at
-    kept = PrunedExamples(keep=0.25, offset=0.1).kept(scores.scores, scores.labels)
+    kept = PrunedExamples(keep=0.25, drop_hardest=0.1).kept(scores.scores, scores.labels)
     found = selection(data, ExampleSubset(kept, scores.scores))
     assert (found["examples"], found["kept"]) == (1300, 325)
     assert sum(row[1] for row in found["labels"]) == 1300 and sum(row[2] for row in found["labels"]) == 325

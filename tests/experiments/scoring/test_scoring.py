@@ -330,7 +330,7 @@ def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest
     line = '{"messages": [{"role": "user", "content": "Q%d?"}, {"role": "assistant", "content": "A%d."}]}\n'
     talk.write_text("".join(line % (number, number) for number in range(80)))
     data = DataSettings(source=str(talk), vocabulary=300, length=32, batch=4)
-    answers = replace(text(tmp_path), data=data, objective=ObjectiveSettings("answer"))
+    answers = replace(text(tmp_path), data=data, objective=ObjectiveSettings("chat_answers"))
     with pytest.raises(RefusedError, match="no fixed numbers"):
         scored(answers, tmp_path)
     scored(digits(), tmp_path, "random")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from thrifty.core.score_file import ExampleScores
     from thrifty.techniques.data_selection.prune import PrunedExamples
 
-SETTINGS = {"keep_fraction": "keep", "drop_hardest": "offset", "min_class_share": "floor"}
-"""What options are called as settings of `data_selection.prune`."""
+SETTINGS = {"keep_fraction": "keep"}
+"""Options that are called otherwise as settings of `data_selection.prune`."""
 
 
 def choice_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,8 +120,8 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
     lines = [f"{'':24}{'all':>10}{'kept':>10}{'left out':>10}"]
     for row in [*rows, score_selection.LabelCount("all", len(found), len(kept))] if found.labels is not None else rows:
         lines.append(f"{row.label or 'examples':<24}{row.there:>10,}{row.kept:>10,}{row.there - row.kept:>10,}")
-    if chosen.offset:
-        lines.append(f"of these left out as the very hardest: {round(chosen.offset * len(found)):,}")
+    if chosen.drop_hardest:
+        lines.append(f"of these left out as the very hardest: {round(chosen.drop_hardest * len(found)):,}")
     lines += ["", "on the command line:", f"  --with {score_selection.format_option(chosen)}", "", "in a recipe:"]
     lines += [f"  {line}" for line in _toml(chosen).splitlines()]
     if write is not None:

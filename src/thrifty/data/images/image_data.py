@@ -213,7 +213,9 @@ def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], 
 
 def _fetched(entry: CatalogueEntry, side: int | None, labelled: bool) -> Opened:
     if labelled and entry.kind == "pairs":
-        raise UsageError(f"{entry.name} holds images with captions, and no labels", fix="set objective.name = contrast")
+        raise UsageError(
+            f"{entry.name} holds images with captions, and no labels", fix="set objective.name = contrastive"
+        )
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
     return open_arrays(entry.folder, side).parts, read_origin(entry)["files"], {}

@@ -138,14 +138,14 @@ class HubSource:
 
 _NO_TEXT = {
     "model": ("a pretrained model", "name a text set: see `thrifty data list`"),
-    "chats": ("a set of conversations", "set objective.name = answer"),
+    "chats": ("a set of conversations", "set objective.name = chat_answers"),
     "images": (
         "a set of images",
-        "set objective.name = classify, and a model of images such as model.preset = vit-nano",
+        "set objective.name = classification, and a model of images such as model.preset = vit-nano",
     ),
     "pairs": (
         "a set of images with captions",
-        "set objective.name = contrast, and a model of both such as model.preset = clip-nano",
+        "set objective.name = contrastive, and a model of both such as model.preset = clip-nano",
     ),
 }
 """Kinds of entries that are no text, and what to do about each."""

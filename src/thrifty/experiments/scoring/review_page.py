@@ -77,7 +77,12 @@ def _kept(scores: ExampleScores, prune: PrunedExamples) -> Tensor:
 
 def _told(prune: PrunedExamples, scores: ExampleScores, kept: Tensor | None) -> str:
     order = prune.chosen_order(len(scores), scores.labels)
-    settings = {"keep": prune.keep, "order": order, "offset": prune.offset, "floor": prune.floor}
+    settings = {
+        "keep": prune.keep,
+        "order": order,
+        "drop_hardest": prune.drop_hardest,
+        "min_class_share": prune.min_class_share,
+    }
     words = ", ".join(f"{name} {value}" for name, value in settings.items())
     return f"{int(kept.sum()) if kept is not None else 0:,} of {len(scores):,} examples are kept: {words}."
 

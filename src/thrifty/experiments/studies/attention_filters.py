@@ -44,8 +44,8 @@ PLAIN = "plain"
 SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "window": {"wide": {"window": 16, "block": 16}, "narrow": {"window": 4, "block": 16}},
     "block-sparse": {
-        "wide": {"block": 4, "near": 0, "first": 1, "drawn": 1},
-        "narrow": {"block": 4, "near": 0, "first": 1, "drawn": 0},
+        "wide": {"block": 4, "window_blocks": 0, "global_blocks": 1, "random_blocks": 1},
+        "narrow": {"block": 4, "window_blocks": 0, "global_blocks": 1, "random_blocks": 0},
     },
     "ELSA": {"wide": {"p": 1.0}, "narrow": {"p": 4.0}},
     "A3": {"wide": {"rounds": 0.5, "percent": 5.0}, "narrow": {"rounds": 0.125, "percent": 10.0}},

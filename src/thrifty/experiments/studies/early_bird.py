@@ -56,7 +56,7 @@ def slimmed(model: nn.Module, kept: Mapping[str, Any]) -> nn.Module:
 def measure(seed: int, kind: Kind, depth: int, width: int, length: int, batch: int, steps: int) -> dict[str, float]:
     """A model trained for `steps`: the whole one, a ticket's, or search and ticket together."""
     draw = {"late": "late", "random": "random"}.get(kind, "coefficients")
-    bird = EarlyBird(draw=draw, latest=steps - 1)  # type: ignore[arg-type]
+    bird = EarlyBird(criterion=draw, latest=steps - 1)  # type: ignore[arg-type]
     techniques = decayed_adamw(width)
 
     def build() -> nn.Module:

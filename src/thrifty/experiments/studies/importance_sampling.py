@@ -70,7 +70,9 @@ def measure(
     if way == "uniform":
         done = go(task.source, steps=full_steps)
     elif way == "sampled":
-        done = at_full_work(lambda steps: go(task.source, [GradientNormSampling(times=TIMES)], steps=steps), full_steps)
+        done = at_full_work(
+            lambda steps: go(task.source, [GradientNormSampling(presample=TIMES)], steps=steps), full_steps
+        )
     else:
         scores = scores_before(task, full_steps, lr, seed)
         labels = task.source.example_index().labels

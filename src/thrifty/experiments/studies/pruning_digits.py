@@ -39,7 +39,7 @@ def masking(method: str, density: float, every: int, seed: int) -> list[Techniqu
     choices: dict[str, Technique] = {
         "static, uniform": StaticMask(density=density, where=EVERY, distribution="uniform", seed=seed),
         "static, ERK": StaticMask(density=density, where=EVERY, seed=seed),
-        "magnitude, global": StaticMask(density=density, where=EVERY, by="magnitude", distribution="global"),
+        "magnitude, global": StaticMask(density=density, where=EVERY, criterion="magnitude", distribution="global"),
         "SNIP": Snip(density=density, where=EVERY),
         "GraSP": Grasp(density=density, where=EVERY),
         "SET": SparseEvolution(**moves),

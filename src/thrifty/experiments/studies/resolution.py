@@ -23,7 +23,7 @@ def techniques_of(way: Way, patch: int) -> list[Technique]:
     if way == "resolution":
         return [ResolutionCurriculum(start=0.5, until=0.8, multiple=patch)]
     if way == "low_frequency":
-        return [LowFrequencyCurriculum(shares=(0.5, 0.75), until=(0.6, 0.8), multiple=patch)]
+        return [LowFrequencyCurriculum(fractions=(0.5, 0.75), until=(0.6, 0.8), multiple=patch)]
     return []
 
 

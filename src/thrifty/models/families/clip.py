@@ -62,7 +62,7 @@ def _block(shape: ModelConfig, activation: str, core: Any) -> TransformerBlock:
 
 
 class CLIP(ModelFamily):
-    style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrast"
+    style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrastive"
     sections = ("text_config", "vision_config")
     read = frozenset({
         "text_config", "vision_config", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

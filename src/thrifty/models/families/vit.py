@@ -41,7 +41,7 @@ _BLOCK = {
 
 
 class ViT(ModelFamily):
-    style, model_type, architecture, task = "vit", "vit", "ViTForImageClassification", "classify"
+    style, model_type, architecture, task = "vit", "vit", "ViTForImageClassification", "classification"
     bounded = False
     read = frozenset({
         "num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "layer_norm_eps", "hidden_act",

@@ -37,7 +37,7 @@ _DECODER = {
 
 
 class ViTMAE(ModelFamily):
-    style, model_type, architecture, task = "mae", "vit_mae", "ViTMAEForPreTraining", "reconstruct"
+    style, model_type, architecture, task = "mae", "vit_mae", "ViTMAEForPreTraining", "masked_reconstruction"
     bounded = False
     read = frozenset({
         "num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "layer_norm_eps", "hidden_act",

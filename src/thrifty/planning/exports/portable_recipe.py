@@ -65,7 +65,9 @@ class PortableRecipe:
             seed=recipe.seed,
             device=device,
             batch=recipe.data.batch,
-            parts=held["large_batch.gradient_accumulation"].parts if "large_batch.gradient_accumulation" in held else 1,
+            parts=held["large_batch.gradient_accumulation"].micro_batches
+            if "large_batch.gradient_accumulation" in held
+            else 1,
             length=recipe.data.length,
             steps=steps,
             dtype=mixed.format if mixed else "float32",
@@ -73,7 +75,7 @@ class PortableRecipe:
             betas=adamw.betas if adamw else (0.9, 0.999),
             eps=adamw.eps if adamw else 1e-8,
             weight_decay=adamw.weight_decay if adamw else 0.0,
-            clip=clip.largest if clip else None,
+            clip=clip.max_norm if clip else None,
             schedule=shaped.name.partition(".")[2] if shaped else "constant",
             warmup=int(shaped.warmup) if shaped else 0,
             until=int(shaped.until) if shaped else steps,

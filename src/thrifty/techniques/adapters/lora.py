@@ -10,7 +10,7 @@ Cost      two thin products per layer. Against peft a step takes 0.91 to 1.02 of
           before A is impossible.
 Does not  touch the frozen weights. Merging, for export, adds the products in float32 and rounds once;
           `modeling/lora_model.py` has that, its exact undoing, and several adapters on one base.
-Avoid     for training from scratch. Changing rank at fixed alpha changes the effective rate unless `stabilised`.
+Avoid     for training from scratch. Changing rank at fixed alpha changes the effective rate unless `rank_stabilized`.
           Merging into 16 bits: an addition a hundredth the size of its weight loses 17 % of itself in bfloat16 however
           it is summed (a tenth the size: 1.7 %), 0.0003 % in float32; and subtracting it again leaves 2 % to 11 % of
           the weights changed, for which reason the originals are kept.
@@ -52,7 +52,7 @@ class Lora(AdapterTechnique):
     own A; with an empty text such a layer counts as one."""
     also: str = ""
     """Pattern of the names of parameters of the model that are trained as they are, such as a head or norms."""
-    stabilised: bool = False
+    rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     seed: int = 0
     """Of the first values of A, together with each layer's name."""
@@ -110,7 +110,7 @@ class Lora(AdapterTechnique):
                 f"rank {self.rank} is larger than a weight of shape {(gives, takes)}",
                 fix=f"use a rank of at most {min(takes, gives)}",
             )
-        return LoraFactors(self.rank, self.alpha, self.dropout, self.stabilised, sizes, chosen)
+        return LoraFactors(self.rank, self.alpha, self.dropout, self.rank_stabilized, sizes, chosen)
 
     def _also_trained(self, model: nn.Module) -> set[str]:
         names = {name for name, _ in model.named_parameters() if self.also and re.search(self.also, name)}

@@ -128,14 +128,16 @@ def _cut(output: Any, count: int) -> Any:
 class PromptTuning(AdapterTechnique):
     tokens: Positive = 20
     """Virtual tokens, k."""
-    start: Start = "words"
+    initialization: Start = "words"
     """First values: sampled rows of the vocabulary's table, or uniform in ±0.5."""
     seed: int = 0
     """Of the first values."""
 
     def model(self, model: nn.Module) -> nn.Module:
         table = next(iter(feeding_tables(model).values())).weight
-        values = initial_prompt(table.detach(), self.tokens, self.start, keyed_generator(f"{self.seed}/prompt", table))
+        values = initial_prompt(
+            table.detach(), self.tokens, self.initialization, keyed_generator(f"{self.seed}/prompt", table)
+        )
         add_prompt(model, values)
         train_only(model, names_ending(model, "prompt"))
         return model

@@ -46,14 +46,22 @@ def scattered_attention(
 class BlockSparseAttention(ReplacedAttention):
     block: Positive = 64
     """Tokens of a block's side."""
-    near: Natural = 1
+    window_blocks: Natural = 1
     """Blocks on either side of its own that a block sees."""
-    first: Natural = 1
+    global_blocks: Natural = 1
     """Blocks at the beginning that all see, and that see all, or all before them."""
-    drawn: Natural = 2
+    random_blocks: Natural = 2
     """Further blocks, drawn at random."""
     seed: int = 0
 
     def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
         seed = seed_of(f"{self.seed}/{place.name}") % 2**16
-        return partial(scattered_attention, self.block, self.near, self.first, self.drawn, place.causal, seed)
+        return partial(
+            scattered_attention,
+            self.block,
+            self.window_blocks,
+            self.global_blocks,
+            self.random_blocks,
+            place.causal,
+            seed,
+        )

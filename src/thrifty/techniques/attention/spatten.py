@@ -12,13 +12,13 @@ Avoid     expecting speed. For that: attention.block_sparse.
 Note      a decoder is trained on whole texts, so each query prunes by what it sees, and none knows of later ones; every
           token stays visible to itself (ours). There few have looked at the latest tokens yet, which go first by
           importance alone: a trained model of bytes that was filtered without training on lost 0.41 nats at tokens =
-          0.7, and 0.03 where half of what is kept are the latest (ours, `latest`; as in H2O, Zhang et al. 2023, arXiv
-          2306.14048). Nobody looks at a token that is gone, but its own row of attention goes on, for models that read
-          off every token (ours; an answer that is read off a class token is the paper's). Pruning has no gradient: what
-          is learned is learned through what is left; rounding passes it straight through, to exact scores. Shares are
-          of the tokens that a query sees. The paper fine-tunes trained models; here attention is plain up to
-          `from_step`. Blocks that run again in the backward pass take what they were told in the forward pass; several
-          forward passes before one backward pass are refused then.
+          0.7, and 0.03 where half of what is kept are the latest (ours, `recent_fraction`; as in H2O, Zhang et al.
+          2023, arXiv 2306.14048). Nobody looks at a token that is gone, but its own row of attention goes on, for
+          models that read off every token (ours; an answer that is read off a class token is the paper's). Pruning has
+          no gradient: what is learned is learned through what is left; rounding passes it straight through, to exact
+          scores. Shares are of the tokens that a query sees. The paper fine-tunes trained models; here attention is
+          plain up to `from_step`. Blocks that run again in the backward pass take what they were told in the forward
+          pass; several forward passes before one backward pass are refused then.
 """
 
 from collections.abc import Mapping
@@ -118,7 +118,7 @@ class Spatten(ReplacedAttention):
     """Heads that are kept, likewise; the first block, and 30 % of them, keep all."""
     values: Fraction = 0.8
     """Values that a query takes, of the tokens that are left for it."""
-    latest: Probability = 0.5
+    recent_fraction: Probability = 0.5
     """In a decoder, of the tokens that are kept, those that are the latest before a query; 0 for its own alone."""
     spread: Probability = 0.2
     """How much larger the share that goes is in the last block than in the first that prunes."""
@@ -148,7 +148,7 @@ class Spatten(ReplacedAttention):
         for number, block in enumerate(blocks):
             for place in ATTENTION_SITES.of(model):
                 if is_under(place.name, f"{stack}.{number}"):
-                    latest = self.latest if place.causal else 0.0
+                    latest = self.recent_fraction if place.causal else 0.0
                     place.put(CascadeCore(relay, place, self.kept_in(number, len(blocks), latest), self.bits))
                     placed.append(place.name)
             if number == 0:

@@ -4,10 +4,10 @@ Paper     You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated
           (HPCA, arXiv 2210.09573). Read in part, with its published code.
 Promise   training with ViTCoD's masks: of the mean attention map of each head over examples of the last plain steps, a
           query keeps its largest entries up to a sum of `cut`; the class token looks and is looked at everywhere. The
-          published code has cuts from 0.58 down to 0.19, the last for 90 to 95 % of DeiT's pairs gone. With `code`,
-          queries and keys go through a learned code of half as many heads, whose error is added to the loss.
-          `products = blocks` computes attention in blocks, the tokens that most look at in front (the paper's split
-          into a denser and a sparser part): equal in values and gradients.
+          published code has cuts from 0.58 down to 0.19, the last for 90 to 95 % of DeiT's pairs gone. With
+          `autoencoder`, queries and keys go through a learned code of half as many heads, whose error is added to the
+          loss. `products = blocks` computes attention in blocks, the tokens that most look at in front (the paper's
+          split into a denser and a sparser part): equal in values and gradients.
 Cost      quality, where what matters differs from input to input: made for images, where places mean something. Maps
           of heads · tokens² numbers are kept for each block up to the moment, and the masks in every checkpoint.
 Avoid     for text whose places mean nothing. For speed: attention.block_sparse, whose blocks are whole.
@@ -124,7 +124,7 @@ class Vitcod(CalibratedAttention):
     """Tokens at the beginning, such as a class token, that see all and that all see."""
     tokens: Natural = 0
     """Of an input, at most; 0 asks a model of images for its positions."""
-    code: bool = False
+    autoencoder: bool = False
     """Whether queries and keys go through a code of half as many heads."""
     weight: Rate = 1e-4
     """Of the code's error in the loss."""
@@ -135,7 +135,7 @@ class Vitcod(CalibratedAttention):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.code:
+        if self.autoencoder:
             refused = {
                 Claim.FROZEN_BASE_WEIGHTS: "its codes would be frozen",
                 Claim.SHARED_PARAMETERS: "each block has a code of its own",
@@ -146,7 +146,7 @@ class Vitcod(CalibratedAttention):
 
     def model(self, model: nn.Module) -> nn.Module:
         model = super().model(model)
-        if self.code:
+        if self.autoencoder:
             LOSING_CORES.set(model, [])
             for place in ATTENTION_SITES.of(model):
                 self.attach(place)
@@ -184,7 +184,7 @@ class Vitcod(CalibratedAttention):
                 f"{self.name}: {place.name} was given {t} tokens, and tokens is {side}",
                 fix=f"--set techniques.{self.name}.tokens={t}",
             )
-        q, k = autoencode_attention(place, q, k) if self.code else (q, k)
+        q, k = autoencode_attention(place, q, k) if self.autoencoder else (q, k)
         visible = visible_pairs(t, t, place.causal, mask, q.device)
         average = average_map(seen_softmax(exact_scores(q, k), visible), visible)
         return nn.functional.pad(average, (0, side - t, 0, side - t))
@@ -207,10 +207,10 @@ class Vitcod(CalibratedAttention):
         return partial(fixed_attention, place, self.block, count)
 
     def objective(self, objective: Objective) -> Objective:
-        return AuxiliaryLossObjective(objective, self.weight) if self.code else objective
+        return AuxiliaryLossObjective(objective, self.weight) if self.autoencoder else objective
 
     def finish(self, model: nn.Module) -> nn.Module:
-        if self.code:
+        if self.autoencoder:
             self.refuse_export()
         places = ATTENTION_SITES.of(model)
         model = super().finish(model)
@@ -218,7 +218,7 @@ class Vitcod(CalibratedAttention):
             for name in (*CODE, *MASK):
                 if hasattr(place.module, name):
                     delattr(place.module, name)
-        if self.code:
+        if self.autoencoder:
             LOSING_CORES.remove(model)
         return model
 

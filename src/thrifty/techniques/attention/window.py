@@ -40,10 +40,10 @@ def window_attention(
 class WindowAttention(ReplacedAttention):
     window: Positive = 512
     """Tokens that one sees up to itself; in encoders as many from itself on."""
-    first: Natural = 0
+    global_tokens: Natural = 0
     """Tokens at the beginning that all see, and that see all, or all before them."""
     block: Positive = 64
     """Tokens of a block's side."""
 
     def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
-        return partial(window_attention, VisibilityRule(place.causal, self.window, self.first), self.block)
+        return partial(window_attention, VisibilityRule(place.causal, self.window, self.global_tokens), self.block)

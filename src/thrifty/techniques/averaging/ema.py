@@ -81,11 +81,11 @@ class ExponentialMovingAverage(Technique):
 
     decay: Annotated[float, SettingBound(least=0, most=0.999999)] = 0.999
     """How much of the mean each step keeps, in the long run."""
-    beginning: Beginning = "warmup"
+    ramp: Beginning = "warmup"
     start: StepOrFraction = 0
     """The first step whose weights are averaged."""
-    judge: bool = True
+    evaluate: bool = True
     """Whether the mean is what is evaluated and exported; otherwise it is only kept in the checkpoints."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(EmaTransform(self.decay, self.beginning, int(self.start), self.judge), transform)
+        return chain(EmaTransform(self.decay, self.ramp, int(self.start), self.evaluate), transform)

@@ -94,10 +94,10 @@ class LatestWeightAverage(Technique):
     """Steps between copies, at least one."""
     start: StepOrFraction = 0.1
     """When the first copy is taken."""
-    judge: bool = True
+    evaluate: bool = True
     """Whether the mean is what is evaluated and exported; otherwise it is only kept in the checkpoints."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
-            LatestWeightsTransform(self.copies, int(self.start), max(int(self.every), 1), self.judge), transform
+            LatestWeightsTransform(self.copies, int(self.start), max(int(self.every), 1), self.evaluate), transform
         )

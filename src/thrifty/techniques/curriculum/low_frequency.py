@@ -32,7 +32,7 @@ class LowFrequencyCurriculum(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESOLUTION})
 
-    shares: Annotated[tuple[float, ...], SettingBound(above=0, most=1)] = (160 / 224, 192 / 224)
+    fractions: Annotated[tuple[float, ...], SettingBound(above=0, most=1)] = (160 / 224, 192 / 224)
     """Sides of the images in each phase but the last, as shares of the full side; the last phase has full images."""
     until: tuple[StepOrFraction, ...] = (0.6, 0.8)
     """When each of these phases ends."""
@@ -40,14 +40,14 @@ class LowFrequencyCurriculum(Technique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.shares) != len(self.until) or list(self.until) != sorted(self.until):
+        if len(self.fractions) != len(self.until) or list(self.until) != sorted(self.until):
             raise UsageError(
-                f"{self.name}: {len(self.shares)} shares end at {list(self.until)}",
-                fix="give one rising moment for each share: shares = [0.7, 0.85], until = [0.6, 0.8]",
+                f"{self.name}: {len(self.fractions)} shares end at {list(self.until)}",
+                fix="give one rising moment for each fraction: fractions = [0.7, 0.85], until = [0.6, 0.8]",
             )
 
     def side_at(self, step: int, side: int) -> int:
-        share = next((share for share, end in zip(self.shares, self.until, strict=True) if step < end), 1.0)
+        share = next((share for share, end in zip(self.fractions, self.until, strict=True) if step < end), 1.0)
         return scaled_side(side, share, self.multiple)
 
     def batches(self, source: BatchSource) -> BatchSource:

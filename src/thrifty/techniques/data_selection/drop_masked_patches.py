@@ -45,10 +45,10 @@ class DropMaskedPatches(Technique):
     claims = frozenset({Claim.ENCODER_INPUT})
 
     def model(self, model: nn.Module) -> nn.Module:
-        if getattr(model, "task", None) != "reconstruct":
+        if getattr(model, "task", None) != "masked_reconstruction":
             raise RefusedError(
                 f"{type(model).__name__} is no masked autoencoder, whose encoder could go without removed patches",
-                fix="set objective.name = reconstruct, and model.preset = mae-nano",
+                fix="set objective.name = masked_reconstruction, and model.preset = mae-nano",
             )
         add_note(f"{len(model.blocks)} blocks go through visible patches, {len(model.decoder.blocks)} through all")
         return model

@@ -2,9 +2,9 @@
 
 Paper     Katharopoulos & Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942), algorithm 1; for softmax
           cross-entropy the score is the norm of softmax minus one-hot, which is EL2N (Paul et al. 2021).
-Promise   the same expected gradient with less variance: n of `times` · n examples are drawn in proportion to weight
+Promise   the same expected gradient with less variance: n of `presample` · n examples are drawn in proportion to weight
           times score and weighted by one over it, only while the estimated gain pays for the extra forward pass.
-Cost      a forward pass over `times` as many examples while the gate is open, counted in FLOPs and seconds. All
+Cost      a forward pass over `presample` as many examples while the gate is open, counted in FLOPs and seconds. All
           examples that are drawn from the data count as tokens, also those that a closed gate passes over.
 Does not  keep the variance of Adam's second moments: they see the reweighted gradients.
 Avoid     when the forward pass costs as much as what it saves; near the start, where all examples score alike; with an
@@ -120,16 +120,16 @@ class GradientNormSampling(Technique):
     stage, numerics = Stage.SELECT, Numerics.DIFFERENT
     claims = frozenset({Claim.SELECTED_EXAMPLES})
 
-    times: Positive = 3
+    presample: Positive = 3
     """How many times more examples are looked at than trained on."""
     momentum: Probability = 0.9
     """Of the running average of tau."""
-    at_once: Natural = 0
+    scoring_batch: Natural = 0
     """How many examples are scored at a time; 0 for as many as are trained on. With many micro-batches, give the size
     of one, or scoring holds more than training does."""
 
     def batches(self, source: BatchSource) -> BatchSource:
-        return OversampledSource(source, self.times)
+        return OversampledSource(source, self.presample)
 
     def objective(self, objective: Objective) -> Objective:
         learned = objective.baseline
@@ -145,8 +145,8 @@ class GradientNormSampling(Technique):
         return objective
 
     def backward(self, backward: Backward) -> Backward:
-        return GradientNormBackward(backward, self.times, self.momentum, self.at_once)
+        return GradientNormBackward(backward, self.presample, self.momentum, self.scoring_batch)
 
     def footprint(self, footprint: Footprint) -> Footprint:
         # which way the gate stands depends on values; this is the step with the gate open
-        return footprint.scale(flops=1 + self.times / 3)
+        return footprint.scale(flops=1 + self.presample / 3)

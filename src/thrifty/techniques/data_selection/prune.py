@@ -9,12 +9,13 @@ Promise   fewer examples for nearly the same model: half of CIFAR-10 without los
           Held-out losses are of all held-out data.
 Cost      scoring, which trains models: `thrifty data score` writes down FLOPs and seconds, `explain` tells them. It
           pays where several runs use one file. The steps of a run are as many as before, over fewer examples.
-Avoid     "hard" without `offset` where labels may be wrong, since wrong ones are the hardest; scores by grand at first
-          values, which follow the norm of the input and are no better than chance (Kirsch 2023, arXiv 2303.14753).
-Note      order "random" is the control and needs no file. "auto" keeps the hardest where at least `abundant` examples
-          of each class (of all, without classes) would be kept on average, otherwise the easiest: a rule of thumb.
-          Where the order turns depends on the task: between 100 and 200 kept of each class in the perceptron of 100
-          inputs of Sorscher et al.; below 65 on the digits. Scores are of one set of examples; of others they are
+Avoid     "hard" without `drop_hardest` where labels may be wrong, since wrong ones are the hardest; scores by grand at
+          first values, which follow the norm of the input and are no better than chance (Kirsch 2023, arXiv
+          2303.14753).
+Note      order "random" is the control and needs no file. "auto" keeps the hardest where at least `abundant_from`
+          examples of each class (of all, without classes) would be kept on average, otherwise the easiest: a rule of
+          thumb. Where the order turns depends on the task: between 100 and 200 kept of each class in the perceptron of
+          100 inputs of Sorscher et al.; below 65 on the digits. Scores are of one set of examples; of others they are
           refused. A trained model is used and exported without the file.
 """
 
@@ -117,11 +118,11 @@ class PrunedExamples(Technique):
     """Share of the training examples that is kept."""
     order: Order = "hard"
     """Which are kept: "hard", "easy", "auto" by abundance, or "random" ones."""
-    offset: Annotated[float, SettingBound(least=0, below=1)] = 0.0
+    drop_hardest: Annotated[float, SettingBound(least=0, below=1)] = 0.0
     """Share of all examples, the very hardest, that is left out first: what is mislabelled or broken is there."""
-    floor: Probability = 0.5
+    min_class_share: Probability = 0.5
     """Of each class at least this share of an equal part of what is kept stays; 0 for no balance."""
-    abundant: Positive = 50
+    abundant_from: Positive = 50
     """Of order "auto": examples kept of each class, on average, from which on the hardest are kept."""
     seed: int = 0
     """Of order "random"."""
@@ -130,12 +131,12 @@ class PrunedExamples(Technique):
         """The numbers of the examples that are trained on (k,), of all with these scores and labels (n,)."""
         with untraced(), unset_fake_temporarily():  # real where all else is counted on fake tensors
             order = self.chosen_order(len(scores), labels)
-            return kept_examples(scores, labels, self.keep, order, self.offset, self.floor, self.seed)
+            return kept_examples(scores, labels, self.keep, order, self.drop_hardest, self.min_class_share, self.seed)
 
     def chosen_order(self, count: int, labels: Tensor | None) -> Order:
         if self.order != "auto":
             return self.order
-        return order_by_abundance(max(round(self.keep * count), 1), labels, self.abundant)
+        return order_by_abundance(max(round(self.keep * count), 1), labels, self.abundant_from)
 
     def read(self) -> ExampleScores | None:
         """The scores, or None where none are needed. Raises UsageError and IntegrityError as reading them does."""
@@ -146,8 +147,8 @@ class PrunedExamples(Technique):
                 f"{self.name}: order is {self.order!r}, and no file says how hard each example is",
                 fix="thrifty data score RECIPE --method el2n --out FILE, then set scores and sha256; or order = random",
             )
-        if self.offset:
-            raise UsageError(f"{self.name}: offset is set, and no file says which are the hardest", "give scores")
+        if self.drop_hardest:
+            raise UsageError(f"{self.name}: drop_hardest is set, and no file says which are the hardest", "give scores")
         return None
 
     def batches(self, source: BatchSource) -> BatchSource:

@@ -19,8 +19,8 @@ from thrifty.optim.transform_elements import ClipByGlobalNorm
 class GradientClipping(Technique):
     stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 
-    largest: Annotated[float, SettingBound(above=0)] = 1.0
+    max_norm: Annotated[float, SettingBound(above=0)] = 1.0
     """Largest 2-norm of all gradients taken as one vector."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(ClipByGlobalNorm(self.largest), transform)
+        return chain(ClipByGlobalNorm(self.max_norm), transform)

@@ -100,7 +100,7 @@ class GrowthSearchBackward:
         self.state = {"steps": torch.tensor(0), "positions": torch.tensor(0)}
         tried = settings.depths * settings.lengths
         # seconds only where they decide: they would make two runs unlike
-        self.kept = ("count", "loss", *(["seconds"] if settings.times == "measured" else []))
+        self.kept = ("count", "loss", *(["seconds"] if settings.time_source == "measured" else []))
         self.state |= {name: torch.tensor([0.0] * tried).double() for name in self.kept}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -155,7 +155,7 @@ class AutoGrow(Technique):
     """Lengths of texts, and sides of images, are multiples of this."""
     weight: Rate = 0.0
     """w; 0 fits it to the sizes that were tried."""
-    times: Literal["counted", "measured"] = "counted"
+    time_source: Literal["counted", "measured"] = "counted"
     momentum: Probability = 0.998
     """Of the average that added blocks start from."""
     moments: Moments = "copy"
@@ -231,7 +231,7 @@ class AutoGrow(Technique):
         """Of one step of each size: FLOPs of an example, or seconds."""
         memory, model = state.techniques[self.name], state.model
         assert model is not None
-        if self.times == "measured":
+        if self.time_source == "measured":
             return mean_over_ranks(memory["seconds"] / memory["count"].clamp(min=1))[list(tried)].tolist()
         dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # along which it is short
         positions, full = int(memory["positions"]) or 1, GROWN.of(model).full

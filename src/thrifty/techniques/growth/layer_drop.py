@@ -14,7 +14,7 @@ Avoid     when compute is the budget: at equal block-steps 8 blocks of width 64 
 Note      the gates of a step are a function of (seed, step, block), the same for all ranks, micro-batches and
           recomputed passes. The code that was published with the paper draws block l with p_l and multiplies by
           1 / p_(l+1), the next block's: up to 1.083 times too much in 12 blocks. DeepSpeed counts blocks from 0, so
-          that the first is never dropped (`spare_first`). A footprint is that of a step that keeps all blocks.
+          that the first is never dropped (`keep_first_block`). A footprint is that of a step that keeps all blocks.
 """
 
 import math
@@ -66,17 +66,17 @@ class LayerDropBackward:
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         step, own = int(self.state["steps"]), self.settings
         self.state["steps"].add_(1)
-        theta = theta_at(step, own.theta, int(own.settle))
+        theta = theta_at(step, own.theta, int(own.time_constant))
         kept = []
 
         def is_open(stack: str, block: int, blocks: int) -> bool:
-            probability = keep_probability(block, blocks, theta, own.spare_first)
+            probability = keep_probability(block, blocks, theta, own.keep_first_block)
             kept.append(is_kept(own.seed, step, stack, block, probability))
             return kept[-1]
 
         blocks = gated_blocks(model, own.name)
         for block, _, index, count in blocks:
-            _multiply(block, 1 / keep_probability(index, count, theta, own.spare_first))
+            _multiply(block, 1 / keep_probability(index, count, theta, own.keep_first_block))
         try:
             with gates(model, own.name, is_open):
                 outcome = self.inner(model, objective, batch)
@@ -124,9 +124,9 @@ class LayerDrop(Technique):
 
     theta: Fraction = 0.5
     """What theta falls to: the share of steps in which the last block is kept."""
-    settle: StepOrFraction = 0.01
+    time_constant: StepOrFraction = 0.01
     """In how many steps theta comes nearer to that by a factor of e; the paper's gamma is one over it."""
-    spare_first: bool = False
+    keep_first_block: bool = False
     """Count blocks from 0, so that the first is never dropped."""
     seed: int = 0
 

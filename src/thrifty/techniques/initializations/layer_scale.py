@@ -50,7 +50,7 @@ class LayerScale(Technique):
     claims = frozenset({Claim.RESIDUAL_GAINS})
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "its gains would stay as small as they start"}
 
-    start: Rate = 0.0
+    initial_value: Rate = 0.0
     """First value of every gain; 0 takes the paper's value for the model's depth."""
     where: str = ""
     """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
@@ -59,7 +59,7 @@ class LayerScale(Technique):
         refuse_undone_gains(model, self.where, "it would undo every gain in front of it")
         stacks = find_branches(model, self.where)
         for stack, depth in depths(model, stacks).items():
-            blocks, start = stacks[stack], self.start or initial_gain(depth)
+            blocks, start = stacks[stack], self.initial_value or initial_gain(depth)
             for branch in (branch for branches in blocks for branch in branches):
                 device = branch.last.weight.device
                 add_gain(branch.writer, nn.Parameter(torch.full((out_width(branch.last),), start, device=device)))

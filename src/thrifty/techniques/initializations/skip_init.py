@@ -41,7 +41,7 @@ class SkipInit(NormFreeTechnique):
         Claim.FROZEN_BASE_WEIGHTS: "its scalars would stay as small as they start"
     }
 
-    start: Rate = 0.0
+    initial_value: Rate = 0.0
     """First value of every scalar, at most 1 / sqrt(blocks)."""
     multiplier: Rate = 0.0
     """What all embeddings are multiplied by on their way in; 0 lets the stream start with a root mean square of 1."""
@@ -52,16 +52,16 @@ class SkipInit(NormFreeTechnique):
         count = 0
         stacks = find_branches(model, self.where)
         for stack, depth in depths(model, stacks).items():
-            if self.start > largest_start(depth):
+            if self.initial_value > largest_start(depth):
                 raise RefusedError(
-                    f"a start of {self.start:g} is more than 1 / sqrt({depth} blocks)",
+                    f"a start of {self.initial_value:g} is more than 1 / sqrt({depth} blocks)",
                     fix=f"start at {largest_start(depth):.3g} or less",
                 )
             for branch in (branch for branches in stacks[stack] for branch in branches):
-                start = torch.full((1,), self.start, device=branch.last.weight.device)
+                start = torch.full((1,), self.initial_value, device=branch.last.weight.device)
                 add_gain(branch.writer, nn.Parameter(start))
                 count += 1
-        add_note(f"{count} scalars start at {self.start:g}")
+        add_note(f"{count} scalars start at {self.initial_value:g}")
         size_stream(model, self.multiplier)
         bypass_norms(model)
         return model

@@ -44,15 +44,11 @@ class GradientAccumulation(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})
 
-    parts: Positive = 4
+    micro_batches: Positive = 4
     """Micro-batches per step."""
 
-    @property
-    def micro_batches(self) -> int:
-        return self.parts
-
     def with_micro_batches(self, count: int) -> Self:
-        return replace(self, parts=count)
+        return replace(self, micro_batches=count)
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
@@ -63,4 +59,4 @@ class GradientAccumulation(Technique):
         return objective
 
     def backward(self, backward: Backward) -> Backward:
-        return accumulated(backward, self.parts)
+        return accumulated(backward, self.micro_batches)

@@ -102,15 +102,11 @@ class GradientCache(Technique):
         Claim.HALF_BATCH_GRADIENTS: "two halves of a batch do not make up the gradient of a joint loss",
     }
 
-    parts: Positive = 4
+    micro_batches: Positive = 4
     """Micro-batches per step."""
 
-    @property
-    def micro_batches(self) -> int:
-        return self.parts
-
     def with_micro_batches(self, count: int) -> Self:
-        return replace(self, parts=count)
+        return replace(self, micro_batches=count)
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.joint:
@@ -121,4 +117,4 @@ class GradientCache(Technique):
         return objective
 
     def backward(self, backward: Backward) -> Backward:
-        return cached(backward, self.parts)
+        return cached(backward, self.micro_batches)

@@ -201,7 +201,7 @@ class ActivationBudget(Technique):
     """Where tensors may wait: the host's memory, a disk, or either as the device has it."""
     folder: str = ""
     """For files; $TMPDIR or /var/tmp by default."""
-    costs: Literal["measured", "counted"] = "measured"
+    cost_source: Literal["measured", "counted"] = "measured"
     """Of an operation: timed on this machine, or told from its shapes; counted wherever `bits` are allowed."""
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ class ActivationBudget(Technique):
 
     @property
     def cost(self) -> Cost:
-        return counted_seconds if self.bits or self.costs == "counted" else MEASURED
+        return counted_seconds if self.bits or self.cost_source == "counted" else MEASURED
 
     def model(self, model: nn.Module) -> nn.Module:
         planner = ActivationPlanner(self)

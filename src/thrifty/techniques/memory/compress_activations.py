@@ -108,7 +108,7 @@ class QuantizingBackward:
         seed = seed_of(f"{torch.initial_seed()}/{key}") % 2**32
         alive = frozenset(t.untyped_storage()._cdata for t in (*model.buffers(), *batch.fields.values()))
         s = self.settings
-        return QuantizedStore(seed, bits, s.group, s.ranges == "head", s.smallest, alive, like)
+        return QuantizedStore(seed, bits, s.group, s.ranges == "head", s.min_elements, alive, like)
 
     def decided(self) -> Callable[[int], int]:
         """Bits by position, the average where nothing is decided."""
@@ -161,7 +161,7 @@ class CompressActivations(Technique):
     ranges: Literal["group", "head"] = "group"
     """What shares a range: neighbours of one token, or over all tokens a head, or `group` neighbouring channels where
     a tensor shows no heads."""
-    smallest: Positive = SMALLEST
+    min_elements: Positive = SMALLEST
     """Tensors of fewer numbers stay as they are."""
     adaptive: bool = False
     """2, 4 or 8 bits for each tensor by how much it disturbs the gradient, at the same total. That is measured, tensor

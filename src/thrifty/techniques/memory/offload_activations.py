@@ -102,8 +102,8 @@ class OffloadingObjective(WrappedObjective):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         s = self.settings
-        keeper = OffloadingStore(tier_for(s.to, batch.weight, s.folder), s.ahead, s.keep_last)
-        with use_activation_store(keeper, s.smallest):
+        keeper = OffloadingStore(tier_for(s.to, batch.weight, s.folder), s.prefetch, s.keep_last)
+        with use_activation_store(keeper, s.min_elements):
             return super().predict(model, batch)
 
 
@@ -114,18 +114,18 @@ class OffloadActivations(Technique):
 
     to: Where = "auto"
     """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""
-    ahead: Positive = 4
+    prefetch: Positive = 4
     """Tensors on their way at a time, out or back."""
     keep_last: Natural = 8
     """Of the tensors of a forward pass, how many of the last stay."""
-    smallest: Positive = SMALLEST
+    min_elements: Positive = SMALLEST
     """Tensors of fewer numbers stay."""
     folder: str = ""
     """For files; $TMPDIR or /var/tmp by default."""
 
     def model(self, model: nn.Module) -> nn.Module:
         tier = tier_for(self.to, next(model.parameters()), self.folder)
-        add_note(f"activations of {self.smallest} numbers and more go to the {tier}")
+        add_note(f"activations of {self.min_elements} numbers and more go to the {tier}")
         return model
 
     def objective(self, objective: Objective) -> Objective:

@@ -86,14 +86,14 @@ class OptimalRecompute(Technique):
     bytes: Annotated[float, SettingBound(above=0)] = 0.5
     """Up to 1 a share of what the blocks of the plain run hold at their peak, or the least that is possible where that
     is more."""
-    costs: Literal["counted", "measured"] = "counted"
+    cost_source: Literal["counted", "measured"] = "counted"
     """What a block costs: FLOPs and bytes, the same on every machine, or seconds of a real forward pass. Either way the
     run's values are the same, also after a resume."""
 
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         blocks = [block for stack in stacks.values() for block in stack]
-        ScheduledRecompute(model, blocks, self.bytes, timed=self.costs == "measured")
+        ScheduledRecompute(model, blocks, self.bytes, timed=self.cost_source == "measured")
         budget = f"{self.bytes:,.0f} bytes" if self.bytes > 1 else f"{self.bytes:.0%} of what the plain run holds"
         add_note(f"{len(blocks)} blocks in {', '.join(name or 'the model' for name in stacks)}, within {budget}")
         return model

@@ -137,15 +137,15 @@ class Adafactor(Technique):
     """The largest relative step."""
     decay: Annotated[float, SettingBound(most=0)] = -0.8
     """How slowly the second moment forgets: its newest value weighs step^decay."""
-    clip: Annotated[float, SettingBound(above=0)] = 1.0
+    clip_threshold: Annotated[float, SettingBound(above=0)] = 1.0
     """Largest root mean square of an update before it is multiplied by the relative step."""
-    least_root: float | None = None
+    eps1: float | None = None
     """The paper's ε₁, below which no root of a second moment counts; if not given, the precision of the gradients."""
-    least_size: Rate = 1e-3
+    eps2: Rate = 1e-3
     """The paper's ε₂, below which no size of a parameter counts."""
     weight_decay: Rate = 0.0
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
-            adafactor(self.lr, self.decay, self.clip, self.least_root, self.least_size, self.weight_decay), transform
+            adafactor(self.lr, self.decay, self.clip_threshold, self.eps1, self.eps2, self.weight_decay), transform
         )

@@ -6,8 +6,8 @@ Cost      AdamW's state, and two norms of each parameter a step.
 Avoid     at ordinary batches: in a fixed budget of sequences it fell behind AdamW at 16 and 64 a step and overtook it
           only at 256. Nado et al. 2021 (arXiv 2102.06356) match it with tuned Adam.
 Note      decay is inside the update whose length is scaled; vectors, biases and positions are spared both decay and
-          ratio. Bias correction is in the paper and not in its authors' TensorFlow code (`correct = false`). The ratio
-          is per parameter: queries, keys and values in one matrix count as one layer unless `slices = true`.
+          ratio. Bias correction is in the paper and not in its authors' TensorFlow code (`bias_correction = false`).
+          The ratio is per parameter: queries, keys and values in one matrix count as one layer unless `slices = true`.
           pytorch_optimizer's Lamb is another algorithm: decay outside the ratio, ‖w‖ cut at 10, half a correction.
 """
 
@@ -50,7 +50,7 @@ class Lamb(Technique):
     betas: Betas = (0.9, 0.999)
     eps: Rate = 1e-6
     weight_decay: Rate = 0.01
-    correct: bool = True
+    bias_correction: bool = True
     """Whether the moments are corrected for having started at zero, as in the paper."""
     norm_bounds: tuple[float, float] = (0.0, math.inf)
     """The paper's φ: between which limits the norm of the weights counts."""
@@ -59,6 +59,6 @@ class Lamb(Technique):
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(
-            lamb(self.lr, self.betas, self.eps, self.weight_decay, self.correct, self.norm_bounds, self.slices),
+            lamb(self.lr, self.betas, self.eps, self.weight_decay, self.bias_correction, self.norm_bounds, self.slices),
             transform,
         )

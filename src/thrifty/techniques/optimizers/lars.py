@@ -5,9 +5,9 @@ Promise   a rate that no layer is too small or too large for, so that linear sca
           640 of 1280 digits a step, plain linear scaling reached 20 % and LARS 93 % (one small network).
 Avoid     at ordinary batches, and for Transformers (LAMB was made for those). Nado et al. 2021 (arXiv 2102.06356)
           match it at large batches with well-tuned Nesterov momentum.
-Note      vectors, biases and positions take the plain rate and no decay. Where a norm is 0 the ratio is 1.
-          Equal to LARS of pytorch_optimizer 4.1 where no gradient is 0 all over; there the rate stands outside the
-          momentum. The paper has it inside (`rate = "inside"`), which differs only once the rate changes.
+Note      vectors, biases and positions take the plain rate and no decay. Where a norm is 0 the ratio is 1. Equal to
+          LARS of pytorch_optimizer 4.1 where no gradient is 0 all over; there the rate stands outside the momentum. The
+          paper has it inside (`learning_rate_placement = "inside"`), which differs only once the rate changes.
 """
 
 from dataclasses import dataclass
@@ -48,11 +48,19 @@ class Lars(Technique):
     lr: Rate = 1.0
     momentum: Probability = 0.9
     weight_decay: Rate = 1e-4
-    coefficient: Rate = 1e-3
+    trust_coefficient: Rate = 1e-3
     """The paper's η: how far a layer moves at rate 1, as a share of its weights' norm."""
     nesterov: bool = False
-    rate: Literal["outside", "inside"] = "outside"
+    learning_rate_placement: Literal["outside", "inside"] = "outside"
     """Whether the learning rate multiplies the momentum or what is added to it."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return lars(self.lr, self.momentum, self.weight_decay, self.coefficient, self.nesterov, self.rate, transform)
+        return lars(
+            self.lr,
+            self.momentum,
+            self.weight_decay,
+            self.trust_coefficient,
+            self.nesterov,
+            self.learning_rate_placement,
+            transform,
+        )

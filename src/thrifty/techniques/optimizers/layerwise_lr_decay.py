@@ -9,10 +9,10 @@ Does not  save anything: it keeps what pre-training has found in the first block
 Cost      the optimizer's last kernel is not torch's fused one, since that takes one rate for all.
 Avoid     when training from scratch: the first blocks hardly move. ELECTRA's published code counts one depth more
           between blocks and head: decay ** (L + 1 - k).
-Note      it is for a model that starts from a trained one (`model.folder`), and there with a rate several times as
-          high as without. Where a model has several stacks of blocks, each is counted from its own end. What comes
-          before the blocks is told by the order and the names in the model; `front` says it where that is wrong, and
-          `explain` tells what was found. A table that is tied to the head counts as what comes before.
+Note      it is for a model that starts from a trained one (`model.folder`), and there with a rate several times as high
+          as without. Where a model has several stacks of blocks, each is counted from its own end. What comes before
+          the blocks is told by the order and the names in the model; `embedding_pattern` says it where that is wrong,
+          and `explain` tells what was found. A table that is tied to the head counts as what comes before.
 """
 
 import re
@@ -114,15 +114,15 @@ class LayerwiseLearningRateDecay(Technique):
 
     decay: Fraction = 0.75
     """From one block to the one below it."""
-    front: str = ""
+    embedding_pattern: str = ""
     """Pattern of the parameters outside the blocks that come before them; empty tells them by order and names."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_pattern(self, self.name, "front")
+        check_pattern(self, self.name, "embedding_pattern")
 
     def model(self, model: nn.Module) -> nn.Module:
-        named, found = dict(model.named_parameters()), depths(model, self.front)
+        named, found = dict(model.named_parameters()), depths(model, self.embedding_pattern)
         for name, (depth, blocks) in found.items():
             set_learning_rate_factor(named[name], depth_factor(depth, blocks, self.decay))
         for text in self._told(found):

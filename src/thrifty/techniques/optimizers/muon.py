@@ -181,16 +181,16 @@ class Muon(Technique):
     scale: Scale = "match_rms"
     """Size of an orthogonal update: "match_rms" as large as AdamW's, so that its rates fit; "original" is Jordan's,
     with rates about 20 times larger."""
-    steps: Positive = 5
+    newton_schulz_steps: Positive = 5
     """Newton-Schulz iterations."""
     slices: bool = False
     """Whether layers that share a matrix (queries, keys, values; gate, value) are orthogonalised apart."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the iterations; float32 where the machine has no bfloat16 products."""
-    rest_lr: Rate = 1e-3
+    adamw_lr: Rate = 1e-3
     """AdamW's rate, for what is no hidden matrix."""
-    rest_betas: Betas = (0.9, 0.95)
-    rest_eps: Rate = 1e-8
+    adamw_betas: Betas = (0.9, 0.95)
+    adamw_eps: Rate = 1e-8
 
     def model(self, model: nn.Module) -> nn.Module:
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -206,12 +206,12 @@ class Muon(Technique):
                 self.nesterov,
                 self.weight_decay,
                 self.scale,
-                self.steps,
+                self.newton_schulz_steps,
                 self.slices,
                 getattr(torch, self.precision),
-                self.rest_lr,
-                self.rest_betas,
-                self.rest_eps,
+                self.adamw_lr,
+                self.adamw_betas,
+                self.adamw_eps,
             ),
             transform,
         )

@@ -7,7 +7,7 @@ Cost      for a matrix of r rows and c columns, beside AdamW's state 2 (rÂ² + cÂ
           step. Every few steps a QR decomposition for each side.
 Avoid     where a step is cheap beside that: small batches, wide matrices.
 Note      Wen et al. 2025 (arXiv 2509.02046) found SOAP and Muon ahead of tuned AdamW, by 1.4 times at 0.1B parameters
-          and 1.1 times at 1.2B. The first step only measures. Sides longer than `largest` keep their own axes; what is
+          and 1.1 times at 1.2B. The first step only measures. Sides longer than `max_dim` keep their own axes; what is
           no matrix is Adam's. Sharded matrices are gathered one by one, and every rank does the same work.
 """
 
@@ -170,8 +170,8 @@ class Soap(Technique):
     weight_decay: Rate = 0.01
     every: Positive = 10
     """Steps after which the axes follow the gradients."""
-    largest: Positive = 10_000
+    max_dim: Positive = 10_000
     """Longer sides, vocabularies above all, keep their own axes."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(soap(self.lr, self.betas, self.eps, self.weight_decay, self.every, self.largest), transform)
+        return chain(soap(self.lr, self.betas, self.eps, self.weight_decay, self.every, self.max_dim), transform)

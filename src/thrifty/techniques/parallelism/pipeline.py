@@ -16,18 +16,18 @@ Schedules
 Does not  rename a parameter. A head tied to the embedding is one parameter of the first stage, which the last one
           borrows: its value goes there before each pass, its gradient comes back after.
 Avoid     while tensor or sharded parallelism fits one machine: those keep all ranks busy with any batch.
-Note      one micro-batch (`parts = 1` with gpipe) is the "vertical" or layer-wise model parallelism of the literature:
-          only one rank works at a time. Micro-batches are equal; missing rows are filled up with rows of weight zero.
-          torch runs backward passes first in, first out, and holds a buffer for the hidden states of every micro-batch
-          in either direction. So with `recompute` it is the first micro-batch that is kept, where the paper, last in
-          and first out, keeps the last: the one whose backward pass comes first, and nothing is gained by computing it
-          again. A last stage that alternates keeps all. `memory.recompute` instead computes all of them again. Halved
-          backward passes compute chunked losses, and what is recomputed, twice.
-          The footprint is that of a rank with as many blocks as any and the parameters of both ends, as with zbv or a
-          tied head. Its peak is the first rank's, which has most micro-batches alive, or the last one's, which has the
-          loss; from the second backward pass on, gradients stand beside them. Traffic and buffers are those of hidden
-          states and their gradients, of one batch that goes through the schedule; with zbv torch also keeps what goes
-          from stage to stage on one rank, which is not counted.
+Note      one micro-batch (`micro_batches = 1` with gpipe) is the "vertical" or layer-wise model parallelism of the
+          literature: only one rank works at a time. Micro-batches are equal; missing rows are filled up with rows of
+          weight zero. torch runs backward passes first in, first out, and holds a buffer for the hidden states of every
+          micro-batch in either direction. So with `recompute` it is the first micro-batch that is kept, where the
+          paper, last in and first out, keeps the last: the one whose backward pass comes first, and nothing is gained
+          by computing it again. A last stage that alternates keeps all. `memory.recompute` instead computes all of them
+          again. Halved backward passes compute chunked losses, and what is recomputed, twice. The footprint is that of
+          a rank with as many blocks as any and the parameters of both ends, as with zbv or a tied head. Its peak is the
+          first rank's, which has most micro-batches alive, or the last one's, which has the loss; from the second
+          backward pass on, gradients stand beside them. Traffic and buffers are those of hidden states and their
+          gradients, of one batch that goes through the schedule; with zbv torch also keeps what goes from stage to
+          stage on one rank, which is not counted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -179,7 +179,7 @@ class PipelineParallel(Technique):
     }
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
-    parts: Positive = 4
+    micro_batches: Positive = 4
     """Micro-batches."""
     chunks: Positive = 2
     """Stages on each rank; of meaning for interleaved and zero_bubble alone."""
@@ -187,7 +187,7 @@ class PipelineParallel(Technique):
     """Whether stages keep only the blocks' inputs, of all micro-batches but the one that goes back first."""
     blocks: tuple[int, ...] = ()
     """How many each stage has, in their order; empty divides them by what they cost."""
-    costs: Literal["counted", "measured"] = "counted"
+    cost_source: Literal["counted", "measured"] = "counted"
     """What they cost: FLOPs, so that a resumed run has the same stages, or seconds of a real forward pass on the first
     rank."""
 
@@ -204,19 +204,15 @@ class PipelineParallel(Technique):
             }
             object.__setattr__(self, "clashes", {**self.clashes, **refused})
 
-    @property
-    def micro_batches(self) -> int:
-        return self.parts
-
     def with_micro_batches(self, count: int) -> Self:
-        return replace(self, parts=count)
+        return replace(self, micro_batches=count)
 
     def model(self, model: nn.Module) -> nn.Module:
         ranks = axis("pipeline").size
         if ranks == 1:
             return model
         self._check(ranks)
-        parts = partition_model(model, timed=self.costs == "measured")
+        parts = partition_model(model, timed=self.cost_source == "measured")
         places = stage_places(self.schedule, ranks, self._chunks)
         counts = self._counts(model, parts.costs, len(places))
         device = next(model.parameters()).device
@@ -247,7 +243,7 @@ class PipelineParallel(Technique):
             return backward
 
         def in_stages(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-            return backward(model, ScheduledLossObjective(objective, self.parts), batch)
+            return backward(model, ScheduledLossObjective(objective, self.micro_batches), batch)
 
         return in_stages
 
@@ -259,19 +255,21 @@ class PipelineParallel(Technique):
         blocks = max(self._per_rank(ranks)) if self.blocks else -(-depth // ranks)
         share = blocks / depth
         held = (footprint.outside + share * (footprint.parameters - footprint.outside)) / footprint.parameters
-        alive = 1 if self.recompute else most_alive(self.schedule, ranks, self.parts, self._chunks)
+        alive = 1 if self.recompute else most_alive(self.schedule, ranks, self.micro_batches, self._chunks)
         at_end = 1 if self.schedule == "1f1b" else alive  # on the last rank, where the loss is
         saved, ends = share * footprint.saved, footprint.activations - footprint.saved
         inside = alive * saved + max(footprint.inside - footprint.saved, 0.0)
         loss = at_end * saved + (at_end - 1) * ends + footprint.passes - footprint.saved
         gradients = held * footprint.gradients
-        if alive >= self.parts:  # all are in flight before there is one: they appear while the activations of one go
+        if (
+            alive >= self.micro_batches
+        ):  # all are in flight before there is one: they appear while the activations of one go
             gradients = max(gradients - saved, 0.0)
         activations = max(alive * saved, at_end * (saved + ends))
         divided = replace(footprint, activations=activations, passes=max(loss, inside), inside=inside).scale(
-            parameters=held, gradients=held, optimizer=held, traffic=self.parts
+            parameters=held, gradients=held, optimizer=held, traffic=self.micro_batches
         )
-        hidden = self.parts * footprint.hidden
+        hidden = self.micro_batches * footprint.hidden
         buffered, sent = most_ends(stage_places(self.schedule, ranks, self._chunks))
         return divided.peaking(max(loss, inside) + gradients).add(buffers=buffered * hidden, traffic=sent * hidden)
 
@@ -292,14 +290,14 @@ class PipelineParallel(Technique):
                 f"torch {torch.__version__} cannot take the backward pass of the loss in halves",
                 fix="schedule=interleaved, or a newer torch",
             )
-        if self.schedule == "1f1b" and self.parts < ranks:
+        if self.schedule == "1f1b" and self.micro_batches < ranks:
             raise RefusedError(
-                f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set parts = {ranks} or more"
+                f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set micro_batches = {ranks} or more"
             )
-        if self.schedule in ("interleaved", "zero_bubble") and self.parts % max(1, self.parts // ranks):
+        if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % max(1, self.micro_batches // ranks):
             raise RefusedError(
-                f"{self.parts} micro-batches do not go in equal rounds over {ranks} ranks",
-                fix=f"set parts = {-(-self.parts // ranks) * ranks}",
+                f"{self.micro_batches} micro-batches do not go in equal rounds over {ranks} ranks",
+                fix=f"set micro_batches = {-(-self.micro_batches // ranks) * ranks}",
             )
 
     def _counts(self, model: nn.Module, costs: Sequence[float], stages: int) -> list[int]:
@@ -319,7 +317,7 @@ class PipelineParallel(Technique):
     def _schedule(self, stages: list[PipelineStage]) -> Any:
         kind = ONE_STAGE.get(self.schedule)
         made = partial(kind, stages[0]) if kind else partial(SEVERAL_STAGES[self.schedule], stages)
-        return made(self.parts, loss_fn=lambda loss, _: loss, scale_grads=False)
+        return made(self.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def _keeps(self, stage: StageModel, part: int) -> bool:
         return part == 0 or (stage.is_last and self.schedule != "gpipe")

@@ -106,13 +106,13 @@ class ShardedDataParallel(Technique):
 
     zero: Zero = 3
     """What is divided: 1 the optimizer state, 2 also gradients, 3 also parameters."""
-    gathered: Literal["as kept", "bfloat16"] = "as kept"
+    gather_dtype: Literal["parameter", "bfloat16"] = "parameter"
     """The format of parameters while they are whole, and of all that is computed with them; gradients are summed, and
     the update is made, in float32."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gathered == "bfloat16":
+        if self.gather_dtype == "bfloat16":
             object.__setattr__(self, "numerics", Numerics.DIFFERENT)
             object.__setattr__(self, "claims", self.claims | {Claim.PRECISION})
 
@@ -129,7 +129,7 @@ class ShardedDataParallel(Technique):
                 fix=f"--set techniques.{self.name}.zero=1",
             )
         low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        return sharded(model, self.zero, low if self.gathered == "bfloat16" else MixedPrecisionPolicy())
+        return sharded(model, self.zero, low if self.gather_dtype == "bfloat16" else MixedPrecisionPolicy())
 
     def batches(self, source: BatchSource) -> BatchSource:
         return rank_shard(source)
@@ -163,7 +163,7 @@ class ShardedDataParallel(Technique):
         if data == 1:
             return footprint
         shards = data // copies
-        bytes_of = 0.5 if self.gathered == "bfloat16" else 1.0
+        bytes_of = 0.5 if self.gather_dtype == "bfloat16" else 1.0
         whole, outside, block = (bytes_of * size for size in (footprint.parameters, footprint.outside, footprint.block))
         sent, peak = whole, footprint.peak + whole
         if self.zero > 1:

@@ -94,7 +94,7 @@ class TensorParallel(Technique):
     stage, numerics, tolerance = Stage.SPLIT, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.TENSOR_PARALLELISM})
 
-    along_tokens: bool = False
+    sequence_parallel: bool = False
     """Whether hidden states between split layers are divided along tokens: norms and residuals, and what is saved of
     them, divided too."""
     plan: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ class TensorParallel(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         if axis("tensor").size > 1:
             mesh = submesh("tensor", device=next(model.parameters()).device.type)
-            SPLITTING.set(model, split_model(model, mesh, self.plan, self.along_tokens))
+            SPLITTING.set(model, split_model(model, mesh, self.plan, self.sequence_parallel))
         return model
 
     def objective(self, objective: Objective) -> Objective:
@@ -127,7 +127,7 @@ class TensorParallel(Technique):
         if ranks == 1 or not footprint.parameters:
             return footprint
         held = (footprint.vectors + (footprint.parameters - footprint.vectors) / ranks) / footprint.parameters
-        stays = STAYS_ALONG_TOKENS if self.along_tokens else STAYS
+        stays = STAYS_ALONG_TOKENS if self.sequence_parallel else STAYS
         blocks = (footprint.parameters - footprint.outside) / footprint.block if footprint.block else 0
         return footprint.scale(
             parameters=held,

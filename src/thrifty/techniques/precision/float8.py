@@ -132,7 +132,7 @@ class Float8(Technique):
     gradients: Literal["e5m2", "e4m3"] = "e5m2"
     where: str = ""
     """Pattern that the name of a linear layer must contain."""
-    keep_ends: bool = True
+    skip_end_blocks: bool = True
     """Leave the first and the last block of each stack as they are; in a stack of two all are treated."""
 
     @property
@@ -171,7 +171,7 @@ class Float8(Technique):
             block = next((block for block in blocks if is_under(name, block)), None)
             if block is None:
                 return "it is in no block"
-            if self.keep_ends and blocks[block]:
+            if self.skip_end_blocks and blocks[block]:
                 return f"{block} is kept as {blocks[block]}"
             return _reason_to_skip(layer)
 

@@ -7,7 +7,7 @@ Promise   a little over 1 byte (int8) or 2 (bfloat16) for each moment's 4, at th
 Cost      moments are opened and closed again in every step, in pieces that stay in the cache. On 2 cores AdamW's step
           takes 6 to 8 ns a parameter in 8 bits and 4 in bfloat16, where torch's fused kernel takes 0.8 to 1.4 in
           float32, and torchao's 8 bits 21 (`benchmarks/bench_optimizer_state.py`).
-Does not  touch weights and their averages, vectors, or tensors with fewer than `smallest` numbers.
+Does not  touch weights and their averages, vectors, or tensors with fewer than `min_elements` numbers.
 Note      rounded to the nearest, slow averages stall: in 8 bits with beta2 = 0.999 the root of a second moment stands
           3 times too high 2500 steps after its gradients fell to a tenth; rounded by chance it follows within 10 %.
           In 8 bits that holds to about beta2 = 0.9997, in bfloat16 beyond.
@@ -233,20 +233,20 @@ class OptimizerState(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_VECTORS: "there is no matrix whose moments it could store"}
 
     format: Literal["int8", "bfloat16"] = "int8"
-    smallest: Positive = 4096
+    min_elements: Positive = 4096
     """Parameters with fewer numbers keep their moments in float32."""
 
     def model(self, model: nn.Module) -> nn.Module:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        large = [parameter for parameter in trained if is_large(parameter, self.smallest)]
+        large = [parameter for parameter in trained if is_large(parameter, self.min_elements)]
         if not large:
             raise RefusedError(
-                f"no matrix of the model has {self.smallest} numbers, in rows of at least {SHORTEST_ROW}",
-                fix=f"train without it, there is little to save, or --set techniques.{self.name}.smallest=1",
+                f"no matrix of the model has {self.min_elements} numbers, in rows of at least {SHORTEST_ROW}",
+                fix=f"train without it, there is little to save, or --set techniques.{self.name}.min_elements=1",
             )
         share = sum(map(torch.numel, large)) / sum(map(torch.numel, trained))
         add_note(f"{len(large)} matrices, {share:.1%} of the trained numbers; the moments of the rest keep float32")
         return model
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return with_compact_state(transform, FORMATS[self.format], self.smallest)
+        return with_compact_state(transform, FORMATS[self.format], self.min_elements)

@@ -166,7 +166,7 @@ class EarlyBird(Technique):
     """The ticket is drawn when all others differ from the newest in less than this share of places."""
     latest: StepOrFraction = 0.15
     """The ticket is drawn here if it was not before."""
-    draw: Draw = "coefficients"
+    criterion: Draw = "coefficients"
     seed: int = 0
     """Of random tickets."""
 
@@ -240,7 +240,7 @@ class EarlyBird(Technique):
 
     def _why_now(self, step: int, state: TrainState, model: nn.Module) -> str:
         known = (int(state.techniques[self.name]["calls"]) - 1) // self.spacing
-        if self.draw != "late" and known >= self.queue:
+        if self.criterion != "late" and known >= self.queue:
             distances = self.distances(model, self.queue)
             if max(distances.values()) < self.distance:
                 return "the masks agree: " + ", ".join(f"{kind} {each:.3f}" for kind, each in distances.items())
@@ -249,7 +249,7 @@ class EarlyBird(Technique):
     def _drawn(self, model: nn.Module) -> dict[str, Any]:
         """What is kept, by the name of the writer: numbers of heads, or a mask of neurons as text."""
         masks = self.masks(model)
-        if self.draw == "random":
+        if self.criterion == "random":
             for name, mask in masks.items():
                 scores = torch.rand(len(mask), generator=keyed_generator(f"{self.seed}/{name}"))
                 masks[name] = largest(scores, int(mask.sum()))

@@ -2,8 +2,8 @@
 
 Paper     Zhu & Gupta 2017, To prune, or not to prune (arXiv 1710.01878), equation 1: a cubic schedule, fast while there
           is much to spare.
-Promise   the density falls from `initial` at `start` to `density` at `until` and never rises; the last part of the run
-          trains what is left.
+Promise   the density falls from `initial_density` at `start` to `density` at `until` and never rises; the last part of
+          the run trains what is left.
 Cost      one more mask per weight, and a sort of magnitudes every `every` steps. The early steps are dense: at equal
           steps it computes more than a run that is sparse throughout.
 Avoid     when the dense model does not fit; when the run is too short to recover after `until`.
@@ -43,7 +43,7 @@ def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
 class GradualPruning(MatrixMaskTechnique):
     replaces_update: ClassVar[bool] = False
 
-    initial: Fraction = 1.0
+    initial_density: Fraction = 1.0
     """Density from `start` on."""
     start: StepOrFraction = 0.0
     until: StepOrFraction = 0.75
@@ -54,10 +54,10 @@ class GradualPruning(MatrixMaskTechnique):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.initial < self.density:
+        if self.initial_density < self.density:
             raise UsageError(
-                f"{self.name}: initial is {self.initial}, below the density of {self.density} that it should fall to",
-                fix=f"--set techniques.{self.name}.initial=1.0",
+                f"{self.name}: initial_density is {self.initial_density}, below the density of {self.density}",
+                fix=f"--set techniques.{self.name}.initial_density=1.0",
             )
         # two shares of the run or two steps; of one of each nothing can be said yet
         if type(self.start) is type(self.until) and self.until < self.start:
@@ -77,7 +77,7 @@ class GradualPruning(MatrixMaskTechnique):
 
     def density_at(self, step: int) -> float:
         """After the update of this step, if it is due then."""
-        return cubic_density(step, int(self.start), int(self.until), self.initial, self.density)
+        return cubic_density(step, int(self.start), int(self.until), self.initial_density, self.density)
 
     def next_masks(
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int

@@ -170,7 +170,7 @@ class SparseProducts(Technique):
     """Pattern of the names of layers that may use sparse products; those of numbered blocks by default."""
     tokens: Positive = 2048
     """Rows of a product for which times are compared: about the tokens of a micro-batch."""
-    costs: Literal["measured", "counted"] = "measured"
+    cost_source: Literal["measured", "counted"] = "measured"
     """Of products: timed on this machine, or told from their shapes."""
 
     def __post_init__(self) -> None:
@@ -197,14 +197,15 @@ class SparseProducts(Technique):
         """The times of a layer's products over density, for each dtype in which it may compute them."""
         device, found = weight.device.type, {}
         for dtype in dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16)):
-            if self.costs == "measured" and dtype is not weight.dtype and not has_fast_bfloat16():
+            if self.cost_source == "measured" and dtype is not weight.dtype and not has_fast_bfloat16():
                 continue
             name = str(torch.bfloat16 if dtype is torch.float16 else dtype).removeprefix("torch.")
             cases = {
                 form: BreakevenCase(form, *weight.shape, self.tokens, name, device) for form in forms_of(*weight.shape)
             }
             found[dtype] = {
-                form: case.counted() if self.costs == "counted" else case.measured() for form, case in cases.items()
+                form: case.counted() if self.cost_source == "counted" else case.measured()
+                for form, case in cases.items()
             }
         return found
 

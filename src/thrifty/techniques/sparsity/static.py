@@ -36,7 +36,7 @@ from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 @dataclass(frozen=True)
 class StaticMask(MatrixMaskTechnique):
-    by: Literal["random", "magnitude"] = "random"
+    criterion: Literal["random", "magnitude"] = "random"
     """What decides which weights are kept: chance, or the size of their first values."""
     distribution: Literal["erk", "uniform", "global"] = "erk"
     """How the density is spread over layers; "global" compares the weights of all layers."""
@@ -47,7 +47,7 @@ class StaticMask(MatrixMaskTechnique):
         if self.distribution == "global":
             scores = {name: self._scores(name, parameter) for name, parameter in parameters.items()}
             masks = largest_of_all(scores, global_count(shapes, self.density))
-        elif self.by == "magnitude":
+        elif self.criterion == "magnitude":
             counts = layer_counts(shapes, self.density, self.distribution)
             masks = {name: largest(self._scores(name, parameters[name]), counts[name]) for name in parameters}
         else:
@@ -56,7 +56,7 @@ class StaticMask(MatrixMaskTechnique):
         return {name: shard_like_parameter(masks[name], parameters[name]) for name in parameters}
 
     def _scores(self, name: str, parameter: Tensor) -> Tensor:
-        if self.by == "magnitude":
+        if self.criterion == "magnitude":
             return full_value(parameter, order_of(parameter)).abs()
         return torch.rand(parameter.shape, generator=keyed_generator(f"{self.seed}/{name}"), dtype=torch.float64)
 
