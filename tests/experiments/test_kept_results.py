@@ -9,6 +9,7 @@ import pytest
 
 from thrifty import techniques
 from thrifty.comparing.comparison_protocol import SCHEMA
+from thrifty.core.old_names import rename_cases
 from thrifty.experiments import studies
 from thrifty.experiments.past_results import evidence
 from thrifty.experiments.study_result import kept_summary, read_result
@@ -28,7 +29,7 @@ def test_there_are_results() -> None:
 def test_a_study_is_summarised_and_judged_as_when_it_was_measured(path: Path) -> None:
     data = read_result(path)
     study = studies.make(data["study"])
-    assert study.cases.keys() == data["definition"]["cases"].keys()
+    assert study.definition()["cases"] == rename_cases(data["definition"]["cases"])
     numbers = {(cell["case"], cell["seed"]): cell["numbers"] for cell in data["cells"]}
     measured = {at: {k: math.inf if v is None else v for k, v in cell.items()} for at, cell in numbers.items()}
     summary = summarize(study, measured)

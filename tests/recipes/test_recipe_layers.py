@@ -125,9 +125,11 @@ def test_without_takes_a_technique_and_its_origins_away() -> None:
     swapped = build_recipe("text", removals=("optimizers.adamw",), additions=("optimizers.lion",))
     names = [t.name for t in swapped.recipe().techniques]
     assert "optimizers.lion" in names and "optimizers.adamw" not in names
-    with pytest.raises(UsageError, match="the recipe does not use it") as error:
+    with pytest.raises(UsageError, match="there is no technique") as error:
         build_recipe("text", removals=("gradients.clipp",))
     assert "gradients.clip" in error.value.fix
+    with pytest.raises(UsageError, match="the recipe does not use it"):
+        build_recipe("text", removals=("lora",))
 
 
 @pytest.mark.parametrize(

@@ -178,9 +178,9 @@ def test_a_value_of_the_wrong_type_is_named_with_what_it_must_be(toml: str, said
 
 
 def test_a_whole_number_may_stand_for_a_number() -> None:
-    recipe = recipe_from_data(tomllib.loads("[techniques.gradients.clip]\nlargest = 2"))
+    recipe = recipe_from_data(tomllib.loads("[techniques.gradients.clip]\nmax_norm = 2"))
     (clip,) = recipe.techniques
-    assert repr(clip.largest) == "2.0"  # type: ignore[attr-defined]
+    assert repr(clip.max_norm) == "2.0"  # type: ignore[attr-defined]
 
 
 def test_a_moment_keeps_apart_what_is_steps_and_what_is_a_share() -> None:

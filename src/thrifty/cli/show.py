@@ -20,7 +20,7 @@ def command(technique: str, as_json: bool) -> None:
     from thrifty.cli.verb_output import print_json
 
     card = card_of(technique)
-    compared, studied = measured_of(technique)
+    compared, studied = measured_of(card["name"])
     if as_json:
         print_json(card | {"comparisons": [*map(asdict, compared)], "studies": [*map(asdict, studied)]})
         return

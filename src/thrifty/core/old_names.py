@@ -4,7 +4,7 @@ Readers of run folders, stored recipes and results rename what they read. Everyt
 old name that somebody types is answered with the new one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 TECHNIQUES = {
@@ -69,13 +69,13 @@ SETTINGS = {
     "sparsity.static": {"by": "criterion"},
 }
 """Of each technique, by its name of today."""
-VALUES = {("parallelism.shard", "gather_dtype"): {"as kept": "parameter"}}
 OBJECTIVES = {
     "answer": "chat_answers",
     "classify": "classification",
     "contrast": "contrastive",
     "reconstruct": "masked_reconstruction",
 }
+VALUES = {"objective.name": OBJECTIVES, "techniques.parallelism.shard.gather_dtype": {"as kept": "parameter"}}
 RECIPE_KEYS = {"model": {"fresh": "reinitialize"}, "checkpoints": {"also": "extra_steps"}}
 
 _OLD_TECHNIQUES = {new: old for old, new in TECHNIQUES.items()}
@@ -88,24 +88,12 @@ def order_key(name: str) -> str:
 
 def new_key(path: str) -> str:
     """Return the last part of a recipe's dotted path, by its name of today."""
-    table, _, key = path.rpartition(".")
-    keys = SETTINGS.get(table.removeprefix("techniques."), {}) | RECIPE_KEYS.get(table, {})
-    return keys.get(key, key)
-
-
-def rename_path(path: str) -> str:
-    """Rename a dotted path of a stored recipe, such as `techniques.optimizers.clip.largest`."""
-    for old, new in TECHNIQUES.items():
-        if f"{path}.".startswith(f"techniques.{old}."):
-            path = f"techniques.{new}{path.removeprefix(f'techniques.{old}')}"
-            break
-    table, dot, _ = path.rpartition(".")
-    return table + dot + new_key(path)
+    return _renamed(tuple(path.split(".")))[-1]
 
 
 def rename_origins(origins: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the paths of recipe values, each with where it came from."""
-    return {rename_path(path): origin for path, origin in origins.items()}
+    return {".".join(_renamed(tuple(path.split(".")))): origin for path, origin in origins.items()}
 
 
 def rename_tensor(name: str) -> str:
@@ -144,48 +132,46 @@ def rename_comparison(data: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+def rename_cases(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename settings in the cases of a stored study; those of `attention_filters` hold settings of a technique."""
+    keys = SETTINGS["attention.block_sparse"]
+    return {
+        label: {**case, "settings": {keys.get(key, key): value for key, value in case["settings"].items()}}
+        if case.get("method") == "block-sparse"
+        else case
+        for label, case in cases.items()
+    }
+
+
 def rename_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Rename techniques, settings, keys and the objective in the tables of a stored recipe."""
-    renamed = _copied(tables)
-    for section, keys in RECIPE_KEYS.items():
-        if section in renamed:
-            renamed[section] = {keys.get(key, key): value for key, value in renamed[section].items()}
-    objective = renamed.get("objective", {})
-    if "name" in objective:
-        objective["name"] = OBJECTIVES.get(objective["name"], objective["name"])
-    groups = renamed.get("techniques", {})
-    for old, new in TECHNIQUES.items():
-        if (settings := _below(groups, old)) is not None:
-            _take(groups, old)
-            group, last = new.split(".")
-            groups.setdefault(group, {})[last] = settings
-    for name, keys in SETTINGS.items():
-        settings = _below(groups, name)
-        if settings is not None:
-            group, last = name.split(".")
-            groups[group][last] = {
-                key: VALUES.get((name, key), {}).get(value, value) if isinstance(value, str) else value
-                for key, value in ((keys.get(key, key), value) for key, value in settings.items())
-            }
+    renamed: dict[str, Any] = {}
+    for path, value in _leaves(tables, ()):
+        *groups, key = path = _renamed(path)
+        table: Any = renamed
+        for name in groups:
+            table = table.setdefault(name, {}) if isinstance(table, dict) else None
+        if isinstance(table, dict):  # anything else is a damaged file, which is told where it is read
+            table[key] = VALUES.get(".".join(path), {}).get(value, value) if isinstance(value, str) else value
     return renamed
+
+
+def _renamed(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of a value, or of an empty table, of a recipe."""
+    if path[0] == "techniques" and len(path) >= 3:
+        path = ("techniques", *_today(".".join(path[1:3])).split("."), *path[3:])
+    table = ".".join(path[:-1])
+    keys = SETTINGS.get(table.removeprefix("techniques."), {}) | RECIPE_KEYS.get(table, {})
+    return (*path[:-1], keys.get(path[-1], path[-1]))
+
+
+def _leaves(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
 
 
 def _today(technique: str) -> str:
     return TECHNIQUES.get(technique, technique)
-
-
-def _copied(tables: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in tables.items()}
-
-
-def _below(groups: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    group, last = name.split(".")
-    found = groups.get(group, {})
-    return found.get(last) if isinstance(found, dict) else None
-
-
-def _take(groups: dict[str, Any], name: str) -> None:
-    group, last = name.split(".")
-    del groups[group][last]
-    if not groups[group]:
-        del groups[group]

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from thrifty.core.old_names import rename_recipe, rename_techniques
 from thrifty.core.secret_redaction import redact_text
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.reporting.file_tail import FileTail
@@ -64,7 +65,7 @@ class RunSummary:
     def refresh(self) -> RunListRow:
         """The run now. Raises nothing for files that are missing or damaged."""
         self._follow()
-        recipe = self.files.toml(self.folder / "recipe.toml")
+        recipe = rename_recipe(self.files.toml(self.folder / "recipe.toml"))
         summary = self.files.json_object(self.folder / "summary.json")
         techniques = self.files.json_object(self.folder / "explanation.json").get("techniques")
         named = [each for each in techniques if isinstance(each, dict)] if isinstance(techniques, list) else []
@@ -77,7 +78,7 @@ class RunSummary:
             name=self.name,
             about=redact_text(str(recipe.get("about", ""))),
             recipe=redact_text(_in_short(recipe)),
-            techniques=tuple(redact_text(str(each.get("name", ""))) for each in named),
+            techniques=tuple(redact_text(rename_techniques(str(each.get("name", "")))) for each in named),
             state=state,
             reason=reason,
             step=step,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import UsageError
+from thrifty.core.old_names import rename_cases
 from thrifty.experiments.study_result import StudyResult, kept_summary
 from thrifty.experiments.study_summary import SeedMean
 from thrifty.experiments.study_table import interval, shown, table
@@ -51,7 +52,7 @@ def compare_with_saved(result: StudyResult, kept: Mapping[str, Any]) -> StudyCom
     """
     if kept["study"] != result.study.name:
         raise UsageError(f"the kept result is of {kept['study']}, not of {result.study.name}")
-    if kept["definition"]["cases"] != result.study.definition()["cases"]:
+    if rename_cases(kept["definition"]["cases"]) != result.study.definition()["cases"]:
         raise UsageError("the kept result has cases with other settings", fix="compare with a result of this version")
     old, new, off, compared = kept_summary(kept), result.summary, [], 0
     for label, numbers in new.items():

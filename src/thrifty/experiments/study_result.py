@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.old_names import rename_cases
 from thrifty.experiments.study import Numbers, Study
 from thrifty.experiments.study_summary import (
     ExpectationVerdict,
@@ -93,7 +94,8 @@ class StudyResult:
 
     def _changed_since(self, data: Mapping[str, Any]) -> list[str]:
         definition, environment = self.study.definition(), data["environment"]
-        changes = [f"its {part} changed" for part in definition if definition[part] != data["definition"].get(part)]
+        before = {**data["definition"], "cases": rename_cases(data["definition"]["cases"])}
+        changes = [f"its {part} changed" for part in definition if definition[part] != before.get(part)]
         for fact in MACHINE:
             if environment.get(fact) != self.environment.get(fact):
                 changes.append(f"{fact} was {environment.get(fact)} and is {self.environment.get(fact)}")

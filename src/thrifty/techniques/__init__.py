@@ -20,22 +20,47 @@ ALIASES = {
     "2:4": "sparsity.n_of_m",
     "accumulate": "large_batch.gradient_accumulation",
     "activation_checkpointing": "memory.recompute",
+    "activation_offloading": "memory.offload_activations",
+    "albert": "memory.share_parameters",
     "amp": "precision.mixed",
+    "autocast": "precision.mixed",
+    "bitfit": "adapters.bias_only",
+    "data_parallel": "parallelism.replicate",
     "ddp": "parallelism.replicate",
+    "flash_attention": "attention.tiled",
+    "fp8": "precision.float8",
     "fsdp": "parallelism.shard",
     "gradient_checkpointing": "memory.recompute",
+    "gradient_clipping": "gradients.clip",
     "lawa": "averaging.latest",
+    "linear_probing": "adapters.head_only",
     "llrd": "optimizers.layerwise_lr_decay",
+    "mixed_precision": "precision.mixed",
+    "pipeline_parallel": "parallelism.pipeline",
     "pp": "parallelism.pipeline",
+    "tensor_parallel": "parallelism.tensor",
+    "torch_compile": "compile",
     "tp": "parallelism.tensor",
+    "wsd": "schedules.constant_then_decay",
     "zero": "parallelism.shard",
+    "zero_offload": "memory.offload_optimizer",
 }
 """Customary names. The last part of a name stands for it, too, where no other technique has the same."""
 HINTS = {
+    "1f1b": "parallelism.pipeline:schedule=1f1b",
+    "bf16": "precision.mixed:format=bfloat16",
+    "dora": "adapters.lora",
+    "fp16": "precision.mixed:format=float16",
+    "galore": "adapters.lora",
+    "gpipe": "parallelism.pipeline:schedule=gpipe",
+    "qlora": "adapters.lora",
     "rslora": "adapters.lora:rank_stabilized=true",
     "swa": "averaging.latest",  # LAWA averages the latest weights, stochastic weight averaging all of them
+    "zero1": "parallelism.shard:zero=1",
+    "zero2": "parallelism.shard:zero=2",
+    "zero3": "parallelism.shard:zero=3",
 }
-"""Names of what is near to a technique and not the same: they are answered, and not resolved."""
+"""Names of what is near to a technique, or is one with a setting: they are answered, and not resolved."""
 
 for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
     __path__.append(str(Path(_folder).resolve()))
