@@ -104,6 +104,6 @@ def test_an_explanation_is_plain_data_that_names_settings_and_stages() -> None:
     run = compose(plain_run(), [ADAMW, technique("gradients.clip", max_norm=0.5)], 5)
     found = explain(run).as_dict({"gradients.clip": ["a note"]})
     clip = next(entry for entry in found["techniques"] if entry["name"] == "gradients.clip")
-    assert (clip["stage"], clip["numerics"], clip["settings"]) == ("clip", "different", {"largest": 0.5})
+    assert (clip["stage"], clip["numerics"], clip["settings"]) == ("clip", "different", {"max_norm": 0.5})
     assert clip["touched"] == ["a note"]
     assert found["parameters"] == sum(p.numel() for p in plain_run().build().parameters())

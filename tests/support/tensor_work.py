@@ -122,7 +122,7 @@ def whole(state: TrainState) -> dict[str, np.ndarray]:
 
 LAMB = [
     ("optimizers.lamb", {"slices": True}),
-    ("gradients.clip", {"largest": 0.5}),
+    ("gradients.clip", {"max_norm": 0.5}),
     ("large_batch.gradient_accumulation", {}),
 ]
 GROWING = [("sparsity.rigl", {}), ("growth.stacking", {}), ("memory.recompute", {})]

@@ -204,7 +204,7 @@ POSITIONS = 64 * 8
 
 SINGLES: list[tuple[str, dict[str, Any]]] = [
     ("memory.recompute", {}), ("memory.optimal_recompute", {"bytes": 0.05}),
-    ("memory.offload_activations", {"to": "simulated", "ahead": 1, "keep_last": 0}),
+    ("memory.offload_activations", {"to": "simulated", "prefetch": 1, "keep_last": 0}),
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from thrifty.core.secret_redaction import redact_command_line
+from thrifty.core.secret_redaction import redact_command
 from thrifty.training.run_environment import environment
 
 SECRETS = [
@@ -40,7 +40,7 @@ def test_an_ordinary_command_is_kept_word_for_word() -> None:
         "thrifty", "train", "--set", "data.tokenizer=mine.json", "--budget", "tokens=1000", "--set", "data.batch=8",
         "--with", "optimizers.adamw:learning_rate=3e-4", "--data", "/data/some_long_file-name_2024.txt", "--keyboard",
     ]  # fmt: skip
-    assert redact_command_line(command) == command
+    assert redact_command(command) == command
 
 
 def test_the_command_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

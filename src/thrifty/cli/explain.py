@@ -60,7 +60,7 @@ def explain_recipe(layers: Any) -> dict[str, Any]:
 
 def _without_refused(run: Any, look: Any) -> tuple[Any, dict[str, str], Any]:
     """What is left of a run when techniques that refuse its model are left out, their reasons, and what `look` then
-    finds. Raises Refused where the model itself is."""
+    finds. Raises RefusedError where the model itself is."""
     from dataclasses import replace
 
     from thrifty.core.errors import RefusedError

@@ -84,7 +84,7 @@ def mean_cost(costs: Sequence[StepCost]) -> StepCost:
 
 
 def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
-    """Raises UsageError for no budget and Infeasible for one that pays for no step."""
+    """Raises UsageError for no budget and InfeasibleError for one that pays for no step."""
     if budget.steps is not None:
         return budget.steps
     if budget.seconds is not None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from thrifty.comparing.run_process import read_exit, run_to_end, summary_of
 from thrifty.core.errors import ThriftyError
 from thrifty.core.recipe import Recipe
-from thrifty.core.secret_redaction import redact_command_line
+from thrifty.core.secret_redaction import redact_command
 from thrifty.machine.energy_meter import EnergyMeter, counters
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.process_launch import python
@@ -109,7 +109,7 @@ class Worker:
         elapsed = time.monotonic() - began
         return RunExit(
             code,
-            " ".join(redact_command_line(error.split())),
+            " ".join(redact_command(error.split())),
             elapsed,
             meter.read_joules() if whole and alone else None,
         )

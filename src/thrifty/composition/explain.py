@@ -170,7 +170,7 @@ def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 
 
 def touched_modules(run: Run) -> dict[str, list[str]]:
-    """What each technique's surgery touches and skips, found on fake tensors. Raises Refused where one refuses."""
+    """What each technique's surgery touches and skips, found on fake tensors. Raises RefusedError where one refuses."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         plain = run.plain
         trial = replace(run, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU, notes={})
@@ -189,7 +189,7 @@ class ResidentBytes:
 
 
 def resident_bytes(run: Run) -> ResidentBytes:
-    """What this rank of a mesh holds with all techniques, found on fake tensors. Raises Refused where one refuses.
+    """What this rank of a mesh holds with all techniques, found on fake tensors. Raises RefusedError where one refuses.
 
     Techniques work outside of the fake mode, in which torch cannot tell the places of a mesh: what they make from
     nothing, such as an adapter, is made.

@@ -107,12 +107,12 @@ class BatchSource:
         return ResizedSource(self, sizes)
 
     def example_index(self) -> ExampleIndex:
-        """Raises Refused where examples have no numbers to be known by."""
+        """Raises RefusedError where examples have no numbers to be known by."""
         raise _numberless(self)
 
     def subset(self, choice: ExampleSubset) -> "BatchSource":
-        """The same kind of source with these of its examples; all else, such as the seed, stays. Raises Refused where
-        examples have no numbers, or fewer are left than one effective batch."""
+        """The same kind of source with these of its examples; all else, such as the seed, stays. Raises RefusedError
+        where examples have no numbers, or fewer are left than one effective batch."""
         raise _numberless(self)
 
     @property
@@ -176,7 +176,8 @@ class MappedSource(WrappedSource):
 
 
 class RankShard(WrappedSource):
-    """The rows of one rank: an equal, contiguous part of the effective batch. Raises Refused where there is none."""
+    """The rows of one rank: an equal, contiguous part of the effective batch. Raises RefusedError where there is
+    none."""
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
         self.source, self.rank, self.ranks, self.batch = source, rank, ranks, source.batch // ranks

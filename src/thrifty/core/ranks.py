@@ -19,7 +19,7 @@ def ranks() -> int:
 
 def rank_shard(source: BatchSource) -> BatchSource:
     """The equal part of each effective batch that is this rank's, and that of the ranks it computes together with.
-    Raises Refused when a batch cannot be shared equally."""
+    Raises RefusedError when a batch cannot be shared equally."""
     data = axis("data")
     return source if data.size == 1 else RankShard(source, data.place, data.size)
 

@@ -1,4 +1,4 @@
-"""Keeping secrets out of the report: by the name of the key that holds them and by the known shapes of keys.
+"""Redaction of secrets in reports and in what run folders record: by the names of keys and by known shapes of values.
 
 A report is made to be shared, so a false alarm is cheaper than a leak.
 """
@@ -7,19 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
-
-_SECRET_NAME = re.compile(
-    r"(?:^|[^a-z])(?:token|secret|passw(?:or)?d|passphrase|pwd|credentials?|authorization|bearer|cookie"
-    r"|(?:api|access|private|secret|auth)[-_.]?key)(?:$|[^a-z])",
-    re.IGNORECASE,
-)
-
-_SECRET_VALUE = re.compile(
-    r"\b(?:hf|ghp|gho|ghu|ghs|ghr|npm|glpat|github_pat|nvapi|gsk|r8|sk|pk|rk)[_-][A-Za-z0-9_-]{8,}"
-    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}|\bxox[a-z]-[A-Za-z0-9-]{8,}|\bpypi-[A-Za-z0-9_-]{16,}"
-    r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_.-]{8,}|(?<=://)[^\s/@]+(?=@)"
-)
-
 
 REDACTED = "[redacted]"
 
@@ -43,6 +30,7 @@ _SHAPES = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _URL_PASSWORD = re.compile(r"(?<=://)([^\s/:@]{0,200}):([^\s/@]{1,200})@")
+_URL_KEY = re.compile(r"(?<=://)[^\s/:@]{16,200}(?=@)")
 _BEARER = re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
 _ASSIGNMENT = re.compile(r"""([A-Za-z_][\w.-]{0,120})(["']?\s{0,3}[=:]\s{0,3})("[^"\n]*"|'[^'\n]*'|[^\s,;&"']+)""")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -59,6 +47,7 @@ def redact_text(text: str) -> str:
     """`text` with everything that looks like a key, a password in a URL or `secret_name=value` blanked out."""
     text = _SHAPES.sub(REDACTED, text)
     text = _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text)
+    text = _URL_KEY.sub(REDACTED, text)
     text = _BEARER.sub(rf"\1 {REDACTED}", text)
     return _ASSIGNMENT.sub(_redact_assignment, text)
 
@@ -85,27 +74,9 @@ def redact(value: Any, key: str = "") -> Any:
 
 def _redact_assignment(match: re.Match[str]) -> str:
     key, sign, value = match.groups()
-    harmless = not names_a_secret(key) or REDACTED in value
-    if harmless or ("token" in key.lower() and _NUMBER.fullmatch(value)):
+    if REDACTED in value or ("token" in key.lower() and _NUMBER.fullmatch(value)):
         return match.group()
+    if not names_a_secret(key):  # as in `name:key=value`, the value may be an assignment itself
+        return f"{key}{sign}{_ASSIGNMENT.sub(_redact_assignment, value)}"
     quote = value[0] if value[0] in "\"'" else ""
     return f"{key}{sign}{quote}{REDACTED}{quote}"
-
-
-def redact_command_line(command: list[str]) -> list[str]:
-    """The words of a command line, with what is or looks like a secret blanked out.
-
-    `--api-key VALUE`, `--set x.token=VALUE`, a password in an address, and keys of known shapes.
-    """
-    shown: list[str] = []
-    secret_follows = False
-    for word in command:
-        name, sign, _ = word.partition("=")
-        if secret_follows:
-            shown.append(REDACTED)
-        elif sign and _SECRET_NAME.search(name):
-            shown.append(f"{name}={REDACTED}")
-        else:
-            shown.append(_SECRET_VALUE.sub(REDACTED, word))
-        secret_follows = word.startswith("-") and not sign and bool(_SECRET_NAME.search(name))
-    return shown

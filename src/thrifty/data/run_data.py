@@ -57,12 +57,12 @@ class RunData(Protocol):
         ...
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
-        """Show the training examples of these numbers. Raises Refused where there is no way to show them."""
+        """Show the training examples of these numbers. Raises RefusedError where there is no way to show them."""
         ...
 
     def pictures(self, inputs: Tensor) -> list[str]:
-        """Draw a model's inputs (b, c, h, w) as addresses that hold a picture each. Raises Refused where the data are
-        no images."""
+        """Draw a model's inputs (b, c, h, w) as addresses that hold a picture each. Raises RefusedError where the data
+        are no images."""
         ...
 
     def write_metadata(self, folder: Path) -> None:

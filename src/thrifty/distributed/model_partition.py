@@ -40,7 +40,7 @@ class ModelPartition:
 
 def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
     """The parts of a model of tokens, or of one whose `example` says what it takes. Fake tensors are counted, never
-    timed. Raises Refused where one of its parameters belongs to no part, or its blocks are not one list called in
+    timed. Raises RefusedError where one of its parameters belongs to no part, or its blocks are not one list called in
     order."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
@@ -74,7 +74,7 @@ def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
 def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
     """How many blocks each stage takes, at least one, so that the slowest stage is as fast as can be, and then all as
     equal as can be; `costs` are those of the front, which the first stage has, each block, and the back, of the last.
-    Raises Refused where there are fewer blocks than stages."""
+    Raises RefusedError where there are fewer blocks than stages."""
     front, *blocks, back = costs
     if len(blocks) < stages:
         raise RefusedError(f"{len(blocks)} blocks do not make {stages} stages", fix="take fewer stages, or chunks = 1")
@@ -158,7 +158,7 @@ class _LayerTimer:
         return torch.zeros(1, self.length, dtype=torch.int64, device=self.device)
 
     def _head(self, output: Any) -> None:
-        """The head, where the forward pass leaves it to the loss; raises Refused for what else has not run."""
+        """The head, where the forward pass leaves it to the loss; raises RefusedError for what else has not run."""
         left = [name for name in self.outside if name not in self.before | self.behind]
         head = find_head(self.model)
         if other := [name for name in left if head is None or self.outside[name] is not head[1]]:

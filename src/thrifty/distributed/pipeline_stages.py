@@ -166,7 +166,7 @@ def _stages(model: nn.Module, parts: ModelPartition, counts: Sequence[int]) -> d
 
 
 def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> None:
-    """Raises Refused, on all ranks, where one of them would have no parameter to train."""
+    """Raises RefusedError, on all ranks, where one of them would have no parameter to train."""
     owners: dict[nn.Parameter, int] = {}
     for whole, stage in stage_of.items():
         for parameter in whole.parameters():

@@ -56,8 +56,8 @@ class LayerSplit:
 def split_model(
     model: nn.Module, mesh: DeviceMesh, given: Sequence[str] = (), along_tokens: bool = False
 ) -> TensorParallelizer:
-    """Split a model in place over a mesh of one axis; `given` and the styles as in `split_plan`. Raises Refused, with
-    the model as it was, where that is not possible."""
+    """Split a model in place over a mesh of one axis; `given` and the styles as in `split_plan`. Raises RefusedError,
+    with the model as it was, where that is not possible."""
     plan, stacks = split_plan(model, given), find_stacks(model)
     blocks = {block for stack in stacks.values() for block in stack}
     owners: dict[str, list[LayerSplit]] = {}

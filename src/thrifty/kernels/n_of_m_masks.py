@@ -16,8 +16,8 @@ from thrifty.kernels.transposable_masks import transposable_mask, transposable_p
 
 @dataclass(frozen=True)
 class NOfMPattern:
-    """What a mask must look like. Raises UsageError where that leaves no choice, Refused where it cannot be searched
-    for."""
+    """What a mask must look like. Raises UsageError where that leaves no choice, RefusedError where it cannot be
+    searched for."""
 
     n: int = 2
     m: int = 4

@@ -30,8 +30,8 @@ def _patterns(n: int, m: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def transposable_patterns(n: int, m: int) -> Tensor:
-    """All tiles (patterns, m, m) of zeros and ones with n ones in each row and each column. Raises Refused for tiles
-    with too many of them."""
+    """All tiles (patterns, m, m) of zeros and ones with n ones in each row and each column. Raises RefusedError for
+    tiles with too many of them."""
     if m > LARGEST_TILE:
         raise RefusedError(
             f"a transposable {n}:{m} mask is not searched for: the best is found among all patterns of a tile, and "

@@ -170,7 +170,7 @@ class BlockCall:
 
 
 def refuse_writable(module: nn.Module, given: Any) -> None:
-    """Raises Refused for an argument that a forward pass writes into, such as a cache of keys and values."""
+    """Raises RefusedError for an argument that a forward pass writes into, such as a cache of keys and values."""
     for leaf in tree_leaves(given):
         if not isinstance(leaf, Tensor) and callable(getattr(leaf, "update", None)):
             raise RefusedError(

@@ -37,8 +37,8 @@ SIMULATED_LINK = SimulatedLink(bandwidth=16e9, latency=1e-5)
 def tier_for(where: Where, tensor: Tensor, folder: str = "") -> StorageTier:
     """The tier to which tensors like this one go; the same at every call. `folder` is where a disk's files are made.
 
-    Raises UsageError for a tier that there is none of, and Refused for the host where there is no GPU whose memory it
-    would be beside.
+    Raises UsageError for a tier that there is none of, and RefusedError for the host where there is no GPU whose memory
+    it would be beside.
     """
     if where not in get_args(Where):
         raise UsageError(f"there is no tier {where!r}", fix=did_you_mean(where, get_args(Where)))

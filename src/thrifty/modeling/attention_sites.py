@@ -60,12 +60,12 @@ class AttentionSite:
 
     @property
     def head_width(self) -> int:
-        """Numbers of a query. Raises Refused where the module does not say."""
+        """Numbers of a query. Raises RefusedError where the module does not say."""
         return self._number(HEAD_WIDTHS, "how wide its heads are")
 
     @property
     def heads(self) -> int:
-        """Heads of queries. Raises Refused where neither the module nor its config says."""
+        """Heads of queries. Raises RefusedError where neither the module nor its config says."""
         return self._number(HEADS, "how many heads it has")
 
     @property
@@ -113,7 +113,7 @@ LOSING_CORES: ModuleNote[list[Any]] = ModuleNote("losing_cores")
 
 
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """The attentions of tokens over themselves whose core is plain and can be replaced. Raises Refused for a model
+    """The attentions of tokens over themselves whose core is plain and can be replaced. Raises RefusedError for a model
     without any."""
     found: list[AttentionSite] = []
     whole: nn.Module | None = None

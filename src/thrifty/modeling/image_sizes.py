@@ -13,7 +13,7 @@ IMAGES = "inputs"
 
 
 def images_of(batch: Batch) -> Tensor | None:
-    """The images of a batch, None where it has none. Raises Refused for images that are not floats."""
+    """The images of a batch, None where it has none. Raises RefusedError for images that are not floats."""
     images = batch.fields.get(IMAGES)
     if images is None or images.ndim not in (3, 4):
         return None

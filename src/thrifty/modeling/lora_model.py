@@ -119,7 +119,7 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
     """Add low-rank products to the weights, keeping those for `unmerge`: of the active adapters, or of those in
     `weights`, each times its number. Sums are float32 at least. A layer that is merged stays as it is.
 
-    Raises Refused, with nothing changed, for a weight that another layer shares.
+    Raises RefusedError, with nothing changed, for a weight that another layer shares.
     """
     check_names(model, weights or ())
     chosen: dict[nn.Module, dict[str, float]] = {}
@@ -156,7 +156,7 @@ def is_merged(model: nn.Module) -> bool:
     return any(LORA.of(layer).kept is not None for layer in adapted_layers(model).values())
 
 
-def discard_adapters(model: nn.Module) -> None:
+def merge_and_remove(model: nn.Module) -> None:
     """Merge the active adapters for good, and take all off: the plain layers with other weights."""
     merge(model)
     for layer in adapted_layers(model).values():

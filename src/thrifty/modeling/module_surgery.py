@@ -39,7 +39,7 @@ def select(
 ) -> ModuleSelection:
     """Modules of `kind` whose name contains a match of the pattern `where`; `skip` gives a reason to pass one over.
 
-    Raises Refused when nothing matches, naming what there was: a filter that silently finds nothing is worse.
+    Raises RefusedError when nothing matches, naming what there was: a filter that silently finds nothing is worse.
     """
     of_kind = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     matched, skipped = {}, {}
@@ -64,7 +64,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """The repeated residual blocks: the longest ModuleList whose members are all of one class; the name and the list,
     without blocks that another pipeline stage holds.
 
-    Raises Refused when the model has none.
+    Raises RefusedError when the model has none.
     """
     lists = {name: _here(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
@@ -81,7 +81,7 @@ def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     encoder-decoder. Lists inside a block and lists of single layers do not count; blocks that another pipeline stage
     holds are left out. In a model without such lists an `nn.Sequential` of several equal blocks is one.
 
-    Raises Refused when the model has none.
+    Raises RefusedError when the model has none.
     """
     return _stacks(model, nn.ModuleList) or _stacks(model, nn.Sequential) or dict([find_blocks(model)])
 

@@ -61,7 +61,7 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
     """The branches of each block of each stack.
 
     `where` is a pattern of the names (inside a block) of the modules that write into the stream; without it they are
-    found. Raises Refused for a model without blocks or with a weight in a block that is in no branch.
+    found. Raises RefusedError for a model without blocks or with a weight in a block that is in no branch.
     """
     found: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():

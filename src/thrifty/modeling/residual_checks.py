@@ -23,7 +23,7 @@ CANNOT_RUN = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, 
 
 
 def refuse_normed_sums(model: nn.Module, why: str) -> None:
-    """Raises Refused where a block whose branches give nothing changes the stream; `why` is what that would break.
+    """Raises RefusedError where a block whose branches give nothing changes the stream; `why` is what that would break.
 
     The first block of each stack is tried: on random hidden states alone, or, where it takes more (positions, say), on
     what a forward pass of the model gives it. One that cannot be tried is noted; fake tensors have nothing to compare.
@@ -40,7 +40,7 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
 
 
 def refuse_normed_branches(model: nn.Module, why: str) -> None:
-    """Raises Refused where twice as much of a branch is not twice as much in the stream; `why` is what that would
+    """Raises RefusedError where twice as much of a branch is not twice as much in the stream; `why` is what that would
     break. Blocks are tried as by `refuse_normed_sums`."""
     for trial in _trials(model).values():
         for branch in trial.branches:
@@ -49,7 +49,7 @@ def refuse_normed_branches(model: nn.Module, why: str) -> None:
 
 
 def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
-    """Raises Refused where twice as much of a branch is as much in the stream: a norm behind it undoes what it is
+    """Raises RefusedError where twice as much of a branch is as much in the stream: a norm behind it undoes what it is
     multiplied by. `where` as in `find_branches`; blocks are tried as by `refuse_normed_sums`."""
     for trial in _trials(model, where).values():
         for branch in trial.branches:

@@ -69,7 +69,7 @@ def is_bypassed(module: nn.Module) -> bool:
 def bypass_norms(model: nn.Module) -> ModuleSelection:
     """Bypass every norm of the residual stream; the norms that were found, and a note of those that stay.
 
-    Raises Refused for a norm with modules of its own, such as those that quantise its result for what comes next.
+    Raises RefusedError for a norm with modules of its own, such as those that quantise its result for what comes next.
     """
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))

@@ -62,7 +62,7 @@ class PrunableUnits:
 def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
     """The pieces of every branch, by the name of the layer that writes into the stream.
 
-    Raises Refused for a model of two stacks, whose blocks look at each other, and for one whose branches are put
+    Raises RefusedError for a model of two stacks, whose blocks look at each other, and for one whose branches are put
     together in another way than is known here.
     """
     stacks = find_branches(model)

@@ -10,7 +10,8 @@ def has_only_text(batch: Batch) -> bool:
 
 
 def refuse_more_than_tokens(batch: Batch, who: str, otherwise: str = "") -> None:
-    """Raises Refused where a batch is of anything but plain text; `who` needs it, `otherwise` is another way out."""
+    """Raises RefusedError where a batch is of anything but plain text; `who` needs it, `otherwise` is another way
+    out."""
     if not has_only_text(batch):
         others = " and ".join(sorted(batch.fields.keys() - {"tokens", "key"}))
         raise RefusedError(

@@ -45,8 +45,8 @@ CONTROL = 3
 def convert_gguf(file: Path, folder: Path) -> ModelConfig:
     """Write a GGUF file of a Llama model as a new folder with config.json, safetensors and tokenizer; its shape.
 
-    Raises UsageError without the package gguf, Refused for another architecture or tokenizer, IntegrityError for a file
-    that is damaged or does not hold what its settings say.
+    Raises UsageError without the package gguf, RefusedError for another architecture or tokenizer, IntegrityError for a
+    file that is damaged or does not hold what its settings say.
     """
     reader = _open(file)
     settings = _Settings(reader, file)

@@ -28,7 +28,7 @@ _OFF = (None, False, [], {})
 
 
 def read_shape(config: Config) -> ModelConfig:
-    """Raises Refused for what our model does not compute, UsageError for what is missing or malformed."""
+    """Raises RefusedError for what our model does not compute, UsageError for what is missing or malformed."""
     name = config.get("model_type")
     families = {family.model_type: family for family in FAMILIES.values()}
     if name not in families:
@@ -48,7 +48,7 @@ def _accepted(family: ModelFamily, key: str, value: Any) -> bool:
 
 
 def write_config(shape: ModelConfig) -> dict[str, Any]:
-    """Raises Refused for a shape that the family's format has no word for."""
+    """Raises RefusedError for a shape that the family's format has no word for."""
     family = FAMILIES[shape.style]
     shared = {"architectures": [family.architecture], "model_type": family.model_type}
     if family.task not in ("classification", "contrastive", "masked_reconstruction"):

@@ -34,8 +34,8 @@ def load_model(
     from torch's generator.
 
     `vocabulary` and `length` (tokens of context) change a fresh architecture, and are ignored otherwise. Raises
-    UsageError without `transformers` or for a folder without config.json or safetensors, Refused for an architecture
-    that `transformers` does not know as a model of this kind, or whose tokens see what the task forbids.
+    UsageError without `transformers` or for a folder without config.json or safetensors, RefusedError for an
+    architecture that `transformers` does not know as a model of this kind, or whose tokens see what the task forbids.
     """
     transformers, wrapper = _transformers(), WRAPPERS[task]
     content = read_config(folder)

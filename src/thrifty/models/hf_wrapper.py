@@ -39,7 +39,7 @@ class HuggingFaceModel(nn.Module):
         return (tokens,)
 
     def check_sight(self) -> None:
-        """Raises Refused where tokens see what the task forbids, or not what it is about."""
+        """Raises RefusedError where tokens see what the task forbids, or not what it is about."""
         raise NotImplementedError
 
     @property
@@ -104,9 +104,9 @@ class HuggingFaceModel(nn.Module):
 
 
 class HuggingFaceCausalLM(HuggingFaceModel):
-    """`model(tokens)`, or `model(tokens, segments)` for texts that share a row, see `Transformer`. Raises Refused for a
-    model in which a token can see later ones: it would learn to copy what it should predict; and for segments given to
-    one that does not tell texts apart by positions that start again."""
+    """`model(tokens)`, or `model(tokens, segments)` for texts that share a row, see `Transformer`. Raises RefusedError
+    for a model in which a token can see later ones: it would learn to copy what it should predict; and for segments
+    given to one that does not tell texts apart by positions that start again."""
 
     task, auto, words = "next_token", "AutoModelForCausalLM", "causal language model"
 
@@ -147,8 +147,8 @@ class HuggingFaceCausalLM(HuggingFaceModel):
 
 
 class HuggingFaceMaskedLM(HuggingFaceModel):
-    """`model(tokens, keep)`, `keep` (b, t) False where there is only padding. Raises Refused for a model in which no
-    token sees later ones: it could not use what follows a masked one."""
+    """`model(tokens, keep)`, `keep` (b, t) False where there is only padding. Raises RefusedError for a model in which
+    no token sees later ones: it could not use what follows a masked one."""
 
     task, auto, words = "masked_token", "AutoModelForMaskedLM", "masked language model"
 
@@ -164,8 +164,8 @@ class HuggingFaceMaskedLM(HuggingFaceModel):
 
 
 class HuggingFaceSeq2Seq(HuggingFaceModel):
-    """`model(source, tokens, keep)`, `keep` (b, s) False where the source is only padding. Raises Refused for a model
-    in which a token of the target can see later ones."""
+    """`model(source, tokens, keep)`, `keep` (b, s) False where the source is only padding. Raises RefusedError for a
+    model in which a token of the target can see later ones."""
 
     task, auto, words = "sequence_to_sequence", "AutoModelForSeq2SeqLM", "sequence-to-sequence model"
 

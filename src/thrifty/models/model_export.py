@@ -27,7 +27,7 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     images: ImageModelSpec | None = None,
 ) -> None:
-    """A model of `build_for` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
+    """A model of `build_model_for` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
     if isinstance(model, ContrastiveModel) and shape is not None:
         _export_towers(model, shape, folder, tokenizer_json, dtype, images)
         return

@@ -42,7 +42,7 @@ def packing_table(shape: ModelConfig) -> list[ParameterPacking]:
 def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
     """The shape that a folder's config.json gives; its weights are looked at where they exist and decide something.
 
-    Raises Refused for an architecture we do not compute.
+    Raises RefusedError for an architecture we do not compute.
     """
     config = read_config(folder)
     shape = read_shape(config)
@@ -56,7 +56,7 @@ def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
 def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, ModelConfig]:
     """A folder of one of the families as our model, its weights in `dtype`.
 
-    Raises Refused for an architecture we do not compute, UsageError for a folder that is none or holds pickles,
+    Raises RefusedError for an architecture we do not compute, UsageError for a folder that is none or holds pickles,
     IntegrityError where weights are damaged, missing, left over or of another shape.
     """
     shape = folder_shape(folder)
@@ -134,7 +134,7 @@ def export_folder(
     """Writes the model so that `transformers` loads it by its Auto classes, complete or not at all; a model of images
     with the names of its labels and what its image processor must do, where `images` says so.
 
-    Raises Refused when the model holds parameters the format has no place for, UsageError when the folder exists.
+    Raises RefusedError when the model holds parameters the format has no place for, UsageError when the folder exists.
     """
     table = packing_table(shape)
     tensors = _written_tensors(model, table, dtype)

@@ -32,7 +32,7 @@ def save_adapter(
 
     A model of our own families needs its `shape`: the names are then those of the folder it is exported to. `base` is
     where that folder or the model came from, for `base_model_name_or_path`. Raises UsageError where the model has no
-    such adapter or the folder holds something, Refused for what PEFT's layout has no place for.
+    such adapter or the folder holds something, RefusedError for what PEFT's layout has no place for.
     """
     model = _inside(model)
     for form in FORMATS.values():
@@ -52,8 +52,8 @@ def load_adapter(
     """Put the adapter of a folder on a model, under this name and active; from then on it is like one that was trained
     here. The base is frozen.
 
-    Raises IntegrityError where the folder is damaged or was made for another model, UsageError or Refused for settings
-    that are not followed.
+    Raises IntegrityError where the folder is damaged or was made for another model, UsageError or RefusedError for
+    settings that are not followed.
     """
     stored = read_adapter(Path(folder), FORMATS)
     FORMATS[stored.config["peft_type"]].put(_inside(model), stored, name, shape)

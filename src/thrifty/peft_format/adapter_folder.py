@@ -69,8 +69,8 @@ def write_adapter(folder: Path, stored: StoredAdapter, dtype: torch.dtype | None
 
 def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAdapter:
     """What a folder holds, its settings checked. Raises UsageError for a folder that is none, of a kind that is not
-    among `formats`, or with settings nobody knows; Refused for settings that are not followed here; IntegrityError for
-    damage."""
+    among `formats`, or with settings nobody knows; RefusedError for settings that are not followed here; IntegrityError
+    for damage."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} has no {CONFIG}", fix="give the folder of an adapter, as PEFT writes it")
     config = read_json(folder / CONFIG)

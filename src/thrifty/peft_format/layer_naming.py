@@ -106,7 +106,7 @@ class LayerNaming:
     def fill(self, given: Mapping[str, Tensor]) -> list[nn.Parameter]:
         """Give parameters, by their names, these values; those of ours that were written to.
 
-        Raises IntegrityError for a name or a shape that the model does not have, Refused where names of one tensor
+        Raises IntegrityError for a name or a shape that the model does not have, RefusedError where names of one tensor
         are given different values.
         """
         known = {name for packing in self.packings.values() for name in packing.theirs} | self.aliases.keys()

@@ -59,8 +59,8 @@ def _alpha(scale: float, rank: int, rank_stabilized: bool) -> float:
 def join_pairs(
     parts: Mapping[int, LoraPair], place: LayerTarget, dropout: float, rank_stabilized: bool
 ) -> tuple[LoraFactors, Tensor, Tensor]:
-    """The factors of one layer of ours from those of the layers of theirs that it holds. Raises Refused where these
-    differ in rank or alpha."""
+    """The factors of one layer of ours from those of the layers of theirs that it holds. Raises RefusedError where
+    these differ in rank or alpha."""
     order = sorted(parts)
     first = parts[order[0]]
     if any((part.rank, part.alpha) != (first.rank, first.alpha) for part in parts.values()):

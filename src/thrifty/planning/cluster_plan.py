@@ -127,8 +127,8 @@ class ClusterPlanner:
     say: Callable[[str], None] = lambda text: None
 
     def plan(self) -> ClusterPlan:
-        """Raises UsageError where only exact changes are allowed, Infeasible where nothing fits, or takes longer than
-        it may."""
+        """Raises UsageError where only exact changes are allowed, InfeasibleError where nothing fits, or takes longer
+        than it may."""
         if self.wanted.allow is Numerics.EXACT and self.cluster.ranks > 1:
             raise UsageError(
                 "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"

@@ -46,7 +46,7 @@ class PlanRequest:
         return Budget(seconds=self.seconds) if self.seconds is not None else given
 
     def refuse_late(self, least: Estimate) -> None:
-        """Raises Infeasible where the seconds of the fastest that fits are more than tokens or FLOPs may take."""
+        """Raises InfeasibleError where the seconds of the fastest that fits are more than tokens or FLOPs may take."""
         limit = self.seconds
         if limit is None or (self.tokens is None and self.flops is None) or least.value <= limit:
             return
@@ -58,7 +58,7 @@ class PlanRequest:
 
 
 def refuse_no_step(budget: Budget, steps: float, step: float, tokens: float, startup: float = 0.0) -> None:
-    """Raises Infeasible where a budget does not pay for one step of so many seconds and tokens."""
+    """Raises InfeasibleError where a budget does not pay for one step of so many seconds and tokens."""
     if steps >= 1:
         return
     if budget.seconds is not None:

@@ -34,7 +34,7 @@ NO_ROOM = "does not fit the disk"
 
 TimeOf = Callable[[PlanCandidate, float], StepTiming]
 """The timing of a candidate by a probe, which may leave out what is of no use where its step takes longer than so many
-seconds. Raises ProbeFailed."""
+seconds. Raises ProbeError."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class PlanSearch(SingleOptionCosts):
         self.probes = 0
 
     def run(self) -> PlanCandidate:
-        """The best candidate; raises Infeasible, saying what to relax and by how much, where none fits."""
+        """The best candidate; raises InfeasibleError, saying what to relax and by how much, where none fits."""
         self.look_at_singles()
         self.counts = 0
         for candidate in self._promising():

@@ -108,7 +108,7 @@ class Planner:
     """Whether the memory wanted is there for all ranks together, and not for each."""
 
     def plan(self) -> Plan:
-        """Raises Infeasible where nothing fits, or takes longer than it may."""
+        """Raises InfeasibleError where nothing fits, or takes longer than it may."""
         with gc_frozen():
             return self._plan()
 

@@ -64,7 +64,7 @@ class ProbeJob:
 
 
 Probe = Callable[[ProbeJob], StepTiming]
-"""Raises ProbeFailed."""
+"""Raises ProbeError."""
 
 
 def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ def write_probe_answer(asked: Path, found: Mapping[str, Any]) -> None:
 
 
 def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
-    """The exit code of a command and what it said on standard error. Raises ProbeFailed where it takes too long."""
+    """The exit code of a command and what it said on standard error. Raises ProbeError where it takes too long."""
     process = subprocess.Popen(
         [*command],
         stdin=subprocess.DEVNULL,

@@ -28,8 +28,8 @@ def without_rank_techniques(techniques: Iterable[Technique]) -> tuple[Technique,
 
 
 def options_over_ranks(ranks: int, batch: int, device: str) -> Iterator[OptionTemplate]:
-    """The meshes of so many ranks (`layouts.meshes`) that can share a batch equally, with the techniques that use their
-    axes.
+    """The meshes of so many ranks (`cluster_layouts.meshes`) that can share a batch equally, with the techniques that
+    use their axes.
 
     On a processor ranks share the cores that one would have to itself, and wait less for each other than its threads;
     of GPUs each does its part in its part of the time.

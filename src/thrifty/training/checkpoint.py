@@ -74,9 +74,9 @@ def save(
     """Saves a state; once it returns, the state survives anything but the loss of the disk.
 
     Keeps `keep` verified checkpoints in all, the last one saved as `best`, and those of the steps in `also`. With
-    `ranks=Together()` all ranks call it; `tensors` are DTensors or equal on all ranks, `scalars` are rank 0's. Raises
-    `ThriftyError` when it does not fit or the disk fails, `UsageError` for a state that cannot be stored; earlier
-    checkpoints remain in every case.
+    `ranks=ProcessGroupSync()` all ranks call it; `tensors` are DTensors or equal on all ranks, `scalars` are rank 0's.
+    Raises `ThriftyError` when it does not fit or the disk fails, `UsageError` for a state that cannot be stored;
+    earlier checkpoints remain in every case.
     """
     started, files, ranks = time.monotonic(), files or AtomicFiles(), ranks or SingleProcess()
     if keep < 1:
@@ -140,7 +140,9 @@ def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
         parts = local_parts(tensors)
         held = {name: sum(part.box.numel for part in own) for name, own in parts.items()}
         if ranks.size == 1 and any(held[name] < tensor.numel() for name, tensor in tensors.items()):
-            raise UsageError("a sharded state cannot be saved by one rank", "save it with ranks=Together() on all")
+            raise UsageError(
+                "a sharded state cannot be saved by one rank", "save it with ranks=process_group_sync() on all"
+            )
         return {name: [_where(part) for part in own] for name, own in parts.items()}
 
     earlier = ranks.gather_or_raise(offered)[: ranks.rank]

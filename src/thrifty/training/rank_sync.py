@@ -1,8 +1,8 @@
 """Ranks that act as one: every rank learns every rank's result, or every rank raises the same error.
 
-A save or a load is a few phases; each phase is one call of `all` or `first`, and each holds exactly one collective. A
-rank that fails inside a phase still takes part in it and reports its error as the result, so the others neither hang
-nor go on alone. What travels is JSON in a tensor of bytes, never a pickled object.
+A save or a load is a few phases; each phase is one call of `gather_or_raise` or `run_first`, and each holds exactly one
+collective. A rank that fails inside a phase still takes part in it and reports its error as the result, so the others
+neither hang nor go on alone. What travels is JSON in a tensor of bytes, never a pickled object.
 """
 
 import json

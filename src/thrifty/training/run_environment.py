@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from thrifty.core.secret_redaction import redact_command_line
+from thrifty.core.secret_redaction import redact_command
 from thrifty.machine.cpu_features import usable_cores
 
 
@@ -33,7 +33,7 @@ def environment(device: str) -> dict[str, Any]:
             if device.startswith("cuda") and torch.cuda.is_available()
             else {}
         ),
-        "command": redact_command_line([*_program(), *sys.argv[1:]]),
+        "command": redact_command([*_program(), *sys.argv[1:]]),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 

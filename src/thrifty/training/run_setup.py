@@ -177,8 +177,8 @@ def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
 
 
 def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, example_unit: int) -> int:
-    """The number of steps that the budget pays for, each example going as so many tokens; raises Infeasible when it is
-    none."""
+    """The number of steps that the budget pays for, each example going as so many tokens; raises InfeasibleError when
+    it is none."""
     budget = recipe.budget
     if budget.steps is not None:
         return budget.steps

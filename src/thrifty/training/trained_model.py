@@ -32,8 +32,8 @@ def load_trained_model(
     """The trained model of a run folder, and the recipe.
 
     What its techniques put on is taken off again, unless `plain` is false: a model that has lost its norms, say, can be
-    used as it is and not as its plain architecture; Refused says so. Adapters become part of the weights, or stay on,
-    or are left out, which gives the base that they were trained on.
+    used as it is and not as its plain architecture; RefusedError says so. Adapters become part of the weights, or stay
+    on, or are left out, which gives the base that they were trained on.
 
     Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
     average, or with `trained` the weights in training. Needs no data: the run folder keeps what is asked of inputs and

@@ -25,7 +25,7 @@ def plan_on_cluster(
     model: UserModel | None = None,
     quiet: bool = False,
 ) -> ClusterPlan:
-    """Raises Infeasible where no layout fits, UsageError for what cannot be simulated."""
+    """Raises InfeasibleError where no layout fits, UsageError for what cannot be simulated."""
     from thrifty import techniques
     from thrifty.core.errors import UsageError
     from thrifty.planning.cluster_file import read_cluster
@@ -54,7 +54,7 @@ def plan_on_cluster(
 
 
 def _workload(prepared: PreparedRun) -> Workload:
-    """The model traced as simulations want it. Raises Refused for one that does not read text."""
+    """The model traced as simulations want it. Raises RefusedError for one that does not read text."""
     import torch
 
     from thrifty.core.errors import RefusedError

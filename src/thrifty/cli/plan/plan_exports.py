@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def write_exports(names: tuple[str, ...], plan: "Plan", out: Path) -> list[Path]:
-    """Writes what is asked for beside the plan's recipe; the paths. Raises Refused where it cannot be said there."""
+    """Writes what is asked for beside the plan's recipe; the paths. Raises RefusedError where it cannot be said
+    there."""
     from thrifty.planning.exports import write_configuration
     from thrifty.planning.exports.portable_recipe import PortableRecipe
     from thrifty.training.run_setup import prepare_run

@@ -32,7 +32,7 @@ def plan_on_machine(
     quiet: bool = False,
 ) -> Plan:
     """The plan for a recipe on this machine, with a `model` in place of the recipe's, for as many `ranks` or for one.
-    Raises Infeasible where nothing fits."""
+    Raises InfeasibleError where nothing fits."""
     from dataclasses import replace
     from math import isinf
 

@@ -110,8 +110,8 @@ def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
 
 def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
     """Loss of a run's model on the held-out examples that were traced, under the masks of each trace, the first of
-    which is as it was traced. Raises UsageError for traces of another run, and Refused for a model whose attention is
-    more than softmax over some pairs."""
+    which is as it was traced. Raises UsageError for traces of another run, and RefusedError for a model whose attention
+    is more than softmax over some pairs."""
     import torch
 
     from thrifty.cli.verb_output import run_path

@@ -46,7 +46,7 @@ class EncodedChat:
 class ChatTokenizer(TextTokenizer):
     """A tokenizer with the template by which conversations are written.
 
-    Raises Refused for a tokenizer that cuts a text in another way behind a special token than by itself, and for a
+    Raises RefusedError for a tokenizer that cuts a text in another way behind a special token than by itself, and for a
     template that ends answers with no special token: whoever learned from it would not know how to stop.
     """
 

@@ -44,8 +44,8 @@ def decode(source: Path | bytes, side: int) -> np.ndarray:
     """The middle of an image file, given by its path or its contents, scaled so that its shorter side fits: uint8
     (3, side, side). Of a file with several images it is the first.
 
-    Raises Undecodable for what is empty, no file, no image, too large, cut off or damaged, and OSError where it cannot
-    be read.
+    Raises ImageDecodeError for what is empty, no file, no image, too large, cut off or damaged, and OSError where it
+    cannot be read.
     """
     image = pillow()
     if isinstance(source, Path) and not source.is_file():

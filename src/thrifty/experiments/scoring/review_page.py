@@ -32,7 +32,7 @@ VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 
 
 def open_scored(scores: ExampleScores, source: str, say: Say = print_to_stderr) -> RunData:
-    """The data that examples were scored of, from this source. Raises Refused where it is other data."""
+    """The data that examples were scored of, from this source. Raises RefusedError where it is other data."""
     tables = {name: table for name, table in scores.facts.recipe.items() if name != "techniques"}
     recipe: Recipe = recipe_from_data(tables)
     _, data = open_examples(replace(recipe, data=replace(recipe.data, source=source)), say)

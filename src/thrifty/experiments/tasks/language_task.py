@@ -59,7 +59,8 @@ def parameters_of(model: nn.Module) -> int:
 
 
 def steps_for(flops: float, parameters: int, tokens_per_step: int) -> int:
-    """How many steps a compute budget pays for, a step costing 6 · parameters · tokens. Raises Infeasible for none."""
+    """How many steps a compute budget pays for, a step costing 6 · parameters · tokens. Raises InfeasibleError for
+    none."""
     steps = round(flops / (FLOP_PER_PARAMETER_AND_TOKEN * parameters * tokens_per_step))
     if steps < 1:
         raise InfeasibleError(

@@ -122,7 +122,8 @@ def least_bytes(chain: ChainCost) -> int:
 
 
 def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[ScheduledOperation]:
-    """The fastest schedule whose peak is within `bytes`. Raises Infeasible where there is none, with the least budget.
+    """The fastest schedule whose peak is within `bytes`. Raises InfeasibleError where there is none, with the least
+    budget.
 
     Bytes are counted in at most `slots` portions. With as many slots as bytes that is exact; with fewer it is the
     fastest of `schedules_near` the budget that keeps to it byte by byte.

@@ -162,7 +162,7 @@ class CLIP(ModelFamily):
         }
 
     def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
-        """Raises Refused for a tokenizer in which transformers would not find the end of a caption."""
+        """Raises RefusedError for a tokenizer in which transformers would not find the end of a caption."""
         end = special.get("eos_token_id")
         if end is None:
             raise RefusedError("transformers reads a caption off at its end of text, and no token is known to be one")

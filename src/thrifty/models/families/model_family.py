@@ -95,16 +95,16 @@ class ModelFamily:
         raise NotImplementedError
 
     def shape(self, config: Config) -> ModelConfig:
-        """Raises Refused for what the model does not compute, UsageError for what is missing or malformed."""
+        """Raises RefusedError for what the model does not compute, UsageError for what is missing or malformed."""
         raise NotImplementedError
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
-        """The settings of config.json that are the family's own. Raises Refused for what it has no word for."""
+        """The settings of config.json that are the family's own. Raises RefusedError for what it has no word for."""
         raise NotImplementedError
 
     def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
-        """config.json with the numbers of special tokens, where they belong. Raises Refused where one is missing that
-        the model cannot be used without."""
+        """config.json with the numbers of special tokens, where they belong. Raises RefusedError where one is missing
+        that the model cannot be used without."""
         return config | special
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:

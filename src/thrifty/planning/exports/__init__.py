@@ -17,7 +17,7 @@ CONFIGURATIONS: Mapping[str, tuple[str, Callable[[PortableRecipe], str]]] = {
 
 
 def write_configuration(name: str, run: PortableRecipe, plan: Path) -> Path:
-    """Writes `plan-accelerate.yaml` and the like beside plan.toml. Raises Refused where it is there already."""
+    """Writes `plan-accelerate.yaml` and the like beside plan.toml. Raises RefusedError where it is there already."""
     ending, text = CONFIGURATIONS[name]
     path = plan.with_name(f"{plan.stem}-{ending}")
     if path.exists():

@@ -11,7 +11,7 @@ DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 def configuration(run: PortableRecipe) -> str:
     """YAML. What a configuration has no word for (the batch, its parts, the optimizer) stands in comments above it.
-    Raises Refused for axes of a mesh that it has no word for."""
+    Raises RefusedError for axes of a mesh that it has no word for."""
     run.refuse_other_axes("accelerate")
     on_processor = run.device == "cpu"
     sharded = run.zero > 0

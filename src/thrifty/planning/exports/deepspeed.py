@@ -7,8 +7,8 @@ from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 
 def configuration(run: PortableRecipe) -> dict[str, Any]:
-    """A table. Raises Refused where the effective batch cannot be cut evenly, which DeepSpeed asks for, and for axes of
-    a mesh that it has no word for."""
+    """A table. Raises RefusedError where the effective batch cannot be cut evenly, which DeepSpeed asks for, and for
+    axes of a mesh that it has no word for."""
     run.refuse_other_axes("deepspeed")
     pieces = run.data_ranks * run.parts
     if run.batch % pieces:

@@ -102,7 +102,7 @@ class PortableRecipe:
         return self.mesh.get("replicate", 1) * self.mesh.get("shard", 1)
 
     def refuse_other_axes(self, trainer: str) -> None:
-        """Raises Refused where ranks compute layers together, or blocks after one another."""
+        """Raises RefusedError where ranks compute layers together, or blocks after one another."""
         for axis in ("tensor", "pipeline"):
             if self.mesh.get(axis, 1) > 1:
                 raise RefusedError(

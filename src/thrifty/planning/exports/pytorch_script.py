@@ -88,8 +88,8 @@ if __name__ == "__main__":
 
 
 def script(run: PortableRecipe, permutation: str, file: str) -> str:
-    """The program. `permutation` is the source of the function that orders examples. Raises Refused where a technique
-    is lost without which it would be another algorithm, or the number format needs a loss scale."""
+    """The program. `permutation` is the source of the function that orders examples. Raises RefusedError where a
+    technique is lost without which it would be another algorithm, or the number format needs a loss scale."""
     if run.lost:
         raise RefusedError(
             f"script: plain PyTorch has no {', '.join(run.lost)}, and without it is another algorithm",

@@ -31,7 +31,7 @@ def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]
     """Within it, forward passes of `model` on the examples of the trace, in their order, attend to the trace's pairs
     only; a query that keeps none gets zeros.
 
-    Raises UsageError where the model is given other examples, and Refused where it computes attention neither by
+    Raises UsageError where the model is given other examples, and RefusedError where it computes attention neither by
     torch's scaled_dot_product_attention nor in a core.
     """
     replay = _Replay({layer.name: layer for layer in trace.layers})

@@ -78,8 +78,8 @@ def record_attention(
     """A trace of the attention that `model` computes on `batches`; `forward(model, batch)` is a plain call unless
     given.
 
-    Keys that no query of an example sees at the end of its row count as padding. Raises Refused for a model of which no
-    attention was seen.
+    Keys that no query of an example sees at the end of its row count as padding. Raises RefusedError for a model of
+    which no attention was seen.
     """
     recorder = _Recorder()
     was_training = model.training

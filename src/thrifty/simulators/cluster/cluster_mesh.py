@@ -109,7 +109,7 @@ def cut_stages(workload: Workload, stages: int) -> list[SimulatedStage]:
     """The model in so many stages: the same number of blocks in each; or, where they do not divide, embedding and head
     counted as a block each (as Llama 3 2024 does, section 3.3.2); or as even as possible, more in the middle.
 
-    Raises Infeasible for more stages than blocks, embedding and head.
+    Raises InfeasibleError for more stages than blocks, embedding and head.
     """
     depth = len(workload.blocks)
     if stages > depth + 2 or (stages > depth and stages != depth + 2):

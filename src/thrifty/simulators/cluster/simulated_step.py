@@ -39,8 +39,8 @@ def simulate(
     settings: StepSettings,
     rates: DeviceEfficiency | None = None,
 ) -> StepReport:
-    """One step of a workload on a cluster. Raises UsageError or Infeasible for sizes that do not go together; what does
-    not fit a device's memory is reported, not refused."""
+    """One step of a workload on a cluster. Raises UsageError or InfeasibleError for sizes that do not go together; what
+    does not fit a device's memory is reported, not refused."""
     check_ranks(mesh, cluster)
     return _Step(workload, cluster, mesh, settings, rates or DeviceEfficiency()).report()
 

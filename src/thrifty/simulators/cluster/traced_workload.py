@@ -48,9 +48,9 @@ def trace_workload(
 ) -> Workload:
     """The workload of the model that `build` makes, on examples of `length` tokens.
 
-    `flash` says whether attention keeps nothing of the size of its scores. Raises Refused for a model without a list of
-    blocks, or one that does not call them. Blocks count as alike when their class and the shapes of their parameters
-    and inputs are.
+    `flash` says whether attention keeps nothing of the size of its scores. Raises RefusedError for a model without a
+    list of blocks, or one that does not call them. Blocks count as alike when their class and the shapes of their
+    parameters and inputs are.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _default(dtype), torch.random.fork_rng(devices=[]):
         model = build().train()

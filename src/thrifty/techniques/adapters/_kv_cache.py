@@ -27,7 +27,7 @@ def is_two_sided(model: nn.Module) -> bool:
 def cache_shapes(body: nn.Module) -> list[torch.Size]:
     """Of the keys of self-attention that each block of a reader would keep, (b, g, t, k), as it says itself: configs
     name heads in many ways, and some share one among all queries. An encoder says so only of a cache that it is given.
-    Raises Refused where values are not of the same shape."""
+    Raises RefusedError where values are not of the same shape."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
     devices = [tokens.device] if tokens.device.type == "cuda" else []
     in_training = [module for module in body.modules() if module.training]

@@ -15,8 +15,8 @@ _MASKS = ("attention_mask", "keep")
 
 
 def input_names(module: nn.Module) -> list[str]:
-    """What a module's class calls the inputs of its forward, however that is wrapped. Raises Refused where it takes
-    them without names."""
+    """What a module's class calls the inputs of its forward, however that is wrapped. Raises RefusedError where it
+    takes them without names."""
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         raise RefusedError(

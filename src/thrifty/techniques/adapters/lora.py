@@ -30,7 +30,7 @@ from thrifty.core.setting_bounds import Positive, Probability
 from thrifty.core.state import TrainState
 from thrifty.modeling.adapter_base import AdapterTechnique, train_only
 from thrifty.modeling.lora_layers import DEFAULT, LoraFactors, weight_name, widths
-from thrifty.modeling.lora_model import attach, discard_adapters, factor_names, is_merged
+from thrifty.modeling.lora_model import attach, factor_names, is_merged, merge_and_remove
 from thrifty.modeling.module_surgery import select, tied_names, weight_layers
 from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices
 from thrifty.modeling.residual_branches import is_transposed, part_of_attention
@@ -75,8 +75,8 @@ class Lora(AdapterTechnique):
         return model
 
     def layers(self, model: nn.Module) -> dict[str, LoraFactors]:
-        """What each layer that is adapted gets, by its name. Raises Refused where nothing matches, a rank is too large,
-        or a fused layer cannot be cut into slices."""
+        """What each layer that is adapted gets, by its name. Raises RefusedError where nothing matches, a rank is too
+        large, or a fused layer cannot be cut into slices."""
         kinds = {type(layer) for layer in weight_layers(model).values()}
         tied = {name for names in tied_names(model).items() for name in names}
         cuts = _cuts(model)
@@ -119,7 +119,7 @@ class Lora(AdapterTechnique):
         return names
 
     def finish(self, model: nn.Module) -> nn.Module:
-        discard_adapters(model)
+        merge_and_remove(model)
         return model.requires_grad_(True)
 
     def holds(self, state: TrainState) -> None:

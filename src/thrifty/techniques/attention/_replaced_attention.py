@@ -102,7 +102,7 @@ class ReplacedAttention(Technique):
         return model
 
     def refuse_export(self) -> None:
-        """Raises Refused unless the weights are to be exported for plain attention."""
+        """Raises RefusedError unless the weights are to be exported for plain attention."""
         if not self.export_plain:
             raise RefusedError(
                 f"{self.name}: the plain architecture attends to everything, and would compute something else with "

@@ -38,8 +38,8 @@ PARTS = ("patch", "patch_size", "position", "before", "side")
 
 
 def find_embedding(model: nn.Module) -> tuple[str, Any]:
-    """The module that makes tokens of patches, by name. Raises Refused where there is none, or another that would have
-    to change with it."""
+    """The module that makes tokens of patches, by name. Raises RefusedError where there is none, or another that would
+    have to change with it."""
     found = [(name, each) for name, each in model.named_modules() if all(hasattr(each, part) for part in PARTS)]
     if len(found) != 1 or not isinstance(found[0][1].position, nn.Parameter) or hasattr(model, "decoder"):
         raise RefusedError(

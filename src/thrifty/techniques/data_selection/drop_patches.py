@@ -61,8 +61,8 @@ def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
 
 def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     """The module that makes tokens of an image, by name, and the convolution in it that cuts the patches: the largest
-    one around it that has no blocks in it. Raises Refused where there is none, or where positions are added elsewhere,
-    so that patches that are left out would lose theirs."""
+    one around it that has no blocks in it. Raises RefusedError where there is none, or where positions are added
+    elsewhere, so that patches that are left out would lose theirs."""
     stacks = find_stacks(model)
     cuts = {
         name: module

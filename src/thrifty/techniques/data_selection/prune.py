@@ -57,7 +57,7 @@ def kept_examples(
 
     The round(drop_hardest · n) hardest by the scores (n,) are left out. Of each class in `labels` (n,) at least
     floor(min_class_share · k / classes) stay, or all that are left of it; the rest are the hardest, the easiest, or
-    random ones. Of equal scores the first example counts as harder. Raises Refused where too few are left.
+    random ones. Of equal scores the first example counts as harder. Raises RefusedError where too few are left.
     """
     count, left_out = max(round(keep * len(scores)), 1), round(drop_hardest * len(scores))
     chosen = scores.argsort(descending=True, stable=True)[left_out:]

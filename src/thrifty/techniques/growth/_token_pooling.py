@@ -32,7 +32,7 @@ def pool_targets(tokens: Tensor, group: int) -> Tensor:
 
 def add_pooling(model: nn.Module, group: int) -> None:
     """Let a model in training pool what its first block is given. Its note `POOLED_IN` says how many tokens
-    make one. Raises Refused for a model with several stacks."""
+    make one. Raises RefusedError for a model with several stacks."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(f"{' and '.join(stacks)} would both have to be pooled", fix='set shorten="truncate"')

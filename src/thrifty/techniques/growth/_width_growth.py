@@ -58,8 +58,8 @@ class InnerUnits:
 
 
 def inner_parameters(model: nn.Module) -> dict[str, InnerUnits]:
-    """Every parameter with a dim of inner units, by its name inside a block. Raises Refused for a network that cannot
-    be taken apart."""
+    """Every parameter with a dim of inner units, by its name inside a block. Raises RefusedError for a network that
+    cannot be taken apart."""
     return {
         name.removeprefix(f"{stack}.").partition(".")[2]: inner
         for stack, blocks in find_branches(model).items()

@@ -38,7 +38,8 @@ class BranchMatrix:
 
 
 def matrices(branch: ResidualBranch) -> list[BranchMatrix]:
-    """All factors of a branch, the last one at the end. Raises Refused where a fused layer cannot be taken apart."""
+    """All factors of a branch, the last one at the end. Raises RefusedError where a fused layer cannot be taken
+    apart."""
     found: list[BranchMatrix] = []
     for name, layer in branch.inner.items():
         if isinstance(layer, nn.MultiheadAttention):

@@ -234,7 +234,7 @@ class ActivationBudget(Technique):
         return model
 
     def solve(self, blocks: list[BlockCosts], device: torch.device) -> MemoryPlan:
-        """The fastest plan for these blocks; raises Infeasible where a budget in bytes allows none."""
+        """The fastest plan for these blocks; raises InfeasibleError where a budget in bytes allows none."""
         allowed = AllowedActions(self.recompute, self._compression(device), self._link(device))
         kept, least = peak_when_kept(blocks), least_peak(blocks, allowed)
         budget = self.bytes * kept if self.bytes <= 1 else self.bytes

@@ -49,7 +49,7 @@ def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int
     """The depth of each parameter, by name, as `depth_factor` counts it, and the number of blocks of its stack.
 
     `embedding_pattern` is a pattern of the names outside the blocks that come before them; empty goes by where in the
-    model a parameter is defined and what it is called. Raises Refused where the model has no list of equal blocks.
+    model a parameter is defined and what it is called. Raises RefusedError where the model has no list of equal blocks.
     """
     stacks = {stack: len(model.get_submodule(stack)) for stack in find_stacks(model)}
     found: dict[int, tuple[str, int, int]] = {}

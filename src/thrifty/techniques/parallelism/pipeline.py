@@ -281,7 +281,7 @@ class PipelineParallel(Technique):
         return 1 if self.schedule in ONE_STAGE else 2 if self.schedule == "zbv" else self.chunks
 
     def _check(self, ranks: int) -> None:
-        """Raises Refused for what torch's schedules cannot take."""
+        """Raises RefusedError for what torch's schedules cannot take."""
         if self.schedule in ("zero_bubble", "zbv") and not supports_split_backward():
             raise RefusedError(
                 f"torch {torch.__version__} cannot take the backward pass of the loss in halves",

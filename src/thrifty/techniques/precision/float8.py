@@ -163,7 +163,7 @@ class Float8(Technique):
         return model
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
-        """The layers that are treated, by name. Raises Refused where there is none."""
+        """The layers that are treated, by name. Raises RefusedError where there is none."""
         blocks = _blocks(model)
         kinds = {type(layer) for layer in weight_layers(model).values() if is_transposed(layer)}
 

@@ -209,7 +209,7 @@ def with_compact_state(
     transform: GradientTransform, form: Callable[[], StateFormat] = Int8Format, smallest: int = 4096
 ) -> GradientTransform:
     """Any transform with the moments in it stored in fewer bits, element by element, so that each can still be run in
-    pieces: `stored(lion(1e-4), Bfloat16)`."""
+    pieces: `with_compact_state(lion(1e-4), Bfloat16Format)`."""
     if type(transform) is TransformChain:
         return chain(*(with_compact_state(element, form, smallest) for element in transform.elements.values()))
     if type(transform) is ParameterPartition:

@@ -195,7 +195,7 @@ class NOfM(Technique):
         return model
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
-        """The layers to be treated, by name. Raises Refused where there is none."""
+        """The layers to be treated, by name. Raises RefusedError where there is none."""
         stacks = find_stacks(model)
         kinds = {type(layer) for layer in weight_layers(model).values() if is_transposed(layer)}
 
