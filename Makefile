@@ -66,7 +66,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
-	$(INSTALL) .
+	$(INSTALL) '.[charts]'
 	touch $@
 
 $(TESTED): pyproject.toml constraints.txt | $(BIN)/pip

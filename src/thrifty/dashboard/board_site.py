@@ -19,8 +19,9 @@ from thrifty.dashboard.run_summary import RUNNING, RunListRow
 from thrifty.dashboard.run_watcher import RunWatcher
 from thrifty.dashboard.saved_results import outcome, saved_results, tables
 from thrifty.dashboard.technique_cards import TechniqueCard, card_from
+from thrifty.reporting.chart_renderer import VEGA_LITE, vega_bundle
 from thrifty.reporting.color_theme import chart_look, css_variable
-from thrifty.reporting.run_page import VEGA_LITE, repeat_command, scripts_policy, vega_bundle
+from thrifty.reporting.run_page import repeat_command, scripts_policy
 from thrifty.reporting.run_record import read_run
 from thrifty.reporting.run_tables import environment, predicted_parts, settings
 

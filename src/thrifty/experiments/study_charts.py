@@ -5,15 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import altair as alt
-import vl_convert
 
 from thrifty.experiments.study import StudyPlot, level_text
 from thrifty.experiments.study_result import StudyResult
 from thrifty.experiments.study_summary import SeedMean
+from thrifty.reporting.chart_renderer import render_png, render_svg
 from thrifty.reporting.color_theme import LIGHT, chart_look
 from thrifty.reporting.number_format import significant
 
-VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#b25690", "#8a6d00", "#56b4e9", "#4d4d4d", "#e69f00"]
 """Colours of Okabe and Ito (2008), three of them darkened to be seen on white."""
 
@@ -86,10 +85,7 @@ def picture(result: StudyResult, plot: StudyPlot, kind: str) -> bytes:
     title = {"text": plot.title, "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
     spec = {**chart(result, plot).to_dict(), "padding": 20, "background": LIGHT["surface"], "title": title}
     config = chart_look(LIGHT.__getitem__, font="sans-serif")
-    look = {"vl_version": VEGA_LITE, "config": config, "allowed_base_urls": []}
-    if kind == "png":
-        return vl_convert.vegalite_to_png(spec, scale=2, **look)
-    return vl_convert.vegalite_to_svg(spec, **look).encode()
+    return render_png(spec, config) if kind == "png" else render_svg(spec, config).encode()
 
 
 def caption(result: StudyResult, plot: StudyPlot) -> str:

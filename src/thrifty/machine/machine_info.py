@@ -27,6 +27,7 @@ EXTRAS = {
     "huggingface": ("transformers",),
     "gguf": ("gguf",),
     "images": ("pillow",),
+    "charts": ("vl-convert-python",),
     "pruning": ("scikit_learn",),
     "duplicates": ("datasketch",),
     "tensorboard": ("tensorboard",),

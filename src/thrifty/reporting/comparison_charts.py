@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
-import vl_convert
 
+from thrifty.reporting.chart_renderer import render_svg
 from thrifty.reporting.color_theme import chart_look, css_variable
 
 BASELINE = "baseline"
 SERIES = ("control", "train", "held-out", "trained", "bad")
 """Colours of the palette, the baseline's first; more arms begin again, with dashes."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
-VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 Comparison = Mapping[str, Any]
 """What stands in comparison.json."""
 
@@ -82,6 +81,4 @@ def _top(points: Sequence[Mapping[str, Any]]) -> float:
 def svg(chart: alt.LayerChart) -> str:
     spec = {key: part for key, part in chart.to_dict().items() if key != "$schema"}
     look = chart_look(css_variable, font="sans-serif")  # known here and there, so that room is left for labels
-    return vl_convert.vegalite_to_svg(
-        {**spec, "background": None}, vl_version=VEGA_LITE, config=look, allowed_base_urls=[]
-    )
+    return render_svg({**spec, "background": None}, look)

@@ -1,7 +1,6 @@
 """The report of a run: one HTML file that needs nothing but a browser, and its charts as pictures in plots/."""
 
 import base64
-import functools
 import hashlib
 import json
 import os
@@ -9,17 +8,14 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-import altair as alt
-import vl_convert
-
 from thrifty.reporting import example_gallery, run_tables
+from thrifty.reporting.chart_renderer import render_png, vega_bundle
 from thrifty.reporting.color_theme import LIGHT, chart_look, css_variable
 from thrifty.reporting.key_figures import key_figures, verdict
 from thrifty.reporting.page_templates import asset, template
 from thrifty.reporting.run_charts import ChartFigure, figures
 from thrifty.reporting.run_record import RunRecord, read_run
 
-VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 SECTIONS = [
     ("curves", "Curves"),
     ("predictions", "Predictions"),
@@ -87,13 +83,7 @@ def picture(figure: ChartFigure) -> bytes:
     wide = {"width": 880, "height": 400, "padding": 20, "background": LIGHT["surface"]}
     unit = f", {figure.unit}" if figure.unit else ""
     title = {"text": f"{figure.title}{unit}", "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
-    return vl_convert.vegalite_to_png(
-        {**figure.spec, **wide, "title": title},
-        vl_version=VEGA_LITE,
-        config=chart_look(LIGHT.__getitem__, font="sans-serif"),
-        scale=2,
-        allowed_base_urls=[],
-    )
+    return render_png({**figure.spec, **wide, "title": title}, chart_look(LIGHT.__getitem__, font="sans-serif"))
 
 
 def repeat_command(record: RunRecord) -> str:
@@ -129,12 +119,6 @@ def _policy(scripts: Sequence[str]) -> str:
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     sources = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     return f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
-
-
-@functools.cache
-def vega_bundle() -> str:
-    """Vega, Vega-Lite and vega-embed in one script that fetches nothing; the first time takes a second or two."""
-    return vl_convert.javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from thrifty.reporting.chart_renderer import render_png, render_svg
 from thrifty.simulators.cluster.pipeline_events import PipelineTimeline, play
 from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, schedule
-from thrifty.simulators.cluster.timeline_trace import MOST_BARS, MOST_RANKS, chart, picture, trace, write_trace
+from thrifty.simulators.cluster.timeline_trace import LOOK, MOST_BARS, MOST_RANKS, chart, figure, trace, write_trace
 
 
 def timeline_of(name: str, ranks: int = 4, parts: int = 8) -> PipelineTimeline:
@@ -54,7 +55,7 @@ def test_a_picture_has_a_bar_for_every_event() -> None:
     timeline = timeline_of("zero_bubble")
     drawn = {(bar["rank"], bar["start"], bar["end"]) for bar in bars(timeline)}
     assert drawn == {(event.rank, event.start, event.end) for event in timeline.events}
-    image = picture(timeline, "Zero bubble", "svg").decode()
+    image = render_svg(figure(timeline, "Zero bubble"), LOOK)
     for word in (
         "Zero bubble",
         "forward",
@@ -64,7 +65,7 @@ def test_a_picture_has_a_bar_for_every_event() -> None:
     ):
         assert word in image
     assert ">backward<" not in image
-    assert picture(timeline, "Zero bubble", "png").startswith(b"\x89PNG")
+    assert render_png(figure(timeline, "Zero bubble"), LOOK).startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -73,5 +74,5 @@ def test_a_picture_of_many_ranks_shows_some_of_them() -> None:
     ranks = {bar["rank"] for bar in bars(timeline)}
     assert ranks >= {0, MOST_RANKS + 7}
     assert len(ranks) == MOST_RANKS
-    assert f"{MOST_RANKS} of {MOST_RANKS + 8} ranks shown" in picture(timeline, "Many ranks").decode()
+    assert f"{MOST_RANKS} of {MOST_RANKS + 8} ranks shown" in render_svg(figure(timeline, "Many ranks"), LOOK)
     assert len(bars(timeline_of("1f1b", ranks=16, parts=512))) <= MOST_BARS

@@ -144,8 +144,8 @@ def _compared(run: PublishedRun, report: StepReport) -> dict[str, Any]:
 
 def _write_timeline(report: StepReport, trace: Path | None, picture: Path | None) -> None:
     from thrifty.core.errors import UsageError
-    from thrifty.simulators.cluster.timeline_trace import picture as drawn
-    from thrifty.simulators.cluster.timeline_trace import write_trace
+    from thrifty.reporting.chart_renderer import render_png, render_svg
+    from thrifty.simulators.cluster.timeline_trace import LOOK, figure, write_trace
 
     if trace is not None:
         write_trace(report.timeline, trace)
@@ -154,7 +154,8 @@ def _write_timeline(report: StepReport, trace: Path | None, picture: Path | None
         if kind not in ("png", "svg"):
             raise UsageError(f"--picture {picture} is neither .png nor .svg", fix="name it so")
         title = f"{report.workload.name} on {report.mesh.ranks:,} ranks, {report.settings.schedule}"
-        picture.write_bytes(drawn(report.timeline, title, kind))  # pyrefly: ignore
+        spec = figure(report.timeline, title)
+        picture.write_bytes(render_png(spec, LOOK) if kind == "png" else render_svg(spec, LOOK).encode())
 
 
 def _tell(report: StepReport, cluster: str) -> None:

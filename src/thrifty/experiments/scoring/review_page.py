@@ -6,7 +6,6 @@ from dataclasses import asdict, replace
 
 import altair as alt
 import torch
-import vl_convert
 from torch import Tensor
 
 from thrifty.core.errors import RefusedError
@@ -18,6 +17,7 @@ from thrifty.experiments.scoring.score_selection import count_labels
 from thrifty.experiments.scoring.scoring_methods import METHODS
 from thrifty.experiments.scoring.scoring_run import Say
 from thrifty.recipes.recipe_toml import recipe_from_data
+from thrifty.reporting.chart_renderer import render_svg
 from thrifty.reporting.color_theme import LIGHT, chart_look
 from thrifty.reporting.example_gallery import ExampleCard, card
 from thrifty.reporting.number_format import duration, percent, scaled, significant
@@ -28,7 +28,6 @@ from thrifty.training.run_setup import open_examples
 EACH = 24
 """Cards of a section."""
 OF_A_LABEL = 8
-VEGA_LITE = alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0]
 
 
 def open_scored(scores: ExampleScores, source: str, say: Say = print_to_stderr) -> RunData:
@@ -166,5 +165,5 @@ def _histogram(scores: Tensor, kept: Tensor | None) -> str:
         chart = chart.encode(color=alt.Color("group:N", title=None, scale=colour))
     spec = {**chart.properties(width=820, height=180).to_dict(), "background": LIGHT["surface"], "padding": 12}
     look = chart_look(LIGHT.__getitem__, font="sans-serif")
-    svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=look, allowed_base_urls=[])
+    svg = render_svg(spec, look)
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

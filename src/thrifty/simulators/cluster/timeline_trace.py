@@ -3,10 +3,9 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import altair as alt
-import vl_convert
 
 from thrifty.simulators.cluster.pipeline_events import ActionEvent, PipelineTimeline
 
@@ -17,6 +16,7 @@ WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradi
 COLOURS = {"F": "#0072b2", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
 """Of Okabe and Ito (2008), for any colour vision; thinned, so that ink can be read on them."""
 INK = "#1b2026"
+LOOK: dict[str, Any] = {"view": {"stroke": None}, "axis": {"grid": False}, "font": "sans-serif"}
 
 MOST_RANKS, MOST_BARS = 32, 8000
 """A picture shows so many ranks at most, evenly chosen, the first and the last among them; fewer where they do much."""
@@ -93,15 +93,10 @@ def _row(event: ActionEvent) -> dict[str, Any]:
     return {"rank": rank, "kind": WORDS[kind], "stage": stage, "part": part, "shade": shade, **place}
 
 
-def picture(timeline: PipelineTimeline, title: str, kind: Literal["png", "svg"] = "svg") -> bytes:
-    """The chart on white."""
+def figure(timeline: PipelineTimeline, title: str) -> dict[str, Any]:
+    """The chart on white, as a Vega-Lite specification; `LOOK` is its config."""
     heading = {"text": title, "subtitle": _caption(timeline), "anchor": "start", "fontSize": 15, "offset": 12}
-    spec = {**chart(timeline).to_dict(), "padding": 20, "background": "#ffffff", "title": heading}
-    look = {"vl_version": alt.SCHEMA_VERSION.removeprefix("v").rpartition(".")[0], "allowed_base_urls": []}
-    look["config"] = {"view": {"stroke": None}, "axis": {"grid": False}, "font": "sans-serif"}
-    if kind == "png":
-        return vl_convert.vegalite_to_png(spec, scale=2, **look)
-    return vl_convert.vegalite_to_svg(spec, **look).encode()
+    return {**chart(timeline).to_dict(), "padding": 20, "background": "#ffffff", "title": heading}
 
 
 def _caption(timeline: PipelineTimeline) -> str:
