@@ -71,9 +71,9 @@ def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseV
             taken, about = _in_parts(run), "two parts of unequal size"
         else:
             taken, about = _settled(run), "the step"
-        found = _gradient(taken.backward, model, run.objective, batch)
-    text = f"{about}, weights unequal: {_distance(found, wanted)}; {allowed:g} allowed"
-    if _is_near(found, wanted, allowed):
+        actual = _gradient(taken.backward, model, run.objective, batch)
+    text = f"{about}, weights unequal: {_distance(actual, wanted)}; {allowed:g} allowed"
+    if _is_near(actual, wanted, allowed):
         return holds(promise, "gradients", text)
     fix = _blame("backward", subject, "sum weighted losses, never average means of micro-batches")
     return broken(promise, "gradients", text, fix)
@@ -97,12 +97,12 @@ def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> Promise
             gradients_of(model)  # what was summed until then
             return nobody
         after = _gradient(backward, model, run.objective, batch)
-    for found, should, when in ((short, wanted[0], "when memory is short"), (after, wanted[1], "in the step after")):
-        if not _is_near(found, should, _allowed(run)):
+    for actual, should, when in ((short, wanted[0], "when memory is short"), (after, wanted[1], "in the step after")):
+        if not _is_near(actual, should, _allowed(run)):
             return broken(
                 promise,
                 "gradients",
-                f"{when} the gradient is not that of the {len(batch)} examples: {_distance(found, should)}",
+                f"{when} the gradient is not that of the {len(batch)} examples: {_distance(actual, should)}",
                 _blame("backward", subject, "go through all rows again in smaller micro-batches"),
             )
     return holds(promise, "gradients", f"all {len(batch)} examples count when memory is short, and after that")
@@ -200,14 +200,14 @@ def _allowed(run: Run) -> float:
     return SUMMED_IN_16_BITS if any(one.is_low_precision for one in run.techniques) else SUMMED
 
 
-def _is_near(found: Found, wanted: Found, allowed: float) -> bool:
-    return farthest(found[1], wanted[1])[0] <= allowed and relative(found[0], wanted[0]) <= allowed
+def _is_near(actual: Found, wanted: Found, allowed: float) -> bool:
+    return farthest(actual[1], wanted[1])[0] <= allowed and relative(actual[0], wanted[0]) <= allowed
 
 
-def _distance(found: Found, wanted: Found) -> str:
-    gradient, whose = farthest(found[1], wanted[1])
-    of = f", that of {whose}" if whose else ""
-    return f"{gradient:.1e} of a gradient{of}, {relative(found[0], wanted[0]):.1e} of the loss"
+def _distance(actual: Found, wanted: Found) -> str:
+    gradient, whose = farthest(actual[1], wanted[1])
+    clause = f", that of {whose}" if whose else ""
+    return f"{gradient:.1e} of a gradient{clause}, {relative(actual[0], wanted[0]):.1e} of the loss"
 
 
 def _same(one: Batch, other: Batch) -> bool:

@@ -66,7 +66,7 @@ class _References:
             quiet = drawn and not exact
             if quiet:
                 reference, _ = self.reference(base, quiet=True)
-            found = self.trained([*base, *chosen], quiet)
+            observations = self.trained([*base, *chosen], quiet)
         except UsageError as refused:
             return not_applicable(promise, about, f"it cannot be set apart: {refused.what}")
         except Exception as error:  # of anybody's technique
@@ -74,10 +74,10 @@ class _References:
                 return not_applicable(promise, about, f"it cannot be measured without dropout: {one_line_error(error)}")
             return broken(promise, about, f"the run fails with it: {one_line_error(error)}", _without(chosen))
         if exact:
-            return _bitwise(about, found, reference, chosen)
+            return _bitwise(about, observations, reference, chosen)
         low = len(chosen) > 1 and any(one.is_low_precision for one in base)
         tolerance = sum(one.tolerance for one in chosen)
-        return _within(about, found, reference, max(tolerance, IN_16_BITS) if low else tolerance, chosen)
+        return _within(about, observations, reference, max(tolerance, IN_16_BITS) if low else tolerance, chosen)
 
     def trained(self, techniques: Sequence[Technique], quiet: bool) -> StepObservations:
         if not quiet and {one.name for one in techniques} == {one.name for one in self.subject.alone}:
@@ -100,30 +100,32 @@ def _enlarges(one: Technique) -> bool:
 
 
 def _bitwise(
-    about: str, found: StepObservations, wanted: StepObservations, chosen: Sequence[Technique]
+    about: str, actual: StepObservations, wanted: StepObservations, chosen: Sequence[Technique]
 ) -> PromiseVerdict:
     promised = "bit for bit the run without it was promised"
-    pairs = zip(zip(found.losses, found.norms, strict=True), zip(wanted.losses, wanted.norms, strict=True), strict=True)
+    pairs = zip(
+        zip(actual.losses, actual.norms, strict=True), zip(wanted.losses, wanted.norms, strict=True), strict=True
+    )
     for step, (mine, theirs) in enumerate(pairs, start=1):
         for what, one, other in zip(("loss", "gradient norm"), mine, theirs, strict=True):
             if one != other:
                 measured = f"{promised}; the {what} of step {step} is {one:.9g} and not {other:.9g}"
                 return broken("exact", about, measured, _without(chosen))
-    now, then = found.tensors(), wanted.tensors()
+    now, then = actual.tensors(), wanted.tensors()
     for name, tensor in then.items():
         if name not in now or not torch.equal(now[name], tensor):
-            measured = f"{promised}; after {len(found.losses)} steps {name} differs"
+            measured = f"{promised}; after {len(actual.losses)} steps {name} differs"
             return broken("exact", about, measured, _without(chosen))
-    steps = len(found.losses)
+    steps = len(actual.losses)
     return holds("exact", about, f"losses, gradient norms and {len(then)} tensors of {steps} steps, bit for bit")
 
 
 def _within(
-    about: str, found: StepObservations, wanted: StepObservations, tolerance: float, chosen: Sequence[Technique]
+    about: str, actual: StepObservations, wanted: StepObservations, tolerance: float, chosen: Sequence[Technique]
 ) -> PromiseVerdict:
-    loss = relative(found.losses[0], wanted.losses[0])
-    later = max((relative(a, b) for a, b in zip(found.losses, wanted.losses, strict=True)), default=0.0)
-    gradient, whose = farthest(found.first, wanted.first)
+    loss = relative(actual.losses[0], wanted.losses[0])
+    later = max((relative(a, b) for a, b in zip(actual.losses, wanted.losses, strict=True)), default=0.0)
+    gradient, whose = farthest(actual.first, wanted.first)
     allowed = min(GRADIENTS * tolerance, MOST)
     measured = (
         f"off by {loss:.1e} of the first loss ({tolerance:g} allowed), {gradient:.1e} of a gradient "

@@ -60,10 +60,10 @@ def _logits(model: nn.Module, run: Run, subject: CheckSubject) -> Tensor:
         return run.plain.objective.predict(model, batch).logits.float().cpu()
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    if found.shape != wanted.shape:
+def _distance(actual: Tensor, wanted: Tensor) -> float:
+    if actual.shape != wanted.shape:
         return float("inf")
-    return float((found - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
+    return float((actual - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-30)
 
 
 def _write(model: nn.Module, recipe: Recipe, ends: ModelSpec, folder: Path) -> None:

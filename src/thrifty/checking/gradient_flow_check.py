@@ -54,17 +54,17 @@ def _frozen(subject: CheckSubject, state: TrainState) -> list[str]:
     if not frozen:
         return []
     run = subject.composed(subject.alone)
-    model, found, reasons = run.plain.build(), set[str](), []
+    model, known, reasons = run.plain.build(), set[str](), []
     for about, change in [("the model itself", None), *((one.name, one) for one in run.techniques)]:
         if change is not None and (change.stage in HOW or not change.overrides("model")):
             continue
         model = model if change is None else change.model(model)
         now = {name for name, parameter in model.named_parameters() if not parameter.requires_grad} & frozen
-        if now - found:
-            reasons.append(f"{len(now - found)} frozen by {about}")
-        found |= now
-    if frozen - found:
-        reasons.append(f"{len(frozen - found)} frozen in the run")
+        if now - known:
+            reasons.append(f"{len(now - known)} frozen by {about}")
+        known |= now
+    if frozen - known:
+        reasons.append(f"{len(frozen - known)} frozen in the run")
     return reasons
 
 
@@ -77,15 +77,15 @@ def _without_gradient_in_the_plain_run(subject: CheckSubject) -> set[str]:
 
 def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
     """Techniques without which these parameters have gradients."""
-    found = []
+    suspects = []
     for one in subject.alone:
         if one.numerics is Numerics.DIFFERENT or not (one.overrides("model") or one.overrides("backward")):
             continue
         with suppress(Exception):  # a run that fails without it tells nothing of it
             _, trace = train_observed(subject, _others(subject, one), steps=NEEDED)
             if starved & trace.reached:
-                found.append(one.name)
-    return found
+                suspects.append(one.name)
+    return suspects
 
 
 def _others(subject: CheckSubject, left_out: Technique) -> list[Technique]:
@@ -129,9 +129,9 @@ class ZeroWeightWatcher:
                     worst = f"{slot} of {name} has {count} values where the weight stays at zero"
         if not self.zeros or self.looked < NEEDED:
             return
-        held = sum(int(zero.sum()) for zero in self.zeros.values())
+        zero_weights = sum(int(zero.sum()) for zero in self.zeros.values())
         promise, about = "state under masks", "optimizer"
         if worst:
             yield broken(promise, about, worst, "mask gradients before the optimizer and its state when masks move")
         else:
-            yield holds(promise, about, f"nothing is kept of {held:,} weights that stay at zero")
+            yield holds(promise, about, f"nothing is kept of {zero_weights:,} weights that stay at zero")

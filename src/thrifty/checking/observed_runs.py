@@ -157,28 +157,28 @@ def advance(
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """The gradient of each parameter that is trained, zero where it has none, in float32; they are taken off."""
-    found = {}
+    gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            given = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[name] = given.detach().float().clone()
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradients[name] = gradient.detach().float().clone()
             parameter.grad = None
-    return found
+    return gradients
 
 
-def relative(found: float, wanted: float) -> float:
+def relative(actual: float, wanted: float) -> float:
     """How far a number is from another one, as a share of that one; infinitely far where either is no number."""
-    distance = abs(found - wanted) / max(abs(wanted), 1e-12)
+    distance = abs(actual - wanted) / max(abs(wanted), 1e-12)
     return math.inf if math.isnan(distance) else distance
 
 
-def farthest(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
     """The largest distance of a gradient from the one it should be, as a share of that one's norm, and whose it is.
     Of a parameter with next to no gradient the share is that of a thousandth of the norm over all."""
     floor = 1e-3 * sum(float(tensor.square().sum()) for tensor in wanted.values()) ** 0.5
     worst, whose = 0.0, ""
     for name, tensor in wanted.items():
-        other = found.get(name, torch.zeros_like(tensor))
+        other = actual.get(name, torch.zeros_like(tensor))
         size = max(float(tensor.norm()), floor, 1e-30)
         distance = float((other.to(tensor.device) - tensor).norm()) / size
         if math.isnan(distance):

@@ -97,11 +97,11 @@ Finish = Callable[[Run, TrainState], PromiseVerdict]
 def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[PromiseVerdict]:
     """The run as it is to be, then each promise. `finish` may use the trained model up."""
     yield data_order(subject)
-    held, saving = ZeroWeightWatcher(), StateSaver(folder, subject.steps // 2)
+    zero_weights, saving = ZeroWeightWatcher(), StateSaver(folder, subject.steps // 2)
 
     def look(run: Run, state: TrainState) -> None:
         run.verify(state)
-        held.observe(state)
+        zero_weights.observe(state)
         saving.observe(state)
 
     say("the run as it is to be")
@@ -118,7 +118,7 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
     promising = [one.name for one in subject.alone if type(one).holds is not Technique.holds]
     text = f"at each of {subject.steps} steps, as {', '.join(promising)} state" if promising else ""
     yield holds("invariants", "run", text) if promising else not_applicable("invariants", "run", "no technique has any")
-    yield from held.verdict(trace.state)
+    yield from zero_weights.verdict(trace.state)
     yield gradient_flow(subject, trace)
     say("saved and resumed")
     yield check_resume(subject, trace, saving)

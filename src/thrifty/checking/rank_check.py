@@ -104,8 +104,8 @@ def _compared(
     return broken(PROMISE, ABOUT, f"{text}; gradients are {ratio:.2g} times as long, worst {whose or 'none'}", fix)
 
 
-def _ratio(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    sizes = [math.sqrt(sum(float(tensor.square().sum()) for tensor in each.values())) for each in (found, wanted)]
+def _ratio(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    sizes = [math.sqrt(sum(float(tensor.square().sum()) for tensor in each.values())) for each in (actual, wanted)]
     return sizes[0] / max(sizes[1], 1e-30)
 
 

@@ -33,25 +33,25 @@ def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSav
     again = replace(subject, techniques=tuple(rebuild_technique(one) for one in subject.techniques))
     run = again.composed(again.alone)
     try:
-        found = checkpoint.find(saved.folder)
-        state = run.init_state(read_log(found.scalars))
-        checkpoint.fill(found, state.tensors())
-        state.load_scalars(found.scalars)
+        stored = checkpoint.find(saved.folder)
+        state = run.init_state(read_log(stored.scalars))
+        checkpoint.fill(stored, state.tensors())
+        state.load_scalars(stored.scalars)
         resumed = StepObservations(state)
         advance(run, resumed, subject.seed)
     except Exception as error:  # of anybody's technique
         fix = "make everything that is remembered a function of the run's state"
         return broken(promise, about, f"it cannot be resumed: {one_line_error(error)}", fix)
-    if difference := _difference(run, resumed, trace, found.step):
+    if difference := _difference(run, resumed, trace, stored.step):
         return broken(
             promise,
             about,
-            f"stopped after step {found.step} and resumed, {difference}",
+            f"stopped after step {stored.step} and resumed, {difference}",
             "keep what a technique remembers in the run's state, and let data depend on the step alone",
         )
     steps = len(trace.losses)
     return holds(
-        promise, about, f"stopped after {found.step} of {steps} steps: {len(trace.tensors())} tensors the same"
+        promise, about, f"stopped after {stored.step} of {steps} steps: {len(trace.tensors())} tensors the same"
     )
 
 

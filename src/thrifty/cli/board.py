@@ -48,8 +48,8 @@ def _cards() -> list[dict[str, Any]]:
 def _measured(technique: str, folders: tuple[Path, Path]) -> list[str]:
     from thrifty.experiments.past_results import evidence, study_results
 
-    compared = [found for found in evidence(folders) if found.technique == technique]
-    return [found.in_words() for found in [*compared, *study_results(technique, folders)]]
+    compared = [result for result in evidence(folders) if result.technique == technique]
+    return [result.in_words() for result in [*compared, *study_results(technique, folders)]]
 
 
 def _token(renewed: bool) -> str:

@@ -83,9 +83,9 @@ def command(
     from thrifty.comparing.variants import read_variants
     from thrifty.core.plain_values import build
 
-    given = {field.name: options.pop(field.name) for field in fields(ComparisonProtocol)}
+    values = {field.name: options.pop(field.name) for field in fields(ComparisonProtocol)}
     protocol = build(
-        ComparisonProtocol, {key: value for key, value in given.items() if value is not None}, "comparison"
+        ComparisonProtocol, {key: value for key, value in values.items() if value is not None}, "comparison"
     )
     launchers = read_workers(workers, protocol.equal)
     if keep:

@@ -98,16 +98,18 @@ def diagnose(machine: MachineInfo, writable: bool, trial: CompileTrial | None) -
 
 
 def _fatal(machine: MachineInfo, writable: bool) -> list[DoctorFinding]:
-    found = []
+    findings = []
     version = tuple(int(part) for part in machine.torch.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         needed = ".".join(map(str, OLDEST_TORCH))
-        found.append(DoctorFinding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True))
+        findings.append(
+            DoctorFinding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True)
+        )
     if not writable:
-        found.append(
+        findings.append(
             DoctorFinding("no run folder can be written under ./runs", "work in a folder you may write to", fatal=True)
         )
-    return found
+    return findings
 
 
 def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> list[DoctorFinding]:
@@ -130,23 +132,23 @@ def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> list[DoctorFi
 def _resources(machine: MachineInfo) -> list[DoctorFinding]:
     from thrifty.reporting.number_format import scaled
 
-    found = []
+    findings = []
     if not machine.gpus and _gain(machine) < NO_GAIN:
-        found.append(
+        findings.append(
             DoctorFinding(
                 f"bfloat16 products run at {_gain(machine):.2f} times the float32 rate on this CPU",
                 "leave out `precision.mixed`: it gains nothing here",
             )
         )
     if any(rate.median < rate.high / 2 for rate in machine.matmul.values()):
-        found.append(
+        findings.append(
             DoctorFinding(
                 "the same matrix product takes more than twice as long at times: other programs use these cores",
                 "measure again when the machine is quiet; until then training is slowed down as much",
             )
         )
     if machine.core_quota is not None and machine.core_quota < machine.logical_cores:
-        found.append(
+        findings.append(
             DoctorFinding(
                 f"{machine.logical_cores} cores are visible, but the control group grants {machine.core_quota:g}",
                 f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads only wait for each other",
@@ -154,31 +156,31 @@ def _resources(machine: MachineInfo) -> list[DoctorFinding]:
         )
     if machine.memory_available < LITTLE_MEMORY:
         available = scaled(machine.memory_available, "B")
-        found.append(
+        findings.append(
             DoctorFinding(f"only {available} of memory is free", "close other programs, or train a smaller preset")
         )
     if machine.disk_free < LITTLE_DISK:
         free = scaled(machine.disk_free, "B")
-        found.append(DoctorFinding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints"))
-    return found
+        findings.append(DoctorFinding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints"))
+    return findings
 
 
 def _optional(machine: MachineInfo) -> list[DoctorFinding]:
-    found = [
+    findings = [
         DoctorFinding(f"extra `{extra}` is not installed ({', '.join(modules)})", f'pip install "thrifty[{extra}]"')
         for extra, modules in machine.missing_extras.items()
     ]
     if "gloo" not in machine.backends:
-        found.append(
+        findings.append(
             DoctorFinding(
                 "torch has no gloo backend: no training on several CPU ranks", "install an official torch wheel"
             )
         )
     if machine.gpus and "nccl" not in machine.backends:
-        found.append(
+        findings.append(
             DoctorFinding("torch has no NCCL backend: GPUs cannot train together", "install torch for CUDA on Linux")
         )
-    return found
+    return findings
 
 
 def _gain(machine: MachineInfo) -> float:

@@ -19,11 +19,11 @@ def command(as_json: bool, **options: Any) -> None:
     from thrifty.cli.verb_output import print_json
 
     layers = build_recipe(**options)
-    found = explain_recipe(layers)
+    facts = explain_recipe(layers)
     if as_json:
-        print_json(found)
+        print_json(facts)
         return
-    _tell(found)
+    _tell(facts)
 
 
 def explain_recipe(layers: Any) -> dict[str, Any]:
@@ -39,9 +39,9 @@ def explain_recipe(layers: Any) -> dict[str, Any]:
         sizes, stages = mesh_sizes(recipe, count), []
         for ranks in ranks_of_stages(sizes):
             with fake_rank(ranks[0], sizes):
-                run, also_refused, found = _without_refused(run, resident_bytes)
+                run, also_refused, stage = _without_refused(run, resident_bytes)
             refused |= also_refused
-            stages.append({"ranks": [*ranks], **vars(found)})
+            stages.append({"ranks": [*ranks], **vars(stage)})
         with fake_rank(0, sizes):
             explanation = explain(run)
         notes, places = stages[0]["notes"], {"mesh": sizes, "stages": stages}
@@ -77,21 +77,21 @@ def _without_refused(run: Any, look: Any) -> tuple[Any, dict[str, str], Any]:
             run = replace(run, techniques=tuple(t for t in run.techniques if t.name != name), notes={})
 
 
-def _tell(found: dict[str, Any]) -> None:
+def _tell(facts: dict[str, Any]) -> None:
     import sys
 
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    data = found["data"]
-    console.print(f"{found['recipe']}: {found['parameters']:,} parameters, {_in_words(data)}\n")
+    data = facts["data"]
+    console.print(f"{facts['recipe']}: {facts['parameters']:,} parameters, {_in_words(data)}\n")
     table = Table(
         "stage", "technique", "numerics", "touched", "memory", "activations", "GFLOP", box=None, pad_edge=False
     )
-    plain = found["plain"]
+    plain = facts["plain"]
     table.add_row("", "plain run", "", "", _bytes(plain["memory"]), _bytes(plain["activations"]), _giga(plain["flops"]))
-    for row in found["techniques"]:
+    for row in facts["techniques"]:
         after = row["after"]
         table.add_row(
             row["stage"],
@@ -103,21 +103,21 @@ def _tell(found: dict[str, Any]) -> None:
             _giga(after["flops"]),
         )
     console.print(table)
-    total = found["footprint"]
+    total = facts["footprint"]
     parts = ", ".join(
         f"{name} {_bytes(total[name])}" for name in ("parameters", "buffers", "gradients", "optimizer", "activations")
     )
     console.print(f"\npredicted peak {_bytes(total['memory'])}: {parts}, temporary {_bytes(total['temporary'])}")
-    if "mesh" in found:
-        _tell_ranks(console, found)
-    if found["decisions"]:
+    if "mesh" in facts:
+        _tell_ranks(console, facts)
+    if facts["decisions"]:
         console.print("\ndecided when the first batch is seen")
-    for decision in found["decisions"]:
+    for decision in facts["decisions"]:
         console.print(f"  {decision}", markup=False)
-    for name, reason in found["refused"].items():
+    for name, reason in facts["refused"].items():
         console.print(f"refused {name}: {reason.partition(': ')[2]}", markup=False)
     console.print("\nvalues that are not defaults")
-    for path, origin in found["origins"].items():
+    for path, origin in facts["origins"].items():
         console.print(f"  {path}  from {origin}", markup=False)
 
 
@@ -138,10 +138,10 @@ def _in_words(data: dict[str, Any]) -> str:
     )
 
 
-def _tell_ranks(console: Any, found: dict[str, Any]) -> None:
-    along = " x ".join(f"{axis} {size}" for axis, size in found["mesh"].items() if size > 1)
-    console.print(f"\neach of the ranks of {along} sends {_bytes(found['footprint']['traffic'])} a step, and keeps")
-    for stage in found["stages"]:
+def _tell_ranks(console: Any, facts: dict[str, Any]) -> None:
+    along = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items() if size > 1)
+    console.print(f"\neach of the ranks of {along} sends {_bytes(facts['footprint']['traffic'])} a step, and keeps")
+    for stage in facts["stages"]:
         first, last = stage["ranks"][0], stage["ranks"][-1]
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
         kept = ", ".join(f"{name} {_bytes(stage[name])}" for name in ("parameters", "gradients", "optimizer"))

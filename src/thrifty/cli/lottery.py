@@ -56,9 +56,9 @@ def command(
     from thrifty.core.plain_values import build
     from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
 
-    given = {"rounds": rounds, "prune": prune, "scope": scope, "where": where, "half": half}
-    given |= {"rewind": _moment(rewind) if rewind else None, "controls": controls or None}
-    lottery = build(LotterySettings, {name: value for name, value in given.items() if value is not None}, "lottery")
+    values = {"rounds": rounds, "prune": prune, "scope": scope, "where": where, "half": half}
+    values |= {"rewind": _moment(rewind) if rewind else None, "controls": controls or None}
+    lottery = build(LotterySettings, {name: value for name, value in values.items() if value is not None}, "lottery")
     layers = build_recipe(**options)
     say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
     result = run_lottery(layers.recipe(), lottery, runs, origins=layers.changed(), quiet=quiet, say=say)

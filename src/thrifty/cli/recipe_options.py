@@ -87,8 +87,8 @@ def read_budget(text: str) -> dict[str, float]:
 
     from thrifty.core.errors import UsageError
 
-    found = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
-    number, unit = (float(found[1]), found[2]) if found else (0.0, "")
+    match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
+    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if unit in ("step", "steps") and number.is_integer():
         return {"steps": int(number)}
     if unit in ("token", "tokens"):

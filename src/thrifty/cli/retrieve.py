@@ -52,16 +52,16 @@ def command(
     data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]
     held_out = data.held_out
     vectors = embed_pairs(model.to(device), held_out.batches(len(held_out), BATCH), device)
-    found, chance = retrieval(*vectors), chance_retrieval(vectors[2])
+    recalls, chance = retrieval(*vectors), chance_retrieval(vectors[2])
     told = {"run": str(path), "pairs": len(held_out), "different_captions": int(vectors[2].max()) + 1}
-    told |= {"retrieval": found, "by_chance": chance}
+    told |= {"retrieval": recalls, "by_chance": chance}
     if classes:
         told["zero_shot"] = _zero_shot(model, recipe, data, device, classes, prompts or ("{}",))
     if as_json:
         print_json(told)
         return
     click.echo(f"{told['pairs']:,} held-out pairs with {told['different_captions']:,} different captions")
-    for name, share in found.items():
+    for name, share in recalls.items():
         click.echo(f"{name:14s} {share:7.1%}   by chance {chance[name]:.1%}")
     if classes:
         zero = told["zero_shot"]

@@ -31,7 +31,7 @@ def command(technique: str, as_json: bool) -> None:
     if not card["settings"]:
         click.echo("  no settings")
     click.echo(f"\nuse it: --with {card['name']}" + _example(card["settings"]))
-    measured = [found.in_words() for found in (*compared, *studied)]
+    measured = [result.in_words() for result in (*compared, *studied)]
     comparison = f"thrifty compare RECIPE --variant '--with {card['name']}'"
     click.echo("\nmeasured" if measured else f"\nnothing measured yet: {comparison}")
     for line in measured:

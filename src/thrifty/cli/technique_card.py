@@ -38,7 +38,7 @@ def measured_of(name: str) -> "tuple[list[PastComparison], list[PastStudy]]":
     """The comparisons and the studies in which a technique took part."""
     from thrifty.experiments.past_results import evidence, study_results
 
-    return [found for found in evidence() if found.technique == name], study_results(name)
+    return [comparison for comparison in evidence() if comparison.technique == name], study_results(name)
 
 
 def _type_name(kind: Any) -> str:

@@ -56,13 +56,13 @@ def command(
     else:
         trace = with_dtype(_recorded(source, examples, length, data, seed), dtype)
     save_trace(trace, out)
-    found = describe_trace(trace) | {"path": str(out), "bytes": out.stat().st_size}
+    facts = describe_trace(trace) | {"path": str(out), "bytes": out.stat().st_size}
     if as_json:
-        print_json(found)
+        print_json(facts)
         return
     click.echo(
-        f"{found['layers']} layers, {found['units']} heads of examples, {found['queries']} x {found['keys']} tokens, "
-        f"head width {found['width']}, density {found['density']:.3f}\nwrote {out}, {found['bytes']:,} bytes"
+        f"{facts['layers']} layers, {facts['units']} heads of examples, {facts['queries']} x {facts['keys']} tokens, "
+        f"head width {facts['width']}, density {facts['density']:.3f}\nwrote {out}, {facts['bytes']:,} bytes"
     )
 
 
@@ -151,12 +151,12 @@ def _of_preset(name: str, examples: int, length: int | None, seed: int) -> Atten
     model = assemble(shape)
     task = getattr(model, "task", None)
     if shape.style == "vit":
-        given = (torch.randn(examples, 3, shape.image, shape.image, generator=generator),)
+        inputs = (torch.randn(examples, 3, shape.image, shape.image, generator=generator),)
     elif task in ("next_token", "masked_token", "sequence_to_sequence"):
         each = trim_to_context(length, shape.length, name)
         tokens = torch.randint(shape.vocabulary, (examples, each), generator=generator)
-        given = (tokens, tokens) if task == "sequence_to_sequence" else (tokens,)
+        inputs = (tokens, tokens) if task == "sequence_to_sequence" else (tokens,)
     else:
         raise RefusedError(f"there is no telling what {name} is given", fix="train it, and give the run")
     about = {"preset": name, "values": f"random, seed {seed}", "data": "random"}
-    return record_attention(model, [given], lambda model, given: model(*given), about, name)
+    return record_attention(model, [inputs], lambda model, inputs: model(*inputs), about, name)

@@ -137,14 +137,14 @@ class _Race:
 
     def pilots(self) -> dict[str, StepCost]:
         """What a step of each variant costs. Raises UsageError for a variant that fails."""
-        steps, found = self.protocol.pilot, {variant.label: [] for variant in self.variants}
+        steps, costs_by_arm = self.protocol.pilot, {variant.label: [] for variant in self.variants}
         for turn in range(PILOTS):
             for variant in _turned(self.variants, turn):
-                found[variant.label].append(self.pilot(variant, turn, steps))
+                costs_by_arm[variant.label].append(self.pilot(variant, turn, steps))
             self.check_judged(f"pilot-{turn}")
-            slowest = max(costs[0].seconds for costs in found.values())
+            slowest = max(costs[0].seconds for costs in costs_by_arm.values())
             steps = max(self.protocol.pilot, math.ceil(PILOT_SECONDS / slowest))
-        return {label: mean_cost(costs[1:]) for label, costs in found.items()}
+        return {label: mean_cost(costs[1:]) for label, costs in costs_by_arm.items()}
 
     def pilot(self, variant: Variant, turn: int, steps: int) -> StepCost:
         """A whole run of few steps, no more than the baseline's budget has."""

@@ -137,14 +137,14 @@ def _measured_differences(baseline: Sequence[Entry], variant: Sequence[Entry], c
     """Of what is measured beside the loss: mean differences with their intervals, over the pairs that finished; what
     one of those runs does not say is left out."""
     pairs = [(first["measured"], second["measured"]) for first, second in _finished(baseline, variant)]
-    found = {}
+    intervals = {}
     for name in pairs[0][0] if pairs else ():
         if any(one.get(name) is None for pair in pairs for one in pair):
             continue
         differences = [second[name] - first[name] for first, second in pairs]
         low, high = interval(differences, confidence)
-        found[name] = {"mean": fmean(differences), "low": low, "high": high}
-    return found
+        intervals[name] = {"mean": fmean(differences), "low": low, "high": high}
+    return intervals
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

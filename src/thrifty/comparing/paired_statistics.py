@@ -55,8 +55,8 @@ def paired(differences: Sequence[float], alpha: float = ALPHA, confidence: float
         raise UsageError(f"{len(values)} differences, not all of them finite", fix="give the pairs that both finished")
     spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
     low, high = interval(values, confidence)
-    found = 0.0 if spread == 0 else smallest_effect(len(values), alpha) * spread
-    return PairedDifferences(len(values), float(values.mean()), low, high, p_value(values), spread, found)
+    effect = 0.0 if spread == 0 else smallest_effect(len(values), alpha) * spread
+    return PairedDifferences(len(values), float(values.mean()), low, high, p_value(values), spread, effect)
 
 
 def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:
@@ -68,7 +68,7 @@ def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONF
         return math.nan, math.nan
     if np.ptp(values) <= 1e-12 * np.abs(values).max():  # equal but for rounding
         return float(values.mean()), float(values.mean())
-    found = stats.bootstrap(
+    bounds = stats.bootstrap(
         (values,),
         np.mean,
         confidence_level=widened(confidence, len(values)),
@@ -76,7 +76,7 @@ def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONF
         method="BCa",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return float(found.low), float(found.high)
+    return float(bounds.low), float(bounds.high)
 
 
 def widened(confidence: float, values: int) -> float:
@@ -90,7 +90,7 @@ def p_value(differences: Sequence[float] | np.ndarray) -> float:
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2 or not values.any():
         return 1.0
-    found = stats.permutation_test(
+    test = stats.permutation_test(
         (values,),
         np.mean,
         permutation_type="samples",
@@ -98,7 +98,7 @@ def p_value(differences: Sequence[float] | np.ndarray) -> float:
         vectorized=True,
         rng=np.random.default_rng(0),
     )
-    return float(found.pvalue)
+    return float(test.pvalue)
 
 
 def least_pairs(alpha: float = ALPHA) -> int:

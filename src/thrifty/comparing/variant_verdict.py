@@ -73,24 +73,24 @@ def judge(
         said = f"undecided: all {planned} pairs failed"
         return VariantVerdict("undecided", said, planned, failed, alpha, confidence, None, None, least, least)
     differences = [second - first for first, second in pairs]  # type: ignore[operator]
-    found = paired(differences, alpha, confidence)
+    test = paired(differences, alpha, confidence)
     mean = sum(first for first, _ in pairs) / len(pairs)  # type: ignore[misc]
-    relative = found.mean / mean if mean else None
-    needed = pairs_for(effect * mean, found.spread, alpha)
+    relative = test.mean / mean if mean else None
+    needed = pairs_for(effect * mean, test.spread, alpha)
     if failed:
         word, said = "undecided", f"{failed} of {planned} pairs failed, and pairs are not dropped"
     elif planned < least:
         pairs_are = "1 pair" if planned == 1 else f"{planned} pairs"
         word, said = "undecided", f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}"
-    elif found.p <= alpha and found.low > 0:
-        word, said = "worse", _told(found, relative, "higher")
-    elif found.p <= alpha and found.high < 0:
-        word, said = "better", _told(found, relative, "lower")
+    elif test.p <= alpha and test.low > 0:
+        word, said = "worse", _told(test, relative, "higher")
+    elif test.p <= alpha and test.high < 0:
+        word, said = "better", _told(test, relative, "lower")
     else:
-        word, said = "no difference", _unseen(found, mean, effect, needed)
+        word, said = "no difference", _unseen(test, mean, effect, needed)
     if used is not None and word == _explained_by(used):
         word, said = "undecided", f"{said}, but of what was to be equal it used {significant(used)} times as much"
-    return VariantVerdict(word, f"{word}: {said}", planned, failed, alpha, confidence, found, relative, least, needed)
+    return VariantVerdict(word, f"{word}: {said}", planned, failed, alpha, confidence, test, relative, least, needed)
 
 
 def _explained_by(used: float) -> Word | None:
@@ -98,26 +98,26 @@ def _explained_by(used: float) -> Word | None:
     return "better" if used > 1 + UNEQUAL else "worse" if used < 1 - UNEQUAL else None
 
 
-def _told(found: PairedDifferences, relative: float | None, direction: str) -> str:
+def _told(test: PairedDifferences, relative: float | None, direction: str) -> str:
     share = f" ({percent(abs(relative), 2)})" if relative is not None else ""
-    low, high = sorted((abs(found.low), abs(found.high)))
+    low, high = sorted((abs(test.low), abs(test.high)))
     return (
-        f"held-out loss {direction} by {significant(abs(found.mean))}{share}, interval {significant(low)} to "
-        f"{significant(high)}, p = {significant(found.p, 2)}, {found.pairs} pairs"
+        f"held-out loss {direction} by {significant(abs(test.mean))}{share}, interval {significant(low)} to "
+        f"{significant(high)}, p = {significant(test.p, 2)}, {test.pairs} pairs"
     )
 
 
-def _unseen(found: PairedDifferences, mean: float, effect: float, needed: int) -> str:
-    if found.spread == 0 and found.mean == 0:
-        return f"the losses of all {found.pairs} pairs are equal to the last bit"
-    share = f" ({percent(found.smallest_effect / mean, 2)})" if mean else ""
+def _unseen(test: PairedDifferences, mean: float, effect: float, needed: int) -> str:
+    if test.spread == 0 and test.mean == 0:
+        return f"the losses of all {test.pairs} pairs are equal to the last bit"
+    share = f" ({percent(test.smallest_effect / mean, 2)})" if mean else ""
     text = (
-        f"mean difference {significant(found.mean)}, interval {significant(found.low)} to {significant(found.high)}, "
-        f"p = {significant(found.p, 2)}, {found.pairs} pairs; "
-        f"an effect of {significant(found.smallest_effect)}{share} would be found in "
+        f"mean difference {significant(test.mean)}, interval {significant(test.low)} to {significant(test.high)}, "
+        f"p = {significant(test.p, 2)}, {test.pairs} pairs; "
+        f"an effect of {significant(test.smallest_effect)}{share} would be found in "
         f"{percent(POWER, 0)} of such comparisons"
     )
-    if found.smallest_effect > effect * mean:
+    if test.smallest_effect > effect * mean:
         seeds = f"{needed}" if needed < MOST_PAIRS else f"{MOST_PAIRS} or more"
         text += f", one of {100 * effect:.3g} % with {seeds} pairs"
     return text

@@ -34,8 +34,8 @@ class Variant:
     @property
     def optimizer(self) -> Technique | None:
         """The technique whose learning rate is tuned."""
-        found = [one for one in self.recipe.techniques if Claim.OPTIMIZER in one.claims]
-        return found[0] if found else None
+        optimizers = [one for one in self.recipe.techniques if Claim.OPTIMIZER in one.claims]
+        return optimizers[0] if optimizers else None
 
     @property
     def rate(self) -> float | None:

@@ -15,10 +15,10 @@ def transfer_state(change: StructuralChange, old: Mapping[str, Tensor], placed: 
     that `TrainState.tensors` gives."""
     tensors = placed.tensors()
     sources = {name: source for name in tensors if (source := _source(change, name, tensors[name], placed))}
-    found = gather_over_stages(old, set(sources.values()))
+    gathered = gather_over_stages(old, set(sources.values()))
     for name, source in sources.items():
-        if source in found:
-            fill_tensor(tensors[name], _carried(change, name, found[source], tensors[name].shape, placed))
+        if source in gathered:
+            fill_tensor(tensors[name], _carried(change, name, gathered[source], tensors[name].shape, placed))
 
 
 def _parts(name: str) -> tuple[str, str, str]:

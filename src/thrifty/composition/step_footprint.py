@@ -34,10 +34,10 @@ class CountedPasses:
         model.train()
         self.model, self.live = model, built or StepTrace()
         self.blocks = blocks_of(model)
-        given = [*batch.fields.values(), batch.weight]
+        inputs = [*batch.fields.values(), batch.weight]
         with gc_disabled(), self.live as live:
-            live.know(*model.parameters(), *model.buffers(), *given)
-            self.buffers, before = live.held_besides([*model.parameters(), *given]), live.now
+            live.know(*model.parameters(), *model.buffers(), *inputs)
+            self.buffers, before = live.held_besides([*model.parameters(), *inputs]), live.now
             live.peak = before
             marking, passes = _ForwardPeakObjective(objective, live), _BlockPasses(model, self.blocks, live)
             with passes:

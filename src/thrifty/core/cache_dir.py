@@ -6,5 +6,5 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """$THRIFTY_CACHE, or ~/.cache/thrifty."""
-    given = os.environ.get("THRIFTY_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "thrifty"
+    folder = os.environ.get("THRIFTY_CACHE")
+    return Path(folder).expanduser() if folder else Path.home() / ".cache" / "thrifty"

@@ -156,8 +156,8 @@ class TransformChain(GradientTransform):
             updates = list(updates)
             for some in kinds:
                 state = {slot: [tensors[i] for i in some] for slot, tensors in own.items()}
-                given, moved = [updates[i] for i in some], [parameters[i] for i in some]
-                for i, update in zip(some, element.subset(some).update(given, state, moved, scalars), strict=True):
+                gradients, moved = [updates[i] for i in some], [parameters[i] for i in some]
+                for i, update in zip(some, element.subset(some).update(gradients, state, moved, scalars), strict=True):
                     updates[i] = update
         return updates
 
@@ -166,11 +166,11 @@ class TransformChain(GradientTransform):
             element.after_step(without_prefix(key, slots), parameters, without_prefix(key, numbers))
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
-        found = None
+        weights = None
         for key, element in self.elements.items():
             values = element.eval_weights(without_prefix(key, slots), parameters, without_prefix(key, numbers))
-            found = found if values is None else values
-        return found
+            weights = weights if values is None else values
+        return weights
 
     def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
         for key, element in self.elements.items():

@@ -138,10 +138,10 @@ class Budget:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("steps", "tokens", "seconds") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise UsageError(f"budget: {' and '.join(given)} are both set", fix=f"keep one, such as {given[0]}")
-        for name in given:
+        limits = [name for name in ("steps", "tokens", "seconds") if getattr(self, name) is not None]
+        if len(limits) > 1:
+            raise UsageError(f"budget: {' and '.join(limits)} are both set", fix=f"keep one, such as {limits[0]}")
+        for name in limits:
             if not (0 < getattr(self, name) < math.inf):
                 raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="give a positive, finite amount")
 

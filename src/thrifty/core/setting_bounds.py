@@ -54,13 +54,13 @@ def check_bounds(value: Any, name: str) -> None:
     for field in fields(value):
         words = typing.get_args(hints[field.name]) if typing.get_origin(hints[field.name]) is Literal else ()
         if words and getattr(value, field.name) not in words:
-            given = getattr(value, field.name)
-            raise UsageError(f"{name}: {field.name} is {given!r}", fix=did_you_mean(str(given), words))
+            setting = getattr(value, field.name)
+            raise UsageError(f"{name}: {field.name} is {setting!r}", fix=did_you_mean(str(setting), words))
         for bound in getattr(hints[field.name], "__metadata__", ()):
-            given = getattr(value, field.name)
-            numbers = given if isinstance(given, tuple) else (given,)
+            setting = getattr(value, field.name)
+            numbers = setting if isinstance(setting, tuple) else (setting,)
             if isinstance(bound, SettingBound) and not all(map(bound.admits, numbers)):
-                raise UsageError(f"{name}: {field.name} is {given!r}", fix=f"{field.name} must be {bound}")
+                raise UsageError(f"{name}: {field.name} is {setting!r}", fix=f"{field.name} must be {bound}")
 
 
 def check_pattern(value: Any, name: str, field: str) -> None:

@@ -76,15 +76,15 @@ class FusedOrder:
         """All that is kept, in the order of the whole."""
         return kept.index_select(self.dim, self._places.argsort().to(kept.device))
 
-    def boxes(self, held: TensorBox) -> Iterator[tuple[TensorBox, TensorBox]]:
+    def boxes(self, local_box: TensorBox) -> Iterator[tuple[TensorBox, TensorBox]]:
         """The boxes of the whole that lie in a box of what is kept, and where in the latter each of them lies."""
-        first, stop = held.offset[self.dim], held.offset[self.dim] + held.shape[self.dim]
+        first, stop = local_box.offset[self.dim], local_box.offset[self.dim] + local_box.shape[self.dim]
         at = 0
         for start, length in self.stretches:
             begin, end = max(first, at), min(stop, at + length)
             if begin < end:
-                there = _with(held, self.dim, start + begin - at, end - begin)
-                yield there, _with(held, self.dim, begin, end - begin)
+                there = _with(local_box, self.dim, start + begin - at, end - begin)
+                yield there, _with(local_box, self.dim, begin, end - begin)
             at += length
 
 
@@ -130,14 +130,14 @@ def record_orders(model: nn.Module) -> nn.Module:
 def local_shards(tensor: Tensor) -> list[LocalShard]:
     """What this rank holds of a tensor: all of a plain one, the local shard of a DTensor."""
     full = tuple(tensor.shape)
-    held = TensorBox(full, (0,) * len(full), full)
+    local_box = TensorBox(full, (0,) * len(full), full)
     if isinstance(tensor, DTensor):
         (chunk,) = tensor.__create_chunk_list__()
-        held = TensorBox(full, tuple(chunk.offsets), tuple(chunk.sizes))
+        local_box = TensorBox(full, tuple(chunk.offsets), tuple(chunk.sizes))
     order = order_of(tensor)
     if order is None:
-        return [LocalShard(held, held.within(held))]
-    return [LocalShard(there, here.within(held)) for there, here in order.boxes(held)]
+        return [LocalShard(local_box, local_box.within(local_box))]
+    return [LocalShard(there, here.within(local_box)) for there, here in order.boxes(local_box)]
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:

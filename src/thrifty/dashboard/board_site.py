@@ -83,8 +83,8 @@ class BoardSite:
     def answer(self, path: str, query: Query) -> PageResponse:
         """`path` without the token. 404 for anything that is not there."""
         route = self._routes.get(path)
-        found = route(query) if route else None
-        return found or PageResponse(b"There is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
+        response = route(query) if route else None
+        return response or PageResponse(b"There is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
 
     def runs_page(self, query: Query) -> PageResponse:
         sort = _sort(query)

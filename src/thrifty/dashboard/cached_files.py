@@ -29,13 +29,13 @@ class CachedFiles:
 
     def _read(self, path: Path, parse: Callable[[bytes], Any]) -> Any:
         try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
                 return None
-            mark = found.st_mtime_ns, found.st_size
+            mark = status.st_mtime_ns, status.st_size
             known = self._known.get(path)
             if known is None or known[0] != mark:
-                value = parse(path.read_bytes()) if found.st_size <= LARGEST else None
+                value = parse(path.read_bytes()) if status.st_size <= LARGEST else None
                 self._known[path] = known = mark, value
             return known[1]
         except (OSError, ValueError, RecursionError):

@@ -27,7 +27,7 @@ class RunListing:
 
 def entries(runs: Path) -> list[RunListing]:
     """All of them. Only these can be asked for, so no request reaches a file that is not in one of them."""
-    found = []
+    listings = []
     for count, (name, path) in enumerate(_folders(runs, "", DEEPEST)):
         if count == MOST:
             break
@@ -35,8 +35,8 @@ def entries(runs: Path) -> list[RunListing]:
         if kind is None and is_run_folder(path):
             kind = "run"
         if kind is not None:
-            found.append(RunListing(name, path, kind))
-    return found
+            listings.append(RunListing(name, path, kind))
+    return listings
 
 
 def _is_shown(name: str) -> bool:

@@ -137,20 +137,20 @@ class RunSummary:
 
 def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
     """The training loss at evenly spread places of the records, by step; of a small file all of it, thinned."""
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     if not file.is_file():
         return []
     try:
         with file.open("rb") as opened:
             if size <= SAMPLES * AROUND:
-                found = _losses(opened.read(SAMPLES * AROUND))
+                losses = _losses(opened.read(SAMPLES * AROUND))
             else:
                 for place in range(SAMPLES):
                     opened.seek(place * (size - AROUND) // (SAMPLES - 1))
-                    found |= _losses(opened.read(AROUND), most=1)
+                    losses |= _losses(opened.read(AROUND), most=1)
     except OSError:
         return []
-    return thin([CurvePoint(step, found[step]) for step in sorted(found)], 2 * SAMPLES)
+    return thin([CurvePoint(step, losses[step]) for step in sorted(losses)], 2 * SAMPLES)
 
 
 def _losses(content: bytes, most: int | None = None) -> dict[int, float]:

@@ -36,14 +36,14 @@ class SavedResult:
 
 def saved_results(folder: Path, files: CachedFiles) -> list[SavedResult]:
     """All that can be read, in the order of their names."""
-    found = []
+    results = []
     for path in sorted(folder.glob("**/*.json"))[:MOST]:
         name = path.relative_to(folder).with_suffix("").as_posix()
         data = redact(files.json_object(path))
         if data:
             about, group = str(data.get("about", "")), name.partition("/")[0]
-            found.append(SavedResult(name, group, about, outcome(data), data))
-    return found
+            results.append(SavedResult(name, group, about, outcome(data), data))
+    return results
 
 
 def tables(data: Mapping[str, Any]) -> list[TextTable]:
@@ -68,18 +68,18 @@ def _study(data: Mapping[str, Any]) -> Iterator[TextTable]:
             for each in expected
         ]
         yield TextTable("What was expected", ("Expectation", "Outcome", "Held in"), rows)
-    numbers = {case: found for case, found in _object(data["summary"]).items() if isinstance(found, dict)}
-    every = list(dict.fromkeys(name for found in numbers.values() for name in found))
+    numbers = {case: values for case, values in _object(data["summary"]).items() if isinstance(values, dict)}
+    every = list(dict.fromkeys(name for values in numbers.values() for name in values))
     names = every[:COLUMNS]
-    rows = [[case, *(_estimate(found.get(name)) for name in names)] for case, found in list(numbers.items())[:ROWS]]
+    rows = [[case, *(_estimate(values.get(name)) for name in names)] for case, values in list(numbers.items())[:ROWS]]
     note = f"Means over seeds, ± half of the 95 % interval. {_left_out(every[COLUMNS:], len(numbers))}".strip()
     yield TextTable("Means by case", ["Case", *names], rows, frozenset(range(1, len(names) + 1)), note)
 
 
-def _estimate(found: Any) -> str:
-    if not isinstance(found, dict):
+def _estimate(estimate: Any) -> str:
+    if not isinstance(estimate, dict):
         return MISSING
-    mean, half = number(found.get("mean")), number(found.get("half_width"))
+    mean, half = number(estimate.get("mean")), number(estimate.get("half_width"))
     if mean is None:
         return "never"
     return significant(mean) if half is None else f"{significant(mean)} ± {significant(half)}"

@@ -44,15 +44,15 @@ def card_from(told: Mapping[str, Any]) -> TechniqueCard:
 def parts(text: str) -> list[tuple[str, str]]:
     """The lines of a card under their headings. A line that begins with a heading opens it, others go on with it, and
     an empty line ends it."""
-    found: list[tuple[str, list[str]]] = []
+    sections: list[tuple[str, list[str]]] = []
     is_open = False
     for line in text.split("\n"):
         opening = re.match(rf"({'|'.join(HEADS)})\s+(?=\S)", line)
         if opening:
-            found.append((opening[1], [line[opening.end() :].strip()]))
+            sections.append((opening[1], [line[opening.end() :].strip()]))
         elif line.strip() and is_open:
-            found[-1][1].append(line.strip())
+            sections[-1][1].append(line.strip())
         elif line.strip():
-            found.append(("", [line.strip()]))
+            sections.append(("", [line.strip()]))
         is_open = bool(line.strip())
-    return [(head, " ".join(lines)) for head, lines in found]
+    return [(head, " ".join(lines)) for head, lines in sections]

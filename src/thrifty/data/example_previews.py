@@ -43,8 +43,8 @@ def _spread(data: RunData, own: Tensor, scores: Tensor | None) -> list[dict[str,
         ends = torch.cat([numbers[:EACH], numbers[-EACH:]])
         numbers = ends if scores is not None else numbers[torch.linspace(0, len(numbers) - 1, 2 * EACH).long()]
     try:
-        found = data.previews(numbers.tolist())
+        previews = data.previews(numbers.tolist())
     except RefusedError:  # a report goes without
         return []
-    told = [None] * len(found) if scores is None else scores[numbers].tolist()
-    return [{**asdict(each), "score": score} for each, score in zip(found, told, strict=True)]
+    told = [None] * len(previews) if scores is None else scores[numbers].tolist()
+    return [{**asdict(each), "score": score} for each, score in zip(previews, told, strict=True)]

@@ -52,9 +52,9 @@ def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Calla
     if not _damage(folder):
         return folder
     with lock_folder(folder):
-        found = _damage(folder)  # again: another process may have built it in the meantime
-        if found:
-            again = f" again, since {found}" if folder.exists() else ", once"
+        damage = _damage(folder)  # again: another process may have built it in the meantime
+        if damage:
+            again = f" again, since {damage}" if folder.exists() else ", once"
             say(f"preparing {what}{again}: {folder}")
             build(folder)
     return folder

@@ -68,16 +68,16 @@ class PipelineRunner:
     def predict(self, objective: Objective, model: nn.Module, batch: Batch) -> Prediction:
         """A forward pass through all stages. Only the last one has a prediction to show for it."""
         self._lend()
-        here, prediction, given = axis("pipeline").place, Prediction(), None
+        here, prediction, hidden = axis("pipeline").place, Prediction(), None
         for stage in self.stages:
             if not stage.is_first and (before := self.places[stage.index - 1]) != here:
-                given = receive(before, self.device)
-            with self._as(stage, given) as passage:
+                hidden = receive(before, self.device)
+            with self._as(stage, hidden) as passage:
                 prediction = objective.predict(model, batch)
-                given = passage.given
+                hidden = passage.given
             if not stage.is_last and (behind := self.places[stage.index + 1]) != here:
-                assert given is not None
-                send(given, behind)
+                assert hidden is not None
+                send(hidden, behind)
         return prediction if self.has_last else Prediction()
 
     def train(self, objective: Objective, model: nn.Module, batch: Batch, parts: int) -> Tensor:
@@ -163,15 +163,15 @@ class PipelineRunner:
         one = broadcast_from_stage(one, self.places[0], self.device)
         return torch.empty((len(batch), *one.shape[1:]), dtype=one.dtype, device="meta", requires_grad=True)
 
-    def _expected(self, given: Tensor | None) -> Tensor:
-        assert given is not None
-        if given.shape != self._hidden.shape or given.dtype != self._hidden.dtype:
+    def _expected(self, hidden: Tensor | None) -> Tensor:
+        assert hidden is not None
+        if hidden.shape != self._hidden.shape or hidden.dtype != self._hidden.dtype:
             raise IntegrityError(
-                f"a stage gives {given.dtype} {tuple(given.shape)} where {self._hidden.dtype} "
+                f"a stage gives {hidden.dtype} {tuple(hidden.shape)} where {self._hidden.dtype} "
                 f"{tuple(self._hidden.shape)} left the first one",
                 fix="a pipeline needs hidden states that keep their shape from block to block",
             )
-        return given
+        return hidden
 
 
 class _MicroBatchPass(nn.Module):

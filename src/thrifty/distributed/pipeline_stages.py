@@ -55,11 +55,11 @@ class StageModel:
 
     def parameters(self) -> list[Tensor]:
         """Its own and those it borrows."""
-        found = {}
+        tensors = {}
         for module in (each for own in self.modules for each in own.modules()):
             for tensor in (*module.parameters(recurse=False), *vars(module).get("borrowed", ())):
-                found[id(tensor)] = tensor
-        return list(found.values())
+                tensors[id(tensor)] = tensor
+        return list(tensors.values())
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ def cut_into_stages(
 
 def _stages(model: nn.Module, parts: ModelPartition, counts: Sequence[int]) -> dict[nn.Module, int]:
     """The stage of each module that is to be on one only."""
-    found = {model.get_submodule(name): 0 for name in parts.front}
+    stages = {model.get_submodule(name): 0 for name in parts.front}
     blocks = [block for block in model.get_submodule(parts.stack).children()]
-    found |= dict(zip(blocks, (stage for stage, count in enumerate(counts) for _ in range(count)), strict=True))
-    return found | {model.get_submodule(name): len(counts) - 1 for name in parts.back}
+    stages |= dict(zip(blocks, (stage for stage, count in enumerate(counts) for _ in range(count)), strict=True))
+    return stages | {model.get_submodule(name): len(counts) - 1 for name in parts.back}
 
 
 def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> None:

@@ -76,12 +76,12 @@ def gather_over_stages(values: Mapping[str, Tensor], wanted: Collection[str]) ->
     holders = merge_over_stages(dict.fromkeys(values, stages.place))
     asked = merge_over_stages(dict.fromkeys(wanted, True))
     device = next(iter(values.values())).device
-    found = {}
+    gathered = {}
     for name in sorted(asked.keys() & holders.keys()):
         value = broadcast_from_stage(values.get(name), holders[name], device)
         if name in wanted:
-            found[name] = value
-    return found
+            gathered[name] = value
+    return gathered
 
 
 def _described(tensor: Tensor) -> Tensor:

@@ -54,11 +54,11 @@ class LayerSplit:
 
 
 def split_model(
-    model: nn.Module, mesh: DeviceMesh, given: Sequence[str] = (), along_tokens: bool = False
+    model: nn.Module, mesh: DeviceMesh, rules: Sequence[str] = (), along_tokens: bool = False
 ) -> TensorParallelizer:
-    """Split a model in place over a mesh of one axis; `given` and the styles as in `split_plan`. Raises RefusedError,
+    """Split a model in place over a mesh of one axis; `rules` and the styles as in `split_plan`. Raises RefusedError,
     with the model as it was, where that is not possible."""
-    plan, stacks = split_plan(model, given), find_stacks(model)
+    plan, stacks = split_plan(model, rules), find_stacks(model)
     blocks = {block for stack in stacks.values() for block in stack}
     owners: dict[str, list[LayerSplit]] = {}
     for split in _splits(model, plan):
@@ -91,7 +91,7 @@ def split_model(
 def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     cuts = dict(zip(parameters, fused_slices([*parameters], [*parameters.values()]), strict=True))
-    found = []
+    splits = []
     for name, style in plan.items():
         layer = model.get_submodule(name)
         if style not in ("column", "row"):
@@ -108,8 +108,8 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
             sizes = (layer.embedding_dim,)
         else:
             sizes = tuple(getattr(layer, "parts", {}).values()) or (cut.sizes if cut else (out_width(layer),))
-        found.append(LayerSplit(name, layer, style, sizes, _unit(model, name, plan)))
-    return found
+        splits.append(LayerSplit(name, layer, style, sizes, _unit(model, name, plan)))
+    return splits
 
 
 def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:

@@ -39,11 +39,11 @@ OF_TRANSFORMERS: Mapping[str, Style] = {
 }
 
 
-def split_plan(model: nn.Module, given: Sequence[str] = ()) -> dict[str, Style]:
-    """How each module inside the blocks is split, by name. `given` are entries "pattern=style", in whose patterns *
+def split_plan(model: nn.Module, rules: Sequence[str] = ()) -> dict[str, Style]:
+    """How each module inside the blocks is split, by name. `rules` are entries "pattern=style", in whose patterns *
     stands for any text: they come before all others. Raises RefusedError where nothing says how a model is split."""
     styles: dict[str, Style] = {}
-    for pattern, style in (*_given(given), *_known(model)):
+    for pattern, style in (*_given(rules), *_known(model)):
         for name, _ in model.named_modules():
             if re.fullmatch(pattern, name):
                 styles.setdefault(name, style)

@@ -116,10 +116,10 @@ def _refuse_nothing_to_prune(recipe: Recipe, lottery: LotterySettings, model: Bu
 def next_mask_file(run: Path, step: int, lottery: LotterySettings) -> tuple[bytes, float]:
     """The next ticket, as its file has it, and its density: of the weights that a run had after this step, and of those
     that its masks keep. Raises UsageError where no matrix has a name that matches `where`."""
-    found = checkpoint.load(run / "checkpoints", step).tensors
-    now = masks_of(found)
+    tensors = checkpoint.load(run / "checkpoints", step).tensors
+    now = masks_of(tensors)
     parameters = {
-        name.removeprefix("parameters/"): tensor for name, tensor in found.items() if name.startswith("parameters/")
+        name.removeprefix("parameters/"): tensor for name, tensor in tensors.items() if name.startswith("parameters/")
     }
     weights = _chosen(parameters, lottery, f"{run}")
     masks = {name: now.get(name, torch.ones_like(weight, dtype=torch.bool)) for name, weight in weights.items()}
@@ -128,12 +128,12 @@ def next_mask_file(run: Path, step: int, lottery: LotterySettings) -> tuple[byte
     return mask_file_bytes(new, f"after step {step} of {run.name}", weights), density_of(new)
 
 
-def _chosen(parameters: Mapping[str, Tensor], lottery: LotterySettings, of: str) -> dict[str, Tensor]:
+def _chosen(parameters: Mapping[str, Tensor], lottery: LotterySettings, owner: str) -> dict[str, Tensor]:
     """The matrices that are pruned."""
-    found = {name: parameters[name] for name in masked_shapes(parameters) if re.search(lottery.where, name)}
-    if not found:
-        raise UsageError(f"no matrix of {of} has a name that matches {lottery.where!r}", fix="--where PATTERN")
-    return found
+    matrices = {name: parameters[name] for name in masked_shapes(parameters) if re.search(lottery.where, name)}
+    if not matrices:
+        raise UsageError(f"no matrix of {owner} has a name that matches {lottery.where!r}", fix="--where PATTERN")
+    return matrices
 
 
 @contextmanager

@@ -15,13 +15,13 @@ from thrifty.training.atomic_files import AtomicFiles
 
 def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The masks in a checkpoint's tensors, by the names of their weights."""
-    found = {}
+    masks = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
         slot, _, parameter = rest.partition("/")
         if kind == "optimizer" and slot.endswith(SLOT) and tensor.numel():
-            found[parameter] = tensor
-    return found
+            masks[parameter] = tensor
+    return masks
 
 
 def export_masks(run: Path, file: Path, step: int | None = None) -> tuple[float, str]:

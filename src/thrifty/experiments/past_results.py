@@ -68,11 +68,11 @@ class PastComparison:
 def evidence(folders: Path | Sequence[Path] = FOLDERS) -> list[PastComparison]:
     """Of every technique by which an arm of a finished comparison differs from its baseline, in all comparisons found
     below the folders: an entry for each technique and arm. Files that are no comparison are passed over."""
-    found = []
+    comparisons = []
     for data, file in _comparisons([folders] if isinstance(folders, Path) else folders):
         with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
-            found += _of_comparison(data, file)
-    return found
+            comparisons += _of_comparison(data, file)
+    return comparisons
 
 
 def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
@@ -81,7 +81,7 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
         for entry in data["runs"]
         if entry["arm"] == BASELINE and "seed" in entry and entry["status"] == "finished"
     ]
-    found = []
+    comparisons = []
     for label, roles in data["changes"].items() if runs else ():
         arm, last = data["outcome"]["arms"][label], runs[-1]
         quality, verdict = arm["time_to_quality"], arm["verdict"]
@@ -103,8 +103,8 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
             for name in names:
                 others = tuple(other for other in touched if other != name)
                 alone = not others and _differs_by_techniques(data, label)
-                found.append(PastComparison(technique=name, role=role, others=others, alone=alone, **of_arm))  # type: ignore[arg-type]
-    return found
+                comparisons.append(PastComparison(technique=name, role=role, others=others, alone=alone, **of_arm))  # type: ignore[arg-type]
+    return comparisons
 
 
 def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path]]:
@@ -142,7 +142,7 @@ class PastStudy:
 
 def study_results(technique: str, folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
     """Results of studies whose file names the technique, AdamW, schedules and clipping too where it uses those."""
-    found = []
+    past = []
     files = {file for folder in folders for file in (*folder.glob("*/study.json"), *folder.glob("studies/*/*.json"))}
     for file in sorted(files):
         try:
@@ -151,9 +151,9 @@ def study_results(technique: str, folders: Sequence[Path] = FOLDERS) -> list[Pas
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if technique in _used_in(study):
-            held = sum(each["verdict"] == "holds" for each in expectations)
-            found.append(PastStudy(study, len(expectations), held, cpu, file))
-    return found
+            confirmed = sum(each["verdict"] == "holds" for each in expectations)
+            past.append(PastStudy(study, len(expectations), confirmed, cpu, file))
+    return past
 
 
 @cache

@@ -74,7 +74,7 @@ class StudyResult:
             "seconds": round(sum(cell.seconds for cell in self.cells.values()), 1),
             "cells": [{"case": case, "seed": seed, **_plain(asdict(self.cells[case, seed]))} for case, seed in places],
             "summary": {
-                label: {name: _plain(asdict(found)) for name, found in numbers.items()}
+                label: {name: _plain(asdict(estimate)) for name, estimate in numbers.items()}
                 for label, numbers in self.summary.items()
             },
             "expectations": [asdict(verdict) for verdict in self.verdicts],
@@ -121,12 +121,12 @@ def kept_summary(data: Mapping[str, Any]) -> Summary:
     return {
         label: {
             name: SeedMean(
-                _number(found["mean"]),
-                math.nan if found["half_width"] is None else found["half_width"],
-                found["runs"],
-                found["never"],
+                _number(estimate["mean"]),
+                math.nan if estimate["half_width"] is None else estimate["half_width"],
+                estimate["runs"],
+                estimate["never"],
             )
-            for name, found in numbers.items()
+            for name, estimate in numbers.items()
         }
         for label, numbers in data["summary"].items()
     }

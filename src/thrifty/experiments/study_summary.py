@@ -79,7 +79,7 @@ def summarize(study: Study, measured: Measured) -> dict[str, dict[str, SeedMean]
             for name, value in numbers.items():
                 values.setdefault(label, {}).setdefault(name, []).append(value)
     return {
-        label: {name: estimate(found) for name, found in numbers.items()}
+        label: {name: estimate(per_seed) for name, per_seed in numbers.items()}
         for label, numbers in values.items()
         if numbers
     }
@@ -88,7 +88,7 @@ def summarize(study: Study, measured: Measured) -> dict[str, dict[str, SeedMean]
 def judge_expectations(study: Study, measured: Measured) -> list[ExpectationVerdict]:
     """Every statement of the study, held against the means and against each seed."""
     means = {
-        label: {name: found.mean for name, found in numbers.items()}
+        label: {name: estimated.mean for name, estimated in numbers.items()}
         for label, numbers in summarize(study, measured).items()
     }
     seeds = cells_of(study, measured).values()

@@ -23,16 +23,16 @@ def shown(value: float) -> str:
     return text.rstrip("0").rstrip(".") if decimals else text
 
 
-def interval(found: SeedMean) -> str:
+def interval(estimate: SeedMean) -> str:
     """A mean with the half-width of its 95 % interval: "2.231 ± 0.012", "never in 2 of 3"."""
-    if found.never:
-        return NEVER if found.never == found.runs else f"{NEVER} in {found.never} of {found.runs}"
-    if not math.isfinite(found.half_width) or found.half_width == 0:
-        return shown(found.mean)
-    if not 1e-3 <= abs(found.mean) < 1e7:
-        return f"{found.mean:.3g} ± {found.half_width:.2g}"
-    decimals = max(0, 1 - math.floor(math.log10(found.half_width)))
-    return f"{found.mean:,.{decimals}f} ± {found.half_width:,.{decimals}f}"
+    if estimate.never:
+        return NEVER if estimate.never == estimate.runs else f"{NEVER} in {estimate.never} of {estimate.runs}"
+    if not math.isfinite(estimate.half_width) or estimate.half_width == 0:
+        return shown(estimate.mean)
+    if not 1e-3 <= abs(estimate.mean) < 1e7:
+        return f"{estimate.mean:.3g} ± {estimate.half_width:.2g}"
+    decimals = max(0, 1 - math.floor(math.log10(estimate.half_width)))
+    return f"{estimate.mean:,.{decimals}f} ± {estimate.half_width:,.{decimals}f}"
 
 
 def rows(result: StudyResult) -> tuple[list[str], list[list[str]]]:

@@ -164,8 +164,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             soft = hard if of_lse is None else hard + torch.where(targets != IGNORED, of_lse, 0.0)
             with torch.autocast("cpu" if hidden.is_meta else hidden.device.type, enabled=False):
                 _, _, *gradients = _in_chunks(ctx, hidden, weight, bias, targets, soft, hard)
-        given = (hidden, weight, bias)
-        cast = [None if g is None else g.to(x.dtype) for g, x in zip(gradients, given, strict=True)]
+        inputs = (hidden, weight, bias)
+        cast = [None if g is None else g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)]
         return *cast, None, None, None, None
 
 
@@ -186,11 +186,11 @@ def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | 
         count = rows.stop - start
         padded = [_pad(part[rows], size, fill) for part, fill in ((hidden, 0), (targets, IGNORED))]
         scales = [None if scale is None else _pad(scale[rows], size, 0) for scale in (soft, hard)]
-        found = ctx.step(padded[0], cast_weight, cast_bias, padded[1], *scales, *wants)
-        losses[rows], lse[rows] = found[0][:count], found[1][:count]
+        results = ctx.step(padded[0], cast_weight, cast_bias, padded[1], *scales, *wants)
+        losses[rows], lse[rows] = results[0][:count], results[1][:count]
         if of_hidden is not None:
-            of_hidden[rows] = found[2][:count]
-        for total, part in ((of_weight, found[3]), (of_bias, found[4])):
+            of_hidden[rows] = results[2][:count]
+        for total, part in ((of_weight, results[3]), (of_bias, results[4])):
             if total is not None:
                 total.add_(part[: len(total)])
     return [losses, lse, of_hidden, of_weight, of_bias]

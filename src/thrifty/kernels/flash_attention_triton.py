@@ -57,7 +57,7 @@ def _forward_kernel(
     segments += of_heads // heads * tokens
     queries = _tile(q, first, width, tile, width, tokens)
     largest = tl.full((tile,), float("-inf"), dtype=tl.float32)
-    total, found = tl.zeros((tile,), dtype=tl.float32), tl.zeros((tile, width), dtype=tl.float32)
+    total, weighted = tl.zeros((tile,), dtype=tl.float32), tl.zeros((tile, width), dtype=tl.float32)
     end = first + tile if causal else tokens
     for at in range(0, end, tile):
         keys = _tile(k, at, width, tile, width, tokens)
@@ -67,18 +67,18 @@ def _forward_kernel(
         finite = tl.where(larger == float("-inf"), 0.0, larger)
         probability, turn = tl.exp(scores - finite[:, None]), tl.exp(largest - finite)
         values = _tile(v, at, width, tile, width, tokens)
-        found = found * turn[:, None] + tl.dot(probability.to(values.dtype), values, input_precision="ieee")
+        weighted = weighted * turn[:, None] + tl.dot(probability.to(values.dtype), values, input_precision="ieee")
         total, largest = total * turn + tl.sum(probability, 1), larger
     row, lane = first + tl.arange(0, tile), tl.arange(0, width)
     whole = tl.where(total == 0.0, 1.0, total)
     place = output + row[:, None] * width + lane[None, :]
-    tl.store(place, (found / whole[:, None]).to(output.dtype.element_ty), mask=row[:, None] < tokens)
+    tl.store(place, (weighted / whole[:, None]).to(output.dtype.element_ty), mask=row[:, None] < tokens)
     tl.store(lse + of_heads * tokens + row, largest + tl.log(whole), mask=row < tokens)
 
 
 @triton.jit
 def _gradients_of_scores(
-    queries, keys, values, given, lse, shared, segments, first, at, tokens, scale,
+    queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale,
     causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     """Probabilities and the gradients of unscaled products, (tile, tile) each, of queries from `first` and keys from
@@ -89,13 +89,13 @@ def _gradients_of_scores(
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     seen = _seen(segments, first, at, tokens, causal, packed, tile)
     probability = tl.exp(tl.where(seen, scores - sums[:, None], float("-inf")))
-    of_probability = tl.dot(given, tl.trans(values), input_precision="ieee")
+    of_probability = tl.dot(upstream, tl.trans(values), input_precision="ieee")
     return probability, probability * (of_probability - beside[:, None]) * scale
 
 
 @triton.jit
 def _queries_kernel(
-    q, k, v, segments, given, lse, shared, of_q, tokens, heads, sharing, scale,
+    q, k, v, segments, of_out, lse, shared, of_q, tokens, heads, sharing, scale,
     causal: tl.constexpr, packed: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     first, of_heads = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
@@ -104,23 +104,23 @@ def _queries_kernel(
     segments += of_heads // heads * tokens
     lse, shared = lse + of_heads * tokens, shared + of_heads * tokens
     queries = _tile(q + of_heads * tokens * width, first, width, tile, width, tokens)
-    upstream = _tile(given + of_heads * tokens * width, first, width, tile, width, tokens)
-    found = tl.zeros((tile, width), dtype=tl.float32)
+    upstream = _tile(of_out + of_heads * tokens * width, first, width, tile, width, tokens)
+    gradient = tl.zeros((tile, width), dtype=tl.float32)
     end = first + tile if causal else tokens
     for at in range(0, end, tile):
         keys, values = _tile(k, at, width, tile, width, tokens), _tile(v, at, width, tile, width, tokens)
         _, of_scores = _gradients_of_scores(
             queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale, causal, packed, tile
         )
-        found += tl.dot(of_scores.to(keys.dtype), keys, input_precision="ieee")
+        gradient += tl.dot(of_scores.to(keys.dtype), keys, input_precision="ieee")
     row, lane = first + tl.arange(0, tile), tl.arange(0, width)
     place = of_q + of_heads * tokens * width + row[:, None] * width + lane[None, :]
-    tl.store(place, found.to(of_q.dtype.element_ty), mask=row[:, None] < tokens)
+    tl.store(place, gradient.to(of_q.dtype.element_ty), mask=row[:, None] < tokens)
 
 
 @triton.jit
 def _keys_kernel(
-    q, k, v, segments, given, lse, shared, of_k, of_v, tokens, heads, sharing, scale,
+    q, k, v, segments, of_out, lse, shared, of_k, of_v, tokens, heads, sharing, scale,
     causal: tl.constexpr, packed: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
     at, of_keys = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
@@ -133,7 +133,7 @@ def _keys_kernel(
         own = of_keys * sharing + head
         for first in range(start, tokens, tile):
             queries = _tile(q + own * tokens * width, first, width, tile, width, tokens)
-            upstream = _tile(given + own * tokens * width, first, width, tile, width, tokens)
+            upstream = _tile(of_out + own * tokens * width, first, width, tile, width, tokens)
             probability, of_scores = _gradients_of_scores(
                 queries, keys, values, upstream, lse + own * tokens, shared + own * tokens, segments, first, at, tokens,
                 scale, causal, packed, tile,
@@ -157,10 +157,10 @@ def flash_attention(
             f"flash attention was given queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)}",
             fix="give as many tokens of each, and heads of a width that is a power of two from 16 on",
         )
-    given = (x.contiguous() for x in cast_for_autocast(q, k, v))
+    inputs = (x.contiguous() for x in cast_for_autocast(q, k, v))
     if tile < 16 or tile & (tile - 1):
         raise UsageError(f"tiles of {tile} tokens", fix="take a power of two from 16 on")
-    return torch.ops.thrifty.flash_attention(*given, causal, segments, tile)[0]
+    return torch.ops.thrifty.flash_attention(*inputs, causal, segments, tile)[0]
 
 
 def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, float]:
@@ -175,8 +175,8 @@ def _attention(
     output, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel():
         grid = (triton.cdiv(q.shape[2], tile), q.shape[0] * q.shape[1])
-        given = q, k, v, q if segments is None else segments.contiguous(), output, lse
-        _forward_kernel[grid](*given, *_sizes(q, k), causal, segments is not None, q.shape[-1], tile)
+        tensors = q, k, v, q if segments is None else segments.contiguous(), output, lse
+        _forward_kernel[grid](*tensors, *_sizes(q, k), causal, segments is not None, q.shape[-1], tile)
     return output, lse
 
 
@@ -200,11 +200,11 @@ def _attention_backward(
     of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
     if q.numel():
         shared = (of_output.float() * output.float()).sum(-1)
-        given = q, k, v, q if segments is None else segments.contiguous(), of_output, lse, shared
+        tensors = q, k, v, q if segments is None else segments.contiguous(), of_output, lse, shared
         also = (*_sizes(q, k), causal, segments is not None, q.shape[-1], tile)
         tiles = triton.cdiv(q.shape[2], tile)
-        _queries_kernel[(tiles, q.shape[0] * q.shape[1])](*given, of_q, *also)
-        _keys_kernel[(tiles, k.shape[0] * k.shape[1])](*given, of_k, of_v, *also)
+        _queries_kernel[(tiles, q.shape[0] * q.shape[1])](*tensors, of_q, *also)
+        _keys_kernel[(tiles, k.shape[0] * k.shape[1])](*tensors, of_k, of_v, *also)
     return of_q, of_k, of_v
 
 
@@ -222,8 +222,10 @@ def _keep_for_backward(ctx, inputs, output) -> None:
 def _backward(ctx, of_output: Tensor, of_lse: Tensor | None):
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError("flash attention has no second derivative", fix="use torch's attention with SDPBackend.MATH")
-    found = torch.ops.thrifty.flash_attention_backward(of_output.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.tile)
-    return *found, None, None, None
+    gradients = torch.ops.thrifty.flash_attention_backward(
+        of_output.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.tile
+    )
+    return *gradients, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -98,11 +98,11 @@ def unbiased_estimate(
     |x|, capped at 1. One uniform number a group then keeps exactly n: places where the running sum of p passes it or
     it plus a whole number. A group with a number that is not finite becomes such numbers, so that nobody misses it.
     """
-    given = numbers.float().movedim(dim, 0)
-    length = len(given)
+    entries = numbers.float().movedim(dim, 0)
+    length = len(entries)
     if length % m:
-        given = torch.cat([given, given.new_zeros(-length % m, *given.shape[1:])])
-    groups = given.unflatten(0, (-1, m)).transpose(0, 1).contiguous()
+        entries = torch.cat([entries, entries.new_zeros(-length % m, *entries.shape[1:])])
+    groups = entries.unflatten(0, (-1, m)).transpose(0, 1).contiguous()
     p = keep_probabilities(groups, n)
     start = torch.rand(groups.shape[1:], generator=generator, device=groups.device)
     passed = (running_sums(p, 0).clamp_max_(n) - start).ceil_()

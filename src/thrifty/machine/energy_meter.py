@@ -54,17 +54,17 @@ def counters(powercap: Path = POWERCAP) -> dict[str, EnergyCounter]:
 def _processors(powercap: Path) -> dict[str, EnergyCounter]:
     """Packages alone: cores and memory controllers inside of them are parts of those. Some machines show a package
     twice, by another way to the same counter."""
-    found: dict[str, EnergyCounter] = {}
+    meters: dict[str, EnergyCounter] = {}
     for zone in sorted(powercap.glob("*:*")):
         with suppress(OSError, ValueError):
             name = (zone / "name").read_text().strip()
-            if not name.startswith("package") or name in found:
+            if not name.startswith("package") or name in meters:
                 continue
             file, wraps = zone / "energy_uj", float((zone / "max_energy_range_uj").read_text()) / 1e6
             counter = EnergyCounter(lambda file=file: float(file.read_text()) / 1e6, wraps)
             counter.read()
-            found[name] = counter
-    return found
+            meters[name] = counter
+    return meters
 
 
 def _gpus() -> dict[str, EnergyCounter]:
@@ -76,7 +76,7 @@ def _gpus() -> dict[str, EnergyCounter]:
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))
     except (OSError, AttributeError):
         return {}
-    found = {}
+    meters = {}
     for index in range(count.value):
         device = ctypes.c_void_p()
         if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
@@ -84,8 +84,8 @@ def _gpus() -> dict[str, EnergyCounter]:
         counter = EnergyCounter(lambda device=device: _millijoules(library, device) / 1e3)
         with suppress(OSError):
             counter.read()
-            found[f"gpu {index}"] = counter
-    return found
+            meters[f"gpu {index}"] = counter
+    return meters
 
 
 def _millijoules(library: ctypes.CDLL, device: ctypes.c_void_p) -> int:

@@ -221,8 +221,8 @@ def _gpu(index: int, seconds: float) -> GpuInfo:
 def _backends() -> tuple[str, ...]:
     if not torch.distributed.is_available():
         return ()
-    found = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
-    return tuple(name for name, there in found.items() if there)
+    backends = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
+    return tuple(name for name, there in backends.items() if there)
 
 
 def _missing_extras() -> dict[str, tuple[str, ...]]:

@@ -64,7 +64,7 @@ def survey(
 ) -> ChainCost:
     """Costs of the chain's blocks in `forward(*args, **kwargs)`, a forward pass of the model: counted, or `timed` where
     tensors are real. Nothing of the model, of its state or of the random numbers changes."""
-    found = ChainSurvey(timed)
+    chain_survey = ChainSurvey(timed)
     fakes = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, FakeTensor)]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with ExitStack() as stack:
@@ -76,12 +76,12 @@ def survey(
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
         if fakes:
             stack.enter_context(fakes[0].fake_mode)
-        chain.instead = found.call
+        chain.instead = chain_survey.call
         try:
             forward(*args, **kwargs)
         finally:
             chain.instead = None
-    return found.cost()
+    return chain_survey.cost()
 
 
 def forward_seconds(call: Callable[..., Any], args: tuple, kwargs: dict, times: int = 3) -> float:

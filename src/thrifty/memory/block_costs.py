@@ -85,35 +85,35 @@ def block_cost(
     # what a technique gave the block beside its own parameters is real
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, fake_parameters(module) as own:
-        given = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inputs = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def call() -> Any:  # with containers of its own each time: a block may put something into them
-            fake_args, fake_kwargs = tree_unflatten(given, form)
+            fake_args, fake_kwargs = tree_unflatten(inputs, form)
             return forward(*fake_args, **fake_kwargs)
 
-        cost, result = _traced(call, tensors_in(given), own, {} if known is None else known)
-    real = {id(fake): leaf for fake, leaf in zip(given, leaves, strict=True) if isinstance(fake, Tensor)}
+        cost, result = _traced(call, tensors_in(inputs), own, {} if known is None else known)
+    real = {id(fake): leaf for fake, leaf in zip(inputs, leaves, strict=True) if isinstance(fake, Tensor)}
     return cost, tree_map(lambda leaf: real[id(leaf)] if id(leaf) in real else _zeros(leaf), result)
 
 
 def _traced(
     call: Callable[[], Any],
-    given: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     own: Sequence[Tensor],
     known: MutableMapping[Hashable, ChainStageCost],
 ) -> tuple[ChainStageCost, Any]:
-    with CallSignature(*given, *own) as passing, saved_tensors_hooks(passing.note_saved, lambda packed: packed):
+    with CallSignature(*inputs, *own) as passing, saved_tensors_hooks(passing.note_saved, lambda packed: packed):
         result = call()
         passing_bytes = passing.peak - passing.now
     kind = passing.kind(result)
     if kind not in known:
         del result
-        known[kind], result = _counted(call, given, own, passing_bytes)
+        known[kind], result = _counted(call, inputs, own, passing_bytes)
     return known[kind], result
 
 
 def _counted(
-    call: Callable[[], Any], given: Sequence[Tensor], own: Sequence[Tensor], passing: int
+    call: Callable[[], Any], inputs: Sequence[Tensor], own: Sequence[Tensor], passing: int
 ) -> tuple[ChainStageCost, Any]:
     stopped = 0.0
 
@@ -122,13 +122,13 @@ def _counted(
         stopped = work.cost
         return tensor
 
-    with CostTrace(*given, *own) as work:
+    with CostTrace(*inputs, *own) as work:
         with saved_tensors_hooks(note, lambda packed: packed):
             result = call()
         forward, saved, peak = work.cost, work.now, work.peak
-        returning = _returning_bytes(work, result, given, own)
+        returning = _returning_bytes(work, result, inputs, own)
     outputs = tensors_in(result)
-    handed_on = storage_bytes(output for output in outputs if any(output is tensor for tensor in given))
+    handed_on = storage_bytes(output for output in outputs if any(output is tensor for tensor in inputs))
     cost = ChainStageCost(
         forward=forward,
         backward=work.cost - forward,
@@ -142,16 +142,16 @@ def _counted(
     return cost, result
 
 
-def _returning_bytes(work: CostTrace, result: Any, given: Sequence[Tensor], own: Sequence[Tensor]) -> int:
+def _returning_bytes(work: CostTrace, result: Any, inputs: Sequence[Tensor], own: Sequence[Tensor]) -> int:
     """What a backward pass needs at its peak, beside what is saved and the gradients of output and input."""
     ends = [output for output in tensors_in(result) if output.grad_fn is not None]
     if not ends:
         return 0
     gradients = [torch.empty_like(end) for end in ends]
     work.peak = started = work.now
-    trained = [tensor for tensor in (*given, *own) if tensor.requires_grad]
+    trained = [tensor for tensor in (*inputs, *own) if tensor.requires_grad]
     torch.autograd.backward(ends, gradients, inputs=trained)
-    of_input = storage_bytes(tensor.grad for tensor in given if tensor.grad is not None)
+    of_input = storage_bytes(tensor.grad for tensor in inputs if tensor.grad is not None)
     return max(work.peak - started - of_input, 0)
 
 

@@ -133,12 +133,12 @@ class BlockCall:
     def again(self, linked: Sequence[Tensor], keep: bool, stop: bool) -> list[Tensor]:
         """Make the call again and return its output. With `keep`, what autograd saves is `found`; with `stop`, nothing
         is computed that only the output needs, and there is none."""
-        found: list[Tensor | None] = []
+        tensors: list[Tensor | None] = []
 
         def pack(tensor: Tensor) -> None:
             if keep:
-                found.append(tensor.detach())
-                if stop and len(found) == len(self.saves):
+                tensors.append(tensor.detach())
+                if stop and len(tensors) == len(self.saves):
                     raise _StopRecompute
 
         outputs: list[Tensor] = []
@@ -149,8 +149,8 @@ class BlockCall:
             except _StopRecompute:
                 pass
         if keep:
-            self._check([(tensor.shape, tensor.dtype) for tensor in found if tensor is not None])
-            self.found = found
+            self._check([(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None])
+            self.found = tensors
         return outputs
 
     def _call(self, linked: Sequence[Tensor]) -> Any:
@@ -160,18 +160,18 @@ class BlockCall:
         args, kwargs = tree_unflatten(leaves, self.form)
         return self.inner(*args, **kwargs)
 
-    def _check(self, found: list[tuple[torch.Size, torch.dtype]]) -> None:
-        if found != self.saves:
+    def _check(self, saves: list[tuple[torch.Size, torch.dtype]]) -> None:
+        if saves != self.saves:
             raise IntegrityError(
-                f"block {self.place} saved {len(self.saves)} tensors for its backward pass, and {len(found)} or others "
+                f"block {self.place} saved {len(self.saves)} tensors for its backward pass, and {len(saves)} or others "
                 "when it ran again",
                 fix="a block that is to run again must do the same each time",
             )
 
 
-def refuse_writable(module: nn.Module, given: Any) -> None:
+def refuse_writable(module: nn.Module, inputs: Any) -> None:
     """Raises RefusedError for an argument that a forward pass writes into, such as a cache of keys and values."""
-    for leaf in tree_leaves(given):
+    for leaf in tree_leaves(inputs):
         if not isinstance(leaf, Tensor) and callable(getattr(leaf, "update", None)):
             raise RefusedError(
                 f"{type(module).__name__} is given a {type(leaf).__name__} to write into, and cannot run twice with it",

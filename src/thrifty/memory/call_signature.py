@@ -22,9 +22,9 @@ class CallSignature(StepTrace):
         super().__init__(*known)
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = tuple(self._likeness(leaf) for leaf in tree_leaves((args, kwargs)))
+        inputs = tuple(self._likeness(leaf) for leaf in tree_leaves((args, kwargs)))
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.steps.append((func, given, self.now))
+        self.steps.append((func, inputs, self.now))
         return result
 
     def note_saved(self, tensor: Tensor) -> None:

@@ -55,10 +55,10 @@ class DryRun:
     def run(self, name: str, block: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         movable = self.movable(args)
         result, tape = record(function, args, kwargs, self.cost, self.where, movable)
-        given = tensors_in((args, kwargs))
-        new = [tensor for tensor in given if tensor.untyped_storage()._cdata not in self.inputs]
+        inputs = tensors_in((args, kwargs))
+        new = [tensor for tensor in inputs if tensor.untyped_storage()._cdata not in self.inputs]
         tape.input_bytes = storage_bytes(new)
-        self.inputs |= {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in given}
+        self.inputs |= {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in inputs}
         kind = (type(block), *(_likeness(p) for p in block.parameters()), *map(_likeness, tree_leaves((args, kwargs))))
         kind += (movable is None, *tape.operations, *tape.handed)
         if kind not in self.known:

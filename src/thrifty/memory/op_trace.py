@@ -176,11 +176,11 @@ class _OpRecorder(TorchDispatchMode):
 
     def write_down(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         number, items = len(self.tape.operations), self.tape.items
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         targets = list(_written(func, args, kwargs))
         written = self.owners_of(targets)
-        reads = self.owners_of(given) - written
-        made = self.made(given, result)
+        reads = self.owners_of(inputs) - written
+        made = self.made(inputs, result)
         if made:
             items[number] = OpOutput(number, _short(func), self.module(), _storage_bytes(made), reads=reads)
             items[number].codable = is_quantizable(made[0])
@@ -204,9 +204,9 @@ class _OpRecorder(TorchDispatchMode):
         self.tape.operations.append(str(func))
         self.tape.belongs.append(belongs)
 
-    def made(self, given: Sequence[Tensor], result: Any) -> list[Tensor]:
+    def made(self, inputs: Sequence[Tensor], result: Any) -> list[Tensor]:
         """The results that are in storages of their own, not in those of arguments."""
-        before = {tensor.untyped_storage()._cdata for tensor in given}
+        before = {tensor.untyped_storage()._cdata for tensor in inputs}
         results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
         return [tensor for tensor in results if tensor.untyped_storage()._cdata not in before]
 

@@ -51,17 +51,19 @@ def _followed(
     leaves, form = tree_flatten((args, kwargs))
     mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
     with mode or FakeTensorMode(allow_non_fake_inputs=True), fake_parameters(module) as own:
-        given = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inputs = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         # a leaf would be taken for a parameter
-        computed = [a.clone() if isinstance(a, Tensor) and b.grad_fn else a for a, b in zip(given, leaves, strict=True)]
+        computed = [
+            a.clone() if isinstance(a, Tensor) and b.grad_fn else a for a, b in zip(inputs, leaves, strict=True)
+        ]
         fake_args, fake_kwargs = tree_unflatten(computed, form)
-        with _LivenessTrace(*tensors_in((given, computed)), *own) as live:
+        with _LivenessTrace(*tensors_in((inputs, computed)), *own) as live:
             watching = _PeakTracer(live, tape)
             with use_activation_store(watching, SMALLEST):
                 results = [value for value in tensors_in(function(*fake_args, **fake_kwargs)) if value.requires_grad]
             watching.turn_back()
             ones = [torch.ones_like(value) for value in results]
-            trained = [tensor for tensor in (*tensors_in(given), *own) if tensor.requires_grad]
+            trained = [tensor for tensor in (*tensors_in(inputs), *own) if tensor.requires_grad]
             torch.autograd.backward(results, ones, inputs=trained)
             watching.end()
         if watching.sizes != [each.bytes for each in tape.handed]:
@@ -89,9 +91,9 @@ class _LivenessTrace(StepTrace):
 
     def stretch(self) -> tuple[int, frozenset[int]]:
         """The one that ends now: its peak, and what was alive then."""
-        found = self.peak, self.at_peak
+        interval = self.peak, self.at_peak
         self.peak, self.at_peak = self.now, self.alive()
-        return found
+        return interval
 
 
 class _PeakTracer:
@@ -135,17 +137,17 @@ class _PeakTracer:
         places = range(len(handed))
         moved = [each.bytes if each.owner not in (None, INPUT) else 0 for each in handed]
         stays = self.tape.saved_bytes - sum(moved)
-        found = []
+        peaks = []
         for made, (peak, alive) in enumerate(self.forth):
             here = alive | frozenset(places[made:]) | self._inputs()
-            found.append((peak, here, tuple(reversed(places[:made]))))
+            peaks.append((peak, here, tuple(reversed(places[:made]))))
         for count, peak in enumerate(self.back):
             gone = frozenset(self.asked[:count])
             waiting = tuple(place for place in reversed(places) if place not in gone)
-            found.append((peak - beside, gone, waiting))
+            peaks.append((peak - beside, gone, waiting))
         return [
             PeakInterval(peak - stays - sum(moved[place] for place in here), here, following)
-            for peak, here, following in found
+            for peak, here, following in peaks
         ]
 
     def _inputs(self) -> frozenset[int]:
@@ -154,8 +156,8 @@ class _PeakTracer:
 
 def _decisive(moments: Sequence[PeakInterval]) -> list[PeakInterval]:
     """Without those that hold no more than another in any case."""
-    found: list[PeakInterval] = []
+    peaks: list[PeakInterval] = []
     for each in moments:
-        if not any(other.bytes >= each.bytes and other.here >= each.here for other in found):
-            found = [other for other in found if not (each.bytes >= other.bytes and each.here >= other.here)] + [each]
-    return found
+        if not any(other.bytes >= each.bytes and other.here >= each.here for other in peaks):
+            peaks = [other for other in peaks if not (each.bytes >= other.bytes and each.here >= other.here)] + [each]
+    return peaks

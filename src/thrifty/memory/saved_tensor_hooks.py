@@ -122,8 +122,8 @@ class _HookedPass:
         if isinstance(tensor, DTensor):
             if tensor.numel() < self.smallest or is_parameter(tensor):
                 return tensor
-            held = self.pack(tensor.detach().to_local())
-            return _LocalView(held, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride())
+            local = self.pack(tensor.detach().to_local())
+            return _LocalView(local, tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride())
         whole = base_storage(tensor, self.smallest)
         if whole is None:
             return tensor

@@ -66,8 +66,8 @@ def run_block_plan(plan: BlockPlan, function: Callable[..., Any], args: tuple, k
             return function(*args, **kwargs)
     more: dict[str, Any] = {}
     if not plan.is_whole:  # which needs no operation to be followed
-        held = _HeldTensor()
-        more["context_fn"] = lambda: (_StoringPass(plan, held), _ReplayPass(plan, held))
+        holder = _HeldTensor()
+        more["context_fn"] = lambda: (_StoringPass(plan, holder), _ReplayPass(plan, holder))
     around = use_activation_store(_InputHandle(plan, args), SMALLEST) if INPUT in plan.stored else nullcontext()
     with same_casts(), around:
         return recompute(function, args, kwargs, **more)
@@ -122,9 +122,9 @@ class _HeldTensor:
 class _TraceFollower(TorchDispatchMode):
     """Counts operations along a tape."""
 
-    def __init__(self, plan: BlockPlan, held: _HeldTensor):
+    def __init__(self, plan: BlockPlan, holder: _HeldTensor):
         super().__init__()
-        self.plan, self.held, self.number = plan, held, -1
+        self.plan, self.held, self.number = plan, holder, -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -234,8 +234,8 @@ def _draws(func: Any) -> bool:
 
 
 def _device(args: tuple, kwargs: dict) -> torch.device:
-    found = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return next(found, torch.device("cpu"))
+    devices = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return next(devices, torch.device("cpu"))
 
 
 def _generator_state(args: tuple, kwargs: dict) -> Tensor:

@@ -49,11 +49,11 @@ def norm_names(model: nn.Module) -> set[str]:
 
 def head_names(model: nn.Module) -> set[str]:
     """The parameters of the head, where there is one that is not also the embedding."""
-    found = find_head(model)
-    if found is None:
+    named_head = find_head(model)
+    if named_head is None:
         add_note("no head was found; none is trained")
         return set()
-    name, head = found
+    name, head = named_head
     if is_tied(head, token_tables(model)):
         add_note(f"{name} is tied to the embedding and stays frozen")
         return set()

@@ -76,8 +76,8 @@ class AttentionSite:
     def _number(self, names: Sequence[str], what: str) -> int:
         for owner in (self.module, getattr(self.module, "config", None)):
             for name in names:
-                if isinstance(found := getattr(owner, name, None), int):
-                    return found
+                if isinstance(number := getattr(owner, name, None), int):
+                    return number
         raise RefusedError(f"{self.name} does not say {what}", fix=f"give it an attribute {', '.join(names)}")
 
     def put(self, core: AttentionCore) -> None:
@@ -115,24 +115,24 @@ LOSING_CORES: ModuleNote[list[Any]] = ModuleNote("losing_cores")
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
     """The attentions of tokens over themselves whose core is plain and can be replaced. Raises RefusedError for a model
     without any."""
-    found: list[AttentionSite] = []
+    sites: list[AttentionSite] = []
     whole: nn.Module | None = None
     for name, module in model.named_modules():
         if hasattr(module, "set_attn_implementation"):
             whole = whole or module
         causal = vars(getattr(module, "core", None) or _none).get("is_causal")
         if causal is not None and hasattr(module, "qkv"):
-            found.append(AttentionSite(name, module, bool(causal), module.core))
+            sites.append(AttentionSite(name, module, bool(causal), module.core))
         elif whole is not None and _is_of_transformers(name, module):
             causal = bool(module.is_causal)
-            found.append(AttentionSite(name, module, causal, partial(_torch_attention, causal), whole))
-    if not found:
+            sites.append(AttentionSite(name, module, causal, partial(_torch_attention, causal), whole))
+    if not sites:
         raise RefusedError(
             f"{type(model).__name__} has no plain attention over its own tokens with a core that can be replaced",
             fix="use a preset such as gpt, llama, bert or vit, a model of transformers that uses its attention "
             "interface, or keep causal_attention_reference or full_attention in an attribute `core` beside `qkv`",
         )
-    return found
+    return sites
 
 
 def _torch_attention(causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -85,8 +85,8 @@ def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
     for stack, own in feeding.items():
         sizes = {}
         for name, table in own.items():
-            given = own_multiplier(model, table) if name in tokens else 1.0
-            sizes[id(table.weight)] = given**2 * table.weight.square().mean()
+            factor = own_multiplier(model, table) if name in tokens else 1.0
+            sizes[id(table.weight)] = factor**2 * table.weight.square().mean()
         for table in own.values():
             multiply(table, multiplier or torch.stack([*sizes.values()]).sum().rsqrt())
         how = f"by {multiplier:g}" if multiplier else "so that their sum has the size 1"
@@ -98,12 +98,12 @@ def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
 def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:
     """The layer that gives a model's outputs, by the names that heads have; None where there is none."""
     stacks = find_stacks(model)
-    found = [
+    heads = [
         (name, layer)
         for name, layer in weight_layers(model).items()
         if _HEAD.fullmatch(name.rpartition(".")[2]) and not any(is_under(name, stack) for stack in stacks)
     ]
-    return found[-1] if found else None
+    return heads[-1] if heads else None
 
 
 def is_tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> bool:

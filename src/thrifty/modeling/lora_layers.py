@@ -95,13 +95,13 @@ def add_factors(
         nn.init.normal_(b, generator=generator)
     else:
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-    held = attach_adapters(layer)
-    if not held.factors:
+    adapters = attach_adapters(layer)
+    if not adapters.factors:
         layer.requires_grad_(False)
     for each, values in zip(parameter_names(name), (a, b), strict=True):
         layer.register_parameter(each, nn.Parameter(values))
-    held.factors[name] = factors
-    held.active = (*held.active, name)
+    adapters.factors[name] = factors
+    adapters.active = (*adapters.active, name)
 
 
 def attach_adapters(layer: nn.Module) -> LayerAdapters:
@@ -167,14 +167,14 @@ def _attend(attention: nn.MultiheadAttention, inner: Any, *args: Any, **kwargs: 
 
 @contextmanager
 def _summed(layer: nn.Module) -> Iterator[None]:
-    held = LORA.get(layer) or LayerAdapters()
-    if not held.adding:
+    adapters = LORA.get(layer) or LayerAdapters()
+    if not adapters.adding:
         yield
         return
     parameters: dict[str, Any] = layer._parameters
     name = weight_name(layer)
     weight = parameters[name]
-    parameters[name] = with_products(layer, dict.fromkeys(held.adding, 1.0))
+    parameters[name] = with_products(layer, dict.fromkeys(adapters.adding, 1.0))
     try:
         yield
     finally:

@@ -104,9 +104,9 @@ def remove(model: nn.Module, name: str = DEFAULT) -> None:
     _refuse_merged(model)
     check_names(model, (name,))
     for layer in adapted_layers(model, name).values():
-        held = LORA.of(layer)
-        del held.factors[name]
-        held.active = tuple(each for each in held.active if each != name)
+        layer_adapters = LORA.of(layer)
+        del layer_adapters.factors[name]
+        layer_adapters.active = tuple(each for each in layer_adapters.active if each != name)
         for each in parameter_names(name):
             delattr(layer, each)
     if not adapters(model):
@@ -125,10 +125,10 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
     chosen: dict[nn.Module, dict[str, float]] = {}
     aliases = tied_names(model)
     for path, layer in adapted_layers(model).items():
-        held = LORA.of(layer)
-        wanted = dict.fromkeys(held.active, 1.0) if weights is None else weights
-        own = {name: factor for name, factor in wanted.items() if name in held.factors}
-        if held.kept is not None or not own:
+        layer_adapters = LORA.of(layer)
+        wanted = dict.fromkeys(layer_adapters.active, 1.0) if weights is None else weights
+        own = {name: factor for name, factor in wanted.items() if name in layer_adapters.factors}
+        if layer_adapters.kept is not None or not own:
             continue
         if f"{path}.{weight_name(layer)}" in {*aliases, *aliases.values()}:
             raise RefusedError(
@@ -146,10 +146,10 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
 def unmerge(model: nn.Module) -> None:
     """Put back the weights that `merge` kept: bit for bit, in any precision."""
     for layer in adapted_layers(model).values():
-        held = LORA.of(layer)
-        if held.kept is not None:
-            getattr(layer, weight_name(layer)).copy_(held.kept)
-            held.kept = None
+        layer_adapters = LORA.of(layer)
+        if layer_adapters.kept is not None:
+            getattr(layer, weight_name(layer)).copy_(layer_adapters.kept)
+            layer_adapters.kept = None
 
 
 def is_merged(model: nn.Module) -> bool:

@@ -115,11 +115,11 @@ def _here(blocks: nn.ModuleList) -> nn.ModuleList:
 def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
     """Modules that multiply by a matrix, by name, in the order of definition: linear layers of any class, and
     `nn.MultiheadAttention` as a whole, since it does not call the layers it holds."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        if _multiplies(child) and not any(is_under(name, whole) for whole in found):
-            found[name] = child
-    return found
+        if _multiplies(child) and not any(is_under(name, whole) for whole in layers):
+            layers[name] = child
+    return layers
 
 
 def _multiplies(module: nn.Module) -> bool:

@@ -63,13 +63,13 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
     `where` is a pattern of the names (inside a block) of the modules that write into the stream; without it they are
     found. Raises RefusedError for a model without blocks or with a weight in a block that is in no branch.
     """
-    found: dict[str, Blocks] = {}
+    branches: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():
         prefix = f"{stack}." if stack else ""
-        found[stack] = [_branches(f"{prefix}{index}", block, where) for index, block in enumerate(blocks)]
-        kinds = " + ".join(branch.kind for branch in found[stack][0])
+        branches[stack] = [_branches(f"{prefix}{index}", block, where) for index, block in enumerate(blocks)]
+        kinds = " + ".join(branch.kind for branch in branches[stack][0])
         add_note(f"{len(blocks)} blocks of {kinds} in {stack or 'the model'}")
-    return found
+    return branches
 
 
 def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
@@ -77,11 +77,11 @@ def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
     and again, as ALBERT does with its groups."""
     config = getattr(model, "config", None)
     groups, layers = (getattr(config, name, None) for name in ("num_hidden_groups", "num_hidden_layers"))
-    found = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
+    counts = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
     for stack, blocks in stacks.items():
-        if found[stack] != len(blocks):
-            add_note(f"the {len(blocks)} of {stack} count as {found[stack]}: so many are gone through")
-    return found
+        if counts[stack] != len(blocks):
+            add_note(f"the {len(blocks)} of {stack} count as {counts[stack]}: so many are gone through")
+    return counts
 
 
 def is_decoder(blocks: Blocks) -> bool:
@@ -98,13 +98,13 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
             inner[path] = {path: layer}
         elif path not in ends and (end := _end_of(path, ends, [*layers][index:])):
             inner[end][path] = layer
-    found: list[ResidualBranch] = []
+    branches: list[ResidualBranch] = []
     for end in ends:
         full = {f"{name}.{path}": layer for path, layer in inner[end].items()}
         owner = block.get_submodule(next(iter(inner[end]), end).rpartition(".")[0])
-        found.append(ResidualBranch(layers[end], f"{name}.{end}", full, owner, _kind(end, inner[end], found)))
-    _refuse_leftovers(name, block, found)
-    return found
+        branches.append(ResidualBranch(layers[end], f"{name}.{end}", full, owner, _kind(end, inner[end], branches)))
+    _refuse_leftovers(name, block, branches)
+    return branches
 
 
 def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
@@ -151,17 +151,17 @@ def part_of_attention(path: str) -> str:
     """What of attention a layer makes by its name, such as "q" or "qkv"; "low rank" where that is not one thing, ""
     for a layer of another kind."""
     last = path.rpartition(".")[2].lower()
-    if found := _ATTENTION.fullmatch(last):
-        return found[1]
-    found = _OTHER_ATTENTION.fullmatch(last)
-    if not found or (found[2] and "att" not in path.lower()):
+    if match := _ATTENTION.fullmatch(last):
+        return match[1]
+    match = _OTHER_ATTENTION.fullmatch(last)
+    if not match or (match[2] and "att" not in path.lower()):
         return ""
-    return "qkv" if found[1] or found[2] else "low rank"
+    return "qkv" if match[1] or match[2] else "low rank"
 
 
-def _refuse_leftovers(name: str, block: nn.Module, found: list[ResidualBranch]) -> None:
+def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch]) -> None:
     ends: dict[str, str] = {}
-    for branch in found:
+    for branch in branches:
         if not branch.inner:
             raise RefusedError(f"no layers were found that lead to {branch.name}", fix=_NAME_THE_ENDS)
         is_whole = isinstance(branch.writer, nn.MultiheadAttention)
@@ -178,13 +178,13 @@ def _refuse_leftovers(name: str, block: nn.Module, found: list[ResidualBranch]) 
                 f"{name}.{path} has a norm and no layer with weights: a branch without any cannot be treated",
                 fix="leave this model as it is, or use one whose branches end in linear layers",
             )
-    layers = [layer for branch in found for layer in (*branch.inner.values(), branch.writer)]
+    layers = [layer for branch in branches for layer in (*branch.inner.values(), branch.writer)]
     placed = {id(parameter) for layer in layers for parameter in layer.parameters()}
     placed |= {id(module.weight) for module in block.modules() if isinstance(module, nn.Embedding)}
     for path, parameter in block.named_parameters():
         if id(parameter) not in placed and is_matrix(path, parameter) and not _NO_WEIGHT.search(path.lower()):
             raise RefusedError(f"{name}.{path} is in no residual branch that could be found", fix=_NAME_THE_ENDS)
-    if not found:
+    if not branches:
         raise RefusedError(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
 
 

@@ -108,12 +108,12 @@ class _BlockTrial(NamedTuple):
 
 def _trials(model: nn.Module, where: str = "") -> dict[str, _BlockTrial]:
     """Of the first block of each stack whose parameters have values."""
-    stacks, found = find_stacks(model), {}
+    stacks, trials = find_stacks(model), {}
     for stack, branches in find_branches(model, where).items():
         block = stacks[stack][0]
         if not any(is_fake(parameter) for parameter in block.parameters()):
-            found[stack] = _trial(model, block, branches[0], is_decoder(branches))
-    return found
+            trials[stack] = _trial(model, block, branches[0], is_decoder(branches))
+    return trials
 
 
 def _trial(model: nn.Module, block: nn.Module, branches: list[ResidualBranch], is_decoder: bool) -> _BlockTrial:
@@ -121,8 +121,8 @@ def _trial(model: nn.Module, block: nn.Module, branches: list[ResidualBranch], i
     width = in_width(next(iter(branches[0].inner.values())))
     x = torch.randn(1, TOKENS, width, device="cpu", generator=torch.Generator().manual_seed(0)).to(like)
     alone = _BlockTrial(block, branches, (x, None, x) if is_decoder else (x,), {})
-    if alone.keeps_the_stream() is None and (given := _given(model, block)) is not None:
-        return _BlockTrial(block, branches, *given)
+    if alone.keeps_the_stream() is None and (inputs := _given(model, block)) is not None:
+        return _BlockTrial(block, branches, *inputs)
     return alone
 
 

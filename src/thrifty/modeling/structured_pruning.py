@@ -75,10 +75,10 @@ def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
 def _heads(branch: ResidualBranch) -> PrunableUnits:
     owner, writer = branch.owner, _linear(branch.name, branch.writer)
     width = next((value for name in _HEAD_WIDTH if isinstance(value := getattr(owner, name, None), int)), 0)
-    found = {rows.part: (rows, size) for name, layer in branch.inner.items() for rows, size in _parts(name, layer)}
-    if not width or found.keys() != {"q", "k", "v"}:
+    parts = {rows.part: (rows, size) for name, layer in branch.inner.items() for rows, size in _parts(name, layer)}
+    if not width or parts.keys() != {"q", "k", "v"}:
         raise RefusedError(f"the heads in front of {branch.name} cannot be told apart", fix=_INSTEAD)
-    heads, shared = (found[part][1] // width for part in "qk")
+    heads, shared = (parts[part][1] // width for part in "qk")
     # once pieces have been taken out, the numbers alone no longer tell which heads belong together
     group = getattr(owner, GROUP, 0 if heads > shared == 1 else heads // shared)
     per_piece = group or 1
@@ -91,7 +91,7 @@ def _heads(branch: ResidualBranch) -> PrunableUnits:
     _refuse_unknown_sizes(branch, known)
     _refuse_parameters_of_pieces(branch, {heads * width, shared * width} - {width})
     widths = {"q": per_piece * width} | ({"k": width, "v": width} if group else {})
-    rows = tuple(UnitRows(found[part][0].layer, found[part][0].start, each, part) for part, each in widths.items())
+    rows = tuple(UnitRows(parts[part][0].layer, parts[part][0].start, each, part) for part, each in widths.items())
     sizes = {name: each for name, each in known.items() if isinstance(getattr(owner, name, None), int)}
     return PrunableUnits("heads", branch.name, writer, heads // per_piece, per_piece * width, rows, owner, sizes, group)
 
@@ -205,8 +205,8 @@ def add_coefficients(pieces: PrunableUnits) -> None:
 
 def coefficients_of(model: nn.Module) -> dict[str, Tensor]:
     """The coefficients there are, by the name of the writer."""
-    found = {name: vars(module).get("_parameters", {}).get("coefficients") for name, module in model.named_modules()}
-    return {name: parameter for name, parameter in found.items() if parameter is not None}
+    values = {name: vars(module).get("_parameters", {}).get("coefficients") for name, module in model.named_modules()}
+    return {name: parameter for name, parameter in values.items() if parameter is not None}
 
 
 @torch.no_grad()

@@ -158,12 +158,12 @@ def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
     added = {token["content"]: token["id"] for token in read_json(tokenizer_json).get("added_tokens", [])}
     beside = tokenizer_json.with_name("tokenizer_config.json")
     said = read_json(beside) if beside.is_file() else {}
-    found = {}
+    tokens = {}
     for part, words in _SPELLED.items():
         own = said.get(part)
         spelled = (own["content"] if isinstance(own, dict) else own, *words)
-        found[part] = next((word for word in spelled if word in added), None)
-    return {part: (word, added[word]) for part, word in found.items() if word is not None}
+        tokens[part] = next((word for word in spelled if word in added), None)
+    return {part: (word, added[word]) for part, word in tokens.items() if word is not None}
 
 
 def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]:

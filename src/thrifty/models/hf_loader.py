@@ -65,7 +65,7 @@ def load_causal_lm(
 
 
 def _with_weights(kind: Any, folder: Path, config: Any) -> nn.Module:
-    lm, found = kind.from_pretrained(
+    lm, report = kind.from_pretrained(
         folder,
         config=config,
         dtype=torch.float32,
@@ -74,8 +74,8 @@ def _with_weights(kind: Any, folder: Path, config: Any) -> nn.Module:
         use_safetensors=True,
         output_loading_info=True,
     )
-    if found["missing_keys"] or found["mismatched_keys"]:
-        names = sorted(map(str, [*found["missing_keys"], *found["mismatched_keys"]]))
+    if report["missing_keys"] or report["mismatched_keys"]:
+        names = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         raise RefusedError(
             f"{folder} lacks the values of {len(names)} parameters of its architecture: {names[:3]}",
             fix="fetch the whole folder again, or set model.reinitialize = true to start from random values",

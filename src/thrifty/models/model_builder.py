@@ -86,11 +86,11 @@ def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task
         )
     from thrifty.models.hf_loader import WRAPPERS, load_model
 
-    given = stated_sizes(settings)
-    if given:
+    sizes = stated_sizes(settings)
+    if sizes:
         raise UsageError(
-            f"model.{given[0]} is given for {settings.folder}, whose sizes only its own config.json can say",
-            fix=f"leave model.{given[0]} out, or edit the folder's config.json",
+            f"model.{sizes[0]} is given for {settings.folder}, whose sizes only its own config.json can say",
+            fix=f"leave model.{sizes[0]} out, or edit the folder's config.json",
         )
     if task not in WRAPPERS:
         raise UsageError(

@@ -148,8 +148,8 @@ PRESETS: dict[str, ModelConfig] = {
 def resized(shape: ModelConfig, settings: ModelSettings, images: ImageModelSpec | None = None) -> ModelConfig:
     """A shape with the sizes that the settings name. The inner width follows the width, and the number of key-value
     heads follows the heads, in the same proportion unless given. A vit is made for the images that are given."""
-    given = {field.name: getattr(settings, field.name, None) for field in fields(ModelConfig)}
-    changes = {name: value for name, value in given.items() if value is not None}
+    sizes = {field.name: getattr(settings, field.name, None) for field in fields(ModelConfig)}
+    changes = {name: value for name, value in sizes.items() if value is not None}
     if "width" in changes and "hidden" not in changes:
         changes["hidden"] = 32 * math.ceil(changes["width"] * shape.hidden / shape.width / 32)
     if "heads" in changes and "kv_heads" not in changes:

@@ -78,11 +78,11 @@ def stated_sizes(settings: ModelSettings) -> list[str]:
 
 
 def _refuse_sizes_of_a_trained_model(settings: ModelSettings, but: str = "") -> None:
-    given = [name for name in stated_sizes(settings) if name != but]
-    if given and not settings.reinitialize:
+    sizes = [name for name in stated_sizes(settings) if name != but]
+    if sizes and not settings.reinitialize:
         raise UsageError(
-            f"model.{given[0]} is given, and the weights in {settings.folder} have their own",
-            fix=f"leave model.{given[0]} out, or set model.reinitialize = true to start from random weights",
+            f"model.{sizes[0]} is given, and the weights in {settings.folder} have their own",
+            fix=f"leave model.{sizes[0]} out, or set model.reinitialize = true to start from random weights",
         )
 
 

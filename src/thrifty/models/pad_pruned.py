@@ -88,13 +88,13 @@ def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
 
 def _count(pieces: list[PrunableUnits], columns: Mapping[str, int], width: int) -> int:
     """Of how many pieces these columns are, in all blocks; 0 where they are of different numbers."""
-    found = {columns.get(each.name, 0) for each in pieces}
-    return found.pop() // width if len(found) == 1 else 0
+    counts = {columns.get(each.name, 0) for each in pieces}
+    return counts.pop() // width if len(counts) == 1 else 0
 
 
 def _by_kind(model: nn.Module) -> tuple[list[PrunableUnits], list[PrunableUnits]]:
-    found = list(find_units(model).values())
-    return [each for each in found if each.kind == "heads"], [each for each in found if each.kind == "neurons"]
+    units = list(find_units(model).values())
+    return [each for each in units if each.kind == "heads"], [each for each in units if each.kind == "neurons"]
 
 
 def _fill_up(pieces: list[PrunableUnits], count: int, is_free: bool) -> None:

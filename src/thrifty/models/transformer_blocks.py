@@ -137,7 +137,7 @@ class TransformerBlock(nn.Module):
 
     def residual(self, x: Tensor, norm: nn.Module, branch: nn.Module, *context: Tensor | None) -> Tensor:
         """x with one branch added to it; the branch is given what there is of its context."""
-        return x + branch(norm(x), *(given for given in context if given is not None))
+        return x + branch(norm(x), *(extra for extra in context if extra is not None))
 
 
 class PostNormBlock(TransformerBlock):
@@ -145,7 +145,7 @@ class PostNormBlock(TransformerBlock):
     block's output is normalised and no plain sum of residuals runs through the model."""
 
     def residual(self, x: Tensor, norm: nn.Module, branch: nn.Module, *context: Tensor | None) -> Tensor:
-        return norm(x + branch(x, *(given for given in context if given is not None)))
+        return norm(x + branch(x, *(extra for extra in context if extra is not None)))
 
 
 class MaskedTokenTransform(nn.Module):

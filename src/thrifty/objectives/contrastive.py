@@ -66,5 +66,5 @@ class Contrastive(Objective):
         assert prediction.hidden is not None
         images, captions = prediction.hidden.float().unbind(1)
         numbers = torch.arange(len(images), device=images.device)
-        found = [places_of_own(*pair, numbers, numbers) == 0 for pair in ((images, captions), (captions, images))]
-        return {"accuracy": torch.stack(found).float().mean(0)}
+        hits = [places_of_own(*pair, numbers, numbers) == 0 for pair in ((images, captions), (captions, images))]
+        return {"accuracy": torch.stack(hits).float().mean(0)}

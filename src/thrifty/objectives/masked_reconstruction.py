@@ -117,10 +117,10 @@ class MaskedReconstruction(Objective):
     @torch.no_grad()
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         images, removed = batch["inputs"].float(), batch["removed"]
-        pixels, given = patchify(images, self.patch), prediction.logits.float()
+        pixels, predicted = patchify(images, self.patch), prediction.logits.float()
         if self.normalize:
-            given = match_brightness(given, gather_tokens(pixels, removed))
-        together = scatter_tokens(given, removed, pixels, pixels.shape[1])
+            predicted = match_brightness(predicted, gather_tokens(pixels, removed))
+        together = scatter_tokens(predicted, removed, pixels, pixels.shape[1])
         return {
             "original": images,
             "masked": blank_patches(images, batch["visible"], self.patch),

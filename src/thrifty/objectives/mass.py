@@ -65,8 +65,8 @@ class Mass(TokenCrossEntropy):
         return Batch({name: torch.from_numpy(rows) for name, rows in made.items()}, batch.weight)
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        given = batch["source"], batch["tokens"][:, :-1], None, batch["positions"]
-        return prediction_of(model, model(*given))
+        inputs = batch["source"], batch["tokens"][:, :-1], None, batch["positions"]
+        return prediction_of(model, model(*inputs))
 
     def targets(self, batch: Batch) -> Tensor:
         return batch["tokens"][:, 1:]

@@ -35,25 +35,25 @@ def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, fl
     """Of unit vectors (n, e) and the number of each pair's caption (n,): the share of images that find their caption
     among the first 1, 5 and 10 of all ("captions R@1" …), and of captions that find an image of theirs ("images R@1"
     …). Where several images have one caption, any of them is right. Of equally near ones the wrong come first."""
-    found = {}
+    recalls = {}
     for name, (queries, keys) in (("captions", (images, captions)), ("images", (captions, images))):
         places = places_of_own(queries, keys, numbers, numbers)
-        found |= {f"{name} R@{first}": float((places < first).double().mean()) for first in FIRST}
-    return found
+        recalls |= {f"{name} R@{first}": float((places < first).double().mean()) for first in FIRST}
+    return recalls
 
 
 def chance_retrieval(numbers: Tensor) -> dict[str, float]:
     """What who knows nothing comes to, of captions with these numbers (n,)."""
     total = len(numbers)
     own = numbers.bincount()[numbers].double()  # of each pair, how many are right
-    found = {}
+    recalls = {}
     for first in FIRST:
         # none of the first is right: drawn without replacement among the others
         missed = torch.ones(total, dtype=torch.float64)
         for drawn in range(min(first, total)):
             missed *= ((total - own - drawn) / (total - drawn)).clamp(min=0)
-        found |= {f"{name} R@{first}": float((1 - missed).mean()) for name in ("captions", "images")}
-    return found
+        recalls |= {f"{name} R@{first}": float((1 - missed).mean()) for name in ("captions", "images")}
+    return recalls
 
 
 @torch.no_grad()

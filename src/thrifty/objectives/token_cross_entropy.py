@@ -24,10 +24,10 @@ from thrifty.kernels.chunked_cross_entropy import IGNORED, chunk_step, gradient_
 def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -> Prediction:
     """What a model's output (hidden states or logits, b rows of t) says, everywhere or at these places (b, k) only."""
     head = getattr(model, "head", None)
-    found = output if head is not None else getattr(output, "logits", output)
+    values = output if head is not None else getattr(output, "logits", output)
     if places is not None:
-        found = found.gather(1, places[:, :, None].expand(-1, -1, found.shape[-1]))
-    return Prediction(hidden=found, head=head) if head is not None else Prediction(given=found)
+        values = values.gather(1, places[:, :, None].expand(-1, -1, values.shape[-1]))
+    return Prediction(hidden=values, head=head) if head is not None else Prediction(given=values)
 
 
 def _is_plain_linear(head: nn.Module | None) -> bool:

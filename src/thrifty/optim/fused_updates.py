@@ -120,11 +120,11 @@ class FusedAdamTransform(GradientTransform):
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         decay = self.decay.decay if self.decay else 0.0
         chosen = set(self.decay.chosen) if self.decay else set()
-        found = [p * decay if i in chosen else torch.zeros_like(p) for i, p in enumerate(parameters)]
+        steps = [p * decay if i in chosen else torch.zeros_like(p) for i, p in enumerate(parameters)]
         # without a first moment the gradients are it: written over by themselves
         mean = slots["mean"] if self.adam.beta1 else updates
-        fused_adamw(self.adam, found, updates, mean, slots["square"], float(numbers["count"]), -1.0, 0.0)
-        return found
+        fused_adamw(self.adam, steps, updates, mean, slots["square"], float(numbers["count"]), -1.0, 0.0)
+        return steps
 
 
 class FusedSGDUpdate(FusedUpdate):
@@ -140,10 +140,10 @@ class FusedSGDUpdate(FusedUpdate):
         lists = [parameters, gradients, *([slots[f"{self.key}.momentum"]] if self.momentum else [])]
         for weight_decay, own in self.lists(len(parameters)):
             chosen = (local_tensors([tensors[i] for i in own]) for tensors in lists)
-            with kernel_layouts(*chosen) as (moved, given, *momentum):
+            with kernel_layouts(*chosen) as (moved, moved_gradients, *momentum):
                 torch._fused_sgd_(
                     moved,
-                    given,
+                    moved_gradients,
                     *(momentum or [[]]),
                     weight_decay=weight_decay,
                     momentum=self.momentum.decay if self.momentum else 0.0,

@@ -136,19 +136,19 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Raises UsageError, with nothing changed, for the state of another chain or of other parameters."""
-        own, found = self.state_dict()["slots"], state_dict.get("slots", {})
+        own, stored = self.state_dict()["slots"], state_dict.get("slots", {})
         for slot, tensors in own.items():
             for name, tensor in tensors.items():
-                _check_fits(tensor, found.get(slot, {}).get(name), f"{slot!r} of {name}")
+                _check_fits(tensor, stored.get(slot, {}).get(name), f"{slot!r} of {name}")
         for slot, tensors in own.items():
             for name, tensor in tensors.items():
-                tensor.copy_(found[slot][name])
+                tensor.copy_(stored[slot][name])
         self.updates, self.born = state_dict["updates"], state_dict["born"]
 
 
-def _check_fits(tensor: Tensor, found: Tensor | None, where: str) -> None:
-    if found is None or found.shape != tensor.shape:
-        how = "is missing" if found is None else f"has shape {tuple(found.shape)}, not {tuple(tensor.shape)}"
+def _check_fits(tensor: Tensor, stored: Tensor | None, where: str) -> None:
+    if stored is None or stored.shape != tensor.shape:
+        how = "is missing" if stored is None else f"has shape {tuple(stored.shape)}, not {tuple(tensor.shape)}"
         fix = "load it into an optimizer of the same transforms and the same parameters"
         raise UsageError(f"this state is another optimizer's: {where} {how}", fix=fix)
 

@@ -280,8 +280,8 @@ def _slice_norms(tensor: Tensor, cut: FusedSlices, order: FusedOrder | None) -> 
 
 def full_values(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
     """All of a tensor, gathered or summed up where ranks hold parts, and out of the order in which it is kept."""
-    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found if order is None else order.whole(found)
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full if order is None else order.whole(full)
 
 
 def match_layout(tensor: Tensor, sharded: Tensor, order: FusedOrder | None = None) -> Tensor:

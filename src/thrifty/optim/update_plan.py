@@ -61,8 +61,8 @@ def update_tail(chain: TransformChain, parameters: Sequence[Tensor]) -> UpdateEx
                 [(own, update_tail(member, [parameters[i] for i in own])) for own, member in opened]
             )
     # with nothing left to do the update is only added, whatever its number format
-    if chain.elements and (found := fused_tail(chain)):
-        before, kernel = found
+    if chain.elements and (tail := fused_tail(chain)):
+        before, kernel = tail
         return (
             TwoPartUpdate(ChunkedUpdate(fuse_elements(before), None, parameters), kernel) if before.elements else kernel
         )

@@ -159,9 +159,9 @@ def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -
     assert state.model is not None and state.optimizer is not None
     parameters, optimizer, masks = dict(state.model.named_parameters()), state.optimizer, masks_in(state)
     for name, most in allowed.items():
-        found = int(full_value(parameters[name]).count_nonzero())
-        if found > most:
-            raise IntegrityError(f"{technique}: {name} has {found} non-zero weights, at most {most} promised")
+        nonzero = int(full_value(parameters[name]).count_nonzero())
+        if nonzero > most:
+            raise IntegrityError(f"{technique}: {name} has {nonzero} non-zero weights, at most {most} promised")
         # a place that has just been grown is zero until the next update
         if name in masks and (places := int(full_value(masks[name]).sum())) > most:
             raise IntegrityError(f"{technique}: the mask of {name} keeps {places} weights, at most {most} promised")

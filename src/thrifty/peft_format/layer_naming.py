@@ -79,12 +79,12 @@ class LayerNaming:
     @cached_property
     def layers(self) -> dict[str, tuple[str, int]]:
         """For each layer of theirs the one of ours, and which part of it it is."""
-        found: dict[str, tuple[str, int]] = {}
+        places: dict[str, tuple[str, int]] = {}
         for name, packing in self.packings.items():
             path, _, last = name.rpartition(".")
             if last == weight_name(self.model.get_submodule(path)):
-                found |= {theirs.rpartition(".")[0]: (path, index) for index, theirs in enumerate(packing.theirs)}
-        return found
+                places |= {theirs.rpartition(".")[0]: (path, index) for index, theirs in enumerate(packing.theirs)}
+        return places
 
     def holders(self, parameter: str) -> set[str]:
         """The modules of theirs that one of our parameters is in, by all names that it has."""
@@ -94,26 +94,26 @@ class LayerNaming:
 
     def values(self, module: str) -> dict[str, Tensor]:
         """Every parameter inside one of their modules, under their names."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for packing in self.packings.values():
             again = {alias: name for alias, name in self.aliases.items() if name in packing.theirs}
             if any(name.startswith(f"{module}.") for name in (*packing.theirs, *again)):
                 parts = packing.unpack(self.parameters[packing.ours].detach())
-                found |= parts | {alias: parts[name] for alias, name in again.items()}
-        return {name: tensor for name, tensor in found.items() if name.startswith(f"{module}.")}
+                tensors |= parts | {alias: parts[name] for alias, name in again.items()}
+        return {name: tensor for name, tensor in tensors.items() if name.startswith(f"{module}.")}
 
     @torch.no_grad()
-    def fill(self, given: Mapping[str, Tensor]) -> list[nn.Parameter]:
+    def fill(self, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
         """Give parameters, by their names, these values; those of ours that were written to.
 
         Raises IntegrityError for a name or a shape that the model does not have, RefusedError where names of one tensor
         are given different values.
         """
         known = {name for packing in self.packings.values() for name in packing.theirs} | self.aliases.keys()
-        if unknown := sorted(given.keys() - known):
+        if unknown := sorted(tensors.keys() - known):
             raise misfit(f"the model has no place for {unknown[:3]}")
-        wanted = {self.aliases.get(name, name): tensor for name, tensor in given.items()}
-        self._refuse_untied(given, wanted)
+        wanted = {self.aliases.get(name, name): tensor for name, tensor in tensors.items()}
+        self._refuse_untied(tensors, wanted)
         changes: list[tuple[nn.Parameter, Tensor]] = []
         for packing in self.packings.values():
             if wanted.keys() & set(packing.theirs):
@@ -129,11 +129,11 @@ class LayerNaming:
             parameter.copy_(value)
         return [parameter for parameter, _ in changes]
 
-    def _refuse_untied(self, given: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    def _refuse_untied(self, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
         for alias, name in self.aliases.items():
             if name not in wanted:
                 continue
-            values = [given.get(each) for each in (alias, name)]
+            values = [tensors.get(each) for each in (alias, name)]
             present = self.values(name.rpartition(".")[0])[name]
             if any(not torch.equal(present if value is None else value.to(present), wanted[name]) for value in values):
                 raise RefusedError(f"{alias} and {name} are one tensor in the model, and were trained apart")

@@ -99,8 +99,8 @@ def _read(stored: StoredAdapter) -> tuple[dict[str, LoraPair], dict[str, Tensor]
     extras: dict[str, Tensor] = {}
     for name, tensor in stored.tensors.items():
         inner = name.removeprefix(_PREFIX)
-        if found := _FACTOR.fullmatch(inner):
-            halves.setdefault(found[1].replace(f"{_INSIDE}.", "."), {})[found[2]] = tensor
+        if match := _FACTOR.fullmatch(inner):
+            halves.setdefault(match[1].replace(f"{_INSIDE}.", "."), {})[match[2]] = tensor
         else:
             extras[inner.replace(f"{_INSIDE}.", ".")] = tensor
     if not halves:

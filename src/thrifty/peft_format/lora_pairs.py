@@ -100,8 +100,8 @@ def rank_and_alpha(config: Mapping[str, Any], path: str) -> tuple[int, float]:
 
 def _by_pattern(patterns: Mapping[str, Any] | None, path: str, otherwise: Any) -> Any:
     try:
-        found = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", path))
-        value = next(found, otherwise)
+        matches = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", path))
+        value = next(matches, otherwise)
     except re.error as error:
         raise UsageError(f"adapter_config.json has a pattern that is none: {error}") from error
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -146,8 +146,8 @@ def _places(model: nn.Module) -> Mapping[str, PrefixSite]:
     return places
 
 
-def _refuse_misfit(found: int, wanted: int) -> None:
-    if found != wanted:
+def _refuse_misfit(width: int, wanted: int) -> None:
+    if width != wanted:
         raise IntegrityError(
-            f"{_TENSOR} is for a model of width {found}, and this one needs {wanted}", fix="load it onto its own base"
+            f"{_TENSOR} is for a model of width {width}, and this one needs {wanted}", fix="load it onto its own base"
         )

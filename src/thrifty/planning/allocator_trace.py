@@ -136,9 +136,9 @@ class AllocatedBlocks:
 
 def _in_order(watched: profile) -> list[Any]:
     assert watched.profiler is not None and watched.profiler.kineto_results is not None
-    found, waiting = [], list(watched.profiler.kineto_results.experimental_event_tree())
+    events, waiting = [], list(watched.profiler.kineto_results.experimental_event_tree())
     while waiting:
         event = waiting.pop()
-        found.append(event)
+        events.append(event)
         waiting += event.children
-    return sorted(found, key=lambda event: event.start_time_ns)
+    return sorted(events, key=lambda event: event.start_time_ns)

@@ -61,8 +61,8 @@ class ChoiceExplainer:
             return ChoiceReason(name, "added", self._effect(name))
         if name in before:
             return ChoiceReason(name, "taken out", self._effect(name))
-        found = self.evidence.get(name)
-        return ChoiceReason(name, "not taken", self._not_taken(name) + (f"; measured: {found}" if found else ""))
+        measured = self.evidence.get(name)
+        return ChoiceReason(name, "not taken", self._not_taken(name) + (f"; measured: {measured}" if measured else ""))
 
     def _ways(self, name: str, among: Mapping[str, Sequence[PlanOption]]) -> list[PlanOption]:
         """The ways that take this technique in."""

@@ -23,28 +23,28 @@ Thing = TypeVar("Thing", DeviceSpec, NetworkLink)
 KEYS = ("per_node", "nodes", "device", "inside", "between")
 
 
-def read_cluster(given: str) -> Cluster:
+def read_cluster(name: str) -> Cluster:
     """Raises UsageError for an unknown name, and for a file that is no description."""
-    path = Path(given)
-    if given in CLUSTERS or path.suffix != ".toml":
-        return find_cluster(given)
+    path = Path(name)
+    if name in CLUSTERS or path.suffix != ".toml":
+        return find_cluster(name)
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--cluster {given} cannot be read: {error}", fix="give a TOML file or a name") from None
+        raise UsageError(f"--cluster {name} cannot be read: {error}", fix="give a TOML file or a name") from None
     for key in (*tables, *KEYS):
         if key not in KEYS:
-            raise UsageError(f"{given} has {key!r}, which a cluster has not", fix=did_you_mean(key, KEYS))
+            raise UsageError(f"{name} has {key!r}, which a cluster has not", fix=did_you_mean(key, KEYS))
         if key not in tables:
-            raise UsageError(f"{given} does not say {key}", fix=f"it needs {', '.join(KEYS)}")
+            raise UsageError(f"{name} does not say {key}", fix=f"it needs {', '.join(KEYS)}")
     counts = {key: tables[key] for key in ("per_node", "nodes")}
     for key, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UsageError(f"{given}: {key} is {count!r}", fix="give a whole number of 1 or more")
+            raise UsageError(f"{name}: {key} is {count!r}", fix="give a whole number of 1 or more")
     return Cluster(
-        device=_found(given, "device", tables["device"], DEVICES, _device),
-        inside=_found(given, "inside", tables["inside"], LINKS, _link),
-        between=_found(given, "between", tables["between"], LINKS, _link),
+        device=_found(name, "device", tables["device"], DEVICES, _device),
+        inside=_found(name, "inside", tables["inside"], LINKS, _link),
+        between=_found(name, "between", tables["between"], LINKS, _link),
         **counts,
     )
 

@@ -64,14 +64,14 @@ def layouts(
 ) -> list[ClusterLayout]:
     """All that divide the effective batch evenly, from the fastest, of those as fast from the simplest; `recompute`
     where that is decided already."""
-    found = []
+    candidates = []
     for mesh in meshes(cluster.ranks, cluster.per_node, len(workload.blocks)):
         for settings in _settings(mesh, batch, number_format, (recompute,) if recompute else AGAIN):
             try:
-                found.append(ClusterLayout(mesh, settings, simulate(workload, cluster, mesh, settings)))
+                candidates.append(ClusterLayout(mesh, settings, simulate(workload, cluster, mesh, settings)))
             except ThriftyError:  # sizes that do not go together
                 continue
-    return sorted(found, key=lambda layout: (math.floor(math.log(layout.seconds, NO_DIFFERENCE)), layout.changes))
+    return sorted(candidates, key=lambda layout: (math.floor(math.log(layout.seconds, NO_DIFFERENCE)), layout.changes))
 
 
 def meshes(ranks: int, per_node: int, depth: int) -> Iterator[ClusterMesh]:

@@ -96,7 +96,7 @@ class ClusterPlan:
             "steps": self.steps,
             "seconds": self.seconds.as_dict(),
             "cost": self.cost and self.cost.as_dict(),
-            "dominant": {name: [*found] for name, found in self.dominant.items()},
+            "dominant": {name: [*techniques] for name, techniques in self.dominant.items()},
             "alternatives": [
                 {
                     "layout": placed.layout.label,
@@ -133,25 +133,25 @@ class ClusterPlanner:
             raise UsageError(
                 "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"
             )
-        found = layouts(self.workload, self.cluster, self.plain.source.batch, self._format(), self._again())
+        candidates = layouts(self.workload, self.cluster, self.plain.source.batch, self._format(), self._again())
         if self.wanted.allow is Numerics.EXACT:
-            found = [layout for layout in found if layout.report.micro_batches == self._parts()]
-        if not found:
+            candidates = [layout for layout in candidates if layout.report.micro_batches == self._parts()]
+        if not candidates:
             raise InfeasibleError(
                 f"an effective batch of {self.plain.source.batch} cannot be divided over {self.cluster.ranks:,} ranks",
                 fix=f"--set data.batch={self.cluster.ranks}, or fewer --ranks",
             )
-        self.say(f"{len(found)} layouts of {self.cluster.ranks:,} ranks simulated")
-        placed, misfits = self._counted(found)
+        self.say(f"{len(candidates)} layouts of {self.cluster.ranks:,} ranks simulated")
+        placed, misfits = self._counted(candidates)
         if not placed:
-            self._raise_infeasible(found, misfits)
+            self._raise_infeasible(candidates, misfits)
         chosen = placed[0]
         budget = self._budget()
         per_step, seconds = self.plain.source.batch * self.tokens, chosen.layout.seconds
         steps = _steps(budget, seconds, per_step)
         refuse_no_step(budget, steps, seconds, per_step)
         before, allow = self.recipe.techniques, self.wanted.allow
-        reasons = ClusterChoiceExplainer(before, chosen.techniques, chosen.layout, found, self.catalogue, allow)
+        reasons = ClusterChoiceExplainer(before, chosen.techniques, chosen.layout, candidates, self.catalogue, allow)
         plan = ClusterPlan(
             recipe=replace(
                 self.recipe,
@@ -173,11 +173,11 @@ class ClusterPlanner:
         self.wanted.refuse_late(plan.seconds)
         return plan
 
-    def _raise_infeasible(self, found: list[ClusterLayout], misfits: Mapping[str, str]) -> NoReturn:
+    def _raise_infeasible(self, candidates: list[ClusterLayout], misfits: Mapping[str, str]) -> NoReturn:
         if misfits and not any(why.startswith(TOO_LARGE) for why in misfits.values()):
             label, why = next(iter(misfits.items()))
             raise InfeasibleError(f"no layout goes with the recipe; {label}: {why}", fix="leave out what is refused")
-        least = min(found, key=lambda layout: layout.report.fullest.total)
+        least = min(candidates, key=lambda layout: layout.report.fullest.total)
         needed = least.report.fullest.total
         why = misfits.get(least.label, f"{needed / 1e9:,.1f} GB by simulation")
         raise InfeasibleError(
@@ -206,18 +206,18 @@ class ClusterPlanner:
         """Micro-batches of the recipe, of which another number adds up in another order."""
         return max((t.micro_batches for t in self.recipe.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
 
-    def _counted(self, found: list[ClusterLayout]) -> tuple[list[PlacedLayout], dict[str, str]]:
+    def _counted(self, candidates: list[ClusterLayout]) -> tuple[list[PlacedLayout], dict[str, str]]:
         """The first layout of each mesh that is counted to fit, from the fastest, and why others do not."""
         placed: list[PlacedLayout] = []
         misfits: dict[str, str] = {}
         lightest = TOO_MUCH * self._limit
-        for layout in found:
-            held, tries = layout.report.fullest.total, len(placed) + len(misfits)
+        for layout in candidates:
+            memory, tries = layout.report.fullest.total, len(placed) + len(misfits)
             if len(placed) > ALTERNATIVES or tries >= (COUNTS if placed else MOST_COUNTS):
                 break
             # where so many did not fit, only what holds less than all of them
             most = TOO_MUCH * self._limit if tries < COUNTS else 0.99 * lightest
-            if held > most or layout.mesh in (p.layout.mesh for p in placed):
+            if memory > most or layout.mesh in (p.layout.mesh for p in placed):
                 continue
             try:
                 techniques = self._techniques(layout)
@@ -227,7 +227,7 @@ class ClusterPlanner:
                 continue
             if footprint.memory * OVER_MESH_HIGH > self._limit:
                 misfits[layout.label] = f"{TOO_LARGE}: {footprint.memory / 1e6:,.0f} MB counted on a rank"
-                lightest = min(lightest, held)
+                lightest = min(lightest, memory)
                 continue
             self.say(f"{layout.label}: {footprint.memory / 1e6:,.0f} MB a rank, {layout.seconds:.3g} s simulated")
             placed.append(PlacedLayout(layout, techniques, footprint))

@@ -19,9 +19,9 @@ def disk_bytes(
     is_outside = any(technique.offloads_optimizer_state for technique in techniques)
     state = max(footprint.optimizer, ADAM * footprint.gradients if is_outside else 0.0)
     each = footprint.parameters + footprint.buffers + state
-    found = {"checkpoints": (checkpoints.keep + BEST + NEXT + len(checkpoints.extra_steps)) * each}
+    usage = {"checkpoints": (checkpoints.keep + BEST + NEXT + len(checkpoints.extra_steps)) * each}
     if is_outside:
-        found["optimizer state"] = state
+        usage["optimizer state"] = state
     if data:
-        found["prepared data"] = data
-    return found
+        usage["prepared data"] = data
+    return usage

@@ -32,7 +32,7 @@ class PlanRequest:
     flops: float | None = None
     price: float | None = None
 
-    def budget(self, given: Budget, flops_per_step: float) -> Budget:
+    def budget(self, default: Budget, flops_per_step: float) -> Budget:
         if self.tokens is not None:
             return Budget(tokens=self.tokens)
         if self.flops is not None:
@@ -43,7 +43,7 @@ class PlanRequest:
                     fix=f"--flops {flops_per_step * 100:.2g}, or a smaller model or data.batch",
                 )
             return Budget(steps=steps)
-        return Budget(seconds=self.seconds) if self.seconds is not None else given
+        return Budget(seconds=self.seconds) if self.seconds is not None else default
 
     def refuse_late(self, least: Estimate) -> None:
         """Raises InfeasibleError where the seconds of the fastest that fits are more than tokens or FLOPs may take."""
@@ -131,10 +131,10 @@ class Forecaster:
             time_is = ("not measured", 0.0)
         else:
             step = self._step(candidate.step, timing)
-            held = max(timing.memory, footprint.memory)
+            peak = max(timing.memory, footprint.memory)
             # a compiler's own memory is in what was seen, and is not taken again where its results are cached
-            low = footprint.memory / held if candidate.is_compiled else 1.0
-            memory = self.past["memory"].around(held, 0.9 * low, MARGIN)
+            low = footprint.memory / peak if candidate.is_compiled else 1.0
+            memory = self.past["memory"].around(peak, 0.9 * low, MARGIN)
             aside = timing.evaluation / self.recipe.evaluation.every + timing.save / self.recipe.checkpoints.every
             share = timing.update / candidate.step
             time_is = ("update", share) if share > 0.5 else ("forward and backward", 1 - share)

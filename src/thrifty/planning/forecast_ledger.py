@@ -35,7 +35,7 @@ class LedgerEntry:
 def entries(device: str) -> list[LedgerEntry]:
     """What is kept of runs on this machine's devices of that type."""
     here = machine_identity(device)
-    found = []
+    ledger_entries = []
     try:
         lines = ledger_file().read_text(encoding="utf-8", errors="replace").splitlines()
     except (OSError, RuntimeError):  # RuntimeError: the user has no home
@@ -45,8 +45,8 @@ def entries(device: str) -> list[LedgerEntry]:
             kept = json.loads(line)
             entry = LedgerEntry(kept["run"], kept["predicted"], kept["measured"], kept["machine"], kept.get("ranks", 1))
             if all(entry.machine[name] == here[name] for name in ("device", "cores")):
-                found.append(entry)
-    return found
+                ledger_entries.append(entry)
+    return ledger_entries
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class PredictionRecord:
 
 
 def prediction_record(kept: Iterable[LedgerEntry], predicted: str, measured: str) -> PredictionRecord:
-    found: Sequence[float] = [
+    ratios: Sequence[float] = [
         entry.measured[measured] / entry.predicted[predicted]
         for entry in kept
         if entry.measured.get(measured) and entry.predicted.get(predicted)
     ]
-    return PredictionRecord(tuple(ratio for ratio in found if math.isfinite(ratio) and ratio > 0))
+    return PredictionRecord(tuple(ratio for ratio in ratios if math.isfinite(ratio) and ratio > 0))

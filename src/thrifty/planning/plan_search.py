@@ -122,7 +122,7 @@ class PlanSearch(SingleOptionCosts):
         """The recipe as it is, then combinations from the fastest; of equal ones that which changes least."""
         ordered = sorted(self.combinations(), key=lambda c: (bool(c.ways), round(c.relative, 3), len(c.ways)))
         estimates = [(candidate, self.estimated(candidate.ways)) for candidate in ordered]
-        yield from (candidate for candidate, held in estimates if held <= self.room(candidate))
+        yield from (candidate for candidate, memory in estimates if memory <= self.room(candidate))
         # an estimate may be too high as well: what is little above comes last, the least first
         little_above = [pair for pair in estimates if 1 < pair[1] / self.room(pair[0]) <= TOO_HIGH]
         yield from (candidate for candidate, _ in sorted(little_above, key=lambda pair: pair[1]))
@@ -140,8 +140,8 @@ class PlanSearch(SingleOptionCosts):
             return
         candidate = replace(candidate, footprint=footprint, undivided=undivided)
         beyond, room = self.beyond(candidate), self.room(candidate)
-        held = footprint.memory + beyond
-        if footprint.memory * candidate.counted_high > room or held * self.margin > room:
+        memory = footprint.memory + beyond
+        if footprint.memory * candidate.counted_high > room or memory * self.margin > room:
             besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
             self.misfits[candidate.ways] = f"does not fit: {footprint.memory / 1e6:,.0f} MB counted{besides}"
             return
@@ -171,9 +171,9 @@ class PlanSearch(SingleOptionCosts):
         assert self.time is not None
         rows = -(-candidate.batch // candidate.parts)
         alike = (c for c in self.tried if self.kind(c) == self.kind(candidate))
-        found = next((c for c in alike if c.timing and rows <= c.timing.rows[-1]), None)
-        if found is not None:
-            return replace(candidate, timing=_lighter(found, candidate))
+        sibling = next((c for c in alike if c.timing and rows <= c.timing.rows[-1]), None)
+        if sibling is not None:
+            return replace(candidate, timing=_lighter(sibling, candidate))
         self.say(f"running {candidate.label}")
         self.probes += 1
         try:
@@ -235,8 +235,8 @@ class PlanSearch(SingleOptionCosts):
         )
 
 
-def _lighter(found: PlanCandidate, candidate: PlanCandidate) -> StepTiming:
+def _lighter(sibling: PlanCandidate, candidate: PlanCandidate) -> StepTiming:
     """The timing of a candidate that holds fewer tensors at a time than the one that was run."""
-    assert found.timing is not None and found.footprint is not None and candidate.footprint is not None
-    less = max(found.footprint.memory - candidate.footprint.memory, 0.0)
-    return replace(found.timing, memory=max(found.timing.memory - less, candidate.footprint.memory))
+    assert sibling.timing is not None and sibling.footprint is not None and candidate.footprint is not None
+    less = max(sibling.footprint.memory - candidate.footprint.memory, 0.0)
+    return replace(sibling.timing, memory=max(sibling.timing.memory - less, candidate.footprint.memory))

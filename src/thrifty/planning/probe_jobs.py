@@ -111,10 +111,10 @@ def probe_in_process(module: str, limit: float = 600.0) -> Probe:
             asked.write_text(json.dumps(job.as_dict(), default=str), encoding="utf-8")
             code, said = _ended([*python(job.ranks), "-m", module, str(asked)], job.ranks, limit)
             with suppress(OSError):
-                found = json.loads(answer_file(asked).read_text(encoding="utf-8"))
-                if "refused" in found:
-                    raise ProbeError(found["refused"].splitlines()[0])
-                return StepTiming.from_dict(found)
+                answer = json.loads(answer_file(asked).read_text(encoding="utf-8"))
+                if "refused" in answer:
+                    raise ProbeError(answer["refused"].splitlines()[0])
+                return StepTiming.from_dict(answer)
         if code == -9 or "(exitcode: -9)" in said:
             raise ProbeError("its process was killed, as the system does when memory runs out")
         lines = [line for line in said.splitlines() if line.strip()]
@@ -127,10 +127,10 @@ def answer_file(asked: Path) -> Path:
     return asked.with_suffix(".answer.json")
 
 
-def write_probe_answer(asked: Path, found: Mapping[str, Any]) -> None:
+def write_probe_answer(asked: Path, answer: Mapping[str, Any]) -> None:
     """A timing, or what was "refused", by whichever rank says it first."""
     with tempfile.NamedTemporaryFile("w", dir=asked.parent, encoding="utf-8") as file:
-        json.dump(dict(found), file)
+        json.dump(dict(answer), file)
         file.flush()
         with suppress(FileExistsError):  # whole or not at all, whenever its process ends
             os.link(file.name, answer_file(asked))

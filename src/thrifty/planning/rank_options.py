@@ -35,9 +35,9 @@ def options_over_ranks(ranks: int, batch: int, device: str) -> Iterator[OptionTe
     of GPUs each does its part in its part of the time.
     """
     part = SHARING if device == "cpu" else 1 / ranks
-    for found in meshes(ranks, ranks, ranks):
-        mesh = in_a_recipe(found)
-        own, left = divmod(batch, found.data)
+    for mesh_sizes in meshes(ranks, ranks, ranks):
+        mesh = in_a_recipe(mesh_sizes)
+        own, left = divmod(batch, mesh_sizes.data)
         if left:
             continue
         for uses in product(_of_data(mesh), _of_layers(mesh), _of_blocks(mesh, own)):

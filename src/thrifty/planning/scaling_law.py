@@ -178,8 +178,8 @@ def recommend(
     if (flops is None) == (tokens is None):
         raise UsageError("a recommendation needs either flops or tokens", fix="give exactly one of them")
 
-    def size(of: ScalingLaw) -> ModelSizing:
-        return of.optimal_for_tokens(tokens) if tokens is not None else of.optimal(flops or 0.0)
+    def size(scaling_law: ScalingLaw) -> ModelSizing:
+        return scaling_law.optimal_for_tokens(tokens) if tokens is not None else scaling_law.optimal(flops or 0.0)
 
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         sizing = size(law)

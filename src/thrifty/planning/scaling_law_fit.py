@@ -174,8 +174,8 @@ def _descend(start: np.ndarray, logs: np.ndarray, procedure: FitProcedure) -> tu
         return scale * value, scale * gradient
 
     shifted = _shifted(start, -centre)
-    found = minimize(scaled, shifted, jac=True, method="L-BFGS-B", options=settings)
-    return float(found.fun) / scale, _shifted(found.x, centre)
+    minimum = minimize(scaled, shifted, jac=True, method="L-BFGS-B", options=settings)
+    return float(minimum.fun) / scale, _shifted(minimum.x, centre)
 
 
 def _shifted(constants: np.ndarray, centre: np.ndarray) -> np.ndarray:
@@ -189,7 +189,7 @@ def _bootstrap(
     runs: Sequence[TrainedRun], constants: np.ndarray, procedure: FitProcedure, resamples: int, seed: int
 ) -> LawSamples | None:
     generator = np.random.default_rng(seed)
-    found, failed = [], 0
+    samples, failed = [], 0
     for _ in range(resamples):
         again = [runs[i] for i in generator.integers(0, len(runs), len(runs))]
         try:
@@ -197,8 +197,8 @@ def _bootstrap(
         except UsageError:
             failed += 1
             continue
-        found.append(_descend(constants, _logs(again), procedure)[1])
-    return LawSamples.from_logs(np.array(found), failed) if found else None
+        samples.append(_descend(constants, _logs(again), procedure)[1])
+    return LawSamples.from_logs(np.array(samples), failed) if samples else None
 
 
 def synthetic_runs(

@@ -76,8 +76,8 @@ def runs_from_table(path: Path) -> list[TrainedRun]:
 
 def _columns(path: Path, header: Sequence[str]) -> dict[str, str]:
     """The column in which each quantity stands."""
-    found = {quantity: [name for name in names if name in header] for quantity, names in COLUMNS.items()}
-    columns = {quantity: names[0] for quantity, names in found.items() if names}
+    matches = {quantity: [name for name in names if name in header] for quantity, names in COLUMNS.items()}
+    columns = {quantity: names[0] for quantity, names in matches.items() if names}
     twice = next((name for name in columns.values() if list(header).count(name) > 1), None)
     if twice is not None:
         raise UsageError(f"{path} has {list(header).count(twice)} columns {twice!r}", fix="leave one of them")

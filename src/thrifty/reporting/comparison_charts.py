@@ -19,8 +19,8 @@ Comparison = Mapping[str, Any]
 def charts(data: Comparison) -> list[tuple[str, str, alt.LayerChart]]:
     """Title, words for who does not see it, and the chart."""
     done = [entry for entry in data["runs"] if "seed" in entry and entry["status"] == "finished"]
-    found = [_differences(data, done), _curves(data, done)]
-    return [chart for chart in found if chart is not None]
+    candidates = [_differences(data, done), _curves(data, done)]
+    return [chart for chart in candidates if chart is not None]
 
 
 def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, str, alt.LayerChart] | None:
@@ -31,8 +31,8 @@ def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[s
         if label != BASELINE and (BASELINE, seed) in losses
     ]
     arms = data.get("outcome", {}).get("arms", {})
-    found = {label: arm["verdict"]["found"] for label, arm in arms.items() if arm.get("verdict", {}).get("found")}
-    means = [{"arm": label, **one} for label, one in found.items() if one["low"] is not None]
+    differences = {label: arm["verdict"]["found"] for label, arm in arms.items() if arm.get("verdict", {}).get("found")}
+    means = [{"arm": label, **one} for label, one in differences.items() if one["low"] is not None]
     if not pairs:
         return None
     y = alt.Y("arm:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))

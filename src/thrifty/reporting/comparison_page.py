@@ -60,10 +60,10 @@ def about(data: Comparison) -> str:
 
 def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
     """Each variant's label, the word, and the sentence."""
-    found = data.get("outcome", {}).get("arms", {})
+    outcomes = data.get("outcome", {}).get("arms", {})
     return [
         (label, variant["verdict"]["verdict"], variant["verdict"]["sentence"])
-        for label, variant in found.items()
+        for label, variant in outcomes.items()
         if "verdict" in variant
     ]
 
@@ -85,7 +85,7 @@ def cautions(data: Comparison) -> list[str]:
     machines = sorted({f"{entry['cpu']}, {entry['device']}" for entry in data["runs"] if "cpu" in entry})
     if len(machines) > 1:
         said.append(f"its runs were made on unlike machines, of which times are mixed: {'; '.join(machines)}")
-    if edge := [label for label, found in data.get("rates", {}).items() if found["at_edge"]]:
+    if edge := [label for label, sweep in data.get("rates", {}).items() if sweep["at_edge"]]:
         said.append(f"the best learning rate was at the edge of those tried for: {', '.join(edge)}")
     return said
 
@@ -138,14 +138,14 @@ def _of(variants: Mapping[str, Any], label: str, value: Any) -> str:
 
 
 def _time_to_quality(variant: Mapping[str, Any]) -> str:
-    found = variant.get("time_to_quality")
-    if not found:
+    time = variant.get("time_to_quality")
+    if not time:
         return MISSING
-    if found["mean"] is None:
-        return f"reached in 0 of {found['pairs']}"
-    interval = f" ({significant(found['low'])} to {significant(found['high'])})" if found["low"] is not None else ""
-    reached = "" if found["reached"] == found["pairs"] else f", reached in {found['reached']} of {found['pairs']}"
-    return f"× {significant(found['mean'])}{interval}{reached}"
+    if time["mean"] is None:
+        return f"reached in 0 of {time['pairs']}"
+    interval = f" ({significant(time['low'])} to {significant(time['high'])})" if time["low"] is not None else ""
+    reached = "" if time["reached"] == time["pairs"] else f", reached in {time['reached']} of {time['pairs']}"
+    return f"× {significant(time['mean'])}{interval}{reached}"
 
 
 def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
@@ -188,22 +188,22 @@ def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
 
 
 def _difference(variant: Mapping[str, Any], name: str) -> str:
-    found = variant.get("measured_differences", {}).get(name)
-    if not found:
+    gap = variant.get("measured_differences", {}).get(name)
+    if not gap:
         return MISSING
-    ends = f" ({significant(found['low'])} to {significant(found['high'])})" if found["low"] is not None else ""
-    return f"{significant(found['mean'])}{ends}"
+    ends = f" ({significant(gap['low'])} to {significant(gap['high'])})" if gap["low"] is not None else ""
+    return f"{significant(gap['mean'])}{ends}"
 
 
 def _rates(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     rows = [
         [
             label,
-            ", ".join(f"{trial['lr']:.3g}: {significant(trial['held_out_loss'], 4)}" for trial in found["trials"]),
-            f"{found['lr']:.3g}",
-            "at the edge: a wider search may find better" if found["at_edge"] else "inside",
+            ", ".join(f"{trial['lr']:.3g}: {significant(trial['held_out_loss'], 4)}" for trial in sweep["trials"]),
+            f"{sweep['lr']:.3g}",
+            "at the edge: a wider search may find better" if sweep["at_edge"] else "inside",
         ]
-        for label, found in data.get("rates", {}).items()
+        for label, sweep in data.get("rates", {}).items()
     ]
     note = "The same number of trials for each variant, at its whole budget, on a seed that is not compared."
     return "Learning rates tried", note, ["variant", "rate: held-out loss", "taken", "of the grid"], rows

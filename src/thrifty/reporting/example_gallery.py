@@ -68,9 +68,9 @@ def kept_by_label(selection: Mapping[str, Any]) -> TextTable:
 
 def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[ExampleCard]]]:
     """The examples that a run's folder shows, by what became of them."""
-    found = selection.get("shown")
+    shown = selection.get("shown")
     made = []
-    for name, examples in found.items() if isinstance(found, Mapping) else ():
+    for name, examples in shown.items() if isinstance(shown, Mapping) else ():
         cards = [card(each, remarks=_scored(each)) for each in examples or () if isinstance(each, Mapping)]
         if cards:
             made.append((redact_text(str(name)), cards))
@@ -88,15 +88,15 @@ def rows(pictures: Mapping[str, Any]) -> list[CardRow]:
     shown = pictures.get("shown")
     made = []
     for place, each in enumerate(shown if isinstance(shown, list) else (), start=1):
-        given = each.get("pictures") if isinstance(each, Mapping) else None
-        found = [
+        addresses = each.get("pictures") if isinstance(each, Mapping) else None
+        images = [
             (redact_text(str(name)), str(address))
-            for name, address in (given.items() if isinstance(given, Mapping) else ())
+            for name, address in (addresses.items() if isinstance(addresses, Mapping) else ())
             if _PICTURE.fullmatch(str(address))
         ]
-        if found:
+        if images:
             loss = number(each.get("loss"))
-            made.append(CardRow(f"Example {place}", tuple(found), "" if loss is None else f"loss {significant(loss)}"))
+            made.append(CardRow(f"Example {place}", tuple(images), "" if loss is None else f"loss {significant(loss)}"))
     return made
 
 

@@ -29,10 +29,10 @@ class FileTail:
     def size(self) -> int:
         """Bytes of the file now; 0 if there is none."""
         try:
-            found = self.file.stat()
+            status = self.file.stat()
         except OSError:
             return 0
-        return found.st_size if stat.S_ISREG(found.st_mode) else 0
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def read(self) -> list[bytes]:
         """The next whole lines, without their ends; none if nothing whole was added."""
@@ -69,10 +69,10 @@ class FileTail:
 
     def _follow(self, descriptor: int) -> None:
         """Start again where the file is not the one that was read before."""
-        found = os.fstat(descriptor)
-        identity, mark = (found.st_dev, found.st_ino), os.pread(descriptor, _MARK, 0)
+        status = os.fstat(descriptor)
+        identity, mark = (status.st_dev, status.st_ino), os.pread(descriptor, _MARK, 0)
         known = self._identity in (None, identity) and mark.startswith(self._mark)
-        is_new = found.st_size < self.offset or not known
+        is_new = status.st_size < self.offset or not known
         if is_new:
             self.offset, self._mid_line, self._overlong = 0, False, False
             self.restarts += 1

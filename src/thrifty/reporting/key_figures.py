@@ -155,8 +155,8 @@ def _measured(record: RunRecord) -> dict[str, float]:
     """The latest of what the summary says is measured beside the loss, by name."""
     names = record.summary.get("measured")
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    found = {name: _values(record.evaluations, name) for name in names if name.isidentifier()}
-    return {name: values[-1] for name, values in found.items() if values}
+    series = {name: _values(record.evaluations, name) for name in names if name.isidentifier()}
+    return {name: values[-1] for name, values in series.items() if values}
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:

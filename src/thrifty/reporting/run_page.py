@@ -51,7 +51,7 @@ def render(record: RunRecord, drawn: Sequence[ChartFigure]) -> str:
     key = key_figures(record)
     vega, script = vega_bundle(), script_of_reports()
     predictions = example_gallery.rows(record.pictures)
-    absent = {name for name, found in (("examples", record.selection), ("predictions", predictions)) if not found}
+    absent = {name for name, content in (("examples", record.selection), ("predictions", predictions)) if not content}
     return template("report.html").render(
         record=record,
         key=key,

@@ -117,10 +117,10 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        found = float(value)
+        result = float(value)
     except OverflowError:  # a whole number of hundreds of digits
         return None
-    return found if math.isfinite(found) else None
+    return result if math.isfinite(result) else None
 
 
 def _read_recipe(path: Path, damage: list[str]) -> tuple[str, dict[str, Any]]:

@@ -80,18 +80,18 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     prefix = PREFIX.get(str(record.get("kind")))
     if prefix is None:
         return {}
-    found = {f"{prefix}/{name}": value for name, value in record.items() if name != "step"}
+    values = {f"{prefix}/{name}": value for name, value in record.items() if name != "step"}
     notes = record.get("notes")
-    found |= {f"notes/{name}": value for name, value in notes.items()} if isinstance(notes, dict) else {}
-    return {name: value for name, each in found.items() if (value := number(each)) is not None}
+    values |= {f"notes/{name}": value for name, value in notes.items()} if isinstance(notes, dict) else {}
+    return {name: value for name, each in values.items() if (value := number(each)) is not None}
 
 
 def _new_lines(tail: FileTail, run: Path, follow: bool) -> Iterator[list[bytes]]:
     while True:
-        held = follow and bool(holder(run / "lock"))  # before the reading, so that its last records are read too
+        running = follow and bool(holder(run / "lock"))  # before the reading, so that its last records are read too
         while lines := tail.read():
             yield lines
-        if not held:
+        if not running:
             return
         time.sleep(EVERY)
 

@@ -26,8 +26,8 @@ class _Store:
         self._client.update_run(self.id, status="RUNNING")
 
     def _begin(self, run: TrackedRun) -> str:
-        found = self._client.get_experiment_by_name(EXPERIMENT)
-        experiment = found.experiment_id if found else self._client.create_experiment(EXPERIMENT, self._files)
+        record = self._client.get_experiment_by_name(EXPERIMENT)
+        experiment = record.experiment_id if record else self._client.create_experiment(EXPERIMENT, self._files)
         begun = self._client.create_run(experiment, run_name=run.name)
         settings = [Param(name, value[:LONGEST]) for name, value in run.settings.items()]
         for first in range(0, len(settings), 100):

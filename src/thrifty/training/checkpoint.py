@@ -103,10 +103,10 @@ def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = N
     A damaged one is set aside and named in `notices`. Raises `IntegrityError` when none is left, `UsageError` when
     handed a pickle, which is never opened.
     """
-    found = find(folder, step, files=files)
-    stored = StoredTensorBoxes(tensor_files(found.path))
+    checkpoint = find(folder, step, files=files)
+    stored = StoredTensorBoxes(tensor_files(checkpoint.path))
     tensors = {name: stored.full(name) for name in stored.pieces}
-    return LoadedCheckpoint(found.step, found.scalars, found.path, found.notices, tensors)
+    return LoadedCheckpoint(checkpoint.step, checkpoint.scalars, checkpoint.path, checkpoint.notices, tensors)
 
 
 def find(
@@ -120,16 +120,16 @@ def find(
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
 
-def fill(found: FoundCheckpoint, into: Tensors, *, ranks: SingleProcess | None = None) -> None:
+def fill(checkpoint: FoundCheckpoint, into: Tensors, *, ranks: SingleProcess | None = None) -> None:
     """The second half of a load: the values of every tensor in `into`, plain or DTensor, in place.
 
     Each rank reads only what its shards need. Raises `UsageError` before anything is changed if the names of all ranks
     together, shapes or dtypes are not exactly those of the checkpoint.
     """
     ranks = ranks or SingleProcess()
-    stored = StoredTensorBoxes(tensor_files(found.path))
+    stored = StoredTensorBoxes(tensor_files(checkpoint.path))
     wanted = set().union(*ranks.gather_or_raise(lambda: list(into)))
-    ranks.gather_or_raise(lambda: _refuse_other(found.path, stored, into, wanted))
+    ranks.gather_or_raise(lambda: _refuse_other(checkpoint.path, stored, into, wanted))
     ranks.gather_or_raise(lambda: _fill(stored, into))
 
 
@@ -138,8 +138,8 @@ def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
 
     def offered() -> dict[str, Any]:
         parts = local_parts(tensors)
-        held = {name: sum(part.box.numel for part in own) for name, own in parts.items()}
-        if ranks.size == 1 and any(held[name] < tensor.numel() for name, tensor in tensors.items()):
+        counts = {name: sum(part.box.numel for part in own) for name, own in parts.items()}
+        if ranks.size == 1 and any(counts[name] < tensor.numel() for name, tensor in tensors.items()):
             raise UsageError(
                 "a sharded state cannot be saved by one rank", "save it with ranks=process_group_sync() on all"
             )

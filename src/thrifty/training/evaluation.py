@@ -32,11 +32,11 @@ def evaluate(
         for batch in batches:
             here, weight = batch.to(device), batch.weight.double()
             prediction = objective.predict(model, here)
-            found = {"loss": objective.losses(prediction, here)}
+            measures = {"loss": objective.losses(prediction, here)}
             if objective.measured:
-                found |= objective.measures(prediction, here)
+                measures |= objective.measures(prediction, here)
             for name in totals:
-                totals[name] += float(found[name].double().cpu() @ weight)
+                totals[name] += float(measures[name].double().cpu() @ weight)
             weights += float(weight.sum())
     return {name: total / weights for name, total in totals.items()}
 

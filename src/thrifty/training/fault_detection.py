@@ -25,8 +25,8 @@ class FaultDetector:
 
     def find_failure(self, tick: float, lost: bool) -> FailureVerdict | None:
         """What is wrong now; `lost` says that somebody cannot be reached, so that it is about who."""
-        found = self._gone() or self._silent(tick) or self._hanging()
-        return found or (self._unreached(tick) if lost else None)
+        verdict = self._gone() or self._silent(tick) or self._hanging()
+        return verdict or (self._unreached(tick) if lost else None)
 
     def beat(self, rank: int) -> dict[str, Any]:
         """The last beat of a rank, {} before its first."""
@@ -56,8 +56,8 @@ class FaultDetector:
         for rank, silence in enumerate(self._each):
             beat = self.beat(rank)
             seconds = silence.update(beat, tick)
-            if seconds > ASIDE and (found := self._unheard(rank, beat, seconds)):
-                return found
+            if seconds > ASIDE and (verdict := self._unheard(rank, beat, seconds)):
+                return verdict
         return None
 
     def _unheard(self, rank: int, beat: dict[str, Any], seconds: float) -> FailureVerdict | None:

@@ -225,9 +225,9 @@ def _say(text: str) -> None:
 
 
 def _seconds(variable: str, otherwise: float) -> float:
-    given = os.environ.get(variable, "")
+    text = os.environ.get(variable, "")
     with suppress(ValueError):
-        seconds = float(given) if given else otherwise
+        seconds = float(text) if text else otherwise
         if seconds > 0:
             return seconds
-    raise UsageError(f"{variable} is {given!r}", fix=f"give a number of seconds, such as {otherwise:.0f}")
+    raise UsageError(f"{variable} is {text!r}", fix=f"give a number of seconds, such as {otherwise:.0f}")

@@ -89,8 +89,8 @@ class MemoryMeter:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._before
         if Path("/proc/self/status").exists():
-            found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-            return int(found[1]) * 1024 - self._before if found else self.now()
+            match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            return int(match[1]) * 1024 - self._before if match else self.now()
         return max(self._largest, self.now())
 
     def _absolute(self) -> float:

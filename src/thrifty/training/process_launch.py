@@ -23,6 +23,6 @@ def launch_command(ranks: int) -> str:
     """What a user types to train a recipe on so many ranks."""
     if ranks == 1:
         return "thrifty train"
-    given = {name: value for name, value in settings(ranks).items() if value != "1" and name not in os.environ}
-    said = "".join(f"{name}={value} " for name, value in given.items())
+    variables = {name: value for name, value in settings(ranks).items() if value != "1" and name not in os.environ}
+    said = "".join(f"{name}={value} " for name, value in variables.items())
     return f"{said}torchrun --nproc-per-node {ranks} -m thrifty train"

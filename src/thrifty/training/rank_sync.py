@@ -49,10 +49,10 @@ class ProcessGroupSync(SingleProcess):
         except Exception as error:  # reported to all ranks below, and raised there
             failure, report = error, json.dumps(_described(error))
         reports = [json.loads(text) for text in self._gather(report.encode())]
-        for rank, found in enumerate(reports):
-            if "value" not in found:
-                raise _KINDS[found["kind"]](f"rank {rank}: {found['what']}", found["fix"]) from failure
-        return [found["value"] for found in reports]
+        for rank, answer in enumerate(reports):
+            if "value" not in answer:
+                raise _KINDS[answer["kind"]](f"rank {rank}: {answer['what']}", answer["fix"]) from failure
+        return [answer["value"] for answer in reports]
 
     def run_first(self, work: Callable[[], Any]) -> Any:
         return self.gather_or_raise(work if self.rank == 0 else lambda: None)[0]

@@ -155,7 +155,7 @@ class RunFolder:
     def read_records(self) -> list[dict[str, Any]]:
         """All records, oldest first. A line cut by a crash is left out, and of a step repeated after a resume the last
         counts; changes and notices are told apart by what they say. Raises `IntegrityError` for a damaged line."""
-        found: dict[Any, dict[str, Any]] = {}
+        records: dict[Any, dict[str, Any]] = {}
         content = self.records.read_bytes() if self.records.is_file() else b""
         for number, line in enumerate(content.split(b"\n")[:-1], start=1):
             try:
@@ -164,9 +164,9 @@ class RunFolder:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 what = f"line {number} of {self.records} is damaged"
                 raise IntegrityError(what, "remove that line; it is only needed for the report") from error
-            found.pop(identity, None)
-            found[identity] = record
-        return list(found.values())
+            records.pop(identity, None)
+            records[identity] = record
+        return list(records.values())
 
     def write_json(self, name: str, value: Any) -> None:
         """Replaces `<name>.json` as a whole: environment, explanation, origins, summary."""

@@ -15,7 +15,7 @@ OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss")
 """Counters that say nothing of a run with another recipe."""
 
 
-def copy_matching_state(run: Run, state: TrainState, found: checkpoint.FoundCheckpoint, *, rewound: bool) -> list[str]:
+def copy_matching_state(run: Run, state: TrainState, stored: checkpoint.FoundCheckpoint, *, rewound: bool) -> list[str]:
     """Fills the state of a new run with what a checkpoint holds and says what came of it. A run that is rewound has
     masks of its own, and nothing else of it starts fresh for that.
 
@@ -25,14 +25,14 @@ def copy_matching_state(run: Run, state: TrainState, found: checkpoint.FoundChec
     def own(name: str) -> bool:
         return rewound and _is_mask(name)
 
-    loaded = checkpoint.load(found.path.parent, found.step).tensors
+    loaded = checkpoint.load(stored.path.parent, stored.step).tensors
     tensors = {name: tensor for name, tensor in loaded.items() if not own(name)}
     _fill(state.tensors(), tensors)
     # once more, since what starts fresh (masks, averages) starts from the weights that were taken over
     assert state.model is not None
     state.optimizer = TransformOptimizer(state.model.named_parameters(), run.transform())
     fresh = [name for name in _fill(state.tensors(), tensors) if not own(name)]
-    state.load_scalars(found.scalars)
+    state.load_scalars(stored.scalars)
     for name in OF_THE_OLD_RUN:
         state.counters.pop(name, None)
     if any(name.startswith("optimizer/") for name in fresh):
@@ -45,8 +45,8 @@ def copy_matching_state(run: Run, state: TrainState, found: checkpoint.FoundChec
             f"the changed recipe promises what the old state does not keep: {broken.what}",
             fix="leave that technique out of the fork, or start a new run with it",
         ) from None
-    taken = f"{'rewound to' if rewound else 'forked from'} {found.path} at step {found.step}"
-    return [*found.notices, taken + (f"; {len(fresh)} tensors start fresh, such as {fresh[0]}" if fresh else "")]
+    taken = f"{'rewound to' if rewound else 'forked from'} {stored.path} at step {stored.step}"
+    return [*stored.notices, taken + (f"; {len(fresh)} tensors start fresh, such as {fresh[0]}" if fresh else "")]
 
 
 def _is_mask(name: str) -> bool:
@@ -54,12 +54,12 @@ def _is_mask(name: str) -> bool:
     return name.startswith("optimizer/") and name.split("/")[1].endswith(SLOT)
 
 
-def _fill(tensors: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+def _fill(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
     """Fills tensors with what was found by the same name and shape; the names of the rest."""
     fresh = []
     for name, tensor in tensors.items():
-        if name in found and found[name].shape == tensor.shape:
-            fill_tensor(tensor, found[name])
+        if name in loaded and loaded[name].shape == tensor.shape:
+            fill_tensor(tensor, loaded[name])
         else:
             fresh.append(name)
     return fresh

@@ -92,12 +92,12 @@ class _Entry:
 
 def _entries(tensors: dict[str, torch.Tensor], parts: Parts) -> list[_Entry]:
     """Widest elements first, so that every entry starts at a multiple of its element size."""
-    found = [
+    all_entries = [
         _Entry(name if len(own) == 1 else f"{name}[{index}]", name, part, local_values(tensors[name]))
         for name, own in parts.items()
         for index, part in enumerate(own)
     ]
-    return sorted(found, key=lambda entry: (-entry.values.element_size(), entry.name))
+    return sorted(all_entries, key=lambda entry: (-entry.values.element_size(), entry.name))
 
 
 def stored_bytes(tensors: dict[str, torch.Tensor], parts: Parts) -> int:

@@ -187,13 +187,13 @@ class _Observer:
         if not objective.pictured or draw is None:
             return
         assert self.state.model is not None
-        found = see(self.state.model, objective, self.session.held_out[0], SHOWN, self.session.run.device)
-        if rank() > 0 or not found.pictures:
+        predictions = see(self.state.model, objective, self.session.held_out[0], SHOWN, self.session.run.device)
+        if rank() > 0 or not predictions.pictures:
             return
-        drawn = {name: draw(images) for name, images in found.pictures.items()}
+        drawn = {name: draw(images) for name, images in predictions.pictures.items()}
         shown = [
             {"pictures": {name: addresses[row] for name, addresses in drawn.items()}, "loss": _finite(loss)}
-            for row, loss in enumerate(found.losses)
+            for row, loss in enumerate(predictions.losses)
         ]
         self.folder.write_json("pictures", {"step": self.state.step, "about": objective.pictured, "shown": shown})
 

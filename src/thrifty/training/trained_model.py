@@ -40,7 +40,7 @@ def load_trained_model(
     outputs.
     """
     recipe = read_recipe(folder / "recipe.toml")
-    found = checkpoint.load(folder / "checkpoints", step)
+    stored = checkpoint.load(folder / "checkpoints", step)
     ends = read_model_spec(folder, recipe.data.length)
 
     def build() -> nn.Module:
@@ -48,12 +48,12 @@ def load_trained_model(
         return build_model_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
-    run = compose(BaseRun(build, BatchSource(), find_objective(recipe.objective.name)), chosen, found.scalars["steps"])
-    state = run.init_state(read_log(found.scalars))
+    run = compose(BaseRun(build, BatchSource(), find_objective(recipe.objective.name)), chosen, stored.scalars["steps"])
+    state = run.init_state(read_log(stored.scalars))
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
     for name, tensor in state.tensors().items():
-        value = found.tensors.get(name)
+        value = stored.tensors.get(name)
         if value is not None and value.shape == tensor.shape:
             fill_tensor(tensor, value)
         elif name.startswith("parameters/"):
@@ -61,7 +61,7 @@ def load_trained_model(
                 f"{folder} was trained with another model than its recipe says: {name} is not in its checkpoint",
                 fix="a model of your own is restored by your own code: thrifty.training.checkpoint.load",
             )
-    state.load_scalars(found.scalars)
+    state.load_scalars(stored.scalars)
     values = None if trained else optimizer.eval_weights()
     for parameter, value in zip(optimizer.parameters, values or [], strict=bool(values)):
         fill_tensor(parameter, value)

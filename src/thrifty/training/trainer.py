@@ -42,10 +42,10 @@ MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
 @contextmanager
 def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFolder]) -> Iterator[RunFolder]:
     """The run folder, made or opened and locked by rank 0; an error there is raised on every rank."""
-    held: list[RunFolder] = []
+    folders: list[RunFolder] = []
     agents = set(process_group_sync().gather_or_raise(current_agent)) - {""}
-    process_group_sync().run_first(lambda: held.append(claim(path, agents)))
-    folder = held[0] if held else RunFolder(path)
+    process_group_sync().run_first(lambda: folders.append(claim(path, agents)))
+    folder = folders[0] if folders else RunFolder(path)
     folder.again = process_group_sync().run_first(lambda: folder.again)
     with folder:
         yield folder
@@ -111,33 +111,33 @@ def rewind_run(
 def _resume(
     folder: RunFolder, recipe: Recipe, model: BuildModel | None, origins: Mapping[str, str], quiet: bool
 ) -> dict[str, Any]:
-    found = _newest(folder)
-    started = recipe_from_data(found.scalars["recipe"]) if found else read_recipe(folder.recipe)
+    saved = _newest(folder)
+    started = recipe_from_data(saved.scalars["recipe"]) if saved else read_recipe(folder.recipe)
     if refused := differences(_binding(started), _binding(recipe)):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
             fix=f"undo the change, or go on as a new run: thrifty resume {folder.path} --fork NAME",
         )
-    if found is None:
+    if saved is None:
         again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]
         return _run(prepare_run(recipe, model, quiet=quiet), folder, quiet, origins, fill=lambda state: again)
-    if found.step >= found.scalars["steps"] and (summary := _kept(folder, "summary")).get("status") == "finished":
+    if saved.step >= saved.scalars["steps"] and (summary := _kept(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
-        raise UsageError(f"{folder.path} is finished: it made all its {found.step} steps", fix="go on with --fork NAME")
+        raise UsageError(f"{folder.path} is finished: it made all its {saved.step} steps", fix="go on with --fork NAME")
 
     def fill(state: TrainState) -> list[str]:
-        checkpoint.fill(found, state.tensors(), ranks=process_group_sync())
-        state.load_scalars(found.scalars)
-        return found.notices
+        checkpoint.fill(saved, state.tensors(), ranks=process_group_sync())
+        state.load_scalars(saved.scalars)
+        return saved.notices
 
-    prepared = prepare_run(recipe, model, found.scalars["steps"], quiet)
-    if other := [name for name, sha256 in found.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
+    prepared = prepare_run(recipe, model, saved.scalars["steps"], quiet)
+    if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
         raise IntegrityError(
             f"{recipe.data.source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
             fix="bring the old data back, or start a new run on the new",
         )
-    return _run(prepared, folder, quiet, origins, read_log(found.scalars), fill)
+    return _run(prepared, folder, quiet, origins, read_log(saved.scalars), fill)
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
@@ -167,23 +167,23 @@ def _fork(
     quiet: bool,
     rewound_to: int | None = None,
 ) -> dict[str, Any]:
-    found = checkpoint.find(old / "checkpoints", rewound_to, ranks=process_group_sync())
+    saved = checkpoint.find(old / "checkpoints", rewound_to, ranks=process_group_sync())
 
     def fill(state: TrainState) -> list[str]:
-        return copy_matching_state(prepared.run, state, found, rewound=rewound_to is not None)
+        return copy_matching_state(prepared.run, state, saved, rewound=rewound_to is not None)
 
     with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if process_group_sync().run_first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
             return _resume(folder, recipe, model, origins, quiet)
         prepared = prepare_run(recipe, model, quiet=quiet)
-        if prepared.run.steps <= found.step:
+        if prepared.run.steps <= saved.step:
             raise UsageError(
-                f"the budget of {prepared.run.steps} steps is used up: {old} has made {found.step}",
-                fix=f"--set budget.steps={2 * found.step}, counted from the first step of {old.name}",
+                f"the budget of {prepared.run.steps} steps is used up: {old} has made {saved.step}",
+                fix=f"--set budget.steps={2 * saved.step}, counted from the first step of {old.name}",
             )
-        prepared.data.check_meaning(found.scalars["data"], old)
+        prepared.data.check_meaning(saved.scalars["data"], old)
         inherited = {**rename_origins(_kept(RunFolder(old), "origins")), **origins}
-        return _run(prepared, folder, quiet, inherited, read_log(found.scalars), fill)
+        return _run(prepared, folder, quiet, inherited, read_log(saved.scalars), fill)
 
 
 def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:

@@ -96,8 +96,8 @@ def inspect_source(
     from thrifty.core.recipe import DataSettings
     from thrifty.data.text.text_inspection import inspect_text as look_into
 
-    given = {name: value for name, value in changes.items() if value is not None}
-    settings = replace(DataSettings(source=source), **given)
+    overrides = {name: value for name, value in changes.items() if value is not None}
+    settings = replace(DataSettings(source=source), **overrides)
     if print_image_inspection(settings, examples, as_json):
         return
     seen = look_into(settings, examples, say=_on_stderr)
@@ -213,12 +213,12 @@ def _left_out(seen: "TextSummary") -> list[str]:
     """How many near-duplicates, and of those that are least alike to what was kept, both around where they differ."""
     from thrifty.reporting.number_format import percent, scaled, whole
 
-    found = seen.near_duplicates
-    if found is None:
+    duplicates = seen.near_duplicates
+    if duplicates is None:
         return []
-    amount = f"{whole(found['documents'])} documents, {scaled(found['bytes'], 'B')}"
-    rows = [f"near-duplicates  {amount} left out, at least {percent(found['threshold'])} alike to one before"]
-    for pair in found["least_alike"]:
+    amount = f"{whole(duplicates['documents'])} documents, {scaled(duplicates['bytes'], 'B')}"
+    rows = [f"near-duplicates  {amount} left out, at least {percent(duplicates['threshold'])} alike to one before"]
+    for pair in duplicates["least_alike"]:
         texts = (" ".join(pair[side].split()) for side in ("kept", "left_out"))
         rows += [f"  {percent(pair['similarity'])} alike", *(f"    {text}" for text in texts)]
     return rows

@@ -108,20 +108,20 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
     if recipe is not None and write is None:
         raise UsageError("--recipe is the recipe that --write writes", fix="--write pruned.toml")
     chosen = _chosen(scores, file_hash(scores), choice)
-    found = read_scores(scores)
-    kept = chosen.kept(found.scores, found.labels)
-    rows = score_selection.count_labels(found, kept)
+    table = read_scores(scores)
+    kept = chosen.kept(table.scores, table.labels)
+    rows = score_selection.count_labels(table, kept)
     if write is not None:
-        _write(write, recipe, found, chosen)
+        _write(write, recipe, table, chosen)
     if as_json:
-        told = {"examples": len(found), "kept": len(kept), "labels": [row._asdict() for row in rows]}
+        told = {"examples": len(table), "kept": len(kept), "labels": [row._asdict() for row in rows]}
         print_json({**told, "technique": chosen.name, "settings": score_selection.changed_settings(chosen)})
         return
     lines = [f"{'':24}{'all':>10}{'kept':>10}{'left out':>10}"]
-    for row in [*rows, score_selection.LabelCount("all", len(found), len(kept))] if found.labels is not None else rows:
+    for row in [*rows, score_selection.LabelCount("all", len(table), len(kept))] if table.labels is not None else rows:
         lines.append(f"{row.label or 'examples':<24}{row.there:>10,}{row.kept:>10,}{row.there - row.kept:>10,}")
     if chosen.offset:
-        lines.append(f"of these left out as the very hardest: {round(chosen.offset * len(found)):,}")
+        lines.append(f"of these left out as the very hardest: {round(chosen.offset * len(table)):,}")
     lines += ["", "on the command line:", f"  --with {score_selection.format_option(chosen)}", "", "in a recipe:"]
     lines += [f"  {line}" for line in _toml(chosen).splitlines()]
     if write is not None:
@@ -135,20 +135,20 @@ def print_suspicious_examples(source: str, scores: Path, out: Path | None, as_js
     from thrifty.core.score_file import file_hash, read_scores
     from thrifty.experiments.scoring.review_page import open_scored, page, suspicious
 
-    found = read_scores(scores)
+    table = read_scores(scores)
     is_chosen = any(value is not None for value in choice.values())
     chosen = _chosen(scores, file_hash(scores), choice) if is_chosen else None
-    data = open_scored(found, source, _on_stderr)
+    data = open_scored(table, source, _on_stderr)
     target = out or scores.with_suffix(".html")
     if target.exists():
         raise UsageError(f"{target} exists already", fix="give another --out, or remove it")
-    target.write_text(page(found, data, source, chosen), encoding="utf-8")
-    doubted = suspicious(found).tolist()
+    target.write_text(page(table, data, source, chosen), encoding="utf-8")
+    doubted = suspicious(table).tolist()
     if as_json:
-        print_json({"page": str(target), "examples": len(found), "doubted": len(doubted), "first": doubted[:100]})
+        print_json({"page": str(target), "examples": len(table), "doubted": len(doubted), "first": doubted[:100]})
         return
-    click.echo(f"{target}: {len(found):,} examples by {found.facts.method}")
-    if found.guesses is not None:
+    click.echo(f"{target}: {len(table):,} examples by {table.facts.method}")
+    if table.guesses is not None:
         click.echo(f"the runs believe another label of {len(doubted):,} of them; the surest come first on the page")
 
 
@@ -156,11 +156,11 @@ def _chosen(path: Path, sha256: str, choice: dict[str, Any]) -> "PrunedExamples"
     from thrifty.core.plain_values import build
     from thrifty.techniques.data_selection.prune import PrunedExamples
 
-    given = {SETTINGS.get(name, name): value for name, value in choice.items() if value is not None}
-    return build(PrunedExamples, {"scores": str(path.resolve()), "sha256": sha256, **given}, "prune")
+    overrides = {SETTINGS.get(name, name): value for name, value in choice.items() if value is not None}
+    return build(PrunedExamples, {"scores": str(path.resolve()), "sha256": sha256, **overrides}, "prune")
 
 
-def _write(target: Path, recipe: str | None, found: "ExampleScores", chosen: "PrunedExamples") -> None:
+def _write(target: Path, recipe: str | None, table: "ExampleScores", chosen: "PrunedExamples") -> None:
     from thrifty.core.errors import UsageError
     from thrifty.experiments import studies
     from thrifty.experiments.scoring.score_selection import changed_settings
@@ -170,7 +170,7 @@ def _write(target: Path, recipe: str | None, found: "ExampleScores", chosen: "Pr
 
     if target.exists():
         raise UsageError(f"{target} exists already", fix="give another --write")
-    scored = RecipeLayers().override("recipe", found.facts.recipe)
+    scored = RecipeLayers().override("recipe", table.facts.recipe)
     layers = scored if recipe is None else load_recipe(recipe, "recipe", studies.names())
     name = f"{layers.values().get('name', 'run')}-pruned"
     layers.override("prune", {"name": name, "techniques": {"data_selection": {"prune": changed_settings(chosen)}}})

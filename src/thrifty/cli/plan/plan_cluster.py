@@ -69,8 +69,8 @@ def _workload(prepared: PreparedRun) -> Workload:
         )
 
     def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        given = (tokens, tokens) if getattr(model, "task", "") == "sequence_to_sequence" else (tokens,)
-        return cross_entropy(model.logits(*given), tokens)
+        inputs = (tokens, tokens) if getattr(model, "task", "") == "sequence_to_sequence" else (tokens,)
+        return cross_entropy(model.logits(*inputs), tokens)
 
     dtype = torch.bfloat16 if any(t.is_low_precision for t in recipe.techniques) else torch.float32
     return trace_workload(recipe.name, prepared.run.plain.build, recipe.data.length, loss=loss, dtype=dtype)

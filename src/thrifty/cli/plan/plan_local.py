@@ -124,9 +124,9 @@ def _evidence(names: Iterable[str]) -> dict[str, str]:
     any, and the longest; without any a study."""
     from thrifty.experiments.past_results import evidence, study_results
 
-    found = {one.technique: one.in_words() for one in sorted(evidence(), key=lambda one: (one.alone, one.tokens))}
-    of_studies = {name: study_results(name) for name in names if name not in found}
-    return found | {name: results[0].in_words() for name, results in of_studies.items() if results}
+    comparisons = {one.technique: one.in_words() for one in sorted(evidence(), key=lambda one: (one.alone, one.tokens))}
+    of_studies = {name: study_results(name) for name in names if name not in comparisons}
+    return comparisons | {name: results[0].in_words() for name, results in of_studies.items() if results}
 
 
 def _probing(prepared: PreparedRun, seconds: float, fixed: bool, model: UserModel | None) -> TimeOf:

@@ -127,12 +127,12 @@ def _named(model: UserModel | None) -> list[str]:
     )
 
 
-def _refuse_probes(given: dict[str, Any]) -> None:
+def _refuse_probes(options: dict[str, Any]) -> None:
     """Raises UsageError for options about steps that are run, of which a plan for a cluster has none."""
     from thrifty.core.errors import UsageError
 
-    if given:
-        name, value = next(iter(given.items()))
+    if options:
+        name, value = next(iter(options.items()))
         option = "--no-probe" if value is False else f"--{name.replace('_', '-')}"
         raise UsageError(
             f"{option} is for plans of this machine: steps on a cluster are simulated, and none is run",
@@ -221,8 +221,8 @@ def read_size(text: str, option: str = "--memory") -> float:
 
     from thrifty.core.errors import UsageError
 
-    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    size = float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index(found[2] or " ") if found else 0.0
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
     if size <= 0:
         raise UsageError(f"{option} {text!r} is no size", fix="for example 400MB, 16GB or 16GiB")
     return size

@@ -56,11 +56,11 @@ def size(flops: float | None, hours: float | None, tokens: float | None, utilisa
     """Compute-optimal parameters and tokens, by each published set of constants."""
     from thrifty.cli.verb_output import print_json
 
-    found = recommend_sizes(flops, hours, tokens, utilisation)
+    facts = recommend_sizes(flops, hours, tokens, utilisation)
     if as_json:
-        print_json(found)
+        print_json(facts)
     else:
-        _tell_sizes(found)
+        _tell_sizes(facts)
 
 
 @command.command()
@@ -86,11 +86,11 @@ def fit(
         check_amount("--flops", flops)
     points = _read(runs, table)
     kept = sorted(points, key=lambda run: run.loss)[: max(0, len(points) - drop_worst)]
-    found = fit_law(kept, flops, **how)
+    facts = fit_law(kept, flops, **how)
     if as_json:
-        print_json(found)
+        print_json(facts)
     else:
-        _tell_fit(found)
+        _tell_fit(facts)
 
 
 def recommend_sizes(
@@ -105,11 +105,11 @@ def recommend_sizes(
     from thrifty.planning.scaling_law import check_amount
 
     amounts = {"--flops": flops, "--hours": hours, "--tokens": tokens}
-    given = {name: amount for name, amount in amounts.items() if amount is not None}
-    if len(given) != 1:
-        what = " and ".join(given) + " are both given" if given else "the compute to plan for is not given"
+    quantities = {name: amount for name, amount in amounts.items() if amount is not None}
+    if len(quantities) != 1:
+        what = " and ".join(quantities) + " are both given" if quantities else "the compute to plan for is not given"
         raise UsageError(what, fix="give one of --flops 1e18, --hours 8 or --tokens 1e9")
-    for name, amount in given.items():
+    for name, amount in quantities.items():
         check_amount(name, amount)
     machine = None
     if hours is not None:
@@ -118,7 +118,7 @@ def recommend_sizes(
     rows = [each.as_dict() | each.recommend(flops=flops, tokens=tokens).as_dict() for each in PUBLISHED]
     best = rows[PUBLISHED.index(BEST)]
     return {
-        "given": {name.strip("-"): amount for name, amount in given.items()},
+        "given": {name.strip("-"): amount for name, amount in quantities.items()},
         "machine": None if machine is None else asdict(machine) | {"sustained": machine.sustained},
         "flops": best["flops"],
         "fitted_flops": FITTED_FLOPS.ends(),
@@ -134,8 +134,8 @@ def fit_law(
     from thrifty.planning.scaling_law import recommend
     from thrifty.planning.scaling_law_fit import COARSE_STARTS, PAPER_STARTS, fit
 
-    found = fit(points, PAPER_STARTS if all_starts else COARSE_STARTS, resamples=resamples, seed=seed)
-    law, draws = found.law, found.draws
+    law_fit = fit(points, PAPER_STARTS if all_starts else COARSE_STARTS, resamples=resamples, seed=seed)
+    law, draws = law_fit.law, law_fit.draws
     names = ("E", "A", "B", "alpha", "beta", "size_exponent")
     intervals = {name: draws.interval(getattr(draws.law, name)) if draws else None for name in names}
     sizes, budgets = [run.parameters for run in points], [run.flops for run in points]
@@ -145,9 +145,9 @@ def fit_law(
         "fitted_flops": [min(budgets), max(budgets)],
         "constants": {name: getattr(law, name) for name in names},
         "intervals": {name: interval and interval.ends() for name, interval in intervals.items()},
-        "median_residual": found.residual,
-        "starts": found.starts,
-        "agreeing": found.agreeing,
+        "median_residual": law_fit.residual,
+        "starts": law_fit.starts,
+        "agreeing": law_fit.agreeing,
         "resamples": resamples,
         "without_optimum": draws.without_optimum if draws else 1.0,
         "sizing": {"name": "your runs", **recommend(law, draws, flops=flops).as_dict()} if flops else None,
@@ -183,49 +183,49 @@ def _nearest_preset(parameters: float) -> dict[str, Any]:
     return {"name": name, "parameters": counts[name], "ratio": counts[name] / parameters}
 
 
-def _tell_sizes(found: dict[str, Any]) -> None:
+def _tell_sizes(facts: dict[str, Any]) -> None:
     from thrifty.reporting.number_format import scaled, significant
 
-    if machine := found["machine"]:
+    if machine := facts["machine"]:
         peak, sustained = (scaled(machine[name], "FLOP/s") for name in ("peak", "sustained"))
         click.echo(
             f"{machine['device']}: {peak} of {machine['dtype']} products measured, {machine['utilisation']:g} of it "
             f"assumed for training (--utilisation): {sustained}; "
-            f"{found['given']['hours']:g} h are {_power(found['flops'])} FLOP\n"
+            f"{facts['given']['hours']:g} h are {_power(facts['flops'])} FLOP\n"
         )
-    _tell_table(found["rows"])
+    _tell_table(facts["rows"])
     click.echo()
-    for row in found["rows"]:
+    for row in facts["rows"]:
         click.echo(f"{row['name']}: {row['source']}; {row['evidence']}")
-    origins = dict.fromkeys(row["uncertainty"] for row in found["rows"] if row["uncertainty"])
+    origins = dict.fromkeys(row["uncertainty"] for row in facts["rows"] if row["uncertainty"])
     click.echo("\n(95 %): " + "; ".join(origins))
-    _tell_extrapolation(found["rows"], found["fitted_flops"])
+    _tell_extrapolation(facts["rows"], facts["fitted_flops"])
     click.echo("the constants hold for the text and the tokenizer of their runs: fit your own with `thrifty plan fit`")
-    preset, ratio = found["nearest_preset"], found["nearest_preset"]["ratio"]
+    preset, ratio = facts["nearest_preset"], facts["nearest_preset"]["ratio"]
     apart = (
         f"{significant(max(ratio, 1 / ratio))} times {'larger' if ratio > 1 else 'smaller'} than {preset['for']} says"
     )
     click.echo(f"nearest preset: {preset['name']} with {scaled(preset['parameters'])} parameters, {apart}")
 
 
-def _tell_fit(found: dict[str, Any]) -> None:
+def _tell_fit(facts: dict[str, Any]) -> None:
     from thrifty.reporting.number_format import percent, scaled, significant
 
     click.echo(
-        f"{found['runs']} runs of {_span(found['parameters'], scaled)} parameters and "
-        f"{_span(found['fitted_flops'], _power)} FLOP; {found['agreeing']} of {found['starts']} starts ended at the "
-        f"minimum; median error {percent(found['median_residual'], 2)}\n"
+        f"{facts['runs']} runs of {_span(facts['parameters'], scaled)} parameters and "
+        f"{_span(facts['fitted_flops'], _power)} FLOP; {facts['agreeing']} of {facts['starts']} starts ended at the "
+        f"minimum; median error {percent(facts['median_residual'], 2)}\n"
     )
-    for name, value in found["constants"].items():
+    for name, value in facts["constants"].items():
         title = "exponent of N" if name == "size_exponent" else name
-        click.echo(f"{title:<14} {significant(value, 4):>10}  {_span(found['intervals'][name], significant)}")
-    click.echo(f"\n(95 %): {found['resamples']} fits to runs drawn again with replacement")
-    if found["without_optimum"]:
-        click.echo(f"{percent(found['without_optimum'])} of them have no best size")
-    if found["sizing"]:
+        click.echo(f"{title:<14} {significant(value, 4):>10}  {_span(facts['intervals'][name], significant)}")
+    click.echo(f"\n(95 %): {facts['resamples']} fits to runs drawn again with replacement")
+    if facts["without_optimum"]:
+        click.echo(f"{percent(facts['without_optimum'])} of them have no best size")
+    if facts["sizing"]:
         click.echo()
-        _tell_table([found["sizing"]])
-        _tell_extrapolation([found["sizing"]], found["fitted_flops"])
+        _tell_table([facts["sizing"]])
+        _tell_extrapolation([facts["sizing"]], facts["fitted_flops"])
 
 
 def _tell_table(rows: list[dict[str, Any]]) -> None:

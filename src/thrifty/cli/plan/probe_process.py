@@ -14,13 +14,13 @@ def main(asked: Path) -> None:
     try:
         with process_group():
             try:
-                found = _timed(json.loads(asked.read_text(encoding="utf-8")))
+                timing = _timed(json.loads(asked.read_text(encoding="utf-8")))
             except Exception as error:  # told before the other ranks find out that this one is lost
                 what = error.what if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
                 write_probe_answer(asked, {"refused": what or type(error).__name__})
                 raise
             if rank() == 0:
-                write_probe_answer(asked, found)
+                write_probe_answer(asked, timing)
     except ThriftyError as error:
         write_probe_answer(asked, {"refused": error.what})
         sys.exit(error.what)

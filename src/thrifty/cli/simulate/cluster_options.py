@@ -48,8 +48,8 @@ def _loss(model: Any, tokens: Any) -> Any:
     """Of our own models: an encoder-decoder reads a source as long as its target."""
     from thrifty.simulators.cluster.traced_workload import cross_entropy
 
-    given = (tokens, tokens) if model.task == "sequence_to_sequence" else (tokens,)
-    return cross_entropy(model.logits(*given), tokens)
+    inputs = (tokens, tokens) if model.task == "sequence_to_sequence" else (tokens,)
+    return cross_entropy(model.logits(*inputs), tokens)
 
 
 def _from_transformers(folder: Path, length: int, flash: bool) -> Workload:
@@ -99,14 +99,14 @@ def read_settings(changes: dict[str, Any], run: PublishedRun | None, mesh: Clust
 
     from thrifty.simulators.cluster.cluster_mesh import StepSettings
 
-    given = {name: value for name, value in changes.items() if value is not None}
+    overrides = {name: value for name, value in changes.items() if value is not None}
     if run is not None:
-        return replace(run.settings, **given)
-    micro_batch = given.get("micro_batch", 1)
+        return replace(run.settings, **overrides)
+    micro_batch = overrides.get("micro_batch", 1)
     plain = StepSettings(
         # enough micro-batches that the bubble of a plain pipeline is a fifth
         batch=mesh.data * micro_batch * (4 * mesh.pipeline if mesh.pipeline > 1 else 1),
         schedule="interleaved" if mesh.chunks > 1 else "1f1b",
         number_format=next(name for name in ("bfloat16", "float16", "float32") if name in formats),
     )
-    return replace(plain, **given)
+    return replace(plain, **overrides)

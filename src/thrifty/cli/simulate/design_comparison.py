@@ -78,10 +78,10 @@ def compare_designs(
     from thrifty.simulators.accelerator.measured_attention import kept_pairs_seconds
 
     results = []
-    for name, given in masks.items():
+    for name, traces in masks.items():
         for machine in machines:
             called = machine if len(masks) == 1 else replace(machine, name=f"{machine.name}, {name}")
-            masked = given[machine.name]
+            masked = traces[machine.name]
             results.append((machine.name, name, masked, simulate(called, masked, engine, table, draw)))
     different = {id(masked): masked for _, _, masked, _ in results}
     took = {key: kept_pairs_seconds(masked) if measure else None for key, masked in different.items()}
@@ -102,10 +102,10 @@ def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
     from thrifty.simulators.accelerator.measured_attention import all_pairs_seconds
 
     threads = torch.get_num_threads()
-    found = {f"processor, {threads} thread{'s' * (threads > 1)}": all_pairs_seconds(trace)}
+    seconds = {f"processor, {threads} thread{'s' * (threads > 1)}": all_pairs_seconds(trace)}
     if torch.cuda.is_available():
-        found[torch.cuda.get_device_name()] = all_pairs_seconds(trace, "cuda", times=10)
-    return found
+        seconds[torch.cuda.get_device_name()] = all_pairs_seconds(trace, "cuda", times=10)
+    return seconds
 
 
 def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
@@ -132,13 +132,13 @@ def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
     def loss() -> float:
         return held_out_loss(model, objective, opened.held_out.batches(count, count), torch.device("cpu"))
 
-    found, own = [], loss()
+    losses, own = [], loss()
     for trace in traces:
         with replay_with_masks(model, trace):
-            found.append(loss())
-    if not math.isclose(own, found[0], rel_tol=1e-3):
+            losses.append(loss())
+    if not math.isclose(own, losses[0], rel_tol=1e-3):
         raise RefusedError(
-            f"the loss of {folder.name} is {own:.4f}, and {found[0]:.4f} by softmax over the pairs of its attention",
+            f"the loss of {folder.name} is {own:.4f}, and {losses[0]:.4f} by softmax over the pairs of its attention",
             fix="trace a run whose attention is no more than that",
         )
-    return found
+    return losses

@@ -92,9 +92,9 @@ def attention(
             f"--baseline-design: {baseline_design!r} is not among the designs", fix=did_you_mean(baseline_design, names)
         )
     loaded = load_trace(trace)
-    given = masks(loaded, tuple(dict.fromkeys(filters)), chosen, density, max_error)
+    traces = masks(loaded, tuple(dict.fromkeys(filters)), chosen, density, max_error)
     priced = "horowitz-45nm" if energy_table == "all" else energy_table
-    comparison = compare_designs(chosen, loaded, given, engine, priced, perfetto is not None, measure, run)
+    comparison = compare_designs(chosen, loaded, traces, engine, priced, perfetto is not None, measure, run)
     results = [case.result for case in comparison.cases]
     if folder is not None:
         write_csv(results, folder)
@@ -130,12 +130,12 @@ def masks(
     def under(name: str) -> AttentionTrace:
         return apply_design_filter(trace, name, density) if error is None else filter_within_error(trace, name, error)
 
-    found = {}
+    traces = {}
     for name in filters:
-        given = [machine for machine in machines if name != "trace" and uses_masks(machine)]
-        masked = {machine.name: under(machine.design if name == "own" else EXACT) for machine in given}
-        found[name] = {machine.name: trace for machine in machines} | masked
-    return found
+        masking = [machine for machine in machines if name != "trace" and uses_masks(machine)]
+        masked = {machine.name: under(machine.design if name == "own" else EXACT) for machine in masking}
+        traces[name] = {machine.name: trace for machine in machines} | masked
+    return traces
 
 
 @click.command()

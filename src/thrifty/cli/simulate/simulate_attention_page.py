@@ -73,13 +73,13 @@ def _figure(
     comparison: DesignComparison,
     title: str,
     unit: str,
-    of: Callable[[DesignCase], Values],
+    values: Callable[[DesignCase], Values],
     told: Callable[[float], str],
 ) -> str:
     """A chart with a group of bars for each row of each design, and its numbers folded below; nothing without any."""
     rows: dict[str, dict[str, StackedBar]] = {}
     for case in comparison.cases:
-        for name, parts in of(case).items():
+        for name, parts in values(case).items():
             label = f"{case.design} · {name}" if name else case.design
             rows.setdefault(label, {})[case.filter] = StackedBar(parts, told(parts[0]))
     if not rows:
@@ -110,11 +110,11 @@ def _cycles(result: SimulationResult) -> Values:
 
 
 def _by_station(case: DesignCase) -> Values:
-    energy, found = case.result.energy("activity"), {}
+    energy, stations = case.result.energy("activity"), {}
     for name, joules in (energy.parts if energy else {}).items():
         station = case.result.machine.modules[name].active
-        found[station] = (found.get(station, (0.0,))[0] + joules,)
-    return found
+        stations[station] = (stations.get(station, (0.0,))[0] + joules,)
+    return stations
 
 
 def _by_action(case: DesignCase) -> Values:
@@ -123,5 +123,5 @@ def _by_action(case: DesignCase) -> Values:
 
 
 def _error(case: DesignCase) -> Values:
-    found = case.trace.provenance.get("output error")
-    return {} if found is None else {"": (float(found),)}
+    error = case.trace.provenance.get("output error")
+    return {} if error is None else {"": (float(error),)}

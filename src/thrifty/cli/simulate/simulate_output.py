@@ -74,28 +74,28 @@ def print_results(results: list[SimulationResult]) -> None:
 
 def remarks(comparison: DesignComparison) -> list[str]:
     """What has to be known of the figures."""
-    found = [
+    lines = [
         "Modules are priced as published, without an outer memory; actions, with it, by "
         f"{comparison.cases[0].result.row()['energy_table']}. Sizes of different nodes do not compare."
     ]
     without = [case.design for case in comparison.cases if "dram" not in case.result.machine.memories]
     if 0 < len(without) < len(comparison.cases):
         named = ", ".join(dict.fromkeys(without))
-        found.append(
+        lines.append(
             f"{named}: no outer memory, so its accesses are in no energy; --equal-resources bandwidth=… gives all one"
         )
     for case in comparison.cases:
         if case.trace.provenance.get("within allowed") == "no":
             allowed = case.trace.provenance["error allowed"]
-            found.append(f"{case.result.machine.name}: no threshold of its filter gets within an error of {allowed}")
-    found += [note for case in comparison.cases for note in case.result.notes]
+            lines.append(f"{case.result.machine.name}: no threshold of its filter gets within an error of {allowed}")
+    lines += [note for case in comparison.cases for note in case.result.notes]
     for case in comparison.cases:
         if case.result.machine.grade in "SM":
-            found.append(f"{case.design} is not verified: {case.result.machine.source}")
+            lines.append(f"{case.design} is not verified: {case.result.machine.source}")
         for energy in case.result.energies:
             if energy.unpriced:
-                found.append(f"{case.design}: {energy.table} has no price for {', '.join(energy.unpriced)}")
-    return list(dict.fromkeys(found))
+                lines.append(f"{case.design}: {energy.table} has no price for {', '.join(energy.unpriced)}")
+    return list(dict.fromkeys(lines))
 
 
 def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
@@ -170,7 +170,7 @@ def print_factors(results: list[SimulationResult], other: SimulationResult) -> N
     click.echo(
         f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times utilisation over its own:"
     )
-    found = [(result.machine.name, iso_peak(result, other)) for result in results if result is not other]
+    comparisons = [(result.machine.name, iso_peak(result, other)) for result in results if result is not other]
     print_table(
         ["design", "faster", "fewer operations", "utilisation", f"of {other.machine.name}"],
         [
@@ -178,7 +178,7 @@ def print_factors(results: list[SimulationResult], other: SimulationResult) -> N
                 name,
                 *(f"{x:.3g}" for x in (factors.ratio, factors.omitted, factors.utilisation, factors.other_utilisation)),
             ]
-            for name, factors in found
+            for name, factors in comparisons
         ],
     )
 
@@ -188,13 +188,13 @@ def print_energy_tables(results: list[SimulationResult], names: list[str]) -> No
     pass
     from thrifty.simulators.accelerator.energy_model import by_tables
 
-    found = [by_tables(result.operations) for result in results]
+    estimates = [by_tables(result.operations) for result in results]
     click.echo(f"\nThe same actions by each table ({', '.join(names)}):")
     print_table(
-        ["design", *(energy.table for energy in found[0])],
+        ["design", *(energy.table for energy in estimates[0])],
         [
             [result.machine.name, *(format_joules(energy.total) for energy in energies)]
-            for result, energies in zip(results, found, strict=True)
+            for result, energies in zip(results, estimates, strict=True)
         ],
     )
 

@@ -43,16 +43,16 @@ def spgemm(
     if not machines:
         raise UsageError("no design was named", fix="for example --designs outerspace")
     products = [read_matrix(path) for path in matrices] or [uniform(size, density, seed)]
-    found = []
+    descriptions = []
     for product in products:
         here = measured(product) if measure else {"gustavson": None, "dense": None}
         for machine in machines:
             result = simulate_product(machine, product, table=energy_table)
-            found.append(describe_product(product, result) | {"measured_here": here})
+            descriptions.append(describe_product(product, result) | {"measured_here": here})
     if as_json:
-        print_json({"products": found})
+        print_json({"products": descriptions})
         return
-    _tell(found)
+    _tell(descriptions)
 
 
 def describe_product(product: SpgemmProduct, result: SimulationResult) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def describe_product(product: SpgemmProduct, result: SimulationResult) -> dict[s
     }
 
 
-def _tell(found: list[dict[str, Any]]) -> None:
+def _tell(products: list[dict[str, Any]]) -> None:
     from thrifty.cli.simulate.simulate_output import format_joules, print_table
     from thrifty.reporting.number_format import MISSING, duration, percent, scaled
 
     rows = []
-    for row in found:
+    for row in products:
         layers = {layer["layer"]: layer["cycles"] / row["clock"] for layer in row["layers"]}
         here = [MISSING if took is None else duration(took) for took in row["measured_here"].values()]
         rows.append(
@@ -100,13 +100,13 @@ def _tell(found: list[dict[str, Any]]) -> None:
     click.echo()
     moved = [
         [row["matrix"], *(scaled(size, "B") for size in row["traffic"].values()), f"{row['traffic_over_least']:.2f}"]
-        for row in found
+        for row in products
     ]
     print_table(["bytes", "A", "B", "products", "result", "over the least"], moved)
     click.echo()
     stalls = [
         [row["matrix"], name, *(percent(time[kind] / max(sum(time.values()), 1)) for kind in time)]
-        for row in found
+        for row in products
         for name, time in row["stations"].items()
     ]
     print_table(["matrix", "station", "busy", "starved", "blocked"], stalls)
@@ -114,5 +114,5 @@ def _tell(found: list[dict[str, Any]]) -> None:
         "\nSimulated is the accelerator; here is this machine's processor now, by scipy (row by row, one thread) and\n"
         "by numpy, zeros and all. Ratios of the two are not the paper's, which timed libraries and processors of 2017."
     )
-    for note in dict.fromkeys(note for row in found for note in row["notes"]):
+    for note in dict.fromkeys(note for row in products for note in row["notes"]):
         click.echo(note)

@@ -89,9 +89,9 @@ def print_published_runs(as_json: bool) -> None:
     """Runs that were published, against what is simulated for them, all with the same constants."""
     from thrifty.cli.verb_output import print_json
 
-    found = anchors()
+    published = anchors()
     if as_json:
-        print_json(found)
+        print_json(published)
         return
     print_table(
         ["run", "table", "ranks", "quantity", "measured", "simulated", "off"],
@@ -105,11 +105,11 @@ def print_published_runs(as_json: bool) -> None:
                 f"{row['simulated']:.4g}",
                 f"{row['off']:+.1%}",
             ]
-            for row in found["runs"]
+            for row in published["runs"]
         ],
     )
     for note in dict.fromkeys(
-        f"{row['table']} of {row['paper']}: {row['note']}" for row in found["runs"] if row["note"]
+        f"{row['table']} of {row['paper']}: {row['note']}" for row in published["runs"] if row["note"]
     ):
         click.echo(f"\n{note}")
 

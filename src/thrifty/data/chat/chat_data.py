@@ -102,15 +102,15 @@ def prepare_instructions(settings: DataSettings, template: str, say: Callable[[s
     """Open the prepared conversations of these settings, building them first where they are missing or damaged."""
     check_settings(settings, TURNS)
     source = open_conversations(settings.source)
-    given = read_chat_tokenizer(Path(settings.tokenizer).expanduser(), template) if settings.tokenizer else None
-    if given is None:
+    tokenizer = read_chat_tokenizer(Path(settings.tokenizer).expanduser(), template) if settings.tokenizer else None
+    if tokenizer is None:
         depends = ["trained", settings.vocabulary, template_source(template)]
     else:
-        depends = [file_sha256(Path(given.name)), given.template.source, dict(given.template.words)]
+        depends = [file_sha256(Path(tokenizer.name)), tokenizer.template.source, dict(tokenizer.template.words)]
     key = json.dumps(["conversations", FORMAT, source.identity(), settings.held_out, *depends])
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     return open_or_build_tokens(
-        digest, settings.source, lambda folder: _build(settings, source, given, template, folder), say
+        digest, settings.source, lambda folder: _build(settings, source, tokenizer, template, folder), say
     )
 
 
@@ -121,7 +121,11 @@ def documents(source: ConversationSource) -> Iterator[str]:
 
 
 def _build(
-    settings: DataSettings, source: ConversationSource, given: ChatTokenizer | None, template: str, folder: Path
+    settings: DataSettings,
+    source: ConversationSource,
+    chat_tokenizer: ChatTokenizer | None,
+    template: str,
+    folder: Path,
 ) -> None:
     split = plan_split(documents(source), settings.held_out, settings.source)
     if split.longest is not None:
@@ -129,7 +133,7 @@ def _build(
             f"{settings.source} has too few conversations to hold {100 * settings.held_out:g}% of them out",
             fix="give more conversations, or raise data.held_out",
         )
-    tokenizer = given or _trained(settings, source, split, template)
+    tokenizer = chat_tokenizer or _trained(settings, source, split, template)
     with build_folder(folder) as aside:
         tokenizer.save(aside / TOKENIZER)
         counted = _write(split.parts(documents(source)), tokenizer, settings.source, aside)

@@ -45,20 +45,20 @@ def preview(
     """Prepare the conversations if need be and show some. Raises UsageError as `open_instructions` does."""
     prepared = prepare_instructions(settings, learning.template, say)
     tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
-    found = StoredConversations(prepared.tokens(DataSplit.TRAIN), settings.length, learning.everything)
+    conversations = StoredConversations(prepared.tokens(DataSplit.TRAIN), settings.length, learning.everything)
 
     def shown(number: int) -> list[ChatSpan]:
-        tokens, wanted = found.at(number)
+        tokens, wanted = conversations.at(number)
         marked = zip(tokens.tolist(), [False, *wanted.tolist()], strict=True)  # nothing predicts the first token
         runs = [([token for token, _ in run], learned) for learned, run in groupby(marked, key=lambda each: each[1])]
         return [ChatSpan(tokenizer.decode(ids), ids, learned) for ids, learned in runs]
 
-    chosen = permute(np.arange(min(examples, len(found))), len(found), 0)
+    chosen = permute(np.arange(min(examples, len(conversations))), len(conversations), 0)
     return ChatPreview(
         source=settings.source,
-        conversations=len(found),
-        tokens=int(found.sizes.sum()),
-        learned=int(found.learned.sum()),
-        cut=found.cut,
+        conversations=len(conversations),
+        tokens=int(conversations.sizes.sum()),
+        learned=int(conversations.learned.sum()),
+        cut=conversations.cut,
         examples=[shown(int(number)) for number in chosen],
     )

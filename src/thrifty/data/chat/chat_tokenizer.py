@@ -68,13 +68,13 @@ class ChatTokenizer(TextTokenizer):
         mark = self._unused_mark(messages)
         marked = [{key: self._mark(text, mark) for key, text in message.items()} for message in messages]
         whole = self.template.render(marked, prompt)
-        found, done = [], 0
+        segments, done = [], 0
         for begin, end in self._answers(marked, whole):
-            found += self._cut(whole[done:begin], mark, False)
+            segments += self._cut(whole[done:begin], mark, False)
             answer = list(self._cut(whole[begin:end], mark, True))
-            found += _ended(answer)
+            segments += _ended(answer)
             done = end
-        return [*found, *self._cut(whole[done:], mark, False)]
+        return [*segments, *self._cut(whole[done:], mark, False)]
 
     def encode_pieces(self, conversations: Iterable[Sequence[ChatSegment]]) -> Iterator[EncodedChat]:
         """The tokens of each conversation."""
@@ -123,19 +123,19 @@ class ChatTokenizer(TextTokenizer):
     def _cut(self, text: str, mark: str, answer: bool) -> Iterator[ChatSegment]:
         """Text in pieces at its special tokens, but for those that are marked as some message's own words."""
         start = 0
-        for found in self._special_words.finditer(text):
-            if found.start() > 0 and text[found.start() - 1] == mark:
+        for match in self._special_words.finditer(text):
+            if match.start() > 0 and text[match.start() - 1] == mark:
                 continue
-            if found.start() > start:
-                yield ChatSegment(text[start : found.start()].replace(mark, ""), answer)
-            yield ChatSegment(self.spelled[found[0]], answer)
-            start = found.end()
+            if match.start() > start:
+                yield ChatSegment(text[start : match.start()].replace(mark, ""), answer)
+            yield ChatSegment(self.spelled[match[0]], answer)
+            start = match.end()
         if start < len(text):
             yield ChatSegment(text[start:].replace(mark, ""), answer)
 
     def _unused_mark(self, messages: Sequence[Message]) -> str:
-        held = "".join(text for message in messages for text in message.values())
-        unused = next((mark for mark in _MARKS if mark not in held), None)
+        texts = "".join(text for message in messages for text in message.values())
+        unused = next((mark for mark in _MARKS if mark not in texts), None)
         if unused is None:
             raise UsageError("a message holds every noncharacter of Unicode", fix="remove those from the text")
         return unused

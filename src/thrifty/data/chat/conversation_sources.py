@@ -86,11 +86,11 @@ def _joined(content: Any) -> Any:
     return "".join(texts) if parts and len(texts) == len(parts) else content
 
 
-def _asked(instruction: str, given: str) -> Message:
+def _asked(instruction: str, context: str) -> Message:
     """An Alpaca row's question. Templates that set the input apart find both by name."""
-    if not given.strip():
+    if not context.strip():
         return {"role": "user", "content": instruction}
-    return {"role": "user", "content": f"{instruction}\n\n{given}", "instruction": instruction, "input": given}
+    return {"role": "user", "content": f"{instruction}\n\n{context}", "instruction": instruction, "input": context}
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
@@ -137,8 +137,8 @@ class FetchedConversations:
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         entry = entries()[self.name]
-        if found := find_damage(entry):
-            raise IntegrityError(f"{entry.folder}: {found}", fix=f"thrifty data get {self.name}")
+        if damage := find_damage(entry):
+            raise IntegrityError(f"{entry.folder}: {damage}", fix=f"thrifty data get {self.name}")
         yield from json_rows(entry.folder / DOCUMENTS)
 
     def identity(self) -> str:

@@ -113,5 +113,5 @@ def _described(stem: str, drawing: bytes) -> list[str]:
 
 
 def _texts(markup: str, tag: str) -> list[str]:
-    found = re.findall(rf"<{tag}\b[^>]*>([^<]*)</{tag}>", markup)
-    return [text for each in found if (text := " ".join(html.unescape(each).replace("_", " ").split()))]
+    contents = re.findall(rf"<{tag}\b[^>]*>([^<]*)</{tag}>", markup)
+    return [text for each in contents if (text := " ".join(html.unescape(each).replace("_", " ").split()))]

@@ -79,18 +79,18 @@ def read_members(archive: Path, folder: str, patterns: Mapping[str, str]) -> dic
     """
     members = {}
     for pattern, pinned in patterns.items():
-        found = dict(sorted(_matching(archive, folder, pattern).items()))
-        if not found:
+        contents = dict(sorted(_matching(archive, folder, pattern).items()))
+        if not contents:
             raise IntegrityError(
                 f"{archive.name} holds no {folder}{pattern}", fix="use the pinned version of the package"
             )
-        sha256 = listing_sha256(found) if "*" in pattern else hashlib.sha256(found[pattern]).hexdigest()
+        sha256 = listing_sha256(contents) if "*" in pattern else hashlib.sha256(contents[pattern]).hexdigest()
         if sha256 != pinned:
             raise IntegrityError(
                 f"{archive.name}: {folder}{pattern} has sha256 {sha256}, not the pinned {pinned}",
                 fix="the package was changed after it was checked: do not use it",
             )
-        members |= found
+        members |= contents
     return members
 
 
@@ -134,11 +134,11 @@ def _obtain_all(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
         folder = package.folder
         own = {name.removeprefix(folder): sha for name, sha in entry.members.items() if name.startswith(folder)}
         try:
-            opened, found = _open_package(package, own, say)
+            opened, contents = _open_package(package, own, say)
         except ThriftyError as error:
             raise _unobtainable(entry, [error]) from None
         packages |= opened
-        members |= {folder + name: content for name, content in found.items()}
+        members |= {folder + name: content for name, content in contents.items()}
     return packages, members
 
 

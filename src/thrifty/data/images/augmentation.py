@@ -67,12 +67,12 @@ def crop_and_flip(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Te
     padded = F.pad(images, (crop,) * 4).numpy()
     places = (uniform(keys, AugmentationDraw.CROP, 2) * (2 * crop + 1)).long().tolist()
     mirrored = (uniform(keys, AugmentationDraw.FLIP, 1)[:, 0] < 0.5).tolist()
-    found = np.empty(images.shape, padded.dtype)
+    augmented = np.empty(images.shape, padded.dtype)
     # a slice for each image is some ten times as fast as one indexing of all by tensors
     for number, (top, left) in enumerate(places):
         piece = padded[number, :, top : top + h, left : left + w]
-        found[number] = piece[:, :, ::-1] if flip and mirrored[number] else piece
-    return torch.from_numpy(found)
+        augmented[number] = piece[:, :, ::-1] if flip and mirrored[number] else piece
+    return torch.from_numpy(augmented)
 
 
 def erase_rectangles(images: Tensor, keys: np.ndarray, share: float, colour: Tensor) -> Tensor:

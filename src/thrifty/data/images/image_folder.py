@@ -50,13 +50,13 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
 
     Raises UsageError where there are none, and with `labelled` where they do not lie in folders of two labels or more.
     """
-    found = list(_listed(folder, labelled))
+    files = list(_listed(folder, labelled))
     if not labelled:
-        if not found:
+        if not files:
             raise UsageError(f"{folder}: there are no images", fix="give a folder of .png, .jpg or .webp files")
-        return found
-    labels = sorted({file.label for file in found})
-    if not found:
+        return files
+    labels = sorted({file.label for file in files})
+    if not files:
         lying = "images lie in the folder itself" if has_image_files(folder) else "there are no images"
         raise UsageError(
             f"{folder}: {lying}, and none in a folder that is called like its label",
@@ -72,7 +72,7 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
             f"{folder}: all images have the label {labels[0]!r}, so there is nothing to tell apart",
             fix="give a folder with a folder of images for each of two labels or more, or an objective that needs none",
         )
-    return found
+    return files
 
 
 def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str], None], labelled: bool = True) -> Path:

@@ -39,20 +39,20 @@ START_OF_TEXT = "<|startoftext|>"
 def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Callable[[str], None]) -> TokenCache:
     """The captions in a folder as tokens, kept in the cache; a tokenizer is trained on those to train on unless the
     settings name one."""
-    given = Path(settings.tokenizer).expanduser() if settings.tokenizer else None
-    if given is None:
+    file = Path(settings.tokenizer).expanduser() if settings.tokenizer else None
+    if file is None:
         tokenizer = f"trained {settings.vocabulary}"
     else:
-        tokenizer = file_sha256(given) if given.is_file() else ""
+        tokenizer = file_sha256(file) if file.is_file() else ""
     texts = [file_sha256(folder / captions_file(part)) for part in DataSplit]
     key = hashlib.blake2b(json.dumps(["captions", FORMAT, tokenizer, *texts]).encode(), digest_size=16).hexdigest()
     vocabulary = settings.vocabulary
-    return open_or_build_tokens(key, f"{source}'s captions", lambda into: _build(folder, given, vocabulary, into), say)
+    return open_or_build_tokens(key, f"{source}'s captions", lambda into: _build(folder, file, vocabulary, into), say)
 
 
-def _build(folder: Path, given: Path | None, vocabulary: int, into: Path) -> None:
-    if given is not None:
-        tokenizer = read_tokenizer(given)
+def _build(folder: Path, file: Path | None, vocabulary: int, into: Path) -> None:
+    if file is not None:
+        tokenizer = read_tokenizer(file)
     else:
         texts = (text for own in read_captions(folder, DataSplit.TRAIN) for text in own)
         tokenizer = train_tokenizer(texts, vocabulary)

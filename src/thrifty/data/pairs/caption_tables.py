@@ -80,10 +80,10 @@ def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Caption
         _refuse_columns(row, key, column, where)
     captions, part = _captions(row[named], where), _part(row.get(SPLIT), where)
     value = row[key]
-    held = key in CONTENTS
+    embedded = key in CONTENTS
     if isinstance(value, dict):
-        held = bool(value.get("bytes"))
-        value = value["bytes"] if held else value.get("path")
+        embedded = bool(value.get("bytes"))
+        value = value["bytes"] if embedded else value.get("path")
     name = value if isinstance(value, str) and key in IMAGES and len(value) < 200 else where.rpartition("/")[2]
     if value is None:
         return CaptionedRow(name, None, captions, part)
@@ -94,7 +94,7 @@ def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Caption
             f"{where}: {key!r} holds {type(value).__name__}, no path or bytes", fix="name the image's file"
         )
     check_characters(value if isinstance(value, str) else "", f"{where}: the image")
-    if held or value.startswith("data:"):
+    if embedded or value.startswith("data:"):
         content = _decoded(value)
         return CaptionedRow(name, content, captions, part, why="" if content else "its base64 is damaged")
     return _of_path(value, root, CaptionedRow(name, None, captions, part), where)

@@ -43,7 +43,7 @@ def _build(source: CaptionedSource, settings: DataSettings, side: int, into: Pat
     reading = CaptionedImport(source, side, settings.held_out)
     with build_folder(into) as aside:
         counts = write_captioned(aside, reading.images())
-        found = {kind: left_out.count for kind, left_out in reading.left_out.items() if left_out.count}
+        left_out_counts = {kind: left_out.count for kind, left_out in reading.left_out.items() if left_out.count}
         named = [name for left_out in reading.left_out.values() for name in left_out.named]
         for kind, left_out in reading.left_out.items():
             if left_out.count:
@@ -51,7 +51,7 @@ def _build(source: CaptionedSource, settings: DataSettings, side: int, into: Pat
         if reading.outside:
             first, count = printable(str(reading.outside[0])), len(reading.outside)
             say(f"{count} of the images lie outside of the table's folder, by their absolute paths; the first: {first}")
-        about = {"source": printable(settings.source), "images": counts, "left_out": found, "named": named}
+        about = {"source": printable(settings.source), "images": counts, "left_out": left_out_counts, "named": named}
         write_manifest(aside, {"format": FORMAT, **about})
 
 

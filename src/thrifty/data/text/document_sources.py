@@ -90,8 +90,8 @@ class FetchedSet:
     entry: CatalogueEntry
 
     def documents(self) -> Iterator[str]:
-        if found := find_damage(self.entry):
-            raise IntegrityError(f"{self.entry.folder}: {found}", fix=f"thrifty data get {self.entry.name}")
+        if damage := find_damage(self.entry):
+            raise IntegrityError(f"{self.entry.folder}: {damage}", fix=f"thrifty data get {self.entry.name}")
         return json_lines(self.entry.folder / DOCUMENTS, "text")
 
     def identity(self) -> str:
@@ -164,13 +164,13 @@ def _named(entry: CatalogueEntry) -> DocumentSource:
 
 def _files_below(folder: Path) -> tuple[Path, ...]:
     """Every file below the folder in sorted order, without hidden ones and binary ones (except .parquet)."""
-    found: list[Path] = []
+    files: list[Path] = []
     for root, inner, names in os.walk(folder):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
-        found += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
-    text = tuple(path for path in found if path.suffix.lower() in TABLES or not looks_binary(path))
+        files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
+    text = tuple(path for path in files if path.suffix.lower() in TABLES or not looks_binary(path))
     if not text:
-        kinds = f"{len(found)} binary files" if found else "no files"
+        kinds = f"{len(files)} binary files" if files else "no files"
         raise UsageError(f"{folder}: {kinds} and no text", fix="give a folder of .txt, .jsonl or .parquet files")
     return text
 

@@ -57,18 +57,18 @@ def described_functions(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _torch_folder() -> Path:
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         raise ModuleNotFoundError("torch has no folder of sources")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def _sources(root: Path) -> list[Path]:
-    found = []
+    files = []
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(set(inner) - PASSED_OVER)
-        found += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
-    return found
+        files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
+    return files
 
 
 def _name_hash(path: Path) -> bytes:

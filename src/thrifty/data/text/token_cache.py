@@ -65,7 +65,7 @@ def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str])
 
 
 def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str], pairs: bool, folder: Path) -> None:
-    given = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
+    own_tokenizer = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
     pieces = _pieces_of_pairs if pairs else _whole
     split = plan_split(source.documents(), settings.held_out, settings.source)
     if split.longest is not None and pairs:  # what cuts a text in two would cut a pair in two
@@ -74,7 +74,7 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
             fix="give more pairs, or raise data.held_out",
         )
     texts = (piece for text in split.sample(source.documents(), TRAINING_TEXT) for piece in pieces(text))
-    tokenizer = given or train_tokenizer(texts, settings.vocabulary, special)
+    tokenizer = own_tokenizer or train_tokenizer(texts, settings.vocabulary, special)
     with build_folder(folder) as aside:
         tokenizer.save(aside / TOKENIZER)
         streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)

@@ -127,18 +127,18 @@ class _ScoringRuns:
         """What one run makes of all examples."""
         began, by = time.monotonic(), self.scoring.by
         if self.scoring.trained:
-            found, sight = trained_and_scored(prepared, by, self.steps, seed, self.clusters, self.say)
+            scores, sight = trained_and_scored(prepared, by, self.steps, seed, self.clusters, self.say)
         else:
             named = Path(self.scoring.embed_with) if self.scoring.embed_with else None
-            found, sight = scored_by(named, self.recipe, prepared, by, self.clusters)
-        if not found.isfinite().all():
+            scores, sight = scored_by(named, self.recipe, prepared, by, self.clusters)
+        if not scores.isfinite().all():
             raise ThriftyError(
-                f"the run with seed {seed} gave {int((~found.isfinite()).sum())} scores that are not finite",
+                f"the run with seed {seed} gave {int((~scores.isfinite()).sum())} scores that are not finite",
                 fix="lower the learning rate of the recipe, or score earlier: --steps",
             )
         flops, seconds = self.step_flops * self.steps + sight.flops, time.monotonic() - began
         facts = replace(self.facts, seeds=(seed,), flops=flops, seconds=seconds)
-        return ExampleScores(found, found[None], facts, prepared.data.train.example_index().labels, sight.guesses)
+        return ExampleScores(scores, scores[None], facts, prepared.data.train.example_index().labels, sight.guesses)
 
     def check(self, prepared: PreparedRun) -> None:
         """Raises UsageError where the examples cannot be scored so."""

@@ -101,14 +101,14 @@ def _suspects(scores: ExampleScores, data: RunData) -> list[ExampleCard]:
 
 def _suspects_by_label(scores: ExampleScores, data: RunData) -> list[tuple[str, int, list[ExampleCard]]]:
     """For each label the most suspicious examples that carry it, and how many there are."""
-    numbers, found = suspicious(scores), []
+    numbers, groups = suspicious(scores), []
     if scores.labels is None:
         return []
     own = scores.labels[numbers]
     for label in own.unique().tolist():
         these = numbers[own == label]
-        found.append((scores.label(label), len(these), _cards(scores, data, these[:OF_A_LABEL])))
-    return found
+        groups.append((scores.label(label), len(these), _cards(scores, data, these[:OF_A_LABEL])))
+    return groups
 
 
 def _border(
@@ -118,14 +118,14 @@ def _border(
     if kept is None:
         return []
     by_score = kept[order]
-    found = []
+    groups = []
     for name, first in (("Kept, with the highest scores", True), ("Kept, with the lowest scores", False)):
         numbers = order[by_score] if first else order[by_score].flip(0)
-        found.append((name, _cards(scores, data, numbers[:OF_A_LABEL])))
+        groups.append((name, _cards(scores, data, numbers[:OF_A_LABEL])))
     for name, first in (("Left out, with the highest scores", True), ("Left out, with the lowest scores", False)):
         numbers = order[~by_score] if first else order[~by_score].flip(0)
-        found.append((name, _cards(scores, data, numbers[:OF_A_LABEL])))
-    return [(name, cards) for name, cards in found if cards]
+        groups.append((name, _cards(scores, data, numbers[:OF_A_LABEL])))
+    return [(name, cards) for name, cards in groups if cards]
 
 
 def _cards(scores: ExampleScores, data: RunData, numbers: Tensor) -> list[ExampleCard]:

@@ -45,7 +45,7 @@ class ScoringContext:
     def scores_of(self, score: Callable[[Prediction, Batch], Tensor]) -> Tensor:
         """What `score` makes of the predictions (n,); what a classifier would have answered is left in `guesses`."""
         self.model.eval()
-        found, seen = [], []
+        scores, seen = [], []
         for number, batch in enumerate(self.batches()):
             if number == 0:
                 with StepTrace() as trace:
@@ -53,11 +53,11 @@ class ScoringContext:
                 self.flops += trace.flops * self.examples.examples / len(batch)
             else:
                 prediction = self.objective.predict(self.model, batch)
-            found.append(score(prediction, batch).float().cpu())
+            scores.append(score(prediction, batch).float().cpu())
             if "labels" in batch.fields:
                 seen.append(_answers(prediction.logits.float().softmax(-1), batch["labels"]))
         self.guesses = PredictedLabels(*map(torch.cat, zip(*seen, strict=True))) if seen else None
-        return torch.cat(found)
+        return torch.cat(scores)
 
 
 def _answers(share: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,23 +119,23 @@ def grand(sight: ScoringContext) -> Tensor:
     def loss_of(parameters: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> Tensor:
         return functional_call(asked, dict(parameters), (fields,))
 
-    found: list[Tensor] = []
+    chunks: list[Tensor] = []
     batched = True
     for batch in sight.batches():
         if batched:
             try:
                 with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-                    found.append(example_scores.grand(loss_of, learning, batch.fields, chunk).cpu())
+                    chunks.append(example_scores.grand(loss_of, learning, batch.fields, chunk).cpu())
                 continue
             except torch.cuda.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                if found:
+                if chunks:
                     raise
                 batched = False
                 sight.say(f"torch.func cannot batch this model ({str(error).splitlines()[0]}): one example at a time")
-        found.append(_one_at_a_time(asked, list(learning.values()), batch))
-    scores = torch.cat(found)
+        chunks.append(_one_at_a_time(asked, list(learning.values()), batch))
+    scores = torch.cat(chunks)
     before = sight.flops
     sight.scores_of(lambda prediction, batch: batch.weight)
     sight.flops += 3 * (sight.flops - before)  # a backward pass costs two forward ones
@@ -154,7 +154,7 @@ def _one_at_a_time(asked: _ExampleLoss, learning: list[nn.Parameter], batch: Bat
 
 def prototype(sight: ScoringContext) -> Tensor:
     """The cosine distance of an example's embedding, which is what the model's head is given, to its k-means centre."""
-    head, given = getattr(sight.model, "head", None), []
+    head, hidden_states = getattr(sight.model, "head", None), []
     if not isinstance(head, nn.Module):
         raise UsageError(
             f"{type(sight.model).__name__} keeps no head apart, whose input could be an example's embedding",
@@ -163,12 +163,12 @@ def prototype(sight: ScoringContext) -> Tensor:
     kept: list[Tensor] = []
 
     def embed(prediction: Prediction, batch: Batch) -> Tensor:
-        hidden = given.pop() if prediction.hidden is None else prediction.hidden
+        hidden = hidden_states.pop() if prediction.hidden is None else prediction.hidden
         kept.append(hidden.float().flatten(1, -2).mean(1).cpu() if hidden.ndim > 2 else hidden.float().cpu())
-        given.clear()
+        hidden_states.clear()
         return batch.weight
 
-    handle = head.register_forward_pre_hook(lambda module, inputs: given.append(inputs[0]))
+    handle = head.register_forward_pre_hook(lambda module, inputs: hidden_states.append(inputs[0]))
     try:
         sight.scores_of(embed)
     finally:

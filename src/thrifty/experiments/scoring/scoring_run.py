@@ -56,9 +56,9 @@ def scored_by(
     run = prepared.run
     seer = load_embedding_model(model, recipe, prepared.data).to(run.device) if model else nn.Identity()
     sight = ScoringContext(seer, run.plain.objective, _examples(prepared.data), run.device, recipe.seed, clusters)
-    found = METHODS[by].score(sight)
+    scores = METHODS[by].score(sight)
     sight.guesses = None  # the model was not trained on these examples' labels
-    return found, sight
+    return scores, sight
 
 
 def _examples(data: RunData) -> EpochSource:

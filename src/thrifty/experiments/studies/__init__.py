@@ -29,11 +29,11 @@ def find(name: str) -> Callable[..., Study]:
 def make(name: str, assignments: Sequence[str] = ()) -> Study:
     """The study of this name, with parameters of its function set by `key=value`."""
     function = find(name)
-    hints, given = typing.get_type_hints(function), {}
+    hints, arguments = typing.get_type_hints(function), {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or key not in inspect.signature(function).parameters:
             known = inspect.signature(function).parameters
             raise UsageError(f"--set {assignment!r}: {name} has no setting {key!r}", fix=did_you_mean(key, known))
-        given[key] = convert(hints[key], toml_value(text), key)
-    return function(**given)
+        arguments[key] = convert(hints[key], toml_value(text), key)
+    return function(**arguments)

@@ -109,9 +109,9 @@ def measure(
     with torch.enable_grad():
         model = trained(seed, stories, steps, width, batch, tying)
     tests, counting = examples(tested, True), KeptSentenceCounter()
-    given = tests.fields(np.arange(tested))
+    fields = tests.fields(np.arange(tested))
     model.weigh = partial(approximated, searched, percent, counting)
-    right = model(given["inputs"]).argmax(-1) == given["labels"]
+    right = model(fields["inputs"]).argmax(-1) == fields["labels"]
     model.weigh = softmax_weights
     of_kinds = [right[torch.from_numpy(tests.kinds == kind)].float().mean() for kind in np.unique(tests.kinds)]
     return {

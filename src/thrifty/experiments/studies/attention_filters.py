@@ -117,12 +117,12 @@ def measure(
         trained = train_on_images(
             chosen, steps=steps, seed=seed, data="digits", depth=depth, width=width, patch=2, batch=batch, lr=2e-3
         )
-        found, net = trained.judged(497), trained.state.model
+        metrics, net = trained.judged(497), trained.state.model
         assert net is not None
         pixels = next(iter(trained.images.held_out.batches(16, 16)))["inputs"]
         return {
-            "loss": found["loss"],
-            "wrong": 100 * (1 - found["accuracy"]),
+            "loss": metrics["loss"],
+            "wrong": 100 * (1 - metrics["accuracy"]),
             "density": 100 * density_of(net, pixels),
             "seconds": trained.seconds,
         }

@@ -63,11 +63,11 @@ def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
 def chosen(method: ScalingMethod, rate: float, coefficient: float, base_batch: int, batch: int) -> list[Technique]:
     """The optimizer at the base rate, and what scales that rate."""
     settings = {"lr": rate} | ({"trust_coefficient": coefficient} if method.optimizer is Lars else {})
-    found: list[Technique] = [build(method.optimizer, settings)]
+    techniques: list[Technique] = [build(method.optimizer, settings)]
     if method.rule:
         warmup = method.warmup * TRAIN // batch
-        found.append(ScaleLearningRate(base_batch=base_batch, rule=method.rule, warmup=warmup))
-    return found
+        techniques.append(ScaleLearningRate(base_batch=base_batch, rule=method.rule, warmup=warmup))
+    return techniques
 
 
 @torch.no_grad()
@@ -89,8 +89,8 @@ def measure(
 ) -> dict[str, float]:
     """A perceptron trained on handwritten digits for some epochs of batches of this size."""
     plain = BaseRun(lambda: perceptron(hidden, seed), DigitEpochs("train", batch, seed), Classification())
-    found = chosen(METHODS[method], rate, coefficient, base_batch, batch)
-    run = compose(plain, found, max(1, epochs * TRAIN // batch))
+    techniques = chosen(METHODS[method], rate, coefficient, base_batch, batch)
+    run = compose(plain, techniques, max(1, epochs * TRAIN // batch))
     state = run.start()
     try:
         for _ in train(run, state, seed):

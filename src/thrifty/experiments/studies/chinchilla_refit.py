@@ -60,14 +60,14 @@ def factor(ratio: float, other: float) -> float:
 
 def measure(seed: int, reduction: Reduction, starts: Starts, noise: float, per_budget: int) -> dict[str, float]:
     """What one fit makes of one set of runs."""
-    found = fit(isoflop_runs(BEST.law, per_budget, noise, seed), STARTS[starts], PROCEDURES[reduction])
-    numbers = sizing(found.law)
-    ratio, rounded = (law.optimal(GOPHER).tokens_per_parameter for law in (found.law, as_printed(found.law)))
+    law_fit = fit(isoflop_runs(BEST.law, per_budget, noise, seed), STARTS[starts], PROCEDURES[reduction])
+    numbers = sizing(law_fit.law)
+    ratio, rounded = (law.optimal(GOPHER).tokens_per_parameter for law in (law_fit.law, as_printed(law_fit.law)))
     return numbers | {
         "off_by": factor(ratio, BEST.law.optimal(GOPHER).tokens_per_parameter),
         "rounding": factor(ratio, rounded),
-        "agreeing": found.agreeing / found.starts,
-        "residual": found.residual,
+        "agreeing": law_fit.agreeing / law_fit.starts,
+        "residual": law_fit.residual,
     }
 
 

@@ -44,14 +44,14 @@ LOOK = 2
 """Steps between two looks at what has been forgotten."""
 
 
-def gradient_norms(model: nn.Module, given: FixedImages) -> Tensor:
+def gradient_norms(model: nn.Module, data: FixedImages) -> Tensor:
     """GraNd of every example (n,)."""
 
     def loss(parameters: Fields, example: Fields) -> Tensor:
         logits = functional_call(model, dict(parameters), (example["inputs"][None],))
         return F.cross_entropy(logits, example["labels"][None])
 
-    return grand(loss, dict(model.named_parameters()), {"inputs": given.images, "labels": given.labels}, chunk=100)
+    return grand(loss, dict(model.named_parameters()), {"inputs": data.images, "labels": data.labels}, chunk=100)
 
 
 @cache
@@ -59,30 +59,30 @@ def scores_of_runs(
     seed: int, wrong: float, networks: int, scored_after: int, width: int, steps: int, batch: int
 ) -> dict[str, Tensor]:
     """By kind of score, those of each network (r, n); of prototypes and inputs there is one row."""
-    given, _ = with_wrong_labels(wrong, seed)
-    everything, found = torch.arange(len(given)), {name: [] for name in ("EL2N", TRAINED, BEGUN, "forgetting")}
+    data, _ = with_wrong_labels(wrong, seed)
+    everything, by_method = torch.arange(len(data)), {name: [] for name in ("EL2N", TRAINED, BEGUN, "forgetting")}
     for network in range(networks):
-        counter = ForgettingCounter(len(given))
+        counter = ForgettingCounter(len(data))
         own_seed = seed_of(f"data diet/{seed}/{network}")
-        training = in_training(partial(perceptron, width, own_seed), given, steps=steps, batch=batch, seed=own_seed)
+        training = in_training(partial(perceptron, width, own_seed), data, steps=steps, batch=batch, seed=own_seed)
         with closing(training) as states:
             for step, model in states:
                 if step == 0:
-                    found[BEGUN].append(gradient_norms(model, given))
+                    by_method[BEGUN].append(gradient_norms(model, data))
                 if step % LOOK == 0:
                     with torch.no_grad():
-                        logits = model(given.images)
-                    counter.update(everything, logits.argmax(1) == given.labels)
+                        logits = model(data.images)
+                    counter.update(everything, logits.argmax(1) == data.labels)
                 if step == scored_after:
                     break
-        found["EL2N"].append(el2n(model(given.images), given.labels))
-        found[TRAINED].append(gradient_norms(model, given))
-        found["forgetting"].append(counter.scores())
-    scores = {name: torch.stack(rows) for name, rows in found.items()}
+        by_method["EL2N"].append(el2n(model(data.images), data.labels))
+        by_method[TRAINED].append(gradient_norms(model, data))
+        by_method["forgetting"].append(counter.scores())
+    scores = {name: torch.stack(rows) for name, rows in by_method.items()}
     with torch.no_grad():
-        embedded = model[:-1](given.images)  # type: ignore[index]
+        embedded = model[:-1](data.images)  # type: ignore[index]
     scores["prototype"] = prototype_distance(embedded, CLASSES, seed)[None]
-    scores["input norm"] = input_norms(PixelStandardizer()(given.images))[None]
+    scores["input norm"] = input_norms(PixelStandardizer()(data.images))[None]
     return scores
 
 
@@ -111,19 +111,19 @@ def measure(
     batch: int,
 ) -> dict[str, float]:
     """What a network learns of the kept examples; or of the scores, how they agree with one another."""
-    given, flipped = with_wrong_labels(wrong, seed)
+    data, flipped = with_wrong_labels(wrong, seed)
     if way == ALL:
-        kept = torch.arange(len(given))
+        kept = torch.arange(len(data))
     elif way == "random":
         generator = keyed_generator(f"data diet/{seed}/kept")
-        kept = torch.randperm(len(given), generator=generator)[: round(share * len(given))]
+        kept = torch.randperm(len(data), generator=generator)[: round(share * len(data))]
     else:
         scores = scores_of_runs(seed, wrong, networks, scored_after, width, steps, batch)
         if way == SCORES:
             return agreement(scores, flipped)
         kind, _, rule = way.partition(", ")
         kept = chosen(scores[kind].mean(0), rule, share, offset)
-    part = FixedImages(given.images[kept], given.labels[kept])
+    part = FixedImages(data.images[kept], data.labels[kept])
     with closing(in_training(partial(perceptron, width, seed), part, steps=steps, batch=batch, seed=seed)) as states:
         *_, (_, model) = states
     return {"accuracy": accuracy(model), "wrong_labels": float(flipped[kept].sum())}

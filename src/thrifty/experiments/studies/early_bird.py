@@ -73,10 +73,10 @@ def measure(seed: int, kind: Kind, depth: int, width: int, length: int, batch: i
     run = compose(plain, [*techniques, bird], steps)
     state, curve = search(run, seed)
     drawn = state.log[-1]
-    found = _numbers(trained(lambda: slimmed(build(), drawn.decision["kept"]), techniques))
+    numbers = _numbers(trained(lambda: slimmed(build(), drawn.decision["kept"]), techniques))
     near = [step for step, distance in curve if distance < NEAR]
     return {
-        **found,
+        **numbers,
         "drawn_at": drawn.step / steps,
         "near_at": near[0] / steps if near else 1.0,
         "search_seconds": state.counters["seconds"],

@@ -116,10 +116,10 @@ def measure(
             pass
     assert state.model is not None
     vectors = embed_pairs(state.model, pairs.held_out.batches(len(pairs.held_out), 256), CPU)
-    found, chance = retrieval(*vectors), chance_retrieval(vectors[2])
+    recalls, chance = retrieval(*vectors), chance_retrieval(vectors[2])
     return {
-        "recall_10": 50 * (found["captions R@10"] + found["images R@10"]),
-        "recall_1": 50 * (found["captions R@1"] + found["images R@1"]),
+        "recall_10": 50 * (recalls["captions R@10"] + recalls["images R@10"]),
+        "recall_1": 50 * (recalls["captions R@1"] + recalls["images R@1"]),
         "chance_10": 100 * chance["captions R@10"],
         "steps": steps,
         "step_flops": flops,

@@ -46,10 +46,10 @@ def classifier(sizes: tuple[int, ...], seed: int) -> nn.Module:
     return nn.Sequential(*modules[:-1])
 
 
-def trained(given: FixedImages, classes: int, width: int, steps: int, until: int, batch: int, seed: int) -> nn.Module:
+def trained(data: FixedImages, classes: int, width: int, steps: int, until: int, batch: int, seed: int) -> nn.Module:
     """A classifier after the first `until` steps of a run of `steps`."""
-    build = partial(classifier, (given.images.shape[1], width, width, classes), seed)
-    with closing(in_training(build, given, steps=steps, batch=batch, seed=seed)) as states:
+    build = partial(classifier, (data.images.shape[1], width, width, classes), seed)
+    with closing(in_training(build, data, steps=steps, batch=batch, seed=seed)) as states:
         return next(model for step, model in states if step == until)
 
 

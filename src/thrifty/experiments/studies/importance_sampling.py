@@ -81,8 +81,8 @@ def measure(
         done = go(task.source.subset(ExampleSubset(kept)), steps=max(1, round(full_steps - spent)))
         done = replace(done, work=done.work + spent)
     batches = task.held_out.batches(TESTED, 64)
-    found = evaluate(done.model, task.objective, map(task.objective.examples, batches), CPU)
-    numbers = {**found, "steps": done.steps, "work": done.work / full_steps}
+    metrics = evaluate(done.model, task.objective, map(task.objective.examples, batches), CPU)
+    numbers = {**metrics, "steps": done.steps, "work": done.work / full_steps}
     if way == "sampled":
         numbers |= {"opened": done.opened, "tau": done.tau}
     return numbers | (gains(done.model, task) if way == "uniform" else {})

@@ -54,8 +54,8 @@ def optima(budgets: Sequence[float], cells: Cells) -> Cells:
     for flops in budgets:
         valley = find_valley(runs[flops])
         if isinstance(valley, IsoFlopParabola):
-            found = {"optimal_parameters": valley.parameters, "flops": valley.flops, "loss": valley.loss}
-            rows[_optimum(flops)] = found
+            optimum = {"optimal_parameters": valley.parameters, "flops": valley.flops, "loss": valley.loss}
+            rows[_optimum(flops)] = optimum
     if len(rows) > 1:
         rows[EXPONENT] = {"exponent": fit_optima([run for group in runs.values() for run in group]).exponent}
     return rows

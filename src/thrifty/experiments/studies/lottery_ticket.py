@@ -84,8 +84,8 @@ def round_of(number: int, seed: int, prune: float, width: int, steps: int, batch
 
 
 def measure(seed: int, kind: Kind, rounds: int, prune: float, width: int, steps: int, batch: int) -> dict[str, float]:
-    found = round_of(rounds, seed, prune, width, steps, batch)
-    return (found if kind == "ticket" else trained(found.masks, kind, seed, width, steps, batch)).numbers
+    ticket = round_of(rounds, seed, prune, width, steps, batch)
+    return (ticket if kind == "ticket" else trained(ticket.masks, kind, seed, width, steps, batch)).numbers
 
 
 def lottery_ticket(

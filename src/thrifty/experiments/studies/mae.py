@@ -63,11 +63,11 @@ def measure(
     """What classifiers come to that start from an autoencoder trained so, from first values where `rate` is 0; and the
     pace of such an autoencoder."""
     sizes = AutoencoderSizes(patch, depth, width, decoder_depth=2, decoder_width=width // 2)
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     if rate:
-        start, found["seconds"] = pretrained(sizes, data, rate, blanks, steps, batch, 2e-3, seed)
+        start, numbers["seconds"] = pretrained(sizes, data, rate, blanks, steps, batch, 2e-3, seed)
         larger = EncoderPace(PACED, side, 8, rate, dropping(blanks))
-        found |= larger.flops() | larger.gains(EncoderPace(PACED, side, 8, rate, []), paced)
+        numbers |= larger.flops() | larger.gains(EncoderPace(PACED, side, 8, rate, []), paced)
     else:
         ends = LabelledImages.of(data, labels[0], batch, seed).images.ends
         start = sizes.autoencoder(seed, ends.side, ends.channels)
@@ -75,8 +75,8 @@ def measure(
         few = LabelledImages.of(data, count, batch, seed, AugmentationSettings(crop=1))
         for name, techniques in (("tuned", adamw(TUNED_LR)), ("probe", [*adamw(PROBE_LR), HeadOnly()])):
             state, objective = tuned(start, few, techniques, "patches", tuning, seed)
-            found[f"{name}_{count}"] = few.accuracy(state, objective, tested)
-    return found
+            numbers[f"{name}_{count}"] = few.accuracy(state, objective, tested)
+    return numbers
 
 
 def mae(

@@ -36,10 +36,10 @@ def measure(
         steps=steps, seed=seed, data=data, depth=depth, width=width, patch=patch, batch=batch, lr=1e-3,
     )  # fmt: skip
     patches = [(trained.run.source.rows(step, 0, 1)["inputs"].shape[-1] // patch) ** 2 for step in range(steps)]
-    found = trained.judged(tested)
+    metrics = trained.judged(tested)
     return {
-        "accuracy": found["accuracy"],
-        "loss": found["loss"],
+        "accuracy": metrics["accuracy"],
+        "loss": metrics["loss"],
         "patches": fmean(patches),
         "seconds": trained.seconds,
     }

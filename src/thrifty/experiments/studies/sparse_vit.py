@@ -67,10 +67,10 @@ def measure(
     )  # fmt: skip
     grows = method in ("RigL", SKIPPING)
     moves = sum(1 for step in range(1, round(0.8 * steps)) if step % every == 0) if grows else 0
-    found = trained.judged(tested)
+    metrics = trained.judged(tested)
     return {
-        "accuracy": 100 * found["accuracy"],
-        "loss": found["loss"],
+        "accuracy": 100 * metrics["accuracy"],
+        "loss": metrics["loss"],
         "flops": 100 * share_of_flops(trained, moves, steps),
         "seconds": trained.seconds,
     }

@@ -54,8 +54,8 @@ def measure(
     output = (torch.randint(0, 2, (width,), generator=generator) * 2.0 - 1) / math.sqrt(width)
     weight, on_at_start = start.clone(), forward(x, start, output)[1]
     for step in range(most_steps + 1):
-        found, on = forward(x, weight, output)
-        error = found - labels
+        outputs, on = forward(x, weight, output)
+        error = outputs - labels
         loss = float(error.square().mean() / 2)
         if loss <= goal or step == most_steps:
             break

@@ -165,12 +165,12 @@ class EncoderPace:
     def gains(self, other: "EncoderPace", rounds: int) -> dict[str, float]:
         """How many times as fast as another step and encoder: the medians over rounds, after a first that does not
         count, in each of which both take their turn."""
-        found = {}
+        medians = {}
         for part in ("step", "encoder"):
             mine, theirs = getattr(self, part), getattr(other, part)
             ratios = [_seconds(theirs) / _seconds(mine) for _ in range(1 + rounds)]
-            found[f"{part}_gain"] = statistics.median(ratios[1:])
-        return found
+            medians[f"{part}_gain"] = statistics.median(ratios[1:])
+        return medians
 
 
 class RepeatedBatch(BatchSource):

@@ -174,17 +174,17 @@ def make_stories(count: int, held_out: bool, seed: int = 0) -> StoryExamples:
     """The first `count` stories of a seed that are, or are not, held out."""
     inputs = np.zeros((count, SENTENCES + 1, SENTENCE), np.uint8)
     labels, kinds = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
-    found = number = 0
-    while found < count:
+    example = number = 0
+    while example < count:
         each = story(seed, number)
         number += 1
         if each.is_held_out != held_out:
             continue
         for row, sentence in (*enumerate(each.sentences), (SENTENCES, each.question)):
             numbers = [word_numbers()[word] for word in sentence.split()]
-            inputs[found, row, : len(numbers)] = numbers
-        labels[found], kinds[found] = word_numbers()[each.answer], KINDS.index(each.kind)
-        found += 1
+            inputs[example, row, : len(numbers)] = numbers
+        labels[example], kinds[example] = word_numbers()[each.answer], KINDS.index(each.kind)
+        example += 1
     return StoryExamples(inputs, labels, kinds)
 
 

@@ -70,9 +70,9 @@ class SelectionTask:
 def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: int, windows: int) -> SelectionTask:
     """Digits, or so many windows of the source code of the running standard library as bytes."""
     if data == "digits":
-        found = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
+        dataset = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
         return SelectionTask(
-            Classification(), found.train, found.train.example_index().count, found.held_out, depth, width, 0
+            Classification(), dataset.train, dataset.train.example_index().count, dataset.held_out, depth, width, 0
         )
     text, held_out = source_text()
     source = PackedTokens(text[: windows * length + 1], length, batch, seed)

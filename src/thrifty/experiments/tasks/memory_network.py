@@ -94,8 +94,8 @@ class MemoryNetwork(nn.Module):
         ]
         for hop in range(self.hops):
             reads, gives = memories[hop : hop + 2] if adjacent else memories
-            found = torch.einsum("bn,bnd->bd", self.weigh(state, reads, there), gives)
-            state = found + (state if adjacent else state @ self.between.T)
+            retrieved = torch.einsum("bn,bnd->bd", self.weigh(state, reads, there), gives)
+            state = retrieved + (state if adjacent else state @ self.between.T)
         return state @ (self.words[-1] if adjacent else self.answer).T
 
     def gaps(self, there: Tensor) -> Tensor | None:

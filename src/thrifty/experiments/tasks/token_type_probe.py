@@ -49,7 +49,7 @@ def places(length: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
     """Bytes (n, length) and the kind (n,) of the letter in their middle: to learn from, and of other files to be tested
     on; as many of each kind."""
     ordered = sorted(python_files(TEXT_BYTES), key=lambda path: seed_of(path.name))
-    files = [found for path in ordered[: 2 * FILES] if len((found := token_types(path))[0])]
+    files = [types for path in ordered[: 2 * FILES] if len((types := token_types(path))[0])]
     random, half, parts = np.random.default_rng(seed), length // 2, []
     for own, wanted in zip((files[::2], files[1::2]), PLACES, strict=True):
         text, kind = (np.concatenate(each) for each in zip(*own, strict=True))

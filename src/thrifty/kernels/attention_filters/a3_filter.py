@@ -80,13 +80,13 @@ def a3_candidates(q: Tensor, k: Tensor, share: float, visible: Tensor) -> Tensor
     visible = visible.expand(b, h, t, k.shape[2])
     queries, seen = q.flatten(0, 2), visible.flatten(0, 2)
     rounds = (seen.sum(-1) * share).ceil().long()
-    found, step = [], max(PRODUCTS // max(k.shape[2] * width, 1), 1)
+    candidates, step = [], max(PRODUCTS // max(k.shape[2] * width, 1), 1)
     keys = k.flatten(0, 1)
     for start in range(0, len(queries), step):
         part = slice(start, start + step)
         own = torch.arange(start, min(start + step, len(queries)), device=q.device) // t
-        found.append(greedy_scores(queries[part], keys[own], rounds[part], seen[part]) > 0)
-    return torch.cat(found).view(b, h, t, -1) & visible
+        candidates.append(greedy_scores(queries[part], keys[own], rounds[part], seen[part]) > 0)
+    return torch.cat(candidates).view(b, h, t, -1) & visible
 
 
 def post_scored(candidates: Tensor, scores: Tensor, percent: float) -> Tensor:

@@ -47,9 +47,9 @@ def _sddmm_kernel(
         t = (first + tl.arange(0, tile)).to(tl.int64)
         of_row = left + t[None, :] * outputs + row + lane[:, None]
         of_column = right + t[:, None] * inputs + column + lane[None, :]
-        given = tl.load(of_row, mask=t[None, :] < tokens, other=0.0)
+        row_values = tl.load(of_row, mask=t[None, :] < tokens, other=0.0)
         taken = tl.load(of_column, mask=t[:, None] < tokens, other=0.0)
-        total += tl.dot(given, taken, input_precision="ieee")
+        total += tl.dot(row_values, taken, input_precision="ieee")
     place = p.to(tl.int64) * block * block + lane[:, None] * block + lane[None, :]
     tl.store(values + place, total.to(values.dtype.element_ty))
 
@@ -60,8 +60,8 @@ def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tenso
     y = x.new_empty(tokens, rows * block)
     if y.numel():
         grid = (rows, triton.cdiv(tokens, TOKENS))
-        given = x, values.contiguous(), starts, columns, x if bias is None else bias, y
-        _spmm_kernel[grid](*given, tokens, inputs, rows * block, bias is not None, block, TOKENS)
+        tensors = x, values.contiguous(), starts, columns, x if bias is None else bias, y
+        _spmm_kernel[grid](*tensors, tokens, inputs, rows * block, bias is not None, block, TOKENS)
     return y
 
 

@@ -11,5 +11,5 @@ PRODUCTS = NativeLibrary(sparse_products_cpp.SOURCE + spgemm_cpp.SOURCE, "-ffp-c
 
 def native(*tensors: Tensor | None) -> bool:
     """Whether products of these tensors run in compiled code: float32 on a processor, with a compiler."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in given) and PRODUCTS.is_there()
+    operands = [tensor for tensor in tensors if tensor is not None]
+    return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in operands) and PRODUCTS.is_there()

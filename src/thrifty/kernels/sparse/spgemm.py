@@ -33,8 +33,8 @@ def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
     if not _is_native(a, b):
         return spgemm_reference(a, b)
     left, right = _parts(a), _parts(b)
-    given = *_by_columns(left, a.shape[1]), *right, *b.shape
-    return _merged("spgemm_outer", given, _partial_products(left, right), a, b)
+    operands = *_by_columns(left, a.shape[1]), *right, *b.shape
+    return _merged("spgemm_outer", operands, _partial_products(left, right), a, b)
 
 
 def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
@@ -93,12 +93,12 @@ def _by_columns(parts: Sequence[Tensor], columns: int) -> tuple[Tensor, Tensor, 
 def _merged(name: str, arguments: Sequence[Tensor | int], counts: Tensor, a: Tensor, b: Tensor) -> Tensor:
     rooms = F.pad(counts.cumsum(0), (1, 0))
     columns, values = counts.new_empty(int(rooms[-1])), torch.empty(int(rooms[-1]), dtype=torch.float64)
-    found = torch.zeros_like(counts)
-    compiled_products.PRODUCTS.run(name, (*arguments, rooms, columns, values, found), len(counts))
-    starts = F.pad(found.cumsum(0), (1, 0))
+    merged_counts = torch.zeros_like(counts)
+    compiled_products.PRODUCTS.run(name, (*arguments, rooms, columns, values, merged_counts), len(counts))
+    starts = F.pad(merged_counts.cumsum(0), (1, 0))
     closed = columns.new_empty(int(starts[-1])), values.new_empty(int(starts[-1]))
     compiled_products.PRODUCTS.run("spgemm_close_up", (rooms, columns, values, starts, *closed), len(counts))
-    return _csr(found, *closed, a, b)
+    return _csr(merged_counts, *closed, a, b)
 
 
 def _csr(counts: Tensor, columns: Tensor, values: Tensor, a: Tensor, b: Tensor) -> Tensor:

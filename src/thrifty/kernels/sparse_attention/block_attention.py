@@ -72,8 +72,8 @@ def _attention(
             probability = scores.sub_(largest).exp_()
             total = probability.sum(-1, keepdim=True)
             values = work.v.index_select(0, chunk.keys).view(len(chunk.rows), -1, v.shape[-1])
-            found = torch.bmm(probability.to(v.dtype), values).to(total.dtype)
-            output[chunk.rows] = found.div_(total.clamp(min=torch.finfo(total.dtype).tiny)).to(v.dtype)
+            weighted = torch.bmm(probability.to(v.dtype), values).to(total.dtype)
+            output[chunk.rows] = weighted.div_(total.clamp(min=torch.finfo(total.dtype).tiny)).to(v.dtype)
             lse[chunk.rows] = torch.where(total > 0, largest + total.log(), 0.0).squeeze(-1)
         return from_blocks(output, work), from_blocks(lse[..., None], work)
 
@@ -111,10 +111,10 @@ def _attention_backward(
         for chunk in chunks(work):
             n = len(chunk.keys)
             probability = chunk.scores.sub_(sums[chunk.rows]).exp_()
-            given = of_out.index_select(0, chunk.rows)
+            upstream = of_out.index_select(0, chunk.rows)
             values = work.v.index_select(0, chunk.keys).view(len(chunk.rows), -1, v.shape[-1])
-            _add(of_v, chunk.keys, torch.bmm(probability.to(v.dtype).transpose(1, 2), given).view(n, block, -1))
-            of_scores = torch.bmm(given, values.transpose(1, 2)).to(sums.dtype)
+            _add(of_v, chunk.keys, torch.bmm(probability.to(v.dtype).transpose(1, 2), upstream).view(n, block, -1))
+            of_scores = torch.bmm(upstream, values.transpose(1, 2)).to(sums.dtype)
             del values
             of_scores = of_scores.sub_(shared[chunk.rows]).mul_(probability).mul_(scale).to(q.dtype)
             keys = work.k.index_select(0, chunk.keys).view(len(chunk.rows), -1, k.shape[-1])

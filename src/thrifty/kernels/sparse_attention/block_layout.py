@@ -112,9 +112,9 @@ def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
         sequence = chosen // rows  # of b · G
         key_head = (sequence // heads) * shared + (sequence % heads) * shared // heads
         keys = (key_head[:, None] * columns + own).flatten()
-        held = work.k.index_select(0, keys).view(len(chosen), -1, work.k.shape[-1])
-        scores = torch.bmm(work.q.index_select(0, chosen), held.transpose(1, 2))
-        del held
+        key_blocks = work.k.index_select(0, keys).view(len(chosen), -1, work.k.shape[-1])
+        scores = torch.bmm(work.q.index_select(0, chosen), key_blocks.transpose(1, 2))
+        del key_blocks
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(work.scale)
         _hide(work, scores, chosen, own)
         yield RowChunk(chosen, own, keys, scores)

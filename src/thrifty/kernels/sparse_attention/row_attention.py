@@ -115,11 +115,11 @@ def _attention_backward(
     with torch.autocast(q.device.type, enabled=False):
         for at, of_keys, pattern in _heads(q, k, keep):
             row = _row_of(pattern)
-            queries, keys, values, given = (x.to(accurate) for x in (q[at], k[of_keys], v[of_keys], of_output[at]))
+            queries, keys, values, upstream = (x.to(accurate) for x in (q[at], k[of_keys], v[of_keys], of_output[at]))
             probability = _scores(queries, keys, pattern, scale).sub_(lse[at][row]).exp_()
-            shared = (given * output[at].to(accurate)).sum(-1)
-            of_scores = pattern.sddmm(given.T, values.T).sub_(shared[row]).mul_(probability).mul_(scale)
-            of_v[of_keys] += pattern.spmm_turned(given.T, pattern.turn(probability)).T
+            shared = (upstream * output[at].to(accurate)).sum(-1)
+            of_scores = pattern.sddmm(upstream.T, values.T).sub_(shared[row]).mul_(probability).mul_(scale)
+            of_v[of_keys] += pattern.spmm_turned(upstream.T, pattern.turn(probability)).T
             of_k[of_keys] += pattern.spmm_turned(queries.T, pattern.turn(of_scores)).T
             of_q[at] = pattern.spmm(keys.T, of_scores).T
     # a kernel gives tensors of its own: the sums themselves where their dtype is right

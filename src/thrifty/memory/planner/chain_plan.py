@@ -34,12 +34,12 @@ def chain_costs(blocks: Sequence[BlockCosts]) -> ChainCost | None:
     if not inside or len(stages) < len(inside):
         return None
     # a block's own input is the output of the one before it; what else it is given is there throughout
-    given = inside[0].tape.input_bytes + sum(
+    input_bytes = inside[0].tape.input_bytes + sum(
         max(block.tape.input_bytes - before.output, 0) for block, before in zip(inside[1:], stages, strict=False)
     )
     outside = max(rest.tape.input_bytes + rest.tape.saved_bytes - stages[-1].output, 0)
     end = ChainStageCost(0.0, 0.0, 0, outside, keeping=int(rest.temporary))
-    return ChainCost(given, (*stages, end))
+    return ChainCost(input_bytes, (*stages, end))
 
 
 def schedule_plan(blocks: Sequence[BlockCosts], budget: float) -> MemoryPlan | None:
@@ -59,11 +59,11 @@ def _schedules(chain: ChainCost, budget: int) -> list[list[ScheduledOperation]]:
     budget, which is theirs but for one moment, and for what is left of it at that moment."""
     end, alone = chain.stages[-1], replace(chain, stages=chain.stages[:-1])
     portions = max(MOST_PORTIONS // len(chain) ** 2, PORTIONS)
-    found = schedules_near(chain, budget, min(portions, 4 * PORTIONS))
+    schedules = schedules_near(chain, budget, min(portions, 4 * PORTIONS))
     for left in (budget, budget - end.saved - end.keeping):
         if left >= least_bytes(alone):
-            found += [add_chain_end(each) for each in schedules_near(alone, left, PORTIONS)]
-    return found
+            schedules += [add_chain_end(each) for each in schedules_near(alone, left, PORTIONS)]
+    return schedules
 
 
 def add_chain_end(operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:

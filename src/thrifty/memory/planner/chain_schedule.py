@@ -153,8 +153,8 @@ def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[Schedu
     one, and those for up to a fifth more in larger steps.
     """
     leanest = _LeastBytesTable(chain)
-    found = [_unrolled(chain, lambda first, last, room: (int(leanest.choices(first, last).argmin()), 0, 0), 0)]
-    found += [periodic_schedule(len(chain), every) for every in range(1, len(chain) + 1)]
+    schedules = [_unrolled(chain, lambda first, last, room: (int(leanest.choices(first, last).argmin()), 0, 0), 0)]
+    schedules += [periodic_schedule(len(chain), every) for every in range(1, len(chain) + 1)]
     unit = _unit(chain, bytes, slots)
     room = max(bytes // unit - -(-chain.input // unit), 0)
     more = room + room // 5
@@ -162,8 +162,8 @@ def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[Schedu
     near = range(room, min(room + 2 * len(chain), more + 1))
     for slots in (*near, *range(room, more + 1, max(1, room // 50))):
         if np.isfinite(fastest.time[0, len(chain) - 1, slots]):
-            found.append(_unrolled(chain, fastest.choose, slots))
-    return found
+            schedules.append(_unrolled(chain, fastest.choose, slots))
+    return schedules
 
 
 def _unit(chain: ChainCost, bytes: int, slots: int) -> int:

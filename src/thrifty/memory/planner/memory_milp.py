@@ -47,10 +47,10 @@ def fastest_plan(
     same costs give the same plan on a machine of any speed. A search that ends with none goes on to the first.
     """
     program = _Program(blocks, compression, link, ways)
-    found = program.solve(budget, gap)
-    if found is None:
+    solution = program.solve(budget, gap)
+    if solution is None:
         return None
-    chosen, seconds, distance = found
+    chosen, seconds, distance = solution
     return MemoryPlan(tuple(chosen), seconds, peak_of_ways(blocks, chosen, program.bits), distance)
 
 
@@ -92,21 +92,21 @@ class _Program:
         }
         end = {"node_limit": NODES} if self.offers.compression else {"time_limit": SECONDS}
         with suppress_stdout():
-            found = milp(**problem, options={"mip_rel_gap": gap} | end)
-            if found.x is None and found.status != INFEASIBLE:  # cut off before it found any: then the first there is
-                found = milp(**problem, options={"mip_rel_gap": np.inf})
-        if found.x is None:
+            result = milp(**problem, options={"mip_rel_gap": gap} | end)
+            if result.x is None and result.status != INFEASIBLE:  # cut off before it found any: then the first there is
+                result = milp(**problem, options={"mip_rel_gap": np.inf})
+        if result.x is None:
             return None
-        chosen = [block.chosen(found.x) for block in self.blocks]
-        return chosen, float(found.fun) * unit, float(found.mip_gap or 0.0)
+        chosen = [block.chosen(result.x) for block in self.blocks]
+        return chosen, float(result.fun) * unit, float(result.mip_gap or 0.0)
 
     def _needs(self, block: BlockColumns) -> None:
         """Of each item one way at most, and one at least where it is saved or needed."""
         for number, item in block.tape.items.items():
             ways, whole = block.ways[number], block.whole
             elsewhere = dict.fromkeys(block.away.get(number, {}).values(), 1.0)
-            held = dict.fromkeys(ways.values(), 1.0)
-            self._row(held | elsewhere | whole, 1.0 if item.saved else 0.0, 1.0)
+            kept = dict.fromkeys(ways.values(), 1.0)
+            self._row(kept | elsewhere | whole, 1.0 if item.saved else 0.0, 1.0)
             if item.saved:
                 self._row({ways[TensorAction.KEEP]: 1.0, block.planned: 1.0} | elsewhere | whole, 1.0, np.inf)
             if not item.storable:  # autograd itself can keep it, where nothing is planned

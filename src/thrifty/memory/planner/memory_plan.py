@@ -65,23 +65,25 @@ class BlockCosts:
         return sizes
 
 
-def costs_of(tape: OpTrace, held: BlockMemory, overheads: tuple[float, float]) -> BlockCosts:
+def costs_of(tape: OpTrace, memory: BlockMemory, overheads: tuple[float, float]) -> BlockCosts:
     """What a call of a block costs in each way, from seconds of Python for each operation."""
     one_by_one, as_a_whole = (each * len(tape.operations) for each in overheads)
     forward = sum(item.seconds for item in tape.items.values())
     repeatable = not tape.outside and all(item.repeatable for item in tape.items.values())
-    stage = in_seconds(held.stage, forward + as_a_whole) if held.stage and repeatable else None
+    stage = in_seconds(memory.stage, forward + as_a_whole) if memory.stage and repeatable else None
     again = forward + as_a_whole if stage is None else stage.stopped
     return BlockCosts(
         tape,
-        max([held.temporary, *(moment.bytes for moment in held.moments)]),
+        max([memory.temporary, *(moment.bytes for moment in memory.moments)]),
         one_by_one,
         forward,
         2 * forward,
         whole=again if repeatable else None,
         stage=stage,
-        making=held.stage.saved + held.stage.keeping + held.stage.output - tape.saved_bytes if held.stage else 0.0,
-        moments=held.moments,
+        making=memory.stage.saved + memory.stage.keeping + memory.stage.output - tape.saved_bytes
+        if memory.stage
+        else 0.0,
+        moments=memory.moments,
         streaming=overheads[1] * len(tape.handed),
     )
 

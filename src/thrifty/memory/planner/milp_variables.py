@@ -71,18 +71,18 @@ class BlockColumns:
         """By column, bytes that are there from its forward to its backward pass; and those that are in any case."""
         tape = self.tape
         beside = sum(tape.items[n].bytes for n in saved_items(tape)) - tape.saved_bytes
-        found = {self.planned: float(beside)} | dict.fromkeys(self.whole, float(beside))
+        coefficients = {self.planned: float(beside)} | dict.fromkeys(self.whole, float(beside))
         for number, ways in self.ways.items():
             size = tape.items[number].bytes
-            found |= {column: stored_bytes(tape, number, size, way, bits) for way, column in ways.items()}
+            coefficients |= {column: stored_bytes(tape, number, size, way, bits) for way, column in ways.items()}
         for owner, ways in self.away.items():
             for way, column in ways.items():
                 size = self.costs.movable[owner][way]
                 stays = -size if owner == INPUT else tape.items[owner].bytes - size  # an input is there in any case
-                found[column] = stays + stored_bytes(tape, owner, size, way, bits)
+                coefficients[column] = stays + stored_bytes(tape, owner, size, way, bits)
         if self.input is not None:
-            found[self.input] = -float(tape.movable_input)
-        return found, float(tape.input_bytes - beside)
+            coefficients[self.input] = -float(tape.movable_input)
+        return coefficients, float(tape.input_bytes - beside)
 
     def moments(self) -> list[tuple[dict[int, float], float]]:
         """For each moment at which its peak may be, bytes beside what is stored: by column, and in any case."""
@@ -95,16 +95,16 @@ class BlockColumns:
                 absent |= dict.fromkeys(ways.values(), -float(tape.items[number].saved_bytes))
         always, more = float(tape.saved_bytes), max(self.costs.making - self.costs.temporary, 0.0)
         making = {self.planned: more} | dict.fromkeys(self.whole, more)
-        found = [(again | back | absent | making, always + self.costs.temporary)]
+        rows = [(again | back | absent | making, always + self.costs.temporary)]
         if self.streamed is None:
-            return found
+            return rows
         for moment in self.costs.moments:
             row = dict(again | back | absent)
             for place in moment.here:
                 for way, column in self.away.get(handed[place].owner, {}).items():
                     if way is TensorAction.OFFLOAD or not handed[place].is_small:
                         row[column] = row.get(column, 0.0) + handed[place].bytes
-            found.append((row, always + moment.bytes))
+            rows.append((row, always + moment.bytes))
             nearer: list[int] = []
             for place in moment.next:
                 carried = self.away.get(handed[place].owner, {}).get(TensorAction.OFFLOAD)
@@ -115,18 +115,18 @@ class BlockColumns:
                     underway = dict(row)
                     for column, share in [(carried, size), *((each, -size) for each in nearer)]:
                         underway[column] = underway.get(column, 0.0) + share
-                    found.append((underway, always + moment.bytes))
+                    rows.append((underway, always + moment.bytes))
                 nearer.append(carried)
-        return found
+        return rows
 
     def coming(self) -> dict[int, float]:
         """By column, bytes that may come back while the block behind it is still at work."""
-        found = {
+        coefficients = {
             ways[TensorAction.OFFLOAD]: float(self.tape.items[n].bytes)
             for n, ways in self.ways.items()
             if TensorAction.OFFLOAD in ways
         }
-        return found if self.input is None else found | {self.input: float(self.tape.movable_input)}
+        return coefficients if self.input is None else coefficients | {self.input: float(self.tape.movable_input)}
 
     def moved(self) -> dict[int, float]:
         """By column, bytes that go over the link."""

@@ -38,18 +38,18 @@ RECOMPUTE = AllowedActions()
 
 def least_peak(blocks: Sequence[BlockCosts], allowed: AllowedActions = RECOMPUTE) -> float:
     """Bytes at the peak when as much is given up as is allowed, in the way that leaves least."""
-    found = []
+    peaks = []
     if allowed.recompute:
-        found.append(peak_when_made_again(blocks))
+        peaks.append(peak_when_made_again(blocks))
         if allowed.link:
-            found.append(peak_when_made_again(blocks, TensorAction.OFFLOAD))
+            peaks.append(peak_when_made_again(blocks, TensorAction.OFFLOAD))
         if chain := chain_costs(blocks):
-            found.append(float(least_bytes(chain)))
+            peaks.append(float(least_bytes(chain)))
     if allowed.link:
-        found.append(peak_when_streamed(blocks, TensorAction.OFFLOAD))
+        peaks.append(peak_when_streamed(blocks, TensorAction.OFFLOAD))
     if allowed.compression:
-        found.append(peak_when_streamed(blocks, TensorAction.COMPRESS, allowed.compression.bits))
-    return min(found, default=peak_when_kept(blocks))
+        peaks.append(peak_when_streamed(blocks, TensorAction.COMPRESS, allowed.compression.bits))
+    return min(peaks, default=peak_when_kept(blocks))
 
 
 def best_plan(blocks: Sequence[BlockCosts], budget: float, allowed: AllowedActions) -> MemoryPlan | None:

@@ -57,7 +57,7 @@ class TierStore:
 
     def stream(self, block: int) -> Store:
         """For a block whose tensors come back one by one: at most one is underway, either way."""
-        line, given = self.streams[block], set[int]()
+        line, places = self.streams[block], set[int]()
 
         def send(tensor: Tensor) -> Callable[[], Tensor]:
             ticket, place = self.tier.send(tensor), len(line)
@@ -66,8 +66,8 @@ class TierStore:
             line.append(weakref.ref(ticket))
 
             def give() -> Tensor:
-                given.add(place)
-                following = next((each for each in reversed(range(len(line))) if each not in given), None)
+                places.add(place)
+                following = next((each for each in reversed(range(len(line))) if each not in places), None)
                 if following is not None and (coming := line[following]()):
                     coming.prefetch()
                 return ticket.get()

@@ -55,18 +55,18 @@ class PortableRecipe:
     @classmethod
     def of(cls, recipe: Recipe, techniques: Sequence[Technique], steps: int, device: str) -> Self:
         """`techniques` as composed: their moments are steps."""
-        held: dict[str, Any] = {technique.name: technique for technique in techniques}
-        adamw = held.get("optimizers.adamw")
-        shaped = held.get("schedules.linear") or held.get("schedules.cosine")
-        mixed, again, clip = (held.get(n) for n in ("precision.mixed", "memory.recompute", "gradients.clip"))
+        table: dict[str, Any] = {technique.name: technique for technique in techniques}
+        adamw = table.get("optimizers.adamw")
+        shaped = table.get("schedules.linear") or table.get("schedules.cosine")
+        mixed, again, clip = (table.get(n) for n in ("precision.mixed", "memory.recompute", "gradients.clip"))
         others = [technique for technique in techniques if technique.name not in SAID]
         return cls(
             name=recipe.name,
             seed=recipe.seed,
             device=device,
             batch=recipe.data.batch,
-            parts=held["large_batch.gradient_accumulation"].micro_batches
-            if "large_batch.gradient_accumulation" in held
+            parts=table["large_batch.gradient_accumulation"].micro_batches
+            if "large_batch.gradient_accumulation" in table
             else 1,
             length=recipe.data.length,
             steps=steps,
@@ -80,11 +80,11 @@ class PortableRecipe:
             warmup=int(shaped.warmup) if shaped else 0,
             until=int(shaped.until) if shaped else steps,
             floor=shaped.floor if shaped else 0.0,
-            compiled="compile" in held,
+            compiled="compile" in table,
             recompute="none" if again is None else "selective" if again.schedule == "selective" else "every",
-            offload_optimizer="memory.offload_optimizer" in held,
+            offload_optimizer="memory.offload_optimizer" in table,
             mesh={name: max(size, 1) for name, size in vars(recipe.mesh).items()},
-            zero=held["parallelism.shard"].zero if recipe.mesh.shard > 1 and "parallelism.shard" in held else 0,
+            zero=table["parallelism.shard"].zero if recipe.mesh.shard > 1 and "parallelism.shard" in table else 0,
             unsaid=tuple(t.name for t in others if t.numerics is not Numerics.DIFFERENT),
             lost=tuple(t.name for t in others if t.numerics is Numerics.DIFFERENT),
         )

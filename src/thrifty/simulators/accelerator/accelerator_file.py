@@ -114,9 +114,9 @@ def _module(
     return ChipModule(name, active, clock=float(content["clock"]), source=source, grade=grade, **values)
 
 
-def _settings(machine: str, given: Mapping[str, Any], design: AcceleratorDesign) -> dict[str, Setting]:
-    _known(machine, "settings", given, design.settings)
-    return {**design.settings, **{key: _setting(machine, key, given[key], design.settings[key]) for key in given}}
+def _settings(machine: str, values: Mapping[str, Any], design: AcceleratorDesign) -> dict[str, Setting]:
+    _known(machine, "settings", values, design.settings)
+    return {**design.settings, **{key: _setting(machine, key, values[key], design.settings[key]) for key in values}}
 
 
 def _setting(machine: str, key: str, value: object, wanted: Setting) -> Setting:
@@ -142,9 +142,9 @@ def _parts(machine: str, content: Mapping[str, Any], kind: str, keys: Iterable[s
     return dict(parts)
 
 
-def _known(machine: str, where: str, given: Iterable[str], known: Iterable[str], what: str = "key") -> None:
+def _known(machine: str, where: str, words: Iterable[str], known: Iterable[str], what: str = "key") -> None:
     known = list(known)
-    for word in given:
+    for word in words:
         if word not in known:
             place = f" in {where}" if where else ""
             raise UsageError(f"machine {machine} has an unknown {what} {word!r}{place}", fix=did_you_mean(word, known))

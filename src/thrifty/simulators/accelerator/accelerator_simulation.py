@@ -93,9 +93,9 @@ def run(
         raise UsageError(f"there is no engine {engine!r}", fix=did_you_mean(engine, ENGINES))
     layers = tuple(_layer(each, machine, engine, draw) for each in work)
     multipliers = find_design(machine.design).multipliers(machine) * machine.copies
-    active = _summed(found.active for found in layers)
-    operations = add_up(*(found.operations for found in layers))
-    cycles = sum(found.cycles for found in layers)
+    active = _summed(layer.active for layer in layers)
+    operations = add_up(*(layer.operations for layer in layers))
+    cycles = sum(layer.cycles for layer in layers)
     energies = [by_activity(machine, active, cycles), by_actions(operations, find_table(table))]
     kept = tuple(energy for energy in energies if energy is not None)
     notes = dict.fromkeys(note for each in work for note in each.stream.notes)

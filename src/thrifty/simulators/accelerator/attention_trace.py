@@ -146,8 +146,8 @@ class AttentionLayer:
 
     def count(self, name: str) -> np.ndarray | None:
         """What a filter counted (u, t), where the trace has it."""
-        found = self.counts.get(name)
-        return None if found is None else self.per_query(found.reshape(self.units, self.queries))
+        counts = self.counts.get(name)
+        return None if counts is None else self.per_query(counts.reshape(self.units, self.queries))
 
     @property
     def density(self) -> float:

@@ -179,11 +179,11 @@ def _masked(trace: AttentionTrace, design: str, density: float) -> AttentionTrac
     heads = [_heads(layer, density, number, len(trace.layers)) for number, layer in enumerate(trace.layers)]
     with torch.no_grad():
         if design == "spatten":
-            found = _cascaded(heads)
+            results = _cascaded(heads)
         else:
-            found = [FILTERS.get(design, _exact)(each) for each in heads]
+            results = [FILTERS.get(design, _exact)(each) for each in heads]
     layers = tuple(
-        layer.masked(mask.numpy(), counts) for layer, (mask, counts) in zip(trace.layers, found, strict=True)
+        layer.masked(mask.numpy(), counts) for layer, (mask, counts) in zip(trace.layers, results, strict=True)
     )
     return replace(trace, layers=layers, provenance={**trace.provenance, "filter": design})
 
@@ -218,7 +218,7 @@ def _cascaded(heads: list[LayerHeads]) -> list[Found]:
     low, high = 0.0, 0.9
     for _ in range(10):
         middle = (low + high) / 2
-        left = sum(int(_computed(found).sum()) for found in _dropping(heads, middle))
+        left = sum(int(_computed(result).sum()) for result in _dropping(heads, middle))
         low, high = (middle, high) if left > heads[0].density * pairs else (low, middle)
     return _dropping(heads, high)
 
@@ -226,7 +226,7 @@ def _cascaded(heads: list[LayerHeads]) -> list[Found]:
 def _dropping(heads: list[LayerHeads], average: float) -> list[Found]:
     """Tokens that mattered least so far go, more and more of them. A dropped query keeps one pair, as a trace needs,
     which "alive" says is not computed. No values are dropped for one query alone."""
-    found: list[Found] = []
+    results: list[Found] = []
     alive = heads[0].visible.any(1).any(1)
     importance = torch.zeros(alive.shape)
     for each in heads:
@@ -242,14 +242,14 @@ def _dropping(heads: list[LayerHeads], average: float) -> list[Found]:
         alive = torch.stack(chosen)
         left = each.visible & alive[:, None, :, None] & alive[:, None, None, :]
         scores = exact_scores(each.q, each.k)
-        found.append((with_one(left, scores, each.visible), {"alive": _whole(alive[:, None, :].expand(e, h, t))}))
+        results.append((with_one(left, scores, each.visible), {"alive": _whole(alive[:, None, :].expand(e, h, t))}))
         importance = importance + spatten_filter.token_importance(seen_softmax(scores, left))
-    return found
+    return results
 
 
-def _computed(found: Found) -> Tensor:
+def _computed(result: Found) -> Tensor:
     """The mask without the rows of dropped queries."""
-    mask, counts = found
+    mask, counts = result
     return mask & torch.from_numpy(counts["alive"] > 0)[..., None] if "alive" in counts else mask
 
 

@@ -119,11 +119,13 @@ def by_actions(operations: Mapping[PricedOperation, float], table: EnergyTable) 
 
 def by_tables(operations: Mapping[PricedOperation, float]) -> list[EnergyEstimate]:
     """How much the choice of a table decides: every table, and both ends of ranges."""
-    found = [by_actions(operations, find_table(name)) for name in table_names()]
+    estimates = [by_actions(operations, find_table(name)) for name in table_names()]
     for name in table_names():
         for end in ("low", "high"):
             table = find_table(name, end)
             if table.points != find_table(name).points:
                 energy = by_actions(operations, table)
-                found.append(EnergyEstimate("actions", f"{name}, {end}", energy.total, energy.parts, energy.unpriced))
-    return found
+                estimates.append(
+                    EnergyEstimate("actions", f"{name}, {end}", energy.total, energy.parts, energy.unpriced)
+                )
+    return estimates

@@ -57,12 +57,12 @@ class _Replay(TorchFunctionMode):
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        given = attention_arguments(args, kwargs)
-        kept = self.kept(self.running[-1] if self.running else "attention", given["query"], given)
-        mask, of_call = kept, given.get("attn_mask")
+        arguments = attention_arguments(args, kwargs)
+        kept = self.kept(self.running[-1] if self.running else "attention", arguments["query"], arguments)
+        mask, of_call = kept, arguments.get("attn_mask")
         if of_call is not None and of_call.dtype != torch.bool:  # visible pairs are in the trace, numbers are not
             mask = of_call.masked_fill(~kept, float("-inf"))
-        output = func(**given | {"attn_mask": mask, "is_causal": False})
+        output = func(**arguments | {"attn_mask": mask, "is_causal": False})
         return output.masked_fill(~kept.any(-1, keepdim=True), 0.0)
 
     def plain(self, core: Core) -> Core:
@@ -77,16 +77,16 @@ class _Replay(TorchFunctionMode):
 
         return computed
 
-    def kept(self, name: str, q: Tensor, given: dict[str, Any]) -> Tensor:
+    def kept(self, name: str, q: Tensor, arguments: dict[str, Any]) -> Tensor:
         """(b, h, t, s) of this call's examples."""
         examples, _, queries, _ = q.shape
         first, layer = self.seen.get(name, 0), self.layers.get(name)
         if layer is None or first + examples > layer.examples or queries > layer.queries:
             raise UsageError(f"the trace has no mask for this call of {name}", fix="trace the same run again")
         self.seen[name] = first + examples
-        if first == 0 and len(self.seen) == 1 and layer.q is not None and given.get("scale") is None:
+        if first == 0 and len(self.seen) == 1 and layer.q is not None and arguments.get("scale") is None:
             recorded = torch.from_numpy(layer.q[:examples, :, :queries]).to(q)
             if not torch.allclose(recorded, q, rtol=1e-2, atol=1e-2):
                 raise UsageError("the trace is of other values or other examples", fix="trace the same run again")
-        kept = computed_pairs(layer)[first : first + examples, :, :queries, : given["key"].shape[2]]
+        kept = computed_pairs(layer)[first : first + examples, :, :queries, : arguments["key"].shape[2]]
         return torch.from_numpy(kept).to(q.device)

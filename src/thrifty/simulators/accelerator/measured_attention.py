@@ -40,10 +40,10 @@ def all_pairs_seconds(trace: AttentionTrace, device: str = "cpu", times: int = 3
     if sum(4.0 * layer.units * layer.queries * layer.keys * layer.width for layer in trace.layers) > LIMIT:
         return None
     dtype = torch.float32 if device == "cpu" else torch.float16
-    given = [(tuple(x.to(device, dtype) for x in _operands(layer)), _is_causal(layer)) for layer in trace.layers]
+    calls = [(tuple(x.to(device, dtype) for x in _operands(layer)), _is_causal(layer)) for layer in trace.layers]
 
     def attend() -> None:
-        for operands, causal in given:
+        for operands, causal in calls:
             F.scaled_dot_product_attention(*operands, is_causal=causal)
         if device != "cpu":
             torch.cuda.synchronize()

@@ -52,18 +52,18 @@ def claims() -> list[PublishedClaim]:
 def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float:
     """Cycles over those of 528 multipliers that always have something to do, without preprocessing."""
     machine = find_machine("elsa").replaced("approximate", approximate)
-    found = simulate(machine, synthetic_trace(pattern, density, heads=1, tokens=tokens))
+    result = simulate(machine, synthetic_trace(pattern, density, heads=1, tokens=tokens))
     before = 3 * (tokens + 1) if approximate else 0
-    return (found.cycles - before) / (2 * tokens**2 * 64 / 528)
+    return (result.cycles - before) / (2 * tokens**2 * 64 / 528)
 
 
-def _a3(of: Callable[[int, int], float]) -> float:
+def _a3(figure: Callable[[int, int], float]) -> float:
     """Of the cycles of one query and of 320 over 320 keys."""
     machine = find_machine("a3").replaced("approximate", False)
-    found = simulate(machine, synthetic_trace("uniform", 0.5, heads=1, tokens=320), draw=True)
-    example = found.layers[0].example
+    result = simulate(machine, synthetic_trace("uniform", 0.5, heads=1, tokens=320), draw=True)
+    example = result.layers[0].example
     assert example is not None
-    return of(int(example.latency[0]), found.cycles)
+    return figure(int(example.latency[0]), result.cycles)
 
 
 def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
@@ -71,8 +71,8 @@ def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
     plain = synthetic_trace("balanced", 0.04, heads=1, tokens=tokens).layers[0]
     counts = {"candidates": np.full((1, 1, tokens), round(candidates * tokens))}
     trace = AttentionTrace("bert", (plain.masked(plain.kept()[None], counts),))
-    found = simulate(find_machine("a3").replaced("iterations", iterations), trace, draw=True)
-    example = found.layers[0].example
+    result = simulate(find_machine("a3").replaced("iterations", iterations), trace, draw=True)
+    example = result.layers[0].example
     assert example is not None
     ends = example.end[-1, 0, tokens // 2 :]
     return float(ends[-1] - ends[0]) / (len(ends) - 1)

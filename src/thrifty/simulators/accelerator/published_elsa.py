@@ -60,10 +60,10 @@ class PublishedBar:
         """Cycles over those of an ideal accelerator without preprocessing, or the ratio of energies."""
         elsa, trace = find_machine("elsa"), synthetic_trace("runs", self.kept, heads=1, tokens=self.tokens)
         base = simulate(elsa.replaced("approximate", False), trace)
-        found = base if self.mode == BASE else simulate(elsa, trace)
+        result = base if self.mode == BASE else simulate(elsa, trace)
         if self.speedup is None:
-            return (found.cycles - 3 * (self.tokens + 1)) / (2 * self.tokens**2 * 64 / MULTIPLIERS)
-        energy = found.energy("activity")
+            return (result.cycles - 3 * (self.tokens + 1)) / (2 * self.tokens**2 * 64 / MULTIPLIERS)
+        energy = result.energy("activity")
         assert energy is not None
         return WATTS * self.speedup * base.seconds / COPIES / energy.total
 
@@ -72,7 +72,7 @@ class PublishedBar:
 def elsa_bars() -> tuple[PublishedBar, ...]:
     """All bars: latency in three modes, energy of the base and in two modes."""
     text = (files("thrifty.simulators.accelerator") / "published_elsa.toml").read_text(encoding="utf-8")
-    found = []
+    bars = []
     for row in tomllib.loads(text)["workload"]:
         kept = {mode: (p, row["kept"][P.index(p)]) for mode, p in zip(MODES, row["p"], strict=True)}
         kept[BASE] = (0.0, 1.0)
@@ -81,5 +81,5 @@ def elsa_bars() -> tuple[PublishedBar, ...]:
             ((BASE, *MODES[:2]), row["energy"], row["speedup"]),
         ):
             for mode, value in zip(modes, published, strict=True):
-                found.append(PublishedBar(row["name"], mode, value, row["tokens"], *kept[mode], speedup))
-    return tuple(found)
+                bars.append(PublishedBar(row["name"], mode, value, row["tokens"], *kept[mode], speedup))
+    return tuple(bars)

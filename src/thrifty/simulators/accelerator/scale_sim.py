@@ -37,15 +37,15 @@ def read_cfg(path: Path) -> AcceleratorSpec:
     parser = configparser.ConfigParser()
     try:
         parser.read_string(path.read_text(encoding="utf-8"))
-        given = dict(parser["architecture_presets"])
-        rows, columns = int(given["arrayheight"]), int(given["arraywidth"])
-        words = [float(word) for word in given.get("bandwidth", "").split(",") if word.strip()]
+        presets = dict(parser["architecture_presets"])
+        rows, columns = int(presets["arrayheight"]), int(presets["arraywidth"])
+        words = [float(word) for word in presets.get("bandwidth", "").split(",") if word.strip()]
     except (OSError, UnicodeDecodeError, configparser.Error, KeyError, ValueError) as error:
         raise UsageError(
             f"{path} cannot be read as a SCALE-Sim architecture: {error}",
             fix="it needs [architecture_presets] with ArrayHeight, ArrayWidth and Dataflow",
         ) from error
-    dataflow = given.get("dataflow", "os").strip()
+    dataflow = presets.get("dataflow", "os").strip()
     if dataflow not in DATAFLOWS:
         raise UsageError(f"{path}: there is no dataflow {dataflow!r}", fix=did_you_mean(dataflow, DATAFLOWS))
     for name, value, most in (
@@ -74,7 +74,7 @@ def read_topology(path: Path) -> list[GemmShape]:
         raise UsageError(f"{path} is no topology of matrix products", fix="its first line must be Layer,M,N,K")
     if further := [title for title in titles[4:] if title]:
         raise UsageError(f"{path} has a column {further[0]!r}, which is not modelled", fix="take it out")
-    found = []
+    layers = []
     for number, line in enumerate(lines[1:], 2):
         if not any(word.strip() for word in line):
             continue
@@ -83,10 +83,10 @@ def read_topology(path: Path) -> list[GemmShape]:
             raise UsageError(f"{path}, line {number}: {','.join(line)!r} is no layer", fix="NAME,M,N,K from 1 on")
         if math.prod(map(int, words[1:])) > MOST:
             raise UsageError(f"{path}, line {number}: {','.join(line)!r} is too large", fix=f"M·N·K up to {MOST:.0e}")
-        found.append(GemmShape(words[0], *map(int, words[1:])))
-    if not found:
+        layers.append(GemmShape(words[0], *map(int, words[1:])))
+    if not layers:
         raise UsageError(f"{path} has no layers", fix="a line NAME,M,N,K for each")
-    return found
+    return layers
 
 
 def compute_report(layers: Sequence[GemmShape], machine: AcceleratorSpec) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def compute_report(layers: Sequence[GemmShape], machine: AcceleratorSpec) -> lis
     for number, layer in enumerate(layers):
         cycles = int(reported_cycles(layer.m, layer.n, layer.k, rows, columns, dataflow))
         count, _ = folds(layer.m, layer.n, layer.k, rows, columns, dataflow)
-        held = {"os": layer.m * layer.n, "ws": layer.k * layer.n, "is": layer.k * layer.m}[dataflow]
+        mapped = {"os": layer.m * layer.n, "ws": layer.k * layer.n, "is": layer.k * layer.m}[dataflow]
         words = layer.m * layer.k + layer.k * layer.n + layer.m * layer.n
         macs = layer.m * layer.n * layer.k
         report.append(
@@ -107,7 +107,7 @@ def compute_report(layers: Sequence[GemmShape], machine: AcceleratorSpec) -> lis
                 "Layer": layer.name,
                 "Total Cycles": cycles,
                 "Overall Util %": 100 * macs / (max(cycles, 1) * rows * columns),
-                "Mapping Efficiency %": 100 * held / (int(count) * rows * columns),
+                "Mapping Efficiency %": 100 * mapped / (int(count) * rows * columns),
                 "Least Cycles of Words": words * machine.number("bits") / 8 * per_byte,
             }
         )

@@ -51,11 +51,11 @@ class _Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            given = attention_arguments(args, kwargs)
-            q, k, v = given["query"], given["key"], given["value"]
-            if given.get("scale") is not None:  # a trace is read with the usual one
-                q = q * (given["scale"] * q.shape[-1] ** 0.5)
-            kept = _visible(given.get("attn_mask"), bool(given.get("is_causal")), q, k)
+            arguments = attention_arguments(args, kwargs)
+            q, k, v = arguments["query"], arguments["key"], arguments["value"]
+            if arguments.get("scale") is not None:  # a trace is read with the usual one
+                q = q * (arguments["scale"] * q.shape[-1] ** 0.5)
+            kept = _visible(arguments.get("attn_mask"), bool(arguments.get("is_causal")), q, k)
             self.note(_AttentionCall(q, k, v, kept))
         return func(*args, **(kwargs or {}))
 

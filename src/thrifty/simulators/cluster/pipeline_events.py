@@ -71,16 +71,16 @@ class PipelineTimeline:
         One micro-batch on one stage counts `size(stage)` (1, or bytes) from the start of its forward pass to the end
         of its backward pass; where that is in two, the share `for_weights` of it stays from I to W.
         """
-        held, steps = 0.0, []
+        micro_batches, steps = 0.0, []
         for _, (kind, stage, _), start, end in self.by_rank[rank]:
             change = {"F": 1.0, "B": -1.0, "I": for_weights - 1, "W": -for_weights}[kind] * size(stage)
-            held += change
-            steps.append((start if kind == "F" else end, held))
+            micro_batches += change
+            steps.append((start if kind == "F" else end, micro_batches))
         return steps
 
     def peak(self, rank: int, size: Callable[[int], float] = lambda stage: 1, for_weights: float = 1.0) -> float:
         """The most that a rank holds at a time, counted as in `live`."""
-        return max((held for _, held in self.live(rank, size, for_weights)), default=0.0)
+        return max((micro_batches for _, micro_batches in self.live(rank, size, for_weights)), default=0.0)
 
 
 def play(

@@ -103,33 +103,33 @@ class OperationTracer(TorchDispatchMode):
 
     def leaves(self, tensor: Tensor) -> None:
         """A tensor leaves the section: partial sums are summed."""
-        held = self.held[_key(tensor)]
-        if held.place is TensorPlacement.PARTIAL and held.made_by is not None:
-            held.place = TensorPlacement.WHOLE
-            self.operations[held.made_by].reduced.append(held.bytes)
+        value = self.held[_key(tensor)]
+        if value.place is TensorPlacement.PARTIAL and value.made_by is not None:
+            value.place = TensorPlacement.WHOLE
+            self.operations[value.made_by].reduced.append(value.bytes)
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.section:
-            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+            inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
             made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-            addresses = {_key(tensor) for tensor in given}
+            addresses = {_key(tensor) for tensor in inputs}
             is_view = not func._schema.is_mutable and all(_key(tensor) in addresses for tensor in made)
             if made and not is_view:
                 formula = FLOPS_OF.get(func.overloadpacket)
                 flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
-                self._record(func, flops, given, made)
+                self._record(func, flops, inputs, made)
         return result
 
-    def _record(self, func: Any, flops: float, given: list[Tensor], made: list[Tensor]) -> None:
+    def _record(self, func: Any, flops: float, inputs: list[Tensor], made: list[Tensor]) -> None:
         name = func.overloadpacket.__name__
-        self.given(given)
-        sources = {_key(tensor): self.held[_key(tensor)] for tensor in given}
-        activations = [held for held in sources.values() if held.place is not TensorPlacement.WEIGHT]
+        self.given(inputs)
+        sources = {_key(tensor): self.held[_key(tensor)] for tensor in inputs}
+        activations = [source for source in sources.values() if source.place is not TensorPlacement.WEIGHT]
         weighted = len(activations) < len(sources)
-        for key, held in sources.items():
-            if held.place is TensorPlacement.WEIGHT:
+        for key, source in sources.items():
+            if source.place is TensorPlacement.WEIGHT:
                 self.weights_read.setdefault(key, set()).add(self.section)
         if not activations and sources:  # a weight in another format is still one
             for tensor in made:
@@ -140,7 +140,7 @@ class OperationTracer(TorchDispatchMode):
         is_gradient = flops > 0 and not weighted and tuple(made[0].shape) in self.shapes
         # the first product of two activations makes scores, the next takes them to the values
         makes_scores = flops > 0 and not weighted and not is_gradient and "scaled_dot_product" not in name
-        had_core = any(held.core for held in activations)
+        had_core = any(source.core for source in activations)
         core = had_core if flops == 0 else makes_scores and not had_core
         number = len(self.operations)
         operation = TracedOperation(
@@ -151,7 +151,7 @@ class OperationTracer(TorchDispatchMode):
             ends_chain=name in WITHIN_A_ROW,
             core=core,
             is_gradient=is_gradient,
-            reads=[(_key(t), _seen_bytes(t)) for t in given if self.held[_key(t)].place is not TensorPlacement.WEIGHT],
+            reads=[(_key(t), _seen_bytes(t)) for t in inputs if self.held[_key(t)].place is not TensorPlacement.WEIGHT],
             writes=[],
             reduced=reduced,
             products=self.products,
@@ -159,28 +159,28 @@ class OperationTracer(TorchDispatchMode):
         self.products += flops > 0
         for key, _ in operation.reads:
             self.held[key].read_by.append(number)
-        first = given[0].shape if given else None
+        first = inputs[0].shape if inputs else None
         for tensor in made:
-            held = self._hold(tensor, place, core, number)
+            source = self._hold(tensor, place, core, number)
             # gradients of weights are not counted here: they are the same for any number of examples
             if tuple(tensor.shape) not in self.shapes or tensor.shape == first:
-                operation.writes.append((_key(tensor), min(_seen_bytes(tensor), held.bytes)))
+                operation.writes.append((_key(tensor), min(_seen_bytes(tensor), source.bytes)))
         self.operations.append(operation)
 
     def _summed(self, name: str, activations: list[TracedStorage]) -> list[float]:
         """Bytes of the partial sums that this operation needs summed."""
-        partial = [held for held in activations if held.place is TensorPlacement.PARTIAL]
+        partial = [value for value in activations if value.place is TensorPlacement.PARTIAL]
         only_added = name in ("add", "add_") and len(partial) == len(activations)
         if not partial or only_added:
             return []
-        for held in partial:
-            held.place = TensorPlacement.WHOLE
-        return [held.bytes for held in partial]
+        for value in partial:
+            value.place = TensorPlacement.WHOLE
+        return [value.bytes for value in partial]
 
     def _place(
         self, name: str, by_weight: bool, activations: list[TracedStorage], made: list[Tensor]
     ) -> TensorPlacement:
-        places = {held.place for held in activations}
+        places = {value.place for value in activations}
         if name in LOOKUPS or TensorPlacement.PARTIAL in places:
             return TensorPlacement.PARTIAL
         if by_weight:
@@ -231,8 +231,8 @@ class OperationTracer(TorchDispatchMode):
         return maker.chained and (reading.chained or reading.ends_chain)
 
     def _never_written(self, key: int, maker: int) -> bool:
-        held = self.held[key]
-        return bool(held.read_by) and not held.saved and all(self._is_free(key, reader) for reader in held.read_by)
+        value = self.held[key]
+        return bool(value.read_by) and not value.saved and all(self._is_free(key, reader) for reader in value.read_by)
 
     def for_weights(self, section: str) -> DividedAmount:
         """FLOPs of a section's products that make gradients of weights."""
@@ -242,9 +242,9 @@ class OperationTracer(TorchDispatchMode):
     def saved(self, section: str, only_core: bool = False) -> DividedAmount:
         """Bytes that autograd keeps of a section."""
         kept = [
-            held
+            value
             for key in self.saved_in.get(section, {})
-            if (held := self.held[key]).place is not TensorPlacement.WEIGHT
+            if (value := self.held[key]).place is not TensorPlacement.WEIGHT
         ]
         return sum((_placed(h.bytes, h.place) for h in kept if h.core or not only_core), DividedAmount())
 

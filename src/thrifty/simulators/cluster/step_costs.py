@@ -60,9 +60,9 @@ class LayoutCosts:
     def _passes(self, passes: Iterable[tuple[WorkloadPart, PassWork, int]]) -> tuple[float, float]:
         """Seconds of computing, and in the tensor group's collectives, of one micro-batch; the weights of each part are
         read or written so many times."""
-        given = [(part, work, times) for part, work, times in passes if work != PassWork()]
-        computing = sum(self._computing(*each) for each in given)
-        return computing, sum(self._summing(work) for _, work, _ in given)
+        nonempty = [(part, work, times) for part, work, times in passes if work != PassWork()]
+        computing = sum(self._computing(*each) for each in nonempty)
+        return computing, sum(self._summing(work) for _, work, _ in nonempty)
 
     def _computing(self, part: WorkloadPart, work: PassWork, touches: int) -> float:
         weights = part.parameters.per_rank(self.mesh.tensor) * WEIGHT * touches if work.flops.total else 0.0

@@ -31,8 +31,8 @@ def trace(timeline: PipelineTimeline) -> dict[str, Any]:
     for rank in range(timeline.ranks):
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
         events += map(_slice, timeline.by_rank[rank])
-        for time, held in timeline.live(rank):
-            events.append(_at("C", time, rank, name=f"held by rank {rank}", args={"micro-batches": held}))
+        for time, micro_batches in timeline.live(rank):
+            events.append(_at("C", time, rank, name=f"held by rank {rank}", args={"micro-batches": micro_batches}))
     for number, (source, target, action, start, end) in enumerate(timeline.transfers):
         name = "activations" if action.kind == "F" else "gradients"
         events.append(_at("s", start, source, name=name, cat="transfer", id=number))

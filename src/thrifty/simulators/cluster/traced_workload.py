@@ -28,8 +28,8 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """Cross-entropy on the logits of `model.logits`, or on what the model gives where it has no such method."""
-    given = getattr(model, "logits", model)(tokens)
-    return cross_entropy(getattr(given, "logits", given), tokens)
+    output = getattr(model, "logits", model)(tokens)
+    return cross_entropy(getattr(output, "logits", output), tokens)
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -89,13 +89,13 @@ class _BlockTracing:
                 raise RefusedError(
                     f"the forward pass of {type(self.model).__name__} calls none of its blocks one by one"
                 )
-            given, entry = self.cut
+            hidden, entry = self.cut
             outside = [p for p in self.model.parameters() if id(p) not in self.counted]
             of_entry = self._backward("head backward", result, [entry, *outside], torch.ones_like(result))
-            if given.requires_grad:
+            if hidden.requires_grad:
                 # no gradient comes where another stack took what the first made: its blocks passed on something else
-                gradient = torch.empty_like(given) if of_entry is None else of_entry
-                self._backward("embedding backward", given, outside, gradient)
+                gradient = torch.empty_like(hidden) if of_entry is None else of_entry
+                self._backward("embedding backward", hidden, outside, gradient)
         shared, embedding, head = self._outside(outside)
         size = float(entry.numel() * entry.element_size())
         return Workload(
@@ -151,9 +151,9 @@ class _BlockTracing:
         if gradient is not None:
             self.trace.given([gradient])
         self.trace.section = section
-        found = torch.autograd.grad(result, wanted, gradient, allow_unused=True)
+        gradients = torch.autograd.grad(result, wanted, gradient, allow_unused=True)
         self.trace.section = ""
-        return found[0]
+        return gradients[0]
 
     def _part(self, name: str, parameters: DividedAmount, entry: float, is_block: bool = True) -> WorkloadPart:
         forward, backward, trace = f"{name} forward", f"{name} backward", self.trace

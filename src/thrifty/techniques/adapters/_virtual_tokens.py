@@ -31,30 +31,30 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return dict(zip(input_names(module), args, strict=False)) | kwargs
 
 
-def extend_masks(given: dict[str, Any], count: int) -> dict[str, Any]:
+def extend_masks(inputs: dict[str, Any], count: int) -> dict[str, Any]:
     """Masks (b, t) of inputs by name, longer by `count` tokens in front that all may see.
 
     Raises UsageError for a mask of another shape, for several texts in one row, of which only the first would be
     behind the virtual tokens, and for a cache: what is in it would be before them, and an empty one would be used
     later on.
     """
-    refuse_shared_rows(given)
-    if given.get("past_key_values") is not None:
+    refuse_shared_rows(inputs)
+    if inputs.get("past_key_values") is not None:
         raise UsageError(
             "a model with virtual tokens cannot go on from a cache of what it read", fix="generate with use_cache=False"
         )
     longer = {}
     for name in _MASKS:
-        if (mask := given.get(name)) is not None:
+        if (mask := inputs.get(name)) is not None:
             if mask.ndim != 2:
                 raise UsageError(f"{name} has shape {tuple(mask.shape)}", fix="give one of shape (batch, tokens)")
             longer[name] = F.pad(mask, (count, 0), value=1)
     return longer
 
 
-def refuse_shared_rows(given: dict[str, Any]) -> None:
+def refuse_shared_rows(inputs: dict[str, Any]) -> None:
     """Raises UsageError where the inputs of a model say that several texts share a row."""
-    if given.get("segments") is not None:
+    if inputs.get("segments") is not None:
         raise UsageError(
             "virtual tokens stand before a row, and several texts share one", fix="--set objective.packed=false"
         )

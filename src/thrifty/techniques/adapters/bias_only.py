@@ -76,12 +76,12 @@ class BiasOnly(AdapterTechnique):
             and not isinstance(layer, nn.MultiheadAttention)
             and getattr(layer, "bias", None) is None
         }
-        given = [layer for layer in without.values() if isinstance(layer, nn.Linear) or is_transposed(layer)]
-        for layer in given:
+        linear = [layer for layer in without.values() if isinstance(layer, nn.Linear) or is_transposed(layer)]
+        for layer in linear:
             add_bias(layer)
-        kinds = {type(layer).__name__ for layer in without.values() if layer not in given}
+        kinds = {type(layer).__name__ for layer in without.values() if layer not in linear}
         unknown = f"; what a {' or a '.join(sorted(kinds))} computes is not known, so those were given none"
-        add_note(f"{len(given)} layers were given a bias{unknown if kinds else ''}")
+        add_note(f"{len(linear)} layers were given a bias{unknown if kinds else ''}")
 
     def finish(self, model: nn.Module) -> nn.Module:
         if names_ending(model, ADDED):

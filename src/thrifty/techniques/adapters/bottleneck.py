@@ -77,8 +77,10 @@ class BottleneckAdapter(AdapterTechnique):
     """Of the first values, together with each layer's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        found = (branch for blocks in find_branches(model, self.where).values() for block in blocks for branch in block)
-        chosen = [branch for branch in found if self.placement == "both" or branch.kind == "mlp"]
+        branches = (
+            branch for blocks in find_branches(model, self.where).values() for block in blocks for branch in block
+        )
+        chosen = [branch for branch in branches if self.placement == "both" or branch.kind == "mlp"]
         if not chosen:
             raise RefusedError("no feed-forward branch was found", fix="set placement = both")
         for branch in chosen:

@@ -132,8 +132,8 @@ class Lora(AdapterTechnique):
 def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
     """The layers of a model that fuse several, by name."""
     named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name.endswith("weight")}
-    found = zip(named, fused_slices([*named], [*named.values()]), strict=True)
-    return {re.sub(r"\.(in_proj_)?weight$", "", name): cut for name, cut in found if cut is not None}
+    cuts = zip(named, fused_slices([*named], [*named.values()]), strict=True)
+    return {re.sub(r"\.(in_proj_)?weight$", "", name): cut for name, cut in cuts if cut is not None}
 
 
 def _letters(name: str, cut: FusedSlices | None) -> str:

@@ -222,15 +222,15 @@ def _behind_cache(
 ) -> Any:
     """A model of transformers finds the prefixes where it looks for what it has read before."""
     refuse_own_recomputation(body)
-    given = named_inputs(body, args, kwargs)
-    given |= extend_masks(given, tokens) | {"use_cache": False}
-    if given.get("position_ids") is not None:
-        given["position_ids"] = given["position_ids"] + tokens
-    read = next(given[name] for name in ("input_ids", "inputs_embeds") if given.get(name) is not None)
+    inputs = named_inputs(body, args, kwargs)
+    inputs |= extend_masks(inputs, tokens) | {"use_cache": False}
+    if inputs.get("position_ids") is not None:
+        inputs["position_ids"] = inputs["position_ids"] + tokens
+    read = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
     refuse_beyond(limit, tokens, read.shape[1])
     pairs = [keys_and_values(prefix_of(place.module, body), place.heads) for place in places]
-    given["past_key_values"] = unwritten_cache(pairs, len(read), two_sided)
-    output = inner(**given)
+    inputs["past_key_values"] = unwritten_cache(pairs, len(read), two_sided)
+    output = inner(**inputs)
     if "past_key_values" in output:
         output.past_key_values = None
     return output

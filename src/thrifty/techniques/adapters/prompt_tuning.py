@@ -97,20 +97,20 @@ def _embed_with_prompt(table: nn.Module, inner: Any, tokens: Tensor) -> Tensor:
 
 
 def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    given = named_inputs(body, args, kwargs)
-    if given.get(body.tokens_name) is None:
+    inputs = named_inputs(body, args, kwargs)
+    if inputs.get(body.tokens_name) is None:
         raise UsageError("a prompt stands in front of tokens, and none were given", fix=f"give {body.tokens_name}")
-    refuse_beyond(body.position_limit, body.virtual_tokens, given[body.tokens_name].shape[1])
-    output = inner(**_lengthen_inputs(given, body.tokens_name, body.virtual_tokens))
+    refuse_beyond(body.position_limit, body.virtual_tokens, inputs[body.tokens_name].shape[1])
+    output = inner(**_lengthen_inputs(inputs, body.tokens_name, body.virtual_tokens))
     return _cut(output, body.virtual_tokens) if body.is_output_cut else output
 
 
-def _lengthen_inputs(given: dict[str, Any], first: str, count: int) -> dict[str, Any]:
-    longer = given | extend_masks(given, count) | {first: lengthen(given[first], count)}
-    if (positions := given.get("position_ids")) is not None:
+def _lengthen_inputs(inputs: dict[str, Any], first: str, count: int) -> dict[str, Any]:
+    longer = inputs | extend_masks(inputs, count) | {first: lengthen(inputs[first], count)}
+    if (positions := inputs.get("position_ids")) is not None:
         virtual = torch.arange(count, device=positions.device).expand(len(positions), -1)
         longer["position_ids"] = torch.cat((virtual, positions + count), 1)
-    if (types := given.get("token_type_ids")) is not None:
+    if (types := inputs.get("token_type_ids")) is not None:
         longer["token_type_ids"] = F.pad(types, (count, 0))
     return longer
 

@@ -32,5 +32,5 @@ class AuxiliaryLossObjective(WrappedObjective):
         return prediction
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        losses, found = super().losses(prediction, batch), getattr(prediction, "left_loss", None)
-        return losses if found is None else losses + self.weight * found
+        losses, auxiliary = super().losses(prediction, batch), getattr(prediction, "left_loss", None)
+        return losses if auxiliary is None else losses + self.weight * auxiliary

@@ -60,8 +60,8 @@ class ReplacedAttention(Technique):
     export_plain: bool = False
     """Whether the trained weights may be exported as a model with plain attention, which computes something else."""
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
-        """What is to compute the attention there; `found` is what was calibrated, by the names of places."""
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        """What is to compute the attention there; `calibration` is what was calibrated, by the names of places."""
         raise NotImplementedError
 
     @property
@@ -220,13 +220,13 @@ class CalibratedAttention(ReplacedAttention):
     def found(self, state: TrainState) -> dict[str, Any]:
         if state.model is None:
             return {}
-        found = {}
+        calibration = {}
         for place in ATTENTION_SITES.of(state.model):
             sums, count = place.module.calibration[:-1], place.module.calibration[-1]
             if not count:
                 raise IntegrityError(f"{self.name}: {place.name} was not reached while it was calibrated")
-            found[place.name] = self.settle(place, sums / count)
-        return found
+            calibration[place.name] = self.settle(place, sums / count)
+        return calibration
 
     def finish(self, model: nn.Module) -> nn.Module:
         model = super().finish(model)

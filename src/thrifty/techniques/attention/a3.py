@@ -55,5 +55,5 @@ class A3(ReplacedAttention):
     """Of the best candidate's weight, below which others are dropped."""
     from_step: StepOrFraction = 0.1
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         return partial(a3_attention, self.rounds, self.percent, place.causal)

@@ -54,7 +54,7 @@ class BlockSparseAttention(ReplacedAttention):
     """Further blocks, drawn at random."""
     seed: int = 0
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         seed = seed_of(f"{self.seed}/{place.name}") % 2**16
         return partial(
             scattered_attention,

@@ -201,7 +201,7 @@ class Dota(ReplacedAttention):
             )
             place.module.register_parameter(name, nn.Parameter(weight))
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         return place.plain  # `model` puts a detector in its place
 
     def objective(self, objective: Objective) -> Objective:

@@ -78,8 +78,8 @@ class Elsa(CalibratedAttention):
     def settle(self, place: AttentionSite, means: Tensor) -> float:
         return float(means[0])
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         if self.p == 0:
             return place.plain
-        sizes, threshold = factor_sizes(place.head_width), found.get(place.name, UNKNOWN)
+        sizes, threshold = factor_sizes(place.head_width), calibration.get(place.name, UNKNOWN)
         return partial(elsa_attention, seeded_factors(sizes, self.seed), angle_bias(sizes), threshold, place.causal)

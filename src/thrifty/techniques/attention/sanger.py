@@ -63,6 +63,6 @@ class Sanger(CalibratedAttention):
     def count(self, model: torch.nn.Module, place: AttentionSite) -> int:
         return 2
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
-        largest = tuple(found.get(place.name, UNKNOWN))
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        largest = tuple(calibration.get(place.name, UNKNOWN))
         return partial(sanger_attention, self.threshold, self.bits, largest, place.causal)

@@ -126,7 +126,7 @@ class Spatten(ReplacedAttention):
     """Of queries and keys with their sign, to begin with; 0 for exact scores."""
     from_step: StepOrFraction = 0.1
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         return place.plain  # `model` puts one that knows its block there
 
     def model(self, model: nn.Module) -> nn.Module:

@@ -196,8 +196,8 @@ class Vitcod(CalibratedAttention):
             masks = masks.tril()
         return {"tokens": side, "masks": written_masks(masks)}
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
-        masks = masks_of(place, found)
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        masks = masks_of(place, calibration)
         limit = round(GLOBAL / 197 * masks.shape[-1])
         order, blocks = split_blocks(masks, limit, self.block)
         for name, array in zip(MASK, (masks, order, blocks), strict=True):
@@ -230,11 +230,11 @@ class Vitcod(CalibratedAttention):
                 raise IntegrityError(f"{self.name}: the mask of {place.name} is not the one in the log")
 
 
-def masks_of(place: AttentionSite, found: Mapping[str, Any]) -> np.ndarray:
+def masks_of(place: AttentionSite, calibration: Mapping[str, Any]) -> np.ndarray:
     """The masks (h, t, t) that were found for a place; one pair that stands for all where only work is counted."""
-    if place.name not in found:
+    if place.name not in calibration:
         return np.ones((1, 1, 1), bool)
-    return read_masks(found[place.name]["masks"], place.heads, found[place.name]["tokens"])
+    return read_masks(calibration[place.name]["masks"], place.heads, calibration[place.name]["tokens"])
 
 
 def side_of(place: AttentionSite, count: int) -> int:

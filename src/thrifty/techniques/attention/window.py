@@ -45,5 +45,5 @@ class WindowAttention(ReplacedAttention):
     block: Positive = 64
     """Tokens of a block's side."""
 
-    def core(self, place: AttentionSite, found: Mapping[str, Any]) -> AttentionCore:
+    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         return partial(window_attention, VisibilityRule(place.causal, self.window, self.global_tokens), self.block)

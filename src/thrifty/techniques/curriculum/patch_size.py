@@ -40,13 +40,13 @@ PARTS = ("patch", "patch_size", "position", "before", "side")
 def find_embedding(model: nn.Module) -> tuple[str, Any]:
     """The module that makes tokens of patches, by name. Raises RefusedError where there is none, or another that would
     have to change with it."""
-    found = [(name, each) for name, each in model.named_modules() if all(hasattr(each, part) for part in PARTS)]
-    if len(found) != 1 or not isinstance(found[0][1].position, nn.Parameter) or hasattr(model, "decoder"):
+    embeddings = [(name, each) for name, each in model.named_modules() if all(hasattr(each, part) for part in PARTS)]
+    if len(embeddings) != 1 or not isinstance(embeddings[0][1].position, nn.Parameter) or hasattr(model, "decoder"):
         raise RefusedError(
             f"{type(model).__name__} is no model of ours that reads images in patches at learned positions",
             fix="use it on a Vision Transformer, such as --set model.preset=vit-nano",
         )
-    return found[0]
+    return embeddings[0]
 
 
 @torch.no_grad()

@@ -79,8 +79,8 @@ def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     owners = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     owner = next(each for each in owners if not any(is_under(stack, each) for stack in stacks))
     embedding = model.get_submodule(owner)
-    held = (*embedding.named_parameters(), *embedding.named_buffers())
-    if not any("pos" in path for path, _ in held):
+    tensors = (*embedding.named_parameters(), *embedding.named_buffers())
+    if not any("pos" in path for path, _ in tensors):
         raise RefusedError(
             f"positions are not added in {owner}, where the patches are cut: those left out would lose theirs",
             fix="take a model whose patch embedding adds positions",

@@ -65,9 +65,9 @@ def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_onc
     was_training = model.training
     model.eval()
     parts = [batch.rows(start, start + at_once) for start in range(0, len(batch), at_once)]
-    found = [part.weight * objective.scores(objective.predict(model, part), part) for part in parts]
+    scores = [part.weight * objective.scores(objective.predict(model, part), part) for part in parts]
     model.train(was_training)
-    return torch.cat(found)
+    return torch.cat(scores)
 
 
 class GradientNormObjective(WrappedObjective):

@@ -97,12 +97,12 @@ def order_by_abundance(count: int, labels: Tensor | None, abundant_from: int) ->
 @lru_cache(maxsize=4)
 def _read(file: str, sha256: str) -> ExampleScores:
     path = Path(file).expanduser()
-    found = file_hash(path)
+    actual = file_hash(path)
     if not sha256:
-        raise UsageError(f"the scores {path} are given without their hash", fix=f"set sha256 = {found!r}")
-    if found != sha256:
+        raise UsageError(f"the scores {path} are given without their hash", fix=f"set sha256 = {actual!r}")
+    if actual != sha256:
         raise IntegrityError(
-            f"{path} is not the file of scores that the recipe means: its sha256 is {found[:12]}…, not {sha256[:12]}…",
+            f"{path} is not the file of scores that the recipe means: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
             fix="bring the old file back, or set sha256 anew in another run",
         )
     return read_scores(path)
@@ -154,48 +154,48 @@ class PrunedExamples(Technique):
         return None
 
     def batches(self, source: BatchSource) -> BatchSource:
-        found = self.read()
+        table = self.read()
         try:
             there = source.example_index()
-            if found is None:
+            if table is None:
                 return source.subset(ExampleSubset(self.kept(torch.zeros(there.count), there.labels)))
-            if there.fingerprint != found.facts.fingerprint:
+            if there.fingerprint != table.facts.fingerprint:
                 raise RefusedError(
-                    f"{self.scores} holds the scores of {len(found):,} other examples than the {there.count:,} of this "
-                    f"data: their hash is {found.facts.fingerprint[:12]}…, not {there.fingerprint[:12]}…",
+                    f"{self.scores} holds the scores of {len(table):,} other examples than the {there.count:,} of this "
+                    f"data: their hash is {table.facts.fingerprint[:12]}…, not {there.fingerprint[:12]}…",
                     fix="score this data: thrifty data score RECIPE --out FILE",
                 )
-            return source.subset(ExampleSubset(self.kept(found.scores, found.labels), found.scores))
+            return source.subset(ExampleSubset(self.kept(table.scores, table.labels), table.scores))
         except RefusedError as refused:
             raise RefusedError(f"{self.name}: {refused.what}", fix=refused.fix) from None
 
     def model(self, model: nn.Module) -> nn.Module:
         try:
-            found = self.read()
+            table = self.read()
         except ThriftyError as error:  # a trained model needs no scores; a run that trains is refused by its batches
             add_note(f"what is kept is not known: {error.what}")
             return model
-        if found is None:
+        if table is None:
             add_note(f"keeps {self.keep:.3g} of the examples at random")
             return model
-        kept, facts = self.kept(found.scores, found.labels), found.facts
-        order = self.chosen_order(len(found), found.labels)
-        add_note(f"keeps {len(kept):,} of {len(found):,} examples, order {order} by {facts.method}")
-        if found.labels is not None:
-            add_note("kept of each class: " + _by_class(found, kept.tolist()))
-        runs = len(found.runs)
+        kept, facts = self.kept(table.scores, table.labels), table.facts
+        order = self.chosen_order(len(table), table.labels)
+        add_note(f"keeps {len(kept):,} of {len(table):,} examples, order {order} by {facts.method}")
+        if table.labels is not None:
+            add_note("kept of each class: " + _by_class(table, kept.tolist()))
+        runs = len(table.runs)
         add_note(
             f"scoring cost {facts.flops:.3g} FLOP and {facts.seconds:.3g} s in {runs} run{'s' if runs > 1 else ''}"
         )
         return model
 
 
-def _by_class(found: ExampleScores, kept: Sequence[int]) -> str:
-    assert found.labels is not None
+def _by_class(table: ExampleScores, kept: Sequence[int]) -> str:
+    assert table.labels is not None
     with untraced(), unset_fake_temporarily():
-        whole = found.labels.bincount().tolist()
-        rest = found.labels[kept].bincount(minlength=len(whole)).tolist()
-    rows = [(rest[label], f"{found.label(label)} {rest[label]:,}/{whole[label]:,}") for label in range(len(whole))]
+        whole = table.labels.bincount().tolist()
+        rest = table.labels[kept].bincount(minlength=len(whole)).tolist()
+    rows = [(rest[label], f"{table.label(label)} {rest[label]:,}/{whole[label]:,}") for label in range(len(whole))]
     if len(rows) > NAMED:
         rows.sort()
         rows = [*rows[:3], (0, "…"), *rows[-2:]]

@@ -17,14 +17,14 @@ from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
     """Gives every block of every stack a gate of this owner, open at first, and knowledge of its place in the stack:
     `gate_places[owner]` is (stack, number of the block counted from 0, number of blocks). Gives the blocks."""
-    found = []
+    gated = []
     for stack, blocks in find_stacks(model).items():
         for index, block in enumerate(blocks):
             vars(block).setdefault("gate_places", {})[owner] = (stack, index, len(blocks))
             setattr(block, _attribute(owner), True)
             wrap_forward(block, partial(_gated, _attribute(owner)))
-            found.append(block)
-    return found
+            gated.append(block)
+    return gated
 
 
 def gated_blocks(model: nn.Module, owner: str) -> list[tuple[nn.Module, str, int, int]]:

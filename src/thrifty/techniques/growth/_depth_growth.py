@@ -62,8 +62,8 @@ class DepthMapping:
 
     def place(self, parameter: str) -> BlockParameter | None:
         for stack, depth in self._depths.items():
-            if found := re.fullmatch(rf"{re.escape(stack)}\.(\d+)\.(.*)", parameter):
-                return BlockParameter(stack, int(found[1]), found[2], depth)
+            if match := re.fullmatch(rf"{re.escape(stack)}\.(\d+)\.(.*)", parameter):
+                return BlockParameter(stack, int(match[1]), match[2], depth)
         return None
 
     @cached_property

@@ -90,10 +90,10 @@ def narrow_networks(model: nn.Module, divisor: int) -> None:
         return
     for blocks in find_branches(model).values():
         for branch in (branch for block in blocks for branch in block if branch.kind == "mlp"):
-            found = [*_inner(branch)]
-            if not found[:-1]:
+            layers = [*_inner(branch)]
+            if not layers[:-1]:
                 raise RefusedError(f"{branch.name} has no layer in front of it to be narrowed", fix="set width=1")
-            for name, layer, inner in found:
+            for name, layer, inner in layers:
                 _keep_first(layer, name.rpartition(".")[2], inner, max(inner.units // divisor, 1))
 
 

@@ -224,8 +224,8 @@ class AutoGrow(Technique):
         times = self._times([sizes[index] for index in tried], tried, state)
         weight = self.weight or fitted_weight(losses, times)
         best = tried[best_size(losses, times, weight)]
-        found = {"tried": [list(sizes[index]) for index in tried], "losses": losses, "times": times, "weight": weight}
-        return {"sizes": [list(sizes[best])], **found}
+        trials = {"tried": [list(sizes[index]) for index in tried], "losses": losses, "times": times, "weight": weight}
+        return {"sizes": [list(sizes[best])], **trials}
 
     def _times(self, sizes: Sequence[Sequence[float]], tried: Sequence[int], state: TrainState) -> list[float]:
         """Of one step of each size: FLOPs of an example, or seconds."""
@@ -241,8 +241,8 @@ class AutoGrow(Technique):
         ]
 
     def holds(self, state: TrainState) -> None:
-        found = [entry.decision for entry in state.log if entry.technique == self.name]
-        if not found:
+        decisions = [entry.decision for entry in state.log if entry.technique == self.name]
+        if not decisions:
             raise IntegrityError(f"{self.name}: the run's log does not say how large the model is")
 
 

@@ -40,16 +40,16 @@ class BranchMatrix:
 def matrices(branch: ResidualBranch) -> list[BranchMatrix]:
     """All factors of a branch, the last one at the end. Raises RefusedError where a fused layer cannot be taken
     apart."""
-    found: list[BranchMatrix] = []
+    parts: list[BranchMatrix] = []
     for name, layer in branch.inner.items():
         if isinstance(layer, nn.MultiheadAttention):
-            found += _of_multihead_attention(name, layer)
+            parts += _of_multihead_attention(name, layer)
         elif branch.kind == "mlp":
-            found += _of_mlp(branch, name, layer)
+            parts += _of_mlp(branch, name, layer)
         else:
-            found += _of_attention(branch, name, layer)
+            parts += _of_attention(branch, name, layer)
     last = branch.name + (".out_proj" if branch.last is not branch.writer else "")
-    return [*found, _whole(last, branch.last, "last")]
+    return [*parts, _whole(last, branch.last, "last")]
 
 
 def _rows(layer: nn.Module) -> Tensor:
@@ -80,14 +80,14 @@ def _of_mlp(branch: ResidualBranch, name: str, layer: nn.Module) -> Iterator[Bra
 def _of_attention(branch: ResidualBranch, name: str, layer: nn.Module) -> list[BranchMatrix]:
     rows = _rows(layer)
     if part_of_attention(name) == "query_key_value":
-        found = _of_heads_in_turn(branch, name, rows)
+        parts = _of_heads_in_turn(branch, name, rows)
     else:
         sizes = _sizes(branch, name, layer, len(rows))
         if sum(sizes.values()) != len(rows) or min(sizes.values(), default=0) < 1:
             raise _not_apart(name)
-        found = list(_split(f"{name}.weight", rows, sizes, [*sizes.values()]))
+        parts = list(_split(f"{name}.weight", rows, sizes, [*sizes.values()]))
     folded = _head_width(branch, name) ** -0.5 if _leaves_scores_unscaled(branch.owner) else 1.0
-    return [replace(each, folded=folded) if each.role == "query" else each for each in found]
+    return [replace(each, folded=folded) if each.role == "query" else each for each in parts]
 
 
 def _sizes(branch: ResidualBranch, name: str, layer: nn.Module, rows: int) -> dict[Role, int]:
@@ -138,14 +138,14 @@ def outer_matrices(model: nn.Module) -> list[BranchMatrix]:
     what is tied to one, are not."""
     stacks = find_stacks(model)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found = []
+    outer = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         inside = any(is_under(name, stack) for stack in stacks)
         if not inside and isinstance(weight, nn.Parameter) and weight.ndim > 1 and id(weight) not in tables:
             rows = weight.detach().T if is_transposed(module) else weight.detach().flatten(1)
-            found.append(BranchMatrix(f"{name}.weight", "hidden", rows, rows.shape[1], rows.shape[0]))
-    return found
+            outer.append(BranchMatrix(f"{name}.weight", "hidden", rows, rows.shape[1], rows.shape[0]))
+    return outer
 
 
 def _head_width(branch: ResidualBranch, name: str) -> int:

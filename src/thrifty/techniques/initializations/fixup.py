@@ -153,13 +153,13 @@ class Fixup(NormFreeTechnique):
 
 @torch.no_grad()
 def _start_head_at_zero(model: nn.Module) -> None:
-    found = find_head(model)
-    if found is None:
+    named_head = find_head(model)
+    if named_head is None:
         add_note("no head was found; none starts at 0")
-    elif is_tied(found[1], token_tables(model)):
-        add_note(f"{found[0]} is tied to the embedding and keeps its values")
+    elif is_tied(named_head[1], token_tables(model)):
+        add_note(f"{named_head[0]} is tied to the embedding and keeps its values")
     else:
-        found[1].weight.zero_()
-        for bias in biases(found[1]):
+        named_head[1].weight.zero_()
+        for bias in biases(named_head[1]):
             bias.zero_()
-        add_note(f"{found[0]} starts at 0")
+        add_note(f"{named_head[0]} starts at 0")

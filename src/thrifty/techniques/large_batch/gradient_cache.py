@@ -45,14 +45,14 @@ class VectorGradientObjective(WrappedObjective):
 def vectors_of(model: nn.Module, objective: Objective, parts: list[Batch]) -> tuple[Prediction, list[Tensor]]:
     """What a model predicts of several micro-batches as one, without gradients, and the random states they began
     with."""
-    states, found = [], []
+    states, hidden = [], []
     with torch.no_grad():
         for part in parts:
             states.append(_random_state(part))
             prediction = objective.predict(model, part)
             assert prediction.hidden is not None
-            found.append(prediction.hidden)
-    return replace(prediction, hidden=torch.cat(found)), states
+            hidden.append(prediction.hidden)
+    return replace(prediction, hidden=torch.cat(hidden)), states
 
 
 def cached(backward: Backward, micro_batches: int) -> Backward:

@@ -111,8 +111,8 @@ class NoiseScaleBackward:
             for name, value in (("signal", signal), ("noise", noise)):
                 self.state[name].mul_(self.momentum).add_((1 - self.momentum) * value)
         signal, noise = float(self.state["signal"]), float(self.state["noise"])
-        found = {"noise_scale": noise / signal} if signal > 0 else {}
-        return replace(outcome, notes=outcome.notes | found)
+        notes = {"noise_scale": noise / signal} if signal > 0 else {}
+        return replace(outcome, notes=outcome.notes | notes)
 
     def usual(self, batch: int) -> float:
         """The squared gradient of a batch by what was measured before this call; 0 where nothing was."""
@@ -145,5 +145,5 @@ class NoiseScale(Technique):
     def footprint(self, footprint: Footprint) -> Footprint:
         # which steps are measured depends on a count; this is one that is, with half of the activations and the
         # gradients of one half beside those of the other
-        held = max(footprint.gradients, footprint.activations)
-        return footprint.add(temporary=max(2 * footprint.gradients - held, 0))
+        counted = max(footprint.gradients, footprint.activations)
+        return footprint.add(temporary=max(2 * footprint.gradients - counted, 0))

@@ -18,12 +18,12 @@ def sensitivities(run: Callable[[int | None], None], model: nn.Module, count: in
     """
     with preserve_gradients(model) as again:
         plain = _gradients(run, model, None, again)
-        found = []
+        squares = []
         for index in range(count):
             gradients = _gradients(run, model, index, again)
             differences = [mine - theirs for mine, theirs in zip(gradients, plain, strict=True)]
-            found.append(global_norm(differences).double().square())
-    return mean_over_ranks(torch.stack(found)).tolist() if found else []
+            squares.append(global_norm(differences).double().square())
+    return mean_over_ranks(torch.stack(squares)).tolist() if squares else []
 
 
 def _gradients(

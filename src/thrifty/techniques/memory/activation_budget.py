@@ -153,13 +153,13 @@ class ActivationPlanner:
 
     def block_plans(self, blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[BlockPlan]:
         """What one forward pass follows."""
-        key, found = self._key_of_pass(), []
+        key, plans = self._key_of_pass(), []
         for place, (block, ways) in enumerate(zip(blocks[:-1], plan.ways, strict=False)):
             elsewhere = keep_tensor
             if self.elsewhere:
                 elsewhere = self.elsewhere.stream(place) if is_streamed(block, ways) else self.elsewhere.store(place)
-            found.append(build_block_plan(block, ways, elsewhere, self.settings.bits, f"{key}/{place}"))
-        return found
+            plans.append(build_block_plan(block, ways, elsewhere, self.settings.bits, f"{key}/{place}"))
+        return plans
 
     def _key_of_pass(self) -> str:
         """Another one for each forward pass, the same when the step is made again."""

@@ -123,11 +123,11 @@ class QuantizingBackward:
         tensors, rows, decided = (int(self.state[name]) for name in ("tensors", "rows", "decided"))
         if (calls - 1) % self.settings.every and tensors == decided:
             return {}
-        found, numbers = self.measure(model, objective, batch.rows(0, rows))
+        sensitivity, numbers = self.measure(model, objective, batch.rows(0, rows))
         self.state["decided"].fill_(tensors)
-        if not numbers or not all(map(math.isfinite, found)):
+        if not numbers or not all(map(math.isfinite, sensitivity)):
             return {}
-        bits = allocate_bits(found[:TENSORS], numbers[:TENSORS], self.settings.bits, CHOICES)
+        bits = allocate_bits(sensitivity[:TENSORS], numbers[:TENSORS], self.settings.bits, CHOICES)
         self.state["bits"].zero_()[: len(bits)] = torch.tensor(bits, dtype=torch.uint8)
         shares = {b: sum(n for n, own in zip(numbers, bits, strict=False) if own == b) / sum(numbers) for b in CHOICES}
         return {f"share_in_{b}_bits": share for b, share in shares.items()}

@@ -124,12 +124,12 @@ class HostCopyUpdate(UpdateLocation):
         def gradient(i: int) -> Tensor:
             return on_part(self.parameters[i], lambda _: self.tier.there(tickets[i]))
 
-        found: list[Tensor] = []
+        updates: list[Tensor] = []
         if self.head_remembers:
-            found = [gradient(i) for i in range(len(tickets))]
-            found = self.head.update(found, self.state, self.parameters, numbers)
+            updates = [gradient(i) for i in range(len(tickets))]
+            updates = self.head.update(updates, self.state, self.parameters, numbers)
         for own, work in self.tiles:
-            gradients = [found[i] if found else gradient(i) for i in own]
+            gradients = [updates[i] if updates else gradient(i) for i in own]
             state = {slot: [tensors[i] for i in own] for slot, tensors in self.state.items()}
             work.apply(gradients, state, [self.parameters[i] for i in own], numbers)
             moved(own)

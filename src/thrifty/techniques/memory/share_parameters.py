@@ -84,8 +84,8 @@ def factorise(model: nn.Module, width: int, seed: int) -> None:
     tables = token_tables(model)
     if not tables:
         raise RefusedError(f"{type(model).__name__} has no table of tokens", fix="set embedding = 0")
-    found = find_head(model)
-    users = {**tables, **({found[0]: found[1]} if found and is_tied(found[1], tables) else {})}
+    named_head = find_head(model)
+    users = {**tables, **({named_head[0]: named_head[1]} if named_head and is_tied(named_head[1], tables) else {})}
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, user in users.items():
         old = user.weight
@@ -170,8 +170,8 @@ class ShareParameters(Technique):
         if self.part == "all":
             return {name for name, _ in model.named_parameters(remove_duplicate=False)}
         wanted = ("mlp",) if self.part == "feed_forward" else ("attention", "cross-attention")
-        found = (branch for blocks in find_branches(model).values() for block in blocks for branch in block)
-        layers = [{**branch.inner, branch.name: branch.writer} for branch in found if branch.kind in wanted]
+        branches = (branch for blocks in find_branches(model).values() for block in blocks for branch in block)
+        layers = [{**branch.inner, branch.name: branch.writer} for branch in branches if branch.kind in wanted]
         named = ((path, layer) for group in layers for path, layer in group.items())
         return {f"{path}.{name}" for path, layer in named for name, _ in layer.named_parameters()}
 

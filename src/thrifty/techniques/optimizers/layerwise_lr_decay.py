@@ -52,7 +52,7 @@ def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int
     model a parameter is defined and what it is called. Raises RefusedError where the model has no list of equal blocks.
     """
     stacks = {stack: len(model.get_submodule(stack)) for stack in find_stacks(model)}
-    found: dict[int, tuple[str, int, int]] = {}
+    positions: dict[int, tuple[str, int, int]] = {}
     begun: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stack = next((each for each in stacks if is_under(name, each)), None)
@@ -62,9 +62,9 @@ def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int
         else:
             stack = stack_after(name, stacks)
             depth = 0 if _is_in_front(name, embedding_pattern, stack in begun) else stacks[stack] + 1
-        first, known, blocks = found.get(id(parameter), (name, depth, stacks[stack]))
-        found[id(parameter)] = (first, min(known, depth), blocks)  # of a tied one the place nearest to the input
-    return {name: (depth, blocks) for name, depth, blocks in found.values()}
+        first, known, blocks = positions.get(id(parameter), (name, depth, stacks[stack]))
+        positions[id(parameter)] = (first, min(known, depth), blocks)  # of a tied one the place nearest to the input
+    return {name: (depth, blocks) for name, depth, blocks in positions.values()}
 
 
 def _is_in_front(name: str, embedding_pattern: str, is_behind: bool) -> bool:
@@ -122,17 +122,17 @@ class LayerwiseLearningRateDecay(Technique):
         check_pattern(self, self.name, "embedding_pattern")
 
     def model(self, model: nn.Module) -> nn.Module:
-        named, found = dict(model.named_parameters()), depths(model, self.embedding_pattern)
-        for name, (depth, blocks) in found.items():
+        named, parameter_depths = dict(model.named_parameters()), depths(model, self.embedding_pattern)
+        for name, (depth, blocks) in parameter_depths.items():
             set_learning_rate_factor(named[name], depth_factor(depth, blocks, self.decay))
-        for text in self._told(found):
+        for text in self._told(parameter_depths):
             add_note(text)
         return model
 
-    def _told(self, found: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    def _told(self, parameter_depths: Mapping[str, tuple[int, int]]) -> Iterator[str]:
         ends = {"before the blocks": 0, "behind them": 1}
         for where, behind in ends.items():
-            own = {name: at for name, at in found.items() if at[0] == (at[1] + 1) * behind}
+            own = {name: at for name, at in parameter_depths.items() if at[0] == (at[1] + 1) * behind}
             modules = sorted({name.rpartition(".")[0] or name for name in own})
             rates = sorted({depth_factor(*at, self.decay) for at in own.values()})
             if own:

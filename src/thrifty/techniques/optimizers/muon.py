@@ -77,11 +77,11 @@ def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0,
     first, second, both = slice(size // 2), slice(size // 2, None), slice(None)
     if size < HALVED or x.device.type != "cpu":
         return product(both, both)
-    found = x.new_empty(*x.shape[:-1], size)
-    found[..., first, :] = product(first, both)
-    found[..., second, second] = product(second, second)
-    found[..., second, first] = found[..., first, second].mT
-    return found
+    result = x.new_empty(*x.shape[:-1], size)
+    result[..., first, :] = product(first, both)
+    result[..., second, second] = product(second, second)
+    result[..., second, first] = result[..., first, second].mT
+    return result
 
 
 def _plus_product(added: Tensor, beta: float, left: Tensor, right: Tensor, alpha: float) -> Tensor:
@@ -121,9 +121,9 @@ class ScaleByOrthogonalization(GradientTransform):
         # one after the other where each must be gathered first: all of them whole would be the whole model
         sharded = any(isinstance(update, DTensor) for update in updates)
         for some in [[i] for i in everything] if sharded else [everything]:
-            held = {i: full_values(updates[i], order_of(parameters[i])) for i in some}
-            self._orthogonalize([layer for i, matrix in held.items() for layer in self._layers(i, matrix)])
-            for i, matrix in held.items():
+            matrices = {i: full_values(updates[i], order_of(parameters[i])) for i in some}
+            self._orthogonalize([layer for i, matrix in matrices.items() for layer in self._layers(i, matrix)])
+            for i, matrix in matrices.items():
                 if matrix is not updates[i]:
                     updates[i].copy_(match_layout(matrix, updates[i], order_of(parameters[i])))
         return updates
@@ -137,9 +137,9 @@ class ScaleByOrthogonalization(GradientTransform):
         for layer in layers:
             alike.setdefault(layer.shape, []).append(layer)
         for (rows, columns), own in alike.items():
-            given = torch.stack(own) if len(own) > 1 else own[0]
-            found = orthogonalized(given, self.steps, self.dtype).view(-1, rows, columns)
-            for layer, new in zip(own, found, strict=True):
+            stack = torch.stack(own) if len(own) > 1 else own[0]
+            orthogonal = orthogonalized(stack, self.steps, self.dtype).view(-1, rows, columns)
+            for layer, new in zip(own, orthogonal, strict=True):
                 layer.copy_(new).mul_(step_size(rows, columns, self.scale))
 
 

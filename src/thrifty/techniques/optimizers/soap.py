@@ -130,16 +130,16 @@ class ScaleBySoap(GradientTransform):
             gradient, mean, square = (full_values(tensor, order) for tensor in (update, *moments))
             spread = sides["left_spread"][i], sides["right_spread"][i]
             axes = sides["left_axes"][i], sides["right_axes"][i]
-            found = torch.zeros_like(gradient)
+            step = torch.zeros_like(gradient)
             if not numbers["first"]:
-                found = direction(gradient, mean, square, axes, self.beta1, self.beta2, self.eps)
-                found.mul_(numbers["factor"])
+                step = direction(gradient, mean, square, axes, self.beta1, self.beta2, self.eps)
+                step.mul_(numbers["factor"])
             measure(gradient, spread, self.beta2)
             if numbers["first"]:
                 find_axes(axes, spread)
             elif numbers["turn"]:
                 follow_axes(axes, spread, mean, square)
-            for tensor, new in zip((update, *moments), (found, mean, square), strict=True):
+            for tensor, new in zip((update, *moments), (step, mean, square), strict=True):
                 if new is not tensor:
                     tensor.copy_(match_layout(new, tensor, order))
         return updates

@@ -251,20 +251,20 @@ class PipelineParallel(Technique):
         depth = round((footprint.parameters - footprint.outside) / footprint.block) if footprint.block else ranks
         blocks = max(self._per_rank(ranks)) if self.blocks else -(-depth // ranks)
         share = blocks / depth
-        held = (footprint.outside + share * (footprint.parameters - footprint.outside)) / footprint.parameters
+        fraction = (footprint.outside + share * (footprint.parameters - footprint.outside)) / footprint.parameters
         alive = 1 if self.recompute else most_alive(self.schedule, ranks, self.micro_batches, self._chunks)
         at_end = 1 if self.schedule == "1f1b" else alive  # on the last rank, where the loss is
         saved, ends = share * footprint.saved, footprint.activations - footprint.saved
         inside = alive * saved + max(footprint.inside - footprint.saved, 0.0)
         loss = at_end * saved + (at_end - 1) * ends + footprint.passes - footprint.saved
-        gradients = held * footprint.gradients
+        gradients = fraction * footprint.gradients
         if (
             alive >= self.micro_batches
         ):  # all are in flight before there is one: they appear while the activations of one go
             gradients = max(gradients - saved, 0.0)
         activations = max(alive * saved, at_end * (saved + ends))
         divided = replace(footprint, activations=activations, passes=max(loss, inside), inside=inside).scale(
-            parameters=held, gradients=held, optimizer=held, traffic=self.micro_batches
+            parameters=fraction, gradients=fraction, optimizer=fraction, traffic=self.micro_batches
         )
         hidden = self.micro_batches * footprint.hidden
         buffered, sent = most_ends(stage_places(self.schedule, ranks, self._chunks))
@@ -273,8 +273,8 @@ class PipelineParallel(Technique):
     def _per_rank(self, ranks: int) -> list[int]:
         """The blocks that were given, by rank."""
         places = stage_places(self.schedule, ranks, self._chunks)
-        given = list(zip(self.blocks, places, strict=True))
-        return [sum(count for count, at in given if at == place) for place in range(ranks)]
+        pairs = list(zip(self.blocks, places, strict=True))
+        return [sum(count for count, at in pairs if at == place) for place in range(ranks)]
 
     @property
     def _chunks(self) -> int:

@@ -59,8 +59,8 @@ def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy) -> nn.Mo
     for module in parts_of(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    found = ", ".join(f"{len(blocks)} blocks in {name or 'the model'}" for name, blocks in stacks.items())
-    add_note(f"{found} and the rest, over {' x '.join(map(str, mesh.shape))} ranks")
+    parts = ", ".join(f"{len(blocks)} blocks in {name or 'the model'}" for name, blocks in stacks.items())
+    add_note(f"{parts} and the rest, over {' x '.join(map(str, mesh.shape))} ranks")
     return model
 
 

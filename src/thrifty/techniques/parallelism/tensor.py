@@ -126,20 +126,20 @@ class TensorParallel(Technique):
         ranks = axis("tensor").size
         if ranks == 1 or not footprint.parameters:
             return footprint
-        held = (footprint.vectors + (footprint.parameters - footprint.vectors) / ranks) / footprint.parameters
+        fraction = (footprint.vectors + (footprint.parameters - footprint.vectors) / ranks) / footprint.parameters
         stays = STAYS_ALONG_TOKENS if self.sequence_parallel else STAYS
         blocks = (footprint.parameters - footprint.outside) / footprint.block if footprint.block else 0
         return footprint.scale(
-            parameters=held,
-            outside=held,
-            block=held,
-            gradients=held,
-            optimizer=held,
+            parameters=fraction,
+            outside=fraction,
+            block=fraction,
+            gradients=fraction,
+            optimizer=fraction,
             activations=stays + (1 - stays) / ranks,
             saved=stays + (1 - stays) / ranks,
             passes=stays + (1 - stays) / ranks,
             inside=stays + (1 - stays) / ranks,
-            temporary=held,
+            temporary=fraction,
         ).add(traffic=(4 * blocks + 2) * 2 * (1 - 1 / ranks) * footprint.hidden)
 
     def finish(self, model: nn.Module) -> nn.Module:

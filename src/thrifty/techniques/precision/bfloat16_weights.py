@@ -99,11 +99,11 @@ class Float32Update(GradientTransform):
         sums = [parameter.float() for parameter in parameters]
         if self.rounding == "kahan":
             torch._foreach_add_(sums, slots["compensation"])
-        found = self.before.update([update.float() for update in updates], slots, sums, numbers)
+        changes = self.before.update([update.float() for update in updates], slots, sums, numbers)
         if self.kernel is None:
-            torch._foreach_add_(sums, found)
+            torch._foreach_add_(sums, changes)
         else:
-            self.kernel.apply(found, slots, sums, numbers)
+            self.kernel.apply(changes, slots, sums, numbers)
         self._round(sums, slots, numbers)
         torch._foreach_sub_(sums, parameters)
         return sums
@@ -189,7 +189,7 @@ class Bfloat16InputObjective(WrappedObjective):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         fields = {
-            name: given.bfloat16() if given.is_floating_point() else given for name, given in batch.fields.items()
+            name: field.bfloat16() if field.is_floating_point() else field for name, field in batch.fields.items()
         }
         return super().predict(model, Batch(fields, batch.weight))
 

@@ -188,13 +188,13 @@ class Float8(Technique):
 
 def _blocks(model: nn.Module) -> Mapping[str, str]:
     """Every block by name, and which end of its stack it is: "" for those in between, and in stacks of two."""
-    found: dict[str, str] = {}
+    endings: dict[str, str] = {}
     for stack, blocks in find_stacks(model).items():
         last = len(blocks) - 1
         ends = {0: "the first block", last: "the last block"} if last > 1 else {}
         prefix = f"{stack}." if stack else ""
-        found |= {f"{prefix}{index}": ends.get(index, "") for index in range(len(blocks))}
-    return found
+        endings |= {f"{prefix}{index}": ends.get(index, "") for index in range(len(blocks))}
+    return endings
 
 
 def _reason_to_skip(layer: nn.Module) -> str | None:

@@ -62,12 +62,12 @@ def next_scale(
 def unscale(gradients: Sequence[Tensor], factor: float) -> Tensor:
     """Multiplies gradients in place by `factor`, one over the scale, in one pass over them; a scalar that is 0 where
     all their numbers are finite and 1 where not."""
-    found = torch.zeros((), device=gradients[0].device)
-    inverse = torch.full((), factor, device=found.device)
+    overflow = torch.zeros((), device=gradients[0].device)
+    inverse = torch.full((), factor, device=overflow.device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
-    return found
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, overflow, inverse)
+    return overflow
 
 
 class LossScalingBackward:

@@ -115,20 +115,20 @@ class MatrixMaskTechnique(MaskTechnique):
 
     def model(self, model: nn.Module) -> nn.Module:
         parameters = dict(model.named_parameters())
-        found = self.masked(masked_shapes(parameters))
-        if not found:
+        chosen = self.masked(masked_shapes(parameters))
+        if not chosen:
             raise RefusedError(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")
         tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-        if self.where == type(self).where and (inside := tables.intersection(found)):
+        if self.where == type(self).where and (inside := tables.intersection(chosen)):
             raise RefusedError(
                 f"{self.where!r} would mask {min(inside)}, which is an embedding: rows that a batch has no token for "
                 "would be pruned first",
                 fix=f"leave it out: where = '^(?!{'|'.join(map(re.escape, sorted(inside)))}).*{self.where}'",
             )
-        dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in found]
+        dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in chosen]
         left = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in dense))
         add_note(
-            f"{len(found)} matrices, such as {found[0]}; norms and biases stay dense"
+            f"{len(chosen)} matrices, such as {chosen[0]}; norms and biases stay dense"
             + (f", and {left}" if left else "")
         )
         return model
@@ -142,8 +142,8 @@ class MatrixMaskTechnique(MaskTechnique):
     def shapes(self, state: TrainState) -> dict[str, tuple[int, ...]]:
         """Of the masked weights of a state."""
         assert state.optimizer is not None
-        found = masked_shapes(dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True)))
-        return {name: found[name] for name in self.masked(found)}
+        all_shapes = masked_shapes(dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True)))
+        return {name: all_shapes[name] for name in self.masked(all_shapes)}
 
     def allowed(self, state: TrainState, density: float, distribution: str) -> dict[str, int]:
         """How many weights each layer may keep. Masks that a growth has carried along are those of the smaller model,
@@ -162,11 +162,11 @@ class MatrixMaskTechnique(MaskTechnique):
             return
         shapes = self.shapes(state)
         parameters = dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True))
-        found = sum(
+        nonzero = sum(
             merge_over_stages({name: int(full_value(parameters[name]).count_nonzero()) for name in shapes}).values()
         )
-        if found > (most := global_count(shapes, density)):
-            raise IntegrityError(f"{self.name}: {found} weights are not zero, at most {most} promised")
+        if nonzero > (most := global_count(shapes, density)):
+            raise IntegrityError(f"{self.name}: {nonzero} weights are not zero, at most {most} promised")
         places = sum(
             merge_over_stages({name: int(full_value(mask).sum()) for name, mask in masks_in(state).items()}).values()
         )
@@ -268,8 +268,8 @@ class SaliencyMaskTechnique(MatrixMaskTechnique):
     ) -> Iterator[tuple[str, Tensor]]:
         scores = {}
         for name in names:
-            found = layer(name)
-            scores[name] = self.scores(found.weight, found.gradient)
+            matrix = layer(name)
+            scores[name] = self.scores(matrix.weight, matrix.gradient)
         count = global_count({name: tuple(values.shape) for name, values in scores.items()}, self.density)
         yield from largest_of_all(scores, count).items()
 

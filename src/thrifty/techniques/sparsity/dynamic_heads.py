@@ -119,10 +119,10 @@ class DynamicHeads(MaskTechnique):
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            found = layer(name)
-            kept = by_piece(found.mask, self.counts[name][0]).any(1)
-            pieces = moved_pieces(kept, found.weight, found.gradient, self.fraction(step))
-            yield name, columns_of(pieces, found.mask.shape)
+            matrix = layer(name)
+            kept = by_piece(matrix.mask, self.counts[name][0]).any(1)
+            pieces = moved_pieces(kept, matrix.weight, matrix.gradient, self.fraction(step))
+            yield name, columns_of(pieces, matrix.mask.shape)
 
     def finish(self, model: nn.Module) -> nn.Module:
         """Without the heads that were dropped: what they would write is zero."""
@@ -133,8 +133,8 @@ class DynamicHeads(MaskTechnique):
 
     def holds(self, state: TrainState) -> None:
         assert state.model is not None
-        masks, found = masks_in(state), {f"{each.name}.weight": each for each in self._masked(state.model)}
-        for name, pieces in found.items():
+        masks, units = masks_in(state), {f"{each.name}.weight": each for each in self._masked(state.model)}
+        for name, pieces in units.items():
             mask = by_piece(full_value(masks[name], order_of(masks[name])), pieces.count)
             if not torch.equal(mask.any(1), mask.all(1)) or int(mask.any(1).sum()) != self.left(pieces):
                 kept = f"{int(mask.any(1).sum())} {pieces.kind}, not all whole"

@@ -175,15 +175,15 @@ class EarlyBird(Technique):
         return max(1, int(self.every))
 
     def model(self, model: nn.Module) -> nn.Module:
-        found, kept = find_units(model), KEPT_PIECES.get(model)
+        units, kept = find_units(model), KEPT_PIECES.get(model)
         if kept is None:
-            for pieces in found.values():
+            for pieces in units.values():
                 add_coefficients(pieces)
                 KIND_OF_PIECES.set(pieces.writer, pieces.kind)
                 memory = torch.zeros(self.queue, pieces.count, dtype=torch.bool, device=pieces.writer.weight.device)
                 pieces.writer.register_buffer("recent_masks", memory)
             for kind in KINDS:
-                add_note(f"{sum(each.count for each in found.values() if each.kind == kind)} {kind} have a coefficient")
+                add_note(f"{sum(each.count for each in units.values() if each.kind == kind)} {kind} have a coefficient")
             return model
         prune_model(model, kept)
         for kind in KINDS:
@@ -273,12 +273,12 @@ class EarlyBird(Technique):
         phases = [entry.decision for entry in state.log if entry.technique == self.name]
         if not phases:
             raise IntegrityError(f"{self.name}: the run's log does not say whether a ticket was drawn")
-        found, coefficients = find_units(state.model), coefficients_of(state.model)
+        units, coefficients = find_units(state.model), coefficients_of(state.model)
         if phases[-1]["phase"] == SEARCH:
-            if coefficients.keys() != found.keys():
-                raise IntegrityError(f"{self.name}: {len(coefficients)} of {len(found)} layers have their coefficients")
+            if coefficients.keys() != units.keys():
+                raise IntegrityError(f"{self.name}: {len(coefficients)} of {len(units)} layers have their coefficients")
             return
-        for name, pieces in found.items():
+        for name, pieces in units.items():
             kept = phases[-1]["kept"][name]
             count = len(kept) if pieces.kind == "heads" else int(kept, 16).bit_count()
             if pieces.count != count or name in coefficients:

@@ -84,8 +84,8 @@ class GradualPruning(MatrixMaskTechnique):
     ) -> Iterator[tuple[str, Tensor]]:
         scores = {}
         for name in names:
-            found = layer(name)
-            scores[name] = magnitudes(found.weight, found.mask)
+            matrix = layer(name)
+            scores[name] = magnitudes(matrix.weight, matrix.mask)
         shapes = {name: tuple(values.shape) for name, values in scores.items()}
         if self.distribution == "global":
             yield from largest_of_all(scores, global_count(shapes, self.density_at(step))).items()

@@ -56,8 +56,8 @@ def prune_by_magnitude(
     apart = set(weights) if scope == "layerwise" else set(half)
     kept = {name: _smallest_cut([name], weights, masks, prune / (1 + (name in half))) for name in sorted(apart)}
     rest = sorted(set(weights) - apart)
-    found = {name: mask for masks in kept.values() for name, mask in masks.items()}
-    return {**found, **(_smallest_cut(rest, weights, masks, prune) if rest else {})}
+    pruned_masks = {name: mask for masks in kept.values() for name, mask in masks.items()}
+    return {**pruned_masks, **(_smallest_cut(rest, weights, masks, prune) if rest else {})}
 
 
 def _smallest_cut(names: Sequence[str], weights: Weights, masks: Weights, prune: float) -> Weights:
@@ -107,12 +107,12 @@ def read_mask_file(file: str, sha256: str) -> dict[str, Tensor]:
         content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"there is no ticket {path}: {error.strerror}", fix="draw one: thrifty lottery") from error
-    found = hashlib.sha256(content).hexdigest()
+    actual = hashlib.sha256(content).hexdigest()
     if not sha256:
-        raise UsageError(f"the ticket {path} is given without its hash", fix=f"set sha256 = {found!r}")
-    if found != sha256:
+        raise UsageError(f"the ticket {path} is given without its hash", fix=f"set sha256 = {actual!r}")
+    if actual != sha256:
         raise IntegrityError(
-            f"{path} is not the ticket that the recipe means: its sha256 is {found[:12]}…, not {sha256[:12]}…",
+            f"{path} is not the ticket that the recipe means: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
             fix="bring the old file back, or set sha256 anew in another run",
         )
     try:
@@ -184,8 +184,8 @@ class MaskFromFile(MaskTechnique):
                 )
         if self.control == "reinitialise":
             shuffle_values(parameters, f"{self.seed}")
-        found = f"{len(drawn.shapes)} matrices, density {drawn.density:.4g}" if drawn.shapes else "no ticket yet"
-        add_note(f"{found}; all other weights stay" + (f"; control: {self.control}" if self.control else ""))
+        summary = f"{len(drawn.shapes)} matrices, density {drawn.density:.4g}" if drawn.shapes else "no ticket yet"
+        add_note(f"{summary}; all other weights stay" + (f"; control: {self.control}" if self.control else ""))
         return model
 
     def masked(self, shapes: Shapes) -> list[str]:

@@ -36,5 +36,5 @@ class Rigl(DynamicMaskTechnique):
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            found = layer(name)
-            yield name, moved_mask(found.mask, found.weight, found.gradient, self.fraction(step))
+            matrix = layer(name)
+            yield name, moved_mask(matrix.mask, matrix.weight, matrix.gradient, self.fraction(step))

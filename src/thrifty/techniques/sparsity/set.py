@@ -36,5 +36,5 @@ class SparseEvolution(DynamicMaskTechnique):
         self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
     ) -> Iterator[tuple[str, Tensor]]:
         for name in names:
-            found = layer(name)
-            yield name, regrown_mask(found.mask, found.weight, self.fraction(step), f"{self.seed}/{name}/{step}")
+            matrix = layer(name)
+            yield name, regrown_mask(matrix.mask, matrix.weight, self.fraction(step), f"{self.seed}/{name}/{step}")

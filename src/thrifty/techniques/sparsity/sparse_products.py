@@ -195,7 +195,7 @@ class SparseProducts(Technique):
 
     def lines(self, weight: Tensor) -> Lines:
         """The times of a layer's products over density, for each dtype in which it may compute them."""
-        device, found = weight.device.type, {}
+        device, fits = weight.device.type, {}
         for dtype in dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16)):
             if self.cost_source == "measured" and dtype is not weight.dtype and not has_fast_bfloat16():
                 continue
@@ -203,17 +203,17 @@ class SparseProducts(Technique):
             cases = {
                 form: BreakevenCase(form, *weight.shape, self.tokens, name, device) for form in forms_of(*weight.shape)
             }
-            found[dtype] = {
+            fits[dtype] = {
                 form: case.counted() if self.cost_source == "counted" else case.measured()
                 for form, case in cases.items()
             }
-        return found
+        return fits
 
     def _crossovers(self, shape: tuple[int, ...], names: list[str], layer: Any) -> str:
         lines = SPARSE_PRODUCT.of(layer).lines[layer.weight.dtype]
         when = ", ".join(f"{form} below a density of {line.crossover:.2f}" for form, line in lines.items())
-        found = f"{len(names)} layers of {shape[0]} x {shape[1]}, such as {names[0]}"
-        return f"{found}, take less time as {when}; chosen where it is at most {WORTH:g} of the dense"
+        subject = f"{len(names)} layers of {shape[0]} x {shape[1]}, such as {names[0]}"
+        return f"{subject}, take less time as {when}; chosen where it is at most {WORTH:g} of the dense"
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         """No change of structure: layers follow their masks, which may have moved in the last update."""

@@ -45,8 +45,8 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     scanned = int(machine.number("scanned"))
     if approximate:
         kept, searched = layer.kept_counts, layer.count("iterations")
-        found = layer.count("candidates")
-        candidates = kept if found is None else np.maximum(found, kept)
+        counts = layer.count("candidates")
+        candidates = kept if counts is None else np.maximum(counts, kept)
         if (candidates > keys).any():
             raise UsageError(f"layer {layer.name}: a query has {candidates.max()} candidates of {layer.keys} keys")
         iterations = np.ceil(machine.number("iterations") * keys).astype(np.int64) if searched is None else searched

@@ -56,8 +56,8 @@ def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float
 
 def _reads(product: SpgemmProduct, machine: AcceleratorSpec) -> np.ndarray:
     """(k,) how often a row of B comes in: once if the tile's cache holds it, else for each `elements` of the column."""
-    held = product.rows * NUMBER <= machine.size("cache")
-    return np.where(held, 1, ceil_div(product.columns, machine.stations["work"].width))
+    fits = product.rows * NUMBER <= machine.size("cache")
+    return np.where(fits, 1, ceil_div(product.columns, machine.stations["work"].width))
 
 
 def merge_passes(chunks: np.ndarray, machine: AcceleratorSpec) -> np.ndarray:

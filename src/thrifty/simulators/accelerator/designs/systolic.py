@@ -35,8 +35,8 @@ def folds(m: Count, n: Count, k: Count, rows: int, columns: int, dataflow: str) 
     if dataflow == "os":
         count, each = -(-m // rows) * -(-n // columns), k + rows + columns - 2
     else:
-        held, passing = (n, m) if dataflow == "ws" else (m, n)
-        count, each = -(-k // rows) * -(-held // columns), passing + 2 * rows + columns - 2
+        stationary, passing = (n, m) if dataflow == "ws" else (m, n)
+        count, each = -(-k // rows) * -(-stationary // columns), passing + 2 * rows + columns - 2
     count, each = np.broadcast_arrays(count, each)
     return count, each
 
