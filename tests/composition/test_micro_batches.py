@@ -64,4 +64,4 @@ def test_only_two_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         cut, batch, times = representative_micro_batches(run, run.source.at(5))
     assert len(batch) == 2 and times == 4.0
-    assert next(t for t in cut.techniques if t.name == "large_batch.gradient_accumulation").parts == 2  # type: ignore[attr-defined]
+    assert next(t for t in cut.techniques if t.name == "large_batch.gradient_accumulation").micro_batches == 2  # type: ignore[attr-defined]

@@ -115,7 +115,7 @@ def test_a_folder_without_a_model_for_the_task_is_refused(architecture):
     if name == "distilbert":
         with pytest.raises(RefusedError, match="sequence-to-sequence model of type 'distilbert'"):
             load_model(folder, other)
-    with pytest.raises(UsageError, match="cannot learn classify"):
+    with pytest.raises(UsageError, match="cannot learn classification"):
         build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task="classification")
 
 

@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused_with_what_to_do(folder):
         build_model_for(UNLABELLED, ModelSettings(folder=str(folder), decoder_depth=1), 0, "masked_reconstruction")
     with pytest.raises(UsageError, match="1 channels and the model"):
         build_model_for(replace(UNLABELLED, channels=1), ModelSettings(folder=str(folder)), 0, "masked_reconstruction")
-    with pytest.raises(UsageError, match="vit-nano cannot learn reconstruct: it reads images") as refused:
+    with pytest.raises(UsageError, match="vit-nano cannot learn masked_reconstruction: it reads images") as refused:
         build_model_for(UNLABELLED, ModelSettings(preset="vit-nano"), 0, "masked_reconstruction")
     assert "model.preset = mae-nano" in refused.value.fix
     with pytest.raises(UsageError, match="mae-nano cannot learn next_token: it gives back the pixels"):

@@ -167,7 +167,7 @@ def test_images_that_do_not_fit_are_refused_with_what_to_do():
 
 
 def test_a_model_of_one_kind_does_not_learn_what_another_kind_does():
-    with pytest.raises(UsageError, match="cannot learn classify: no token sees later ones"):
+    with pytest.raises(UsageError, match="cannot learn classification: no token sees later ones"):
         build_model_for(ENDS, ModelSettings(preset="llama-nano"), 0, "classification")
     with pytest.raises(UsageError, match="vit-nano cannot learn next_token: it reads images"):
         build_model(ModelSettings(preset="vit-nano"), 300, 32, 0)

@@ -65,7 +65,7 @@ def in_peft(family: str, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(fresh(family), folder)
 
 
-@pytest.mark.parametrize("stabilised", [False, True], ids=["", "rslora"])
+@pytest.mark.parametrize("rank_stabilized", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", TARGETS)
 def test_an_adapter_of_peft_computes_the_same_here(family: str, stabilised: bool, tmp_path: Path) -> None:
     config = peft.LoraConfig(
@@ -88,12 +88,12 @@ def test_an_adapter_of_peft_computes_the_same_here(family: str, stabilised: bool
     ("family", "settings"),
     [
         ("llama", {"where": "layers"}),
-        ("llama", {"where": "embed|q_proj", "stabilised": True}),
+        ("llama", {"where": "embed|q_proj", "rank_stabilized": True}),
         ("llama", {"slices": "qv"}),
         ("llama", {"where": r"layers\.1\.self_attn|lm_head"}),
         ("llama", {"also": "norm"}),
         ("gpt2", {"where": "attn|mlp"}),
-        ("gpt2", {"where": "c_attn", "slices": "qv", "stabilised": True}),
+        ("gpt2", {"where": "c_attn", "slices": "qv", "rank_stabilized": True}),
         ("gpt2", {"where": "c_attn", "slices": "", "also": r"ln_f|c_attn\.bias"}),
         ("gpt2", {"where": "wpe", "also": "wte"}),
         ("bert", {"where": r"encoder.*dense|position_embeddings"}),

@@ -157,7 +157,7 @@ def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_fo
     counts: list[int] = []
 
     def noted(run):  # type: ignore[no-untyped-def]
-        counts.extend(t.parts for t in run.techniques if t.name == "large_batch.gradient_accumulation")
+        counts.extend(t.micro_batches for t in run.techniques if t.name == "large_batch.gradient_accumulation")
         return formula(run)
 
     search = searching(2000.0, Numerics.ROUNDING, count=noted)

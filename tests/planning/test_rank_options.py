@@ -42,7 +42,7 @@ def test_every_mesh_uses_all_ranks_and_has_a_technique_for_each_axis(ranks: int)
 
 def test_only_meshes_that_share_a_batch_equally_are_looked_at() -> None:
     assert {way.mesh.replicate * way.mesh.shard for way in ways(4, batch=6)} == {1, 2}
-    parts = [t.parts for way in ways(2, batch=4) for t in way.techniques if t.name == "parallelism.pipeline"]  # type: ignore[attr-defined]
+    parts = [t.micro_batches for way in ways(2, batch=4) for t in way.techniques if t.name == "parallelism.pipeline"]  # type: ignore[attr-defined]
     assert parts == [2, 4]  # eight micro-batches of four examples there are none
 
 

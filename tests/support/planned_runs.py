@@ -48,7 +48,7 @@ def formula(run: Run) -> Footprint:
     if "memory.offload_activations" in held:
         activations *= 0.3
     if parts := held.get("large_batch.gradient_accumulation"):
-        activations /= parts.parts  # type: ignore[attr-defined]
+        activations /= parts.micro_batches  # type: ignore[attr-defined]
     if state := held.get("precision.optimizer_state"):
         optimizer *= 0.25 if state.format == "int8" else 0.5  # type: ignore[attr-defined]
     if "memory.offload_optimizer" in held:

@@ -76,11 +76,11 @@ def transformers_model(kind: str) -> nn.Module:
 GPT2_PLAN = ("*.c_attn=column", "*.attn.c_proj=row", "*.c_fc=column", "*.mlp.c_proj=row")
 MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
     "gpt": (lambda: model("gpt"), {}),
-    "gpt, tokens divided": (lambda: model("gpt", tied=False), {"along_tokens": True}),
+    "gpt, tokens divided": (lambda: model("gpt", tied=False), {"sequence_parallel": True}),
     "llama": (lambda: model("llama", tied=False, kv_heads=2), {}),
-    "llama, tokens divided": (lambda: model("llama", kv_heads=2), {"along_tokens": True}),
+    "llama, tokens divided": (lambda: model("llama", kv_heads=2), {"sequence_parallel": True}),
     "Llama of transformers": (lambda: transformers_model("Llama"), {}),
-    "GPT-NeoX of transformers, tokens divided": (lambda: transformers_model("GPTNeoX"), {"along_tokens": True}),
+    "GPT-NeoX of transformers, tokens divided": (lambda: transformers_model("GPTNeoX"), {"sequence_parallel": True}),
     "Qwen3 of transformers": (lambda: transformers_model("Qwen3"), {}),
     "GPT-2 of transformers": (lambda: transformers_model("GPT2"), {"plan": GPT2_PLAN}),
 }
@@ -141,7 +141,7 @@ def runs_on_four() -> dict[str, Run]:
     def llama() -> nn.Module:
         return model("llama", tied=False, kv_heads=2)
 
-    tokens = (TENSOR, {"along_tokens": True})
+    tokens = (TENSOR, {"sequence_parallel": True})
     found = {}
     with laid(tensor=4):
         found["gpt"] = trained(gpt, [tokens, *LAMB])
@@ -185,7 +185,9 @@ def families_on_two() -> dict[tuple[str, bool], dict[str, np.ndarray]]:
     with laid(tensor=2):
         for style, along_tokens in product(FAMILIES, (False, True)):
             made, inputs = family(style)
-            found[style, along_tokens] = gradients(technique(TENSOR, along_tokens=along_tokens).model(made), *inputs)
+            found[style, along_tokens] = gradients(
+                technique(TENSOR, sequence_parallel=along_tokens).model(made), *inputs
+            )
     return found
 
 
@@ -300,7 +302,7 @@ def masks(settings: Mapping[str, Any], again: bool) -> tuple[dict[str, list[np.n
 def dropped_on_two() -> dict[tuple[bool, bool], tuple[dict[str, list[np.ndarray]], Run]]:
     with laid(tensor=2):
         pairs = [(tokens, again) for tokens in (False, True) for again in (False, True)]
-        return {(tokens, again): masks({"along_tokens": tokens}, again) for tokens, again in pairs}
+        return {(tokens, again): masks({"sequence_parallel": tokens}, again) for tokens, again in pairs}
 
 
 @dataclass
@@ -314,7 +316,7 @@ class Held:
 def held_on_two(along_tokens: bool) -> Held:
     """Bytes on this rank, and what it says to the others."""
     with laid(tensor=2):
-        run = composed(lambda: model("gpt", tied=False), [(TENSOR, {"along_tokens": along_tokens})], 2)
+        run = composed(lambda: model("gpt", tied=False), [(TENSOR, {"sequence_parallel": along_tokens})], 2)
         state = run.start()
         assert state.model is not None and state.optimizer is not None
         slots = [tensor for tensors in state.optimizer.slots.values() for tensor in tensors]

@@ -102,7 +102,7 @@ def test_the_promise_holds_for_what_is_compressed_or_offloaded(settings: dict[st
     assert measured <= plan.peak * 1.05
 
 
-@pytest.mark.parametrize("settings", [{}, {"offload": "disk"}, {"offload": "simulated"}, {"costs": "measured"}])
+@pytest.mark.parametrize("settings", [{}, {"offload": "disk"}, {"offload": "simulated"}, {"cost_source": "measured"}])
 @pytest.mark.parametrize("others", [(), ("large_batch.gradient_accumulation",), ("memory.none",)])
 def test_without_compression_every_step_is_bitwise_the_plain_one(
     settings: dict[str, Any], others: tuple[str, ...]
@@ -140,7 +140,7 @@ def test_what_is_made_again_is_of_few_bytes_a_second(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("costs", ["counted", "measured"])
 def test_no_periodic_recompute_is_faster_by_its_account_at_the_same_peak(costs: str) -> None:
     """Small blocks, whose single operations cost more to follow than to run."""
-    _, planner = peak_of(run_of(plain_run(style="gpt"), costs=costs))
+    _, planner = peak_of(run_of(plain_run(style="gpt"), cost_source=costs))
     ((blocks, _),) = planner.plans.values()
     kept: list[dict[int, TensorAction]] = [
         {n: TensorAction.KEEP for n, item in b.tape.items.items() if item.saved} for b in blocks
@@ -159,7 +159,7 @@ def test_no_periodic_recompute_is_faster_by_its_account_at_the_same_peak(costs: 
 def test_measured_costs_have_overheads_of_this_machine() -> None:
     one_by_one, as_a_whole = measured_overheads()
     assert 0 < as_a_whole < one_by_one < 5e-3
-    _, planner = peak_of(run_of(plain_run(style="gpt"), costs="measured"))
+    _, planner = peak_of(run_of(plain_run(style="gpt"), cost_source="measured"))
     ((blocks, _),) = planner.plans.values()
     assert blocks[0].overhead == one_by_one * len(blocks[0].tape.operations)
 

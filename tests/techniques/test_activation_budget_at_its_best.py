@@ -312,5 +312,5 @@ def test_a_plan_of_either_kind_is_the_same_after_it_was_told_in_numbers() -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard"])
 def test_ranks_follow_one_plan_whatever_its_kind(strategy: str) -> None:
-    settings = [("memory.activation_budget", given | {"costs": "measured"}) for given, _ in SETTINGS[:3:2]]
+    settings = [("memory.activation_budget", given | {"cost_source": "measured"}) for given, _ in SETTINGS[:3:2]]
     assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2

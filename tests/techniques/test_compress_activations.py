@@ -83,7 +83,7 @@ def first_run(**settings: object) -> tuple[float, float]:
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_the_forward_pass_is_exact_dropout_included(bits: int) -> None:
-    plain, compressed = first_run(bits=bits, smallest=1)
+    plain, compressed = first_run(bits=bits, min_elements=1)
     assert plain == compressed
 
 
@@ -308,7 +308,7 @@ def test_a_hugging_face_model_learns_in_4_bits() -> None:
 
 
 def adaptive(**settings: object) -> CompressActivations:
-    return technique("memory.compress_activations", **({"adaptive": True, "every": 3, "smallest": 1} | settings))  # type: ignore[return-value]
+    return technique("memory.compress_activations", **({"adaptive": True, "every": 3, "min_elements": 1} | settings))  # type: ignore[return-value]
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ def test_the_decision_is_replayed_from_the_log_and_not_made_again(monkeypatch: p
 def test_a_random_ticket_keeps_as_many_of_each_block_elsewhere() -> None:
     kept = {}
     for draw, seed in (("coefficients", 0), ("random", 0), ("random", 1), ("random", 1)):
-        run = run_of(4, draw=draw, seed=seed)
+        run = run_of(4, criterion=draw, seed=seed)
         state = run.start()
         advance(run, state, 3)
         kept.setdefault((draw, seed), []).append((kept_in(state), state.log[-1].decision["kept"]))

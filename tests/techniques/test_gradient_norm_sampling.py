@@ -247,7 +247,10 @@ class Seeing(WrappedObjective):
 def test_an_open_gate_with_accumulation_scores_and_trains_in_small_parts_with_the_gradient_of_the_whole() -> None:
     found = []
     for parts, at_once, sizes in ((1, 0, [(4, False)] * 3 + [(4, True)]), (2, 2, [(2, False)] * 6 + [(2, True)] * 2)):
-        chosen = [technique(NAME, at_once=at_once), technique("large_batch.gradient_accumulation", micro_batches=parts)]
+        chosen = [
+            technique(NAME, scoring_batch=at_once),
+            technique("large_batch.gradient_accumulation", micro_batches=parts),
+        ]
         run = compose(plain_run(), with_optimizer(chosen), 3)
         state, seeing = run.start(), Seeing(run.objective)
         run.memories[NAME]["tau"].fill_(100.0)

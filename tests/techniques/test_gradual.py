@@ -78,5 +78,5 @@ def test_moments_between_which_nothing_could_be_pruned_are_refused(moments: dict
 
 
 def test_an_initial_density_below_the_final_one_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"initial is 0\.1, below the density of 0\.5"):
+    with pytest.raises(UsageError, match=r"initial_density 0\.1 is below density 0\.5"):
         GradualPruning(initial_density=0.1, density=0.5)

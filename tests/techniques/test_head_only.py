@@ -71,5 +71,5 @@ def test_only_one_technique_decides_what_is_frozen() -> None:
 
 
 def test_it_does_not_go_with_parameters_in_pieces_whose_gathering_hangs_on_gradients() -> None:
-    with pytest.raises(UsageError, match="cannot go together: these are gathered and freed by the gradient"):
+    with pytest.raises(UsageError, match="cannot go together: they are gathered and freed by the gradient"):
         compose(image_run(), with_optimizer([HeadOnly(), technique("parallelism.shard")]), 4)

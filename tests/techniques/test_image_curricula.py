@@ -142,7 +142,7 @@ def test_images_of_whole_numbers_are_refused() -> None:
 
 
 def test_shares_and_moments_must_fit_each_other() -> None:
-    with pytest.raises(UsageError, match="2 shares end at"):
+    with pytest.raises(UsageError, match="2 fractions end at"):
         LowFrequencyCurriculum(until=(0.5,))
     with pytest.raises(UsageError, match="rising"):
         LowFrequencyCurriculum(until=(0.8, 0.6))

@@ -106,12 +106,13 @@ def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
             yield name, *(each["default"] if table else each["default"].weight for each in pair)
 
 
-@pytest.mark.parametrize("stabilised", [False, True], ids=["", "rslora"])
+@pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt2-untied", "t5-1.1"])
-def test_outputs_and_gradients_are_pefts(family: str, stabilised: bool) -> None:
-    ours = randomized(adapted_model(family, alpha=6.0, stabilised=stabilised, where="", slices="", rank=2).double())
+def test_outputs_and_gradients_are_pefts(family: str, rslora: bool) -> None:
+    settings = {"alpha": 6.0, "rank_stabilized": rslora, "where": "", "slices": "", "rank": 2}
+    ours = randomized(adapted_model(family, **settings).double())
     layers = adapted_layers(ours)
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=list(layers), use_rslora=stabilised)
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=list(layers), use_rslora=rslora)
     theirs = peft.get_peft_model(frozen(family).double(), config)
     pairs = {name: (a, b) for name, a, b in with_pefts_names(theirs.base_model.model)}
     assert pairs.keys() == layers.keys()

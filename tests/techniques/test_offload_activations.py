@@ -23,7 +23,7 @@ from thrifty.memory.simulated_tier import SimulatedLink, SimulatedTier
 from thrifty.techniques.memory.offload_activations import OffloadingStore
 
 TIERS: tuple[Where, ...] = ("disk", "simulated")
-EARLY = {"ahead": 2, "keep_last": 0, "smallest": 1}
+EARLY = {"prefetch": 2, "keep_last": 0, "min_elements": 1}
 """Settings with which nearly everything of a tiny run goes."""
 OTHERS = [
     [],
@@ -174,7 +174,7 @@ def test_offloading_is_never_faster_than_keeping_and_costs_nothing_over_an_endle
 @pytest.mark.slow
 def test_most_activations_are_not_in_the_devices_memory() -> None:
     plain = plain_run(batch=8, depth=12)
-    settings = {"ahead": 2, "keep_last": 4}
+    settings = {"prefetch": 2, "keep_last": 4}
     run = compose(plain, with_optimizer([technique("memory.offload_activations", **settings)]), 2)
     explanation = explain(run)
     kept = explanation.footprint.activations / explanation.plain.activations

@@ -23,7 +23,7 @@ from thrifty.techniques.memory.optimal_recompute import OptimalRecompute, Schedu
 
 SETTINGS: list[dict[str, Any]] = [
     {"bytes": 0.1}, {"bytes": 0.4}, {"bytes": 0.7}, {"bytes": 1.0}, {"bytes": 200_000},
-    {"bytes": 0.4, "costs": "measured"},
+    {"bytes": 0.4, "cost_source": "measured"},
 ]  # fmt: skip
 BESIDE = {
     "accumulate": {"large_batch.gradient_accumulation": {"micro_batches": 2}},

@@ -107,7 +107,7 @@ def test_one_way_to_distribute_at_a_time() -> None:
 
 @pytest.mark.slow
 def test_what_each_rank_holds_and_sends_is_predicted() -> None:
-    settings = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 2, "gathered": "bfloat16"}]
+    settings = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 2, "gather_dtype": "bfloat16"}]
     strategies = [technique("parallelism.replicate"), *(technique("parallelism.shard", **each) for each in settings)]
     for replicate, *sharded in on_ranks(2, predicted, strategies):
         before, after = replicate

@@ -38,7 +38,7 @@ def written(scores: ExampleScores, path: Path) -> dict[str, str]:
 def test_hard_easy_and_the_offset_on_eight_scores() -> None:
     assert kept_examples(FEW, None, 0.5).tolist() == [1, 3, 6, 7]
     assert kept_examples(FEW, None, 0.5, "easy").tolist() == [0, 2, 4, 5]
-    assert kept_examples(FEW, None, 0.5, "hard", offset=0.25).tolist() == [2, 3, 4, 7]
+    assert kept_examples(FEW, None, 0.5, "hard", drop_hardest=0.25).tolist() == [2, 3, 4, 7]
     assert kept_examples(FEW, None, 0.01).tolist() == [1]
     assert kept_examples(torch.zeros(6), None, 0.5).tolist() == [0, 1, 2]
 
@@ -46,8 +46,8 @@ def test_hard_easy_and_the_offset_on_eight_scores() -> None:
 def test_the_floor_keeps_the_hardest_of_a_class_that_is_easy() -> None:
     labels = torch.tensor([0, 1, 0, 1, 0, 0, 1, 1])  # 1 is hard, 0 is easy
     assert kept_examples(FEW, labels, 0.5).tolist() == [1, 3, 6, 7]
-    assert kept_examples(FEW, labels, 0.5, floor=0.5).tolist() == [1, 2, 3, 6]
-    assert kept_examples(FEW, labels, 0.5, floor=1.0).tolist() == [1, 2, 4, 6]
+    assert kept_examples(FEW, labels, 0.5, min_class_share=0.5).tolist() == [1, 2, 3, 6]
+    assert kept_examples(FEW, labels, 0.5, min_class_share=1.0).tolist() == [1, 2, 4, 6]
 
 
 Case = some.tuples(
@@ -80,7 +80,7 @@ def test_what_is_kept_obeys_keep_offset_and_floor_for_any_scores(case: tuple) ->
 
 @pytest.mark.parametrize(("examples", "keep", "offset", "kept"), [(1315, 0.9, 0.1, 1183), (3, 0.5, 0.5, 1)])
 def test_shares_that_make_up_the_whole_are_never_too_much(examples: int, keep: float, offset: float, kept: int) -> None:
-    assert len(kept_examples(torch.arange(float(examples)), None, keep, offset=offset)) == kept
+    assert len(kept_examples(torch.arange(float(examples)), None, keep, drop_hardest=offset)) == kept
 
 
 def test_random_ones_depend_on_the_seed_alone() -> None:
@@ -166,7 +166,7 @@ def test_a_file_without_its_hash_or_with_another_is_refused(tmp_path: Path) -> N
         ({**named, "sha256": "a" * 64}, IntegrityError, "is not the file of scores that the recipe means"),
         ({**named, "scores": str(tmp_path / "none")}, UsageError, "there is no scores file"),
         ({}, UsageError, "no file says how hard"),
-        ({"order": "random", "offset": 0.1}, UsageError, "no file says which are the hardest"),
+        ({"order": "random", "drop_hardest": 0.1}, UsageError, "no file says which are the hardest"),
     ):
         run = compose(image_run(), with_optimizer([PrunedExamples(**settings)]), 3)
         with pytest.raises(kind, match=told) as error:

@@ -37,7 +37,7 @@ drawn_masks = st.builds(
 
 def started(steps: int, images: bool = True, **chosen: Any) -> tuple[Any, TrainState]:
     plain = image_run() if images else plain_run()
-    settings = {"tokens": 0, "code": False} if images else {"code": False}
+    settings = {"tokens": 0, "autoencoder": False} if images else {"autoencoder": False}
     run = compose(plain, with_optimizer([technique(NAME, **settings | chosen)]), 6)
     state = run.start()
     advance(run, state, steps)
@@ -139,7 +139,7 @@ def test_in_blocks_it_trains_as_it_does_under_a_mask(images: bool) -> None:
     tokens, plain = (0, image_run) if images else (16, plain_run)
     runs = []
     for products in ("dense", "blocks"):
-        one = technique(NAME, tokens=tokens, code=False, products=products)
+        one = technique(NAME, tokens=tokens, autoencoder=False, products=products)
         runs.append(run_through(plain(), with_optimizer([one]), 4)[0])
     assert losses(runs[1]) == pytest.approx(losses(runs[0]), rel=1e-5)
     bare, _ = run_through(plain(), with_optimizer([]), 4)
@@ -188,10 +188,10 @@ def test_the_codes_error_is_the_same_when_blocks_are_run_again() -> None:
 
 def test_export_is_refused_until_it_is_asked_for_and_then_leaves_nothing_behind() -> None:
     for steps in (1, 3):  # with a code the function is another one from the first step
-        _, state = started(steps, code=True)
+        _, state = started(steps, autoencoder=True)
         with pytest.raises(RefusedError, match="would compute something else"):
-            technique(NAME, code=True).finish(state.model)
-        finished = technique(NAME, code=True, export_plain=True).finish(state.model)
+            technique(NAME, autoencoder=True).finish(state.model)
+        finished = technique(NAME, autoencoder=True, export_plain=True).finish(state.model)
         bare = image_run().build()
         assert finished.state_dict().keys() == bare.state_dict().keys()
         bare.load_state_dict(finished.state_dict())
@@ -214,7 +214,7 @@ class TestModelsOfTransformers:
     def test_it_trains_in_decoders_that_share_keys(self, code: bool) -> None:
         plain = plain_run()
         changed = type(plain)(lambda: HuggingFaceCausalLM(theirs("llama-grouped")), plain.source, plain.objective)
-        records, state = run_through(changed, with_optimizer([technique(NAME, tokens=16, code=code)]), 4)
+        records, state = run_through(changed, with_optimizer([technique(NAME, tokens=16, autoencoder=code)]), 4)
         assert losses(records)[-1] < losses(records)[0]
         assert len(state.log[-1].decision["found"]) == 2
 
@@ -223,7 +223,7 @@ class TestModelsOfTransformers:
             hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=8,
             patch_size=2, num_channels=1, num_labels=10, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
         )  # fmt: skip
-        model, one = transformers.ViTForImageClassification(shape).eval(), technique(NAME, tokens=0, code=False)
+        model, one = transformers.ViTForImageClassification(shape).eval(), technique(NAME, tokens=0, autoencoder=False)
         plain = model(PIXELS).logits
         for masks in (torch.ones(4, 17, 17), torch.eye(17).expand(4, 17, 17)):
             for place in find_attention_sites(model):

@@ -158,7 +158,7 @@ def test_training_is_the_plain_run_bit_for_bit_and_stays_fused(name: str) -> Non
 
 @pytest.mark.parametrize("name", AVERAGES)
 def test_an_average_that_is_only_kept_is_not_judged(name: str) -> None:
-    _, state = run_through(plain_run(), with_optimizer([technique(name, judge=False)]), 3)
+    _, state = run_through(plain_run(), with_optimizer([technique(name, evaluate=False)]), 3)
     assert state.optimizer is not None and state.optimizer.eval_weights() is None
     assert any(AVERAGES[name] in tensor for tensor in state.tensors())
 

@@ -105,11 +105,9 @@ def rename_tensor(name: str) -> str:
 
 def rename_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """Rename the recipe and the techniques of the log in the scalars of a checkpoint."""
-    renamed = dict(scalars)
-    if "recipe" in scalars:
-        renamed["recipe"] = rename_recipe(scalars["recipe"])
-    if "log" in scalars:
-        renamed["log"] = [{**entry, "technique": _today(entry["technique"])} for entry in scalars["log"]]
+    renamed = {**scalars, "log": rename_techniques(scalars["log"])} if "log" in scalars else dict(scalars)
+    if isinstance(recipe := scalars.get("recipe"), Mapping):
+        renamed["recipe"] = rename_recipe(recipe)
     return renamed
 
 

@@ -27,7 +27,7 @@ EXTRAS = {
     "huggingface": ("transformers",),
     "gguf": ("gguf",),
     "images": ("pillow",),
-    "charts": ("vl-convert-python",),
+    "charts": ("vl_convert_python",),
     "pruning": ("scikit_learn",),
     "duplicates": ("datasketch",),
     "tensorboard": ("tensorboard",),

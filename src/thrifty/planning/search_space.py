@@ -140,7 +140,7 @@ def micro_batches(batch: int, joint: bool) -> tuple[OptionTemplate, ...]:
     name = "large_batch.gradient_cache" if joint else "large_batch.gradient_accumulation"
     again = 4 / 3 if joint else 1.0
     parts = [2**power for power in range(1, 12) if 2**power <= batch]
-    return tuple(_one(name, again * (1 + 0.01 * power), parts=size) for power, size in enumerate(parts, 1))
+    return tuple(_one(name, again * (1 + 0.01 * power), micro_batches=size) for power, size in enumerate(parts, 1))
 
 
 def options_along(

@@ -43,7 +43,7 @@ class LowFrequencyCurriculum(Technique):
         if len(self.fractions) != len(self.until) or list(self.until) != sorted(self.until):
             raise UsageError(
                 f"{self.name}: {len(self.fractions)} fractions end at {list(self.until)}",
-                fix="give one rising moment for each share: shares = [0.7, 0.85], until = [0.6, 0.8]",
+                fix="give one rising moment for each share: fractions = [0.7, 0.85], until = [0.6, 0.8]",
             )
 
     def side_at(self, step: int, side: int) -> int:
