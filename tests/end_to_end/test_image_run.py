@@ -102,7 +102,7 @@ def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: Command
 
 def test_a_run_of_images_says_no_next_token_and_forks_to_no_text(desk: CommandLine, finished: dict[str, Any]) -> None:
     refused = desk("sample", "digits", exit_code=2).stderr
-    assert "a model that learned classify does not predict the token that follows" in refused
+    assert "a model that learned classification does not predict the token that follows" in refused
     longer = desk.json("resume", "digits", "--fork", "longer", "--set", "budget.steps=8")
     assert longer["steps"] == 8
     again = desk("resume", "digits", "--set", "data.batch=8", exit_code=2).stderr

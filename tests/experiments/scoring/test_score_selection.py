@@ -82,7 +82,7 @@ def test_what_is_kept_of_each_label_adds_up(looked_at: tuple[ExampleScores, RunD
 @pytest.mark.parametrize("sha256", ["f" * 64, "27aa" * 16, "1e5" + "0" * 61])
 def test_the_option_that_is_told_is_read_as_the_choice_it_spells(sha256: str) -> None:
     chosen = PrunedExamples(scores="/a b/it's.scores", sha256=sha256, keep=0.5, drop_hardest=0.1, order="easy")
-    assert changed_settings(chosen).keys() == {"scores", "sha256", "offset", "order"}
+    assert changed_settings(chosen).keys() == {"scores", "sha256", "drop_hardest", "order"}
     (words,) = shlex.split(format_option(chosen))
     assert RecipeLayers().add_technique(words).recipe().techniques == (chosen,)
 
