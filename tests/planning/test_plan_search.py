@@ -172,7 +172,7 @@ def test_of_many_numbers_of_micro_batches_the_ends_are_counted_and_the_others_fo
 
 def test_where_an_end_is_refused_each_number_of_micro_batches_is_counted() -> None:
     def refusing(run):  # type: ignore[no-untyped-def]
-        if any(getattr(technique, "parts", 1) == 2 for technique in run.techniques):
+        if any(technique.micro_batches == 2 for technique in run.techniques):
             raise RefusedError("large_batch.gradient_accumulation: not in two")
         return formula(run)
 
