@@ -132,7 +132,7 @@ def measured(model: str, label: str, seconds: float, folder: Path) -> Case:
     if not seconds:
         return case
     cutting = [technique for technique in techniques if Claim.MICRO_BATCHES in technique.claims]
-    parts = max((getattr(technique, "parts", 1) for technique in cutting), default=1)
+    parts = max((technique.micro_batches for technique in cutting), default=1)
     probed = compose(plain, [technique for technique in techniques if technique not in cutting], TIMED_STEPS)
     return with_steps(case, probed, techniques, sizes(plain.source.batch, parts, compiled=False), parts, seconds)
 
