@@ -65,7 +65,7 @@ def in_peft(family: str, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(fresh(family), folder)
 
 
-@pytest.mark.parametrize("rank_stabilized", [False, True], ids=["", "rslora"])
+@pytest.mark.parametrize("stabilised", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", TARGETS)
 def test_an_adapter_of_peft_computes_the_same_here(family: str, stabilised: bool, tmp_path: Path) -> None:
     config = peft.LoraConfig(
