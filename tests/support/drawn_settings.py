@@ -10,7 +10,7 @@ from tiny_runs import SETTINGS
 from thrifty import techniques
 from thrifty.core.setting_bounds import SettingBound, hints_of
 
-NOT_DRAWN = {"batch", "costs", "kernel", "offload", "to"}
+NOT_DRAWN = {"batch", "cost_source", "kernel", "offload", "to"}
 """What the run fills in, what is measured, and what depends on the machine."""
 CHANGED = 2
 """Settings of a technique that a draw changes."""

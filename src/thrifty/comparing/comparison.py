@@ -34,8 +34,8 @@ from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
 
 PILOTS = 3
-"""Of each variant, in turn, so that a slow moment of the machine does not fall on one alone. The first say how many
-steps the others make, which are then timed."""
+"""Pilot runs of each variant, in turn, so that a slow moment of the machine does not fall on one alone. The first pilot
+sets how many steps the others make; those are timed."""
 PILOT_SECONDS = 5.0
 """At least so long are steps timed in a pilot, where the budget has as many."""
 EVALUATIONS = 20
@@ -136,7 +136,7 @@ class _Race:
         return self.folder.read_json("comparison") | {"folder": str(self.folder.path)}
 
     def pilots(self) -> dict[str, StepCost]:
-        """What a step of each variant costs. Raises UsageError for a variant that fails."""
+        """Measure the cost of a step of each variant. Raises UsageError for a variant that fails."""
         steps, costs_by_arm = self.protocol.pilot, {variant.label: [] for variant in self.variants}
         for turn in range(PILOTS):
             for variant in _turned(self.variants, turn):
@@ -213,7 +213,7 @@ class _Race:
         return variant.at_rate(best["factor"])
 
     def recipe(self, variant: Variant, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
-        """Of one run of a variant, judged on as many held-out examples as the baseline."""
+        """Return the recipe of one run of a variant, evaluated on as many held-out examples as the baseline."""
         examples = self.variants[0].recipe.evaluation.examples
         return replace(
             variant.recipe,

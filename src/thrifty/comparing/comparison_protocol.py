@@ -36,7 +36,7 @@ MACHINE = ("cpu", "python", "torch")
 
 @dataclass(frozen=True)
 class ComparisonProtocol:
-    """What is equal for all variants."""
+    """Budget, seeds and trials that are equal for all variants."""
 
     equal: Equal = "time"
     seeds: Positive = 8

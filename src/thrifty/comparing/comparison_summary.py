@@ -1,4 +1,4 @@
-"""What the runs of a comparison came to: each run's own numbers, means of each variant, and the verdicts."""
+"""Summary of a comparison: the numbers of each run, the means of each variant, and the verdicts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise

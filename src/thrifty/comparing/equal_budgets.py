@@ -33,7 +33,7 @@ decay over a fifth of the run is still at 0.2."""
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step of a variant takes, on average over a run."""
+    """Cost of a step of a variant, on average over a run."""
 
     seconds: float
     tokens: float
@@ -79,7 +79,7 @@ def step_cost(folder: Path) -> StepCost:
 
 
 def mean_cost(costs: Sequence[StepCost]) -> StepCost:
-    """Of several pilots of one variant: their times averaged, all else is the same in each."""
+    """Average the times of several pilots of one variant; all else is the same in each."""
     return replace(costs[0], seconds=fmean(cost.seconds for cost in costs))
 
 
@@ -99,7 +99,7 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
 
 
 def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
-    """How many steps each variant makes for what the baseline's cost, by label.
+    """Return the steps of each variant, by label, that cost as much as the baseline's run.
 
     Raises UsageError if a variant's rate is not decayed at the end of its budget, or if FLOPs are to be equal and
     change over the run of a variant.

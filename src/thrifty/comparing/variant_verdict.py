@@ -1,4 +1,4 @@
-"""What a comparison says of a variant: better, worse, no difference, or undecided and why."""
+"""Verdict of a comparison on a variant: better, worse, no difference, or undecided and why."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +22,7 @@ Word = Literal["better", "worse", "no difference", "undecided"]
 
 @dataclass(frozen=True)
 class VariantVerdict:
-    """Of one variant against the baseline, by held-out losses at the end of paired runs: lower is better."""
+    """Verdict on one variant against the baseline, by held-out losses at the end of paired runs; lower is better."""
 
     verdict: Word
     sentence: str
@@ -31,9 +31,9 @@ class VariantVerdict:
     failed: int
     """Pairs of which one run or both failed."""
     alpha: float
-    """Of its test: 3 % shared among all variants of the comparison."""
+    """Significance level of the test: 3 % shared among all variants of the comparison."""
     confidence: float
-    """Of its interval: what it leaves out is 5 % shared among all variants."""
+    """Confidence of the interval; its complement is 5 % shared among all variants."""
     found: PairedDifferences | None
     """None as long as no pair is there."""
     relative: float | None

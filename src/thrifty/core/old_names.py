@@ -68,7 +68,7 @@ SETTINGS = {
     "sparsity.sparse_products": {"costs": "cost_source"},
     "sparsity.static": {"by": "criterion"},
 }
-"""Of each technique, by its name of today."""
+"""Renamed settings of each technique, by its name of today."""
 OBJECTIVES = {
     "answer": "chat_answers",
     "classify": "classification",
