@@ -12,6 +12,8 @@ from thrifty.core.setting_bounds import SettingBound, hints_of
 
 NOT_DRAWN = {"batch", "cost_source", "kernel", "offload", "to"}
 """What the run fills in, what is measured, and what depends on the machine."""
+ATTEMPTS = 12
+"""Draws of which at least one must be accepted."""
 CHANGED = 2
 """Settings of a technique that a draw changes."""
 
