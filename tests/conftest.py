@@ -12,6 +12,7 @@ import torch
 from folder_budgets import measure_folders
 from hypothesis import settings
 from rank_processes import in_a_group_of_one
+from table_samples import outside_of_samples
 from tiny_runs import DEVICE
 
 from thrifty.core.tensor_tracing import gc_frozen
@@ -36,6 +37,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = ""
         os.environ["THRIFTY_TEST_ALL"] = "1"
     measure_folders(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if left := set(outside_of_samples(items)):
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(trylast=True)

@@ -34,6 +34,7 @@ def broken(*techniques: Technique) -> dict[tuple[str, str], PromiseVerdict]:
     return {name: verdict for name, verdict in verdicts(*techniques).items() if verdict.outcome == "broken"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("others", [[], ["precision.mixed"]])
 def test_micro_batches_that_weigh_alike_whatever_is_in_them(others: list[str]) -> None:
     found = broken(MeanOfMeans(), *(technique(name) for name in others))

@@ -8,7 +8,6 @@ import pytest
 from chat_runs import sums, write_rows
 from command_line import write_corpus
 from small_recipes import tiny_digits
-from table_samples import sample_of
 from technique_runs import plain_for
 from tiny_runs import technique, with_optimizer
 
@@ -39,7 +38,8 @@ SOUND = [
 ]
 
 
-@pytest.mark.parametrize("names", sample_of(SOUND, 9))
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("names", SOUND)
 def test_a_sound_combination_passes(names: str) -> None:
     chosen = names.split()
     verdicts = check_run(lambda: plain_for(*chosen), with_optimizer([technique(name) for name in chosen]))
@@ -47,6 +47,7 @@ def test_a_sound_combination_passes(names: str) -> None:
     assert {"resume", "gradients arrive", "one big batch"} <= {verdict.promise for verdict in verdicts}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adapters.lora", "large_batch.gradient_accumulation", "memory.activation_budget"])
 def test_a_sound_technique_passes_on_a_model_with_dropout(name: str) -> None:
     verdicts = check_run(lambda: plain_for(name, style="gpt", dropout=0.3), with_optimizer([technique(name)]))
@@ -98,6 +99,7 @@ RECIPES_MADE_SMALL: dict[str, Callable[[Path], Recipe]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RECIPES_MADE_SMALL)
 def test_a_recipe_of_the_catalogue_passes(name: str, texts: Path) -> None:
     checked = check(RECIPES_MADE_SMALL[name](texts))

@@ -83,6 +83,7 @@ def test_what_promises_the_same_values_is_held_to_every_bit(by: float, outcome: 
         assert "the gradient norm of step 1 is" in verdict.measured and verdict.fix == "--without scaled"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1.001, "holds"), (1.01, "broken"), (0.5, "broken")])
 def test_what_promises_rounding_is_held_to_its_tolerance_in_gradients_too(by: float, outcome: str) -> None:
     verdict = verdict_of(ScaledWithin(by))

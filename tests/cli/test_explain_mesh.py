@@ -23,7 +23,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("ranks", "meshes"), [(2, sample_of(TWO, 2)), pytest.param(4, FOUR, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("ranks", "meshes"), [(2, sample_of(TWO, 1)), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_one_process_says_what_each_of_several_states_and_holds(
     text: Path, tmp_path: Path, ranks: int, meshes: tuple[str, ...]
 ) -> None:

@@ -64,6 +64,7 @@ def test_few_pairs_cannot_pass() -> None:
     assert smallest_effect(6) == math.inf
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pairs", [7, 9])
 def test_an_effect_that_is_said_to_be_seen_is_found_in_as_many_cases_as_said(pairs: int) -> None:
     """By the test and the interval together, as a verdict asks for."""

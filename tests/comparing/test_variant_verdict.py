@@ -31,6 +31,7 @@ def test_of_many_races_of_equals_97_percent_say_no_difference() -> None:
     assert share_of_equals_that_differ(4000, seed=2) <= 0.03
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sign", "word"), [(1, "worse"), (-1, "better")])
 def test_a_planted_effect_of_5_percent_is_found_as_often_as_stated(sign: int, word: str) -> None:
     random = np.random.default_rng(1)

@@ -2,7 +2,6 @@
 
 import psutil
 import pytest
-from table_samples import sample_of
 from tiny_runs import advance, plain_run, technique
 
 from thrifty.composition.compose import BaseRun, compose
@@ -55,7 +54,8 @@ def test_what_each_technique_changes_is_what_its_card_says() -> None:
     assert after == before
 
 
-@pytest.mark.parametrize("name", sample_of(["sparsity.rigl", "precision.bfloat16_weights", "curriculum.resolution"], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["sparsity.rigl", "precision.bfloat16_weights", "curriculum.resolution"])
 def test_each_row_is_what_its_techniques_count_to_alone(name: str) -> None:
     """Though those that change the update alone share the passes through the model."""
     names = (name, "gradients.clip", "optimizers.adamw", "schedules.cosine", "averaging.ema")

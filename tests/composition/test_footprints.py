@@ -64,7 +64,7 @@ def model_for(place: int, names: tuple[str, ...]) -> str:
     return ON.get(names[0], MODELS[place % (2 if OF_OURS & {*names} else len(MODELS))])
 
 
-GRID = sample_of([(model_for(place, names), names) for place, names in enumerate(CHOSEN)], 13)
+GRID = sample_of([(model_for(place, names), names) for place, names in enumerate(CHOSEN)], 7)
 
 
 def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = LENGTH) -> BaseRun:
@@ -129,6 +129,7 @@ def test_the_median_error_of_the_predicted_peak_is_far_below_a_twentieth() -> No
     assert median(error(*both(*case)) for case in GRID) <= LARGEST_MEDIAN
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["optimizers.adamw", "optimizers.soap", "sparsity.rigl", "adapters.intrinsic_dimension"]
 )

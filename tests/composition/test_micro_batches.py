@@ -1,7 +1,6 @@
 """Two micro-batches tell what a step in many holds: the same to the byte as a trace of all of them."""
 
 import pytest
-from table_samples import sample_of
 from tiny_runs import plain_run, technique, with_optimizer
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,10 +19,11 @@ def counted(*names: str, parts: int) -> Footprint:
     return explain.count(run, run.techniques)[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("parts", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "names",
-    sample_of([(), ("precision.mixed",), ("memory.recompute", "adapters.lora"), ("memory.compress_activations",)], 2),
+    [(), ("precision.mixed",), ("memory.recompute", "adapters.lora"), ("memory.compress_activations",)],
     ids=lambda names: "+".join(names) or "plain",
 )
 def test_two_tell_what_all_hold_and_compute(

@@ -19,7 +19,7 @@ import tomli_w
 import torch
 from drawn_settings import ATTEMPTS, draw_settings
 from rank_processes import in_a_group_of_one
-from table_samples import sample_of
+from table_samples import whole_tables
 from technique_runs import RUNS, plain_for
 from tiny_runs import (
     DEVICE,
@@ -150,7 +150,8 @@ def without_any(data_of: str | None, dropout: float) -> tuple[list[float], Snaps
     return losses(records), snapshot(state)
 
 
-@pytest.mark.parametrize("name", sample_of(techniques.names(), 28), indirect=True, scope="module")
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("name", techniques.names(), indirect=True, scope="module")
 def test_it_learns(one: Technique) -> None:
     records, _ = run_through(plain_for(one.name, repeated=True), with_optimizer([one]), 40)
     assert losses(records)[-1] < losses(records)[0] - LEAST_GAIN.get(one.name, 1.0)
@@ -301,7 +302,7 @@ def test_finishing_keeps_the_function_and_gives_back_the_plain_names(one: Techni
     assert finished.state_dict().keys() == rebuilt.state_dict().keys()
 
 
-@pytest.mark.parametrize("draw", sample_of(range(6), 1))
+@pytest.mark.parametrize("draw", range(6 if whole_tables() else 1))
 def test_with_drawn_settings_it_trains_resumes_and_keeps_its_promise(name: str, draw: int) -> None:
     plain, refusals = plain_for(name, style="gpt", dropout=0.3), []
     for attempt in range(ATTEMPTS):
@@ -330,7 +331,8 @@ def test_with_drawn_settings_it_trains_resumes_and_keeps_its_promise(name: str, 
         assert losses(records) == without_any(name if name in RUNS else None, 0.3)[0], settings
 
 
-@pytest.mark.parametrize("name", sample_of(techniques.names(), 17), indirect=True, scope="module")
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("name", techniques.names(), indirect=True, scope="module")
 def test_what_is_explained_without_making_a_tensor_is_what_is_counted_with_memory(one: Technique) -> None:
     built: list[nn.Module] = []
     plain = plain_for(one.name)

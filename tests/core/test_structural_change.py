@@ -220,6 +220,7 @@ def test_under_masks_second_moments_start_from_the_mean_too() -> None:
     run.verify(after)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("moments", ["copy", "mean"])
 @pytest.mark.parametrize("name", [name for name in techniques.names() if name.startswith("optimizers.")])
 def test_every_optimizer_goes_on_with_what_it_had(name: str, moments: str) -> None:

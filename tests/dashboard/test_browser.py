@@ -71,6 +71,7 @@ def test_runs_and_a_run_are_drawn_without_errors_or_requests_elsewhere(browser, 
     assert {"predicted peak 263 MB", "measured peak 276 MB"} <= {*labels}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pages_and_charts_follow_the_colour_scheme(browser, serve, run_folder, scheme):
     run_folder()
@@ -234,6 +235,7 @@ def test_an_offline_report_is_shown_with_its_charts_and_runs_no_other_script(bro
     quiet.append("Content Security Policy")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", ["", "run?name=a-run", "studies", "techniques", "technique?name=optimizers.lion"])
 def test_a_phone_needs_no_sideways_scrolling(browser, serve, run_folder, page):
     run_folder("a-run")

@@ -31,6 +31,7 @@ def by_peft(base: Path, adapter: Path) -> torch.Tensor:
         return peft.PeftModel.from_pretrained(model, adapter)(input_ids=TOKENS).logits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("preset", ["llama-nano", "gpt-nano"])
 def test_peft_loads_an_exported_adapter_onto_the_exported_base(thrifty: CommandLine, preset: str) -> None:
     thrifty.train("run", *LORA, *QUICK, steps=12, model__preset=preset)

@@ -67,6 +67,7 @@ def extended(thrifty: CommandLine, request: pytest.FixtureRequest) -> tuple[Comm
     return thrifty, "theirs.shrunk"
 
 
+@pytest.mark.sampled(1)
 def test_list_show_explain_and_train_use_it_with_no_other_edit(extended: tuple[CommandLine, str]) -> None:
     thrifty, name = extended
     about = "half of each is kept." if name.startswith("optimizers") else "from the package theirs"  # not loaded yet

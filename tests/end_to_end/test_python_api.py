@@ -51,6 +51,7 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Logits, Blocks])
 def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
     kind: type[nn.Module], common_folder: Path, tmp_path: Path

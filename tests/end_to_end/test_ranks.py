@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine, assert_same_curve, kill, wait_until
-from table_samples import sample_of
 
 STEPS = 20
 TECHNIQUES = ("parallelism.replicate", "parallelism.shard")
@@ -18,6 +17,7 @@ def single(common_folder: Path) -> list[dict]:
     return thrifty.records("single")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_two_ranks_follow_the_single_process_and_go_on_as_one(
     thrifty: CommandLine, single: list[dict], technique: str
@@ -30,9 +30,10 @@ def test_two_ranks_follow_the_single_process_and_go_on_as_one(
     assert sum(line.startswith("step 1/") for line in done.stderr.splitlines()) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("technique", "first", "then"),
-    sample_of([("parallelism.shard", 2, 1), ("parallelism.replicate", 2, 0), ("parallelism.replicate", 0, 2)], 1),
+    [("parallelism.shard", 2, 1), ("parallelism.replicate", 2, 0), ("parallelism.replicate", 0, 2)],
 )
 def test_a_checkpoint_of_some_ranks_resumes_on_another_number(
     thrifty: CommandLine, single: list[dict], technique: str, first: int, then: int

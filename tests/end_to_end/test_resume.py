@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine, assert_equal, kill, wait_until
-from table_samples import sample_of
 
 from thrifty.reporting.run_record import read_run
 
@@ -103,7 +102,8 @@ def test_resume_is_exact_when_examples_are_chosen_by_what_the_model_says(thrifty
     assert_equal(thrifty.tensors("killed"), thrifty.tensors("whole"))
 
 
-@pytest.mark.parametrize("technique", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("technique", ["parallelism.shard", "parallelism.replicate"])
 def test_resume_is_exact_with_two_ranks(thrifty: CommandLine, technique: str) -> None:
     steps, chosen = 40, ("--with", technique)
     thrifty.train("whole", *chosen, steps=steps, ranks=2, checkpoints__every=100, evaluation__every=15)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine, assert_equal, family, kill, wait_until
-from table_samples import sample_of
 
 STEPS = 120
 OFTEN = {"checkpoints__every": 1000, "evaluation__every": 1000}
@@ -26,7 +25,8 @@ def training(thrifty: CommandLine, name: str, least: int = 3) -> bool:
     return file.is_file() and file.read_bytes().count(b"\n") >= least
 
 
-@pytest.mark.parametrize("number", sample_of([signal.SIGTERM, signal.SIGINT], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_training_saves_and_resume_ends_identical(
     thrifty: CommandLine, whole: CommandLine, number: signal.Signals
 ) -> None:
@@ -44,6 +44,7 @@ def test_a_signal_while_training_saves_and_resume_ends_identical(
     assert [step["step"] for step in thrifty.records("run")] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_data_is_prepared_ends_at_once_and_leaves_nothing_broken(
     thrifty: CommandLine, number: signal.Signals, tmp_path: Path

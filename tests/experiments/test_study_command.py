@@ -48,6 +48,7 @@ def test_a_finished_study_is_refused_and_its_json_is_one_document(thrifty: Comma
     assert "finished" in thrifty("study", "depth_preconditioner", *SMALL, "--cases", "p 2", exit_code=2).stderr
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -220,6 +220,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("foreseen", [True, False])
 def test_logits_of_a_50k_vocabulary_never_exist(foreseen):
     n, d, v = 512, 8, 50_257

@@ -57,6 +57,7 @@ def steps_of(tensor: Tensor, bits: int, zeros: bool = False) -> Tensor:
     return coded.step.double().repeat_interleave(coded.ranges.width)[: tensor.numel()].view(tensor.shape)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_always")
 @pytest.mark.parametrize("mean", [0.0, 10.0])
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -80,6 +81,7 @@ def test_so_it_has_in_formats_that_cannot_hold_what_codes_stand_for(bits: int, d
     assert (error.abs() <= 3 * (square / DRAWS).sqrt() + 1e-5).double().mean() > 0.99
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("compiled_always")
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [2, 4, 8])

@@ -94,6 +94,7 @@ def follow(stack: Stack, plans: list[BlockPlan]) -> None:
     stack.run = lambda place, inner, *args: run_block_plan(plans[place], inner, args, {})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_any_choice_of_what_is_stored_is_bitwise_the_plain_step(autocast: bool) -> None:
     stack = Stack()

@@ -65,6 +65,7 @@ def test_parameters_keep_their_names_under_one_prefix(architecture):
     assert set(model.state_dict()) == {f"lm.{name}" for name in theirs.state_dict()}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_export_is_what_transformers_loads(architecture, tokenizer_json, tmp_path, dtype):
     _, folder, theirs = architecture

@@ -29,6 +29,7 @@ def test_imported_model_gives_the_logits_of_transformers(family, tokens):
     torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @torch.no_grad()
 def test_exported_model_loads_in_transformers_and_generates_the_same_tokens(family, tokens, tokenizer_json, tmp_path):
     folder, _ = family

@@ -10,7 +10,6 @@ import pytest
 import torch
 import transformers
 from command_line import CommandLine, assert_equal, write_corpus
-from table_samples import sample_of
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 
@@ -36,7 +35,8 @@ def thrifty(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
     return CommandLine(folder, {"THRIFTY_CACHE": str(folder / "cache")})
 
 
-@pytest.mark.parametrize("name", sample_of(LEARNED, 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", LEARNED)
 def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, name: str) -> None:
     changed = {**LEARNED[name], "checkpoints__every": 3, "evaluation__every": 3}
     summary = thrifty.train(name, steps=6, **changed)

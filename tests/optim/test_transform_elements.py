@@ -303,6 +303,7 @@ def test_lion_is_lion_pytorch() -> None:
     assert_close(trained(lion(1e-3, (0.9, 0.99), 0.5), 100, dtype=torch.float64), theirs, 1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "transform",
     [

@@ -65,6 +65,7 @@ def in_peft(family: str, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(fresh(family), folder)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stabilised", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", TARGETS)
 def test_an_adapter_of_peft_computes_the_same_here(family: str, stabilised: bool, tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_an_adapter_of_peft_computes_the_same_here(family: str, stabilised: bool
     assert (expected - logits(fresh(family))).abs().max() > 0.1
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -116,6 +118,7 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(family: str, settings: dic
     assert all(torch.equal(again[name], tensor) for name, tensor in mine.items())
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("family", ["llama-grouped", "llama-tied", "gpt2", "gpt1", "bert", "t5-1.0", "marian"])
 @pytest.mark.parametrize("slices", ["qkv", "qv", ""])
 def test_an_adapter_on_one_of_our_models_fits_the_folder_the_base_is_exported_to(

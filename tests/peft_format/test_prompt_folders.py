@@ -46,6 +46,7 @@ def logits_there(model: Any) -> torch.Tensor:
         return model.eval()(input_ids=TOKENS).logits[:, -TOKENS.shape[1] :]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_ours_load_in_peft_and_here_with_equal_logits(kind: str, adapter: str, tmp_path: Path) -> None:
@@ -63,6 +64,7 @@ def test_ours_load_in_peft_and_here_with_equal_logits(kind: str, adapter: str, t
             torch.testing.assert_close(logits_here(again), wanted, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_those_that_peft_trained_load_here_with_equal_logits(kind: str, adapter: str, tmp_path: Path) -> None:

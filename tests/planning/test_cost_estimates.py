@@ -20,6 +20,7 @@ from thrifty.planning.probe_jobs import sizes
 from thrifty.planning.step_timing import time_steps
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["memory.recompute", "measure.noise_scale", "memory.offload_optimizer"])
 def test_one_trace_counts_what_an_explanation_ends_with(name: str) -> None:
     settings = {"every": 2} if name == "measure.noise_scale" else {}

@@ -8,7 +8,6 @@ import pytest
 from parallel_work import probed
 from planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, recipe, searching
 from rank_processes import on_ranks
-from table_samples import sample_of
 from tiny_runs import plain_run
 
 from thrifty.composition.compose import Run
@@ -153,7 +152,8 @@ def test_techniques_that_divide_the_work_are_for_the_plan_to_choose() -> None:
     } == {"parallelism.shard"}
 
 
-@pytest.mark.parametrize("name", sample_of(["parallelism.shard", "parallelism.replicate", "parallelism.pipeline"], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["parallelism.shard", "parallelism.replicate", "parallelism.pipeline"])
 def test_a_probe_over_ranks_ends_on_all_of_them_and_tells_what_the_fullest_held(name: str) -> None:
     one, other = on_ranks(2, probed, name)
     assert one["rows"] == other["rows"] == (4,) and one["memory"] == other["memory"]

@@ -20,6 +20,7 @@ def test_every_chart_is_drawn_without_a_network(standard_page, tmp_path):
     assert dom.count(">Copy</button>") == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_page_and_charts_follow_the_colour_scheme(standard_page, tmp_path, scheme):
     colours = "[getComputedStyle(document.body).backgroundColor, ...[...document.querySelectorAll("

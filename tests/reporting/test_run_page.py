@@ -137,6 +137,7 @@ def test_a_planted_secret_does_not_reach_the_page(write_run):
     assert "[redacted]" in html
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("missing", ["recipe", "origins", "environment", "explanation", "records", "summary"])
 def test_any_one_file_may_be_missing(write_run, missing):
     text = Reader(page_alone(write_run(steps=60, **{missing: None}))).text

@@ -173,6 +173,7 @@ def test_no_offload_is_faster_within_its_own_peak_or_reaches_lower(model: str) -
     assert plan is not None and plan.seconds <= min(seconds for _, seconds, peak in singles if peak <= lowest)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_compression_is_faster_or_reaches_lower(model: str) -> None:
     blocks = blocks_of(model)
@@ -226,6 +227,7 @@ SETTINGS: list[tuple[dict[str, Any], bool | None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("settings", "is_schedule"), SETTINGS)
 @pytest.mark.parametrize("names", [(), ("precision.mixed",)], ids=["fp32", "bf16"])
 def test_every_kind_of_plan_is_the_plain_run_to_the_last_bit(

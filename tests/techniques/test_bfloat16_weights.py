@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as some
 from hypothesis.extra import numpy as arrays
 from precision_work import CASES
-from table_samples import sample_of
 from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
 from torch import Tensor, nn
 
@@ -267,7 +266,8 @@ def test_explaining_shows_weights_and_gradients_halved_and_moments_as_they_were(
     assert 0.5 < smallest.optimizer / plain.optimizer < 0.52
 
 
-@pytest.mark.parametrize("rounding", sample_of(ROUNDINGS, 1))
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize(
     "others",
     [

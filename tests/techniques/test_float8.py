@@ -8,7 +8,6 @@ import pytest
 import torch
 from parallel_work import train_with_each
 from rank_processes import on_ranks
-from table_samples import sample_of
 from tiny_runs import (
     advance,
     assert_same,
@@ -224,7 +223,8 @@ def test_compiled_blocks_compute_the_same_scales_included() -> None:
     torch.testing.assert_close(scales_of(state.model), scales_of(expected.model), rtol=0.05, atol=0)
 
 
-@pytest.mark.parametrize("format", sample_of(["bfloat16", "float16"], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("format", ["bfloat16", "float16"])
 def test_it_goes_with_mixed_precision(format: str) -> None:
     mixed = technique("precision.mixed", format=format)
     seen: list[torch.dtype] = []

@@ -332,6 +332,7 @@ class Fixed(BatchSource):
         return self.given.rows(start, stop)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "other",
     [

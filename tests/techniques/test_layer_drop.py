@@ -123,6 +123,7 @@ def test_evaluation_is_the_whole_model_bit_by_bit() -> None:
         assert torch.equal(state.model.eval()(tokens), plain.eval()(tokens))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("other", ["memory.recompute", "memory.optimal_recompute", "compile"])
 def test_gates_are_the_same_when_a_block_runs_again(other: str) -> None:
     torch._dynamo.reset()

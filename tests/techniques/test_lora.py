@@ -106,6 +106,7 @@ def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
             yield name, *(each["default"] if table else each["default"].weight for each in pair)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt2-untied", "t5-1.1"])
 def test_outputs_and_gradients_are_pefts(family: str, rslora: bool) -> None:

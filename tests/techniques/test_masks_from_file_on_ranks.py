@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from rank_processes import on_ranks
-from table_samples import sample_of
 from ticket_work import trained_with
 from tiny_runs import technique
 
@@ -15,7 +14,8 @@ TICKETS = {
 }
 
 
-@pytest.mark.parametrize("dividing", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dividing", ["parallelism.shard", "parallelism.replicate"])
 @pytest.mark.parametrize("case", TICKETS)
 def test_two_ranks_train_the_ticket_that_one_process_does(case: str, dividing: str) -> None:
     name, settings = TICKETS[case]

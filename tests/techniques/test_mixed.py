@@ -10,7 +10,6 @@ from hypothesis import strategies as some
 from overflow_work import Overflowing, float16, train_with_overflows
 from precision_work import CASES
 from rank_processes import on_ranks
-from table_samples import sample_of
 from tiny_runs import advance, assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 from torch import Tensor, nn
 
@@ -232,7 +231,8 @@ def test_tiled_attention_trains_in_float16() -> None:
     assert losses(found) == pytest.approx(losses(expected), rel=2e-3)
 
 
-@pytest.mark.parametrize("optimizer", sample_of(["optimizers.adamw", "optimizers.sgd"], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("optimizer", ["optimizers.adamw", "optimizers.sgd"])
 def test_a_short_training_ends_where_bfloat16_ends(optimizer: str) -> None:
     plain = plain_run(batch=8, depth=2)
     reference, found = (

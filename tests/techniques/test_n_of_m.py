@@ -236,6 +236,7 @@ def test_the_exported_model_is_plain_and_computes_the_same(settings: dict[str, A
     assert not any("forward" in vars(module) or hasattr(module, MASK) for module in finished.modules())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("saved", [2, 3, 5])
 @pytest.mark.parametrize("mvue", [False, True])
 def test_a_run_resumed_between_two_makings_is_the_run_that_was_not_stopped(saved: int, mvue: bool) -> None:

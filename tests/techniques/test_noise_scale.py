@@ -65,6 +65,7 @@ def drawn(rows: int, seed: int) -> Batch:
     return Batch({"x": x}, torch.full((rows,), 1 / rows, dtype=torch.float64))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [2, 5, 16])
 def test_the_estimates_are_unbiased_where_mean_and_covariance_are_known(rows: int) -> None:
     model = Weights()

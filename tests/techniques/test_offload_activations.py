@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_work import differences
 from rank_processes import on_ranks
-from table_samples import sample_of
 from tiny_runs import assert_same, losses, plain_run, run_through, snapshot, technique, with_optimizer
 from torch import Tensor
 
@@ -35,8 +34,9 @@ OTHERS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("to", TIERS)
-@pytest.mark.parametrize("others", sample_of(OTHERS, 3), ids=lambda others: " and ".join(others) or "alone")
+@pytest.mark.parametrize("others", OTHERS, ids=lambda others: " and ".join(others) or "alone")
 def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> None:
     plain, chosen = plain_run(style="gpt", dropout=0.3), with_optimizer([technique(name) for name in others])
     torch._dynamo.reset()
@@ -51,7 +51,8 @@ def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> N
     assert tier.account.returned > before.returned and tier.account.now == before.now
 
 
-@pytest.mark.parametrize("strategy", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
 def test_so_it_is_on_two_ranks(strategy: str) -> None:
     offload = ("memory.offload_activations", EARLY)
     assert on_ranks(

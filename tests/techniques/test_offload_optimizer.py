@@ -8,7 +8,6 @@ import pytest
 import torch
 from offload_work import differences, differences_of_slices, refusal
 from rank_processes import on_ranks
-from table_samples import sample_of
 from tiny_runs import (
     advance,
     assert_same,
@@ -47,8 +46,9 @@ ACTING += ["growth.stacking", "averaging.ema", "averaging.latest"]
 DELAYED = {"to": "simulated", "delay": True, "after": 2}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("to", TIERS)
-@pytest.mark.parametrize("name", sample_of(ACTING, 9))
+@pytest.mark.parametrize("name", ACTING)
 def test_it_is_bit_for_bit_the_run_without_it(name: str, to: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_optimizer, "TILE", 3000)
     plain = plain_run(style="gpt", dropout=0.3)
@@ -73,8 +73,9 @@ def test_so_it_is_under_compile() -> None:
     assert_same(snapshot(runs[0][1]), snapshot(runs[1][1]))
 
 
-@pytest.mark.parametrize("strategy", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
-@pytest.mark.parametrize("to", sample_of(TIERS, 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
+@pytest.mark.parametrize("to", TIERS)
 def test_so_it_is_on_two_ranks(strategy: str, to: Where) -> None:
     others = [["gradients.clip", "large_batch.gradient_accumulation"], ["optimizers.lamb"]]
     offload = ("memory.offload_optimizer", {"to": to})
@@ -171,6 +172,7 @@ def test_a_delayed_update_is_adam_with_gradients_of_the_step_before(after: int, 
         assert float((curvature * weight.detach() ** 2).sum()) < 1e-4 * float((curvature * start**2).sum())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 @pytest.mark.parametrize("other", ["gradients.clip", "growth.stacking", "sparsity.rigl", "optimizers.schedule_free"])
 def test_a_delayed_run_resumes_exactly_with_what_was_made_ahead(other: str, saved: int) -> None:

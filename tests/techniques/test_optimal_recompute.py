@@ -7,7 +7,6 @@ import torch
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
-from table_samples import sample_of
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, with_optimizer
 from torch import Tensor, nn
 
@@ -35,7 +34,8 @@ BESIDE = {
 TOKENS = torch.arange(512).view(8, 64) * 7 % 256
 
 
-@pytest.mark.parametrize("beside", [*sample_of(BESIDE, 3), "nothing"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
 def test_every_budget_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
     others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]
     plain = trained(*others)
@@ -43,14 +43,16 @@ def test_every_budget_is_the_run_without_it_to_the_last_bit(beside: str) -> None
         assert same_run(trained(*others, OptimalRecompute(**given)), plain), given
 
 
-@pytest.mark.parametrize("strategy", sample_of(["parallelism.shard", "parallelism.replicate"], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
 def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
     settings = [("memory.optimal_recompute", given) for given in SETTINGS]
     assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("share", [0.1, 0.5])
-@pytest.mark.parametrize("kind", sample_of(KINDS, 6))
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_architecture_keeps_its_gradients(kind: str, share: float) -> None:
     planned = OptimalRecompute(bytes=share).model(model_of_kind(kind))
     assert equal(gradients(planned, kind), gradients(model_of_kind(kind), kind))
@@ -78,6 +80,7 @@ def test_the_measured_peak_is_within_the_budget_and_near_it(style: str) -> None:
         assert peak >= budget - 0.1 * plain  # what one block holds is a twelfth
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "opt", "marian"])
 def test_the_measured_peak_of_models_of_transformers_is_within_the_budget(name: str) -> None:
     def loss(model: nn.Module) -> int:

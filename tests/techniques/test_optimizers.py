@@ -341,6 +341,7 @@ def apart(tensor: Tensor) -> Tensor:
 
 
 # of axes in which no gradient has been, SOAP's decomposition returns what rounding makes of them
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"soap"}))
 @pytest.mark.parametrize(
     "lie", [(turned, torch.clone), (torch.clone, turned), (turned, turned), (apart, torch.clone), (torch.clone, apart)]

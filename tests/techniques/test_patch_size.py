@@ -77,6 +77,7 @@ def _bias(model: nn.Module) -> torch.Tensor:
     return model.embedding.patch.bias.view(1, -1, 1, 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("others", [(), ("growth.stacking", "averaging.ema"), ("sparsity.rigl",)])
 @pytest.mark.parametrize("saved", [1, 2, 3])
 def test_a_resumed_run_is_the_run_that_was_not_stopped(saved: int, others: tuple[str, ...]) -> None:

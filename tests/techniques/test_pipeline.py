@@ -54,7 +54,7 @@ EXACT = {
     "a llama of transformers": Case(piped({}), {"theirs": "llama"}),
     "a gpt2 of transformers": Case(piped({}, schedule="interleaved"), {"theirs": "gpt2"}),
 }
-TWO_STAGES = {name: EXACT[name] for name in sample_of(EXACT, 9)}
+TWO_STAGES = {name: EXACT[name] for name in sample_of(EXACT, 4)}
 FOUR = {
     "four stages, gpipe": Case(piped(schedule="gpipe"), {"batch": 6}, 20),
     "four stages, 1f1b": Case(piped(schedule="1f1b"), {"batch": 6, "tied": False}, 20),
@@ -226,9 +226,7 @@ def test_a_checkpoint_of_two_stages_goes_on_with_one_process_and_with_four(tmp_p
         np.testing.assert_allclose(tensor.double().numpy(), expected.tensors[name], rtol=0, atol=1e-10, err_msg=name)
 
 
-OTHERS = sample_of(
-    (name for name in techniques.names() if not name.startswith("parallelism.") and name not in RUNS), 18
-)
+OTHERS = sample_of((name for name in techniques.names() if not name.startswith("parallelism.") and name not in RUNS), 8)
 REFUSED = {
     "adapters.intrinsic_dimension": "belongs to all blocks",
     "adapters.prefix_tuning": "belongs to all blocks",

@@ -7,7 +7,6 @@ import torch
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
 from stacked_models import KINDS
-from table_samples import sample_of
 from tiny_runs import plain_run, technique, with_optimizer
 from torch import Tensor, nn
 
@@ -31,7 +30,8 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("beside", [*sample_of(BESIDE, 3), "nothing"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
 def test_every_schedule_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
     others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]
     plain = trained(*others)
@@ -39,12 +39,14 @@ def test_every_schedule_is_the_run_without_it_to_the_last_bit(beside: str) -> No
         assert same_run(trained(*others, Recompute(**given)), plain), given
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
 def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
     settings = [("memory.recompute", given) for given in SETTINGS]
     assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("schedule", ["sqrt", "selective"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_architecture_keeps_its_gradients(kind: str, schedule: Any) -> None:

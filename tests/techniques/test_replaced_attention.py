@@ -153,6 +153,7 @@ def test_calibration_moves_neither_weights_nor_random_numbers(name: str) -> None
     assert losses(found) == losses(plain)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CALIBRATED)
 @pytest.mark.parametrize("saved", [1, START, 3])
 def test_a_run_resumed_around_its_moment_is_the_run_that_was_not_stopped(name: str, saved: int) -> None:
@@ -209,6 +210,7 @@ def test_dotas_estimates_begin_at_size_one_and_tell_places_apart_where_the_model
         assert (last.std(-1) > 0.01).all()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("style", ["llama", "gpt"])
 @pytest.mark.parametrize(
     "name", [*FIXED, *CALIBRATED, *(f"attention.{n}" for n in ("a3", "dota", "spatten", "vitcod"))]

@@ -60,6 +60,7 @@ def test_one_block_and_thin_tables_of_bert_base_are_the_twelve_million_of_the_pa
     assert 11e6 < count(model.blocks[0]) + thin < 12e6
 
 
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", ["all", "attention", "feed_forward"])
 def test_a_shared_gradient_is_the_sum_over_its_uses(kind: str, part: str) -> None:

@@ -50,6 +50,7 @@ def products(state: TrainState) -> dict[str, LayerProducts]:
     return {name: SPARSE_PRODUCT.of(layer) for name, layer in products_of(state.model)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("masks", ["sparsity.static", "sparsity.rigl", "sparsity.set"])
 def test_a_run_under_masks_is_the_same_but_for_rounding(masks: str) -> None:
     under = technique(masks, density=0.1)
@@ -61,6 +62,7 @@ def test_a_run_under_masks_is_the_same_but_for_rounding(masks: str) -> None:
         assert float((mask == masks_in(wanted)[name]).float().mean()) > 0.99, name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "other",
     [

@@ -174,6 +174,7 @@ def test_each_example_is_pruned_by_itself() -> None:
         torch.testing.assert_close(torch.cat([model(image[None]) for image in PIXELS]), model(PIXELS))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["every", "sqrt", "selective"])
 def test_blocks_that_run_again_prune_what_they_pruned(schedule: Any) -> None:
     """With accumulation, whose micro-batches must not be handed each other's."""

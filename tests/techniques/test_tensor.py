@@ -19,7 +19,7 @@ from thrifty import techniques
 from thrifty.kernels.chunked_cross_entropy import linear_cross_entropy_reference
 
 DIVIDING = ("parallelism.pipeline", "parallelism.replicate", "parallelism.shard", "parallelism.tensor")
-OTHERS = sample_of((name for name in techniques.names() if name not in (*DIVIDING, *RUNS)), 15)
+OTHERS = sample_of((name for name in techniques.names() if name not in (*DIVIDING, *RUNS)), 6)
 REFUSED = {
     "adapters.bias_only": "more than a weight and a bias",
     "adapters.intrinsic_dimension": "the projection needs all weights in one place",
@@ -78,7 +78,7 @@ def assert_same_run(found: list[Run], alone: Run) -> None:
             np.testing.assert_array_equal(run.tensors[name], found[0].tensors[name], err_msg=name)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", work.TRAINED)
 def test_two_ranks_train_every_known_model_as_one_process_does(two: list[dict[str, Any]], name: str) -> None:
     build, _ = MODELS[name]
     assert_same_run([rank["models"][name] for rank in two], trained(build, (), 4))

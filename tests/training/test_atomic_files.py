@@ -102,6 +102,7 @@ class PowerCut(BaseException):
     """Nothing runs any more."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("steps", "step"), [([], 1), ([1], 2), ([1, 2, 3], 4), ([1, 2], 2)])
 def test_a_power_cut_at_any_change_leaves_the_old_or_the_new_state(steps: list[int], step: int, tmp_path: Path) -> None:
     chance, cut, changes, finished = random.Random(3), tmp_path / "found", 1, False

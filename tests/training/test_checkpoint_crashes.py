@@ -78,6 +78,7 @@ def assert_goes_on(folder: Path, step: int) -> None:
     assert not [name for name in names(folder) if "partial" in name or "removed" in name]
 
 
+@pytest.mark.sampled(3)
 def test_a_crash_at_any_change_of_the_disk_leaves_the_old_or_the_new_state(history: History) -> None:
     before, steps, step, keep = history
     complete = FailingDisk()
@@ -95,6 +96,7 @@ def test_a_crash_at_any_change_of_the_disk_leaves_the_old_or_the_new_state(histo
     assert False in outcomes
 
 
+@pytest.mark.sampled(3)
 def test_a_disk_full_at_any_change_leaves_the_old_state_and_says_what_is_missing(history: History) -> None:
     before, steps, step, keep = history
     complete = FailingDisk()
@@ -113,6 +115,7 @@ def test_a_disk_full_at_any_change_leaves_the_old_state_and_says_what_is_missing
         assert_goes_on(folder, step)
 
 
+@pytest.mark.sampled(3)
 def test_a_failing_disk_is_explained_and_earlier_checkpoints_stay(history: History) -> None:
     before, steps, step, keep = history
     complete = FailingDisk()

@@ -81,6 +81,7 @@ def test_torchs_distributed_checkpoint_reads_the_same_files(tmp_path: Path) -> N
     assert_same(into, expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_disk_that_fails_on_one_rank_ends_the_save_on_all_with_the_same_message(failing: int, tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 5, *state_of(5))

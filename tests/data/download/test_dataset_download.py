@@ -91,6 +91,7 @@ def test_what_is_there_is_not_fetched_again(tmp_path):
     assert said == [f"toy: already in {tales().folder}"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["documents.jsonl", "ORIGIN.json"])
 def test_a_damaged_set_is_fetched_again(tmp_path, name):
     wheel(tmp_path / "links", TALES)

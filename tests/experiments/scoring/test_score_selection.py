@@ -150,6 +150,7 @@ needs_browser = pytest.mark.skipif(
 )
 
 
+@pytest.mark.sampled(1)
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_pictures_are_drawn_in_both_schemes_without_a_network(
