@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -61,9 +62,13 @@ def test_a_row_names_only_rows_above_it() -> None:
         read_rule(table)
 
 
-def repeated_classes(sources: dict[str, str]) -> list[str]:
+@cache
+def syntax_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def repeated_classes(trees: Iterable[ast.Module]) -> list[str]:
     """Names that more than one class of the package has."""
-    trees = map(ast.parse, sources.values())
     names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     return sorted(name for name, count in names.items() if count > 1)
 
@@ -76,17 +81,18 @@ def repeated_modules(paths: list[str]) -> list[str]:
 
 
 def test_names_of_classes_and_modules_are_unique() -> None:
-    sources = {path.relative_to(ROOT / "src/thrifty").as_posix(): path.read_text(encoding="utf-8") for path in FILES}
-    assert not repeated_classes(sources)
-    assert not repeated_modules(list(sources))
-    assert repeated_classes({**sources, "core/again.py": "class TrainState: ..."}) == ["TrainState"]
-    assert repeated_modules([*sources, "planning/state.py"]) == ["state"]
+    trees = [syntax_of(path) for path in FILES]
+    paths = [path.relative_to(ROOT / "src/thrifty").as_posix() for path in FILES]
+    assert not repeated_classes(trees)
+    assert not repeated_modules(paths)
+    assert repeated_classes([*trees, ast.parse("class TrainState: ...")]) == ["TrainState"]
+    assert repeated_modules([*paths, "planning/state.py"]) == ["state"]
 
 
 def modules(path: Path) -> set[str]:
     """Everything that a file imports, wherever in the file."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(syntax_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -135,16 +141,16 @@ def test_what_runs_what_it_reads_is_found(tmp_path: Path) -> None:
         "subprocess.run(words, shell=True)": "shell=True",
         "np.load(file, allow_pickle=wanted)": "allow_pickle=wanted",
     }.items():
-        (path := tmp_path / "careless.py").write_text(line)
+        (path := tmp_path / f"{name}.py").write_text(line)
         assert unsafe_uses(path) == [name]
-    path.write_text("subprocess.run(words, shell=False)")
-    assert not unsafe_uses(path)
+    (careful := tmp_path / "careful.py").write_text("subprocess.run(words, shell=False)")
+    assert not unsafe_uses(careful)
 
 
 def unsafe_uses(path: Path) -> list[str]:
     """List the imports, calls and options of a file that can run code from data."""
     offenders = sorted(modules(path) & {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"})
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(syntax_of(path)):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)

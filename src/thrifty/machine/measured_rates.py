@@ -33,7 +33,7 @@ def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) 
     """FLOP/s of the fastest of a few square matrix products; one whose repeats would take longer than `seconds` is
     left out."""
     device = torch.device(device)
-    sizes = (1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
+    sizes = (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
     best: MeasuredRate | None = None
     for size in sizes:
         work = 2 * size**3
