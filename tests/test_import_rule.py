@@ -91,14 +91,18 @@ def test_names_of_classes_and_modules_are_unique() -> None:
 
 def modules(path: Path) -> set[str]:
     """Everything that a file imports, wherever in the file."""
-    found: set[str] = set()
-    for node in ast.walk(syntax_of(path)):
+    return modules_of(ast.walk(syntax_of(path)))
+
+
+def modules_of(nodes: Iterable[ast.AST]) -> set[str]:
+    names: set[str] = set()
+    for node in nodes:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports here are absolute"
-            found.add(node.module or "")
-    return found
+            assert node.level == 0, "imports here are absolute"
+            names.add(node.module or "")
+    return names
 
 
 def test_no_test_imports_another() -> None:
@@ -119,6 +123,14 @@ def test_core_needs_torch_and_the_standard_library_only() -> None:
 def test_the_package_and_its_help_import_no_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_run_of_one_process_imports_nothing_of_dtensors() -> None:
+    """Which takes more than half as long as torch itself."""
+    for path in FILES:
+        if path.parent.name not in ("distributed", "parallelism"):
+            at_import = [node for node in syntax_of(path).body if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert "torch.distributed.tensor" not in modules_of(at_import), path
 
 
 def test_pages_are_drawn_from_a_run_folder_without_torch() -> None:

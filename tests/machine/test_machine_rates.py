@@ -135,6 +135,6 @@ def test_a_product_whose_repeats_would_take_longer_than_there_is_time_is_left_ou
     monkeypatch.setattr(measured_rates, "_repeated", repeated)
     repeats = (1 + measured_rates.LEAST_REPEATS) * 2 * 2048**3 / 1e9
     matmul_rate("cpu", torch.float32, seconds=0.9 * repeats)
-    assert tried == [2 * 1024**3]
+    assert tried == [2 * 512**3, 2 * 1024**3]
     matmul_rate("cpu", torch.float32, seconds=1.1 * repeats)
-    assert tried[1:] == [2 * 1024**3, 2 * 2048**3]
+    assert tried[2:] == [2 * 512**3, 2 * 1024**3, 2 * 2048**3]

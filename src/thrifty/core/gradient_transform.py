@@ -19,7 +19,8 @@ from enum import IntEnum, auto
 from typing import Literal, TypeVar
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from thrifty.core.dtensors import is_dtensor
 
 Slots = dict[str, list[Tensor]]
 Scalars = Mapping[str, float | Tensor]
@@ -107,7 +108,7 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
     plain: list[int] = []
     divided: list[int] = []
     for index, tensor in enumerate(tensors):
-        (divided if isinstance(tensor, DTensor) else plain).append(index)
+        (divided if is_dtensor(tensor) else plain).append(index)
     return [some for some in (plain, divided) if some]
 
 

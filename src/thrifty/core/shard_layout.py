@@ -12,7 +12,8 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from thrifty.core.dtensors import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
 def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """A tensor that was made like a parameter, known to be kept in its order if it is divided along the same lines."""
     order = order_of(parameter)
-    if order is None or not isinstance(tensor, DTensor):
+    if order is None or not is_dtensor(tensor):
         return tensor
     dims = [order.dim] if tensor.ndim == parameter.ndim else range(tensor.ndim)
     for dim in dims:
@@ -131,7 +132,7 @@ def local_shards(tensor: Tensor) -> list[LocalShard]:
     """What this rank holds of a tensor: all of a plain one, the local shard of a DTensor."""
     full = tuple(tensor.shape)
     local_box = TensorBox(full, (0,) * len(full), full)
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         (chunk,) = tensor.__create_chunk_list__()
         local_box = TensorBox(full, tuple(chunk.offsets), tuple(chunk.sizes))
     order = order_of(tensor)
@@ -142,4 +143,4 @@ def local_shards(tensor: Tensor) -> list[LocalShard]:
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """What this rank holds of each tensor, sharing its memory."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.gradient_transform import Slots
 from thrifty.core.shard_layout import FusedOrder, local_shards, order_of, tag_order, tag_order_like
 
@@ -101,7 +101,7 @@ def read_log(scalars: Mapping[str, Any]) -> list[StructureLogEntry]:
 @torch.no_grad()
 def fill_tensor(tensor: Tensor, value: Tensor) -> None:
     """Copy a full value, which all ranks have, into a tensor: this rank's part of it where the tensor is divided."""
-    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    here = tensor.to_local() if is_dtensor(tensor) else tensor
     for part in local_shards(tensor):
         here[part.place].copy_(value[part.box.slices])
 
@@ -111,5 +111,5 @@ def full_value(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
     which it is kept, where the tensor itself does not know."""
     order = order or order_of(tensor)
     # what is not divided (one rank, a replicated tensor) comes back from full_tensor as it is, not as a copy
-    value = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    value = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
     return value.clone() if order is None else order.whole(value)

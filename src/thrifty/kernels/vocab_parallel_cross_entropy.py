@@ -9,17 +9,20 @@ What is by the book, `linear_cross_entropy_reference`, serves here too: with the
 """
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from thrifty.kernels import chunked_cross_entropy
 from thrifty.kernels.chunked_cross_entropy import IGNORED, chunk_gradients
 from thrifty.kernels.functional_collectives import all_gather_single
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Group = dist.ProcessGroup
 
@@ -60,15 +63,17 @@ def _over_vocabulary(logits: Tensor, own: Tensor, count: int, group: Group) -> t
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: DTensor,
+    weight: "DTensor",
     targets: Tensor,
     expected: Tensor | None = None,
     *,
-    bias: DTensor | None = None,
+    bias: "DTensor | None" = None,
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
     """`cross_entropy.linear_cross_entropy` for a head divided along the vocabulary over a mesh of one axis. All ranks
     come here with the same hidden states, targets and weights, and get the same losses."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
     whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
     step = partial(
         vocabulary_step, first=_first(weight), count=len(weight.to_local()), group=weight.device_mesh.get_group()
@@ -86,7 +91,7 @@ def linear_cross_entropy(
 
 @torch.no_grad()
 def gradient_norm_scores(
-    hidden: Tensor, weight: DTensor, targets: Tensor, *, bias: DTensor | None = None, chunk: int = 512
+    hidden: Tensor, weight: "DTensor", targets: Tensor, *, bias: "DTensor | None" = None, chunk: int = 512
 ) -> Tensor:
     """`cross_entropy.gradient_norm_scores` for such a head."""
     group, first = weight.device_mesh.get_group(), _first(weight)
@@ -103,7 +108,7 @@ def gradient_norm_scores(
     return torch.cat(scores)
 
 
-def _first(weight: DTensor) -> int:
+def _first(weight: "DTensor") -> int:
     """The first token of this rank's part."""
     (chunk,) = weight.__create_chunk_list__()
     return chunk.offsets[0]

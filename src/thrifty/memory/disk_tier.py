@@ -21,8 +21,8 @@ from typing import cast
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.errors import InfeasibleError, RefusedError, ThriftyError
 from thrifty.memory.storage_tier import OffloadHandle, StorageTier, is_dense, memory_of, on_part
 
@@ -65,7 +65,7 @@ class DiskTier(StorageTier):
         """The same values in one file, mapped into memory: the system keeps there what is in use."""
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return list(tensors)
-        parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        parts = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
         return [
             on_part(tensor, lambda _, new=new: new) for tensor, new in zip(tensors, self._mapped(parts), strict=True)
         ]

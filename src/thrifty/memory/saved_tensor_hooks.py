@@ -3,13 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from thrifty.core.dtensors import dtensor_of_local, is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 SMALLEST = 1024
 """Tensors of fewer numbers are left where they are."""
@@ -105,7 +109,7 @@ class _LocalView:
 
     held: Tensor | _TensorView
     mesh: DeviceMesh
-    placements: Sequence[Placement]
+    placements: "Sequence[Placement]"
     size: torch.Size
     stride: tuple[int, ...]
 
@@ -119,7 +123,7 @@ class _HookedPass:
         self.seen: dict[int, tuple[StorageWeakRef, int, _SavedActivation | None]] = {}
 
     def pack(self, tensor: Tensor) -> "Tensor | _TensorView | _LocalView":
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             if tensor.numel() < self.smallest or is_parameter(tensor):
                 return tensor
             local = self.pack(tensor.detach().to_local())
@@ -148,7 +152,5 @@ def _unpack(packed: "Tensor | _TensorView | _LocalView") -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     if isinstance(packed, _LocalView):
-        mesh, placements, size, stride = packed.mesh, packed.placements, packed.size, packed.stride
-        here = _unpack(packed.held)
-        return DTensor.from_local(here, mesh, placements, run_check=False, shape=size, stride=stride)
+        return dtensor_of_local(_unpack(packed.held), packed.mesh, packed.placements, packed.size, packed.stride)
     return packed.kept.view(packed.size, packed.stride, packed.offset)

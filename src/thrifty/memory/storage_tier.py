@@ -9,7 +9,8 @@ from threading import RLock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
+
+from thrifty.core.dtensors import dtensor_of_local, is_dtensor
 
 
 @dataclass
@@ -137,11 +138,10 @@ def is_dense(tensor: Tensor) -> bool:
 
 def on_part(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """A change of a tensor, made on what this rank holds of it."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return change(tensor)
     part = change(tensor.to_local())
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return dtensor_of_local(part, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 def memory_of(tensor: Tensor) -> memoryview:

@@ -12,9 +12,9 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from thrifty.core.batches import Batch
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.setting_bounds import check_bounds
 from thrifty.kernels import vocab_parallel_cross_entropy
@@ -60,7 +60,7 @@ class TokenCrossEntropy(Objective):
             weight = batch.weight[:, None]
             expected = (weight / targets.shape[1]).expand_as(targets) if shares is None else weight * shares
             head = prediction.head
-            if isinstance(head.weight, DTensor):
+            if is_dtensor(head.weight):
                 cross_entropy = vocab_parallel_cross_entropy.linear_cross_entropy
             else:
                 cross_entropy = partial(linear_cross_entropy, step=self.step)
@@ -89,7 +89,7 @@ class TokenCrossEntropy(Objective):
         targets, shares = self._counted_targets(batch)
         if _is_plain_linear(prediction.head):
             head = prediction.head
-            is_divided = isinstance(head.weight, DTensor)
+            is_divided = is_dtensor(head.weight)
             squares = vocab_parallel_cross_entropy.gradient_norm_scores if is_divided else gradient_norm_scores
             squared = squares(prediction.hidden.flatten(0, 1), head.weight, targets.flatten(), bias=head.bias)
         else:

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.gradient_transform import Scalars, Slots, TransformChain, TransformScope, group_by_kind
 from thrifty.core.shard_layout import local_tensors
 from thrifty.machine.cpu_features import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
@@ -89,7 +89,7 @@ class ChunkedUpdate:
             own = [i for i, _ in spans]
             self.pieces.append(UpdateChunk(tuple(spans), _work(chain.subset(own), factors, [here[i] for i in own])))
         # collectives of sharded tensors must be met in one order by all ranks
-        sharded = not self.local and any(isinstance(tensor, DTensor) for tensor in here)
+        sharded = not self.local and any(is_dtensor(tensor) for tensor in here)
         self.threads = torch.get_num_threads() if on_cpu and not sharded else 1
 
     def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
@@ -136,7 +136,7 @@ def _work(chain: TransformChain, factors: TransformChain | None, tensors: Sequen
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
     """The rows of a matrix in views of a piece's size, for an element that must see whole parameters and can go through
     them in rows itself; all in one where that would not help."""
-    if isinstance(tensor, DTensor) or tensor.device.type != "cpu" or tensor.numel() <= CHUNK_ELEMENTS:
+    if is_dtensor(tensor) or tensor.device.type != "cpu" or tensor.numel() <= CHUNK_ELEMENTS:
         return (tensor,)
     return tensor.split(_rows(tensor, CHUNK_ELEMENTS))
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
+from thrifty.core.dtensors import is_dtensor, replicated_like
 from thrifty.core.gradient_transform import GradientTransform, Rule, Scalars, Slots, TransformScope
 from thrifty.core.mesh import axis
 from thrifty.core.shard_layout import FusedOrder, local_tensors, order_of
@@ -248,7 +248,7 @@ def divided_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
     """Groups, by index, of tensors that are divided over the ranks in the same way."""
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        is_parted = isinstance(tensor, DTensor)
+        is_parted = is_dtensor(tensor)
         groups.setdefault((tensor.device_mesh, tensor.placements) if is_parted else None, []).append(index)
     return list(groups.values())
 
@@ -280,7 +280,7 @@ def _slice_norms(tensor: Tensor, cut: FusedSlices, order: FusedOrder | None) -> 
 
 def full_values(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
     """All of a tensor, gathered or summed up where ranks hold parts, and out of the order in which it is kept."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    full = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return full if order is None else order.whole(full)
 
 
@@ -289,6 +289,6 @@ def match_layout(tensor: Tensor, sharded: Tensor, order: FusedOrder | None = Non
     this order."""
     if order is not None:
         tensor = order.kept(tensor)
-    if not isinstance(sharded, DTensor):
+    if not is_dtensor(sharded):
         return tensor
-    return DTensor.from_local(tensor, sharded.device_mesh, [Replicate()] * sharded.device_mesh.ndim)
+    return replicated_like(tensor, sharded)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.errors import IntegrityError
 from thrifty.core.gradient_transform import (
     MASK_MOVE,
@@ -92,7 +92,7 @@ class MaskedUpdate(GradientTransform):
         first = self.masking.initial_masks({name: named[name] for name in self.names.values()})
         for i, name in self.names.items():
             masks[i] = first[name]
-            if not isinstance(parameters[i], DTensor):
+            if not is_dtensor(parameters[i]):
                 parameters[i].under_mask = masks[i]  # type: ignore[attr-defined]
         self._apply([parameter.detach() for parameter in parameters], masks)
         return {"mask": masks, **with_prefix("rest", self.rest.init(names, parameters))}

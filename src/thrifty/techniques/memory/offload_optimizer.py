@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.gradient_transform import (
@@ -169,7 +169,7 @@ class DelayedUpdate(HostCopyUpdate):
         self.work: Future[None] | None = None
         super().__init__(transform, names, parameters, tier)
         apart = self.rest.reach is TransformScope.ROWS and not self.head_remembers
-        if not apart and any(isinstance(parameter, DTensor) for parameter in parameters):
+        if not apart and any(is_dtensor(parameter) for parameter in parameters):
             raise RefusedError(
                 "a delayed update of sharded parameters cannot talk to other ranks while the next step does",
                 fix="choose an optimizer that looks at each number apart, such as adamw, or no delay",

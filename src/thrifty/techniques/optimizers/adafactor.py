@@ -16,9 +16,9 @@ from typing import Annotated
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
 
 from thrifty.core.claims import Claim
+from thrifty.core.dtensors import is_dtensor, with_partial_sums_added
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.setting_bounds import Rate, SettingBound
 from thrifty.core.stages import Stage
@@ -46,9 +46,9 @@ def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | 
 
 def on_every_rank(total: Tensor) -> Tensor:
     """A sum, added up where it went over the parts of several ranks."""
-    if not isinstance(total, DTensor):
+    if not is_dtensor(total):
         return total
-    return total.redistribute(placements=[Replicate() if p.is_partial() else p for p in total.placements])
+    return with_partial_sums_added(total)
 
 
 class ScaleByFactoredSquare(GradientTransform):

@@ -21,9 +21,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from thrifty.core.claims import Claim
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Betas, Positive, Probability, Rate
@@ -119,7 +119,7 @@ class ScaleByOrthogonalization(GradientTransform):
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         everything = list(range(len(updates)))
         # one after the other where each must be gathered first: all of them whole would be the whole model
-        sharded = any(isinstance(update, DTensor) for update in updates)
+        sharded = any(is_dtensor(update) for update in updates)
         for some in [[i] for i in everything] if sharded else [everything]:
             matrices = {i: full_values(updates[i], order_of(parameters[i])) for i in some}
             self._orthogonalize([layer for i, matrix in matrices.items() for layer in self._layers(i, matrix)])

@@ -17,9 +17,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from thrifty.core.claims import Claim
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.setting_bounds import Betas, Positive, Rate
 from thrifty.core.shard_layout import local_tensors, order_of
@@ -119,7 +119,7 @@ class ScaleBySoap(GradientTransform):
 
     def _side(self, parameter: Tensor, dim: int) -> Tensor:
         size = parameter.shape[dim] if parameter.ndim == 2 and parameter.shape[dim] <= self.max_dim else 0
-        here = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        here = parameter.to_local() if is_dtensor(parameter) else parameter
         return match_layout(here.new_zeros(size, size) if size else here.new_zeros(0), parameter)
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:

@@ -20,9 +20,9 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from thrifty.core.claims import Claim
+from thrifty.core.dtensors import dtensor_of_local, is_dtensor
 from thrifty.core.errors import RefusedError
 from thrifty.core.gradient_transform import (
     GradientTransform,
@@ -159,7 +159,7 @@ class CompactStateTransform(GradientTransform):
         return self.element.rate(numbers)
 
     def _fits(self, moment: Tensor, parameter: Tensor) -> bool:
-        by_rows = not isinstance(moment, DTensor) or all(p.is_replicate() or p.is_shard(0) for p in moment.placements)
+        by_rows = not is_dtensor(moment) or all(p.is_replicate() or p.is_shard(0) for p in moment.placements)
         alike = moment.dtype == torch.float32 and moment.shape == parameter.shape
         return by_rows and alike and is_large(parameter, self.smallest)
 
@@ -186,16 +186,16 @@ class CompactStateTransform(GradientTransform):
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def divided_like(whole: Tensor, rows: Tensor) -> Tensor:
     """`rows`, made from those that this rank holds of `whole`, as a tensor divided over the ranks as that is."""
-    if not isinstance(whole, DTensor):
+    if not is_dtensor(whole):
         return rows
     shape = torch.Size((whole.shape[0], *rows.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(rows, whole.device_mesh, whole.placements, run_check=False, shape=shape, stride=stride)
+    return dtensor_of_local(rows, whole.device_mesh, whole.placements, shape, stride)
 
 
 def is_large(parameter: Tensor, smallest: int) -> bool:

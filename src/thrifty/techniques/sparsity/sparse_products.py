@@ -29,12 +29,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
+from thrifty.core.dtensors import is_dtensor
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
@@ -77,7 +77,7 @@ class LayerProducts:
 
     def follow(self, mask: Tensor | None, weight: Tensor) -> None:
         """Chooses anew where the mask has moved. A weight that is not zero outside its mask stays dense."""
-        if mask is None or isinstance(mask, DTensor) or mask.device != weight.device:
+        if mask is None or is_dtensor(mask) or mask.device != weight.device:
             self.patterns, self._known = {}, None
             self.said = UNMASKED if mask is None else "dense: its mask is divided among ranks, or on another device"
         elif self._known is None or self._known[0] is not mask or self._known[1] != mask._version:
@@ -243,6 +243,6 @@ def _reason_to_skip(layer: nn.Module) -> str | None:
         return f"what a {type(layer).__name__} computes is not x Wᵀ + b"
     if "forward" in vars(layer):
         return "another technique changes its product"
-    if isinstance(layer.weight, DTensor):
+    if is_dtensor(layer.weight):
         return "its weight is divided among ranks"
     return None

@@ -1,0 +1,32 @@
+"""What a fresh Python takes to import this package, next to torch itself.
+
+    python benchmarks/bench_import.py [--rounds 7] [--json results/benchmarks/import-cpu.json]
+
+`import thrifty` needs no torch. What trains, explains and composes imports it, and may take at most 1.5 times as long.
+"""
+
+import argparse
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+from side_by_side import keep, side_by_side, tell
+
+MODULES = ("torch", "thrifty", "thrifty.cli.main", "thrifty.composition.compose", "thrifty.training.trainer")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    ways = {name: partial(subprocess.run, [sys.executable, "-c", f"import {name}"], check=True) for name in MODULES}
+    timings = side_by_side(ways, options.rounds, warmup=1)
+    tell("seconds of a fresh Python", timings, "torch")
+    if options.json:
+        keep(options.json, {}, timings, "torch")
+
+
+if __name__ == "__main__":
+    main()
