@@ -16,6 +16,7 @@ from table_samples import outside_of_samples
 from tiny_runs import DEVICE
 
 from thrifty.core.tensor_tracing import gc_frozen
+from thrifty.machine.cpu_features import cpp_compiler
 from thrifty.training.determinism import deterministic_kernels
 
 FINISHED, KEPT = itertools.count(1), [0]
@@ -62,6 +63,21 @@ def keep_what_is_there() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def settled_session() -> Iterator[None]:
     with gc_frozen(), deterministic_kernels(DEVICE):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def native_libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled once, not in each of some hundred processes."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "libraries"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        compiler = cpp_compiler()
+        if compiler and Path(compiler).name == "g++":
+            patch.setenv("THRIFTY_TEST_COMPILER", compiler)
+            patch.setenv("THRIFTY_TEST_LIBRARIES", str(folder))
+            patch.setenv("CXX", str(Path(__file__).with_name("support") / "caching_g++"))
         yield
 
 

@@ -120,6 +120,7 @@ def test_what_cannot_be_answered_is_refused_with_what_to_give(words: tuple[str, 
     assert says in refused(*words).what
 
 
+@pytest.mark.slow
 def test_a_table_of_runs_gives_the_law_and_the_sizes_for_a_compute(tmp_path: Path, runs: Sequence[TrainedRun]) -> None:
     table = write_table(tmp_path / "runs.csv", runs)
     found = told("fit", "--csv", table, "--flops", "1e16", "--resamples", "40")

@@ -54,7 +54,7 @@ def test_what_each_technique_changes_is_what_its_card_says() -> None:
     assert after == before
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparsity.rigl", "precision.bfloat16_weights", "curriculum.resolution"])
 def test_each_row_is_what_its_techniques_count_to_alone(name: str) -> None:
     """Though those that change the update alone share the passes through the model."""

@@ -64,7 +64,7 @@ def model_for(place: int, names: tuple[str, ...]) -> str:
     return ON.get(names[0], MODELS[place % (2 if OF_OURS & {*names} else len(MODELS))])
 
 
-GRID = sample_of([(model_for(place, names), names) for place, names in enumerate(CHOSEN)], 7)
+GRID = sample_of([(model_for(place, names), names) for place, names in enumerate(CHOSEN)], 4)
 
 
 def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = LENGTH) -> BaseRun:

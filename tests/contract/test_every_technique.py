@@ -150,7 +150,7 @@ def without_any(data_of: str | None, dropout: float) -> tuple[list[float], Snaps
     return losses(records), snapshot(state)
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", techniques.names(), indirect=True, scope="module")
 def test_it_learns(one: Technique) -> None:
     records, _ = run_through(plain_for(one.name, repeated=True), with_optimizer([one]), 40)

@@ -45,6 +45,7 @@ def test_peft_loads_an_exported_adapter_onto_the_exported_base(thrifty: CommandL
     assert (base(TOKENS).logits - wanted).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_an_adapter_trained_on_a_model_of_transformers_names_it_as_its_base(thrifty: CommandLine) -> None:
     torch.manual_seed(0)
     config: Any = transformers.GPTNeoXConfig(

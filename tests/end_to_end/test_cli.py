@@ -47,7 +47,7 @@ def test_every_verb_is_listed_and_explains_itself(thrifty: CommandLine) -> None:
     assert "did you mean 'train'" in thrifty("trian", exit_code=2).stderr
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "words",
     [

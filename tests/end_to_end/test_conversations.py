@@ -40,6 +40,7 @@ def exported(thrifty: CommandLine, learned: str) -> Path:
     return thrifty.folder / "exported"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, learned: str) -> None:
     expected, evaluated = thrifty.tensors(learned), thrifty.records(learned, "evaluation")
     before = json.loads((thrifty.run(learned) / "summary.json").read_text())
@@ -51,6 +52,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, lea
     assert after["held_out_loss_at_start"] == before["held_out_loss_at_start"]
 
 
+@pytest.mark.slow
 def test_two_ranks_follow_the_single_process(thrifty: CommandLine, learned: str) -> None:
     words = ("--data", str(thrifty.folder / "sums.jsonl"), "--with", "parallelism.replicate")
     changed = {**CHAT, "checkpoints__every": 3, "evaluation__every": 3, "evaluation__examples": 20}

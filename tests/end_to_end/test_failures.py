@@ -157,6 +157,7 @@ def test_an_error_on_one_rank_is_told_by_that_rank_alone(troubled: CommandLine) 
     assert stderr.count("[rank1]: Traceback") == 1 and "[rank0]" not in stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "changed", "fault"),
     [(("--with", "optimizers.lyon"), {}, "optimizers.lion"), (REPLICATED, {"data__batch": 7}, "data.batch=8")],

@@ -59,6 +59,7 @@ def test_a_fork_whose_technique_cannot_keep_its_promise_says_so(thrifty: Command
     assert "promises what the old state does not keep" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_dense_run_is_forked_into_a_sparse_one_whose_masks_are_chosen_by_its_weights(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     sparse = "sparsity.static:criterion=magnitude,distribution=uniform,density=0.5"

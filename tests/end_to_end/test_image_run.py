@@ -73,6 +73,7 @@ def test_accuracy_stands_beside_the_loss_wherever_that_is_told(desk: CommandLine
     assert "images/s" in finished["stderr"] and "tokens/s" not in finished["stderr"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finished: dict[str, Any]) -> None:
     expected, evaluated = desk.tensors("digits"), desk.records("digits", "evaluation")
     shutil.copytree(desk.run("digits"), desk.run("stopped"))

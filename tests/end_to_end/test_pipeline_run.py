@@ -1,10 +1,12 @@
 """A pipeline as a user starts it: two processes, one model, and one voice; and on with a single process."""
 
+import pytest
 from command_line import CommandLine, assert_same_curve, kill, wait_until
 
 STEPS = 12
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_two_processes_goes_on_with_one(thrifty: CommandLine) -> None:
     thrifty.train("single", steps=STEPS)
     words = thrifty.recipe("run", "--mesh", "pipeline=2", steps=STEPS, checkpoints__every=5, evaluation__every=4)

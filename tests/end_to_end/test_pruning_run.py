@@ -65,6 +65,7 @@ def test_the_hardest_twentieth_has_most_of_the_wrong_labels(
     assert len(wrong & set(hardest)) > 0.6 * len(wrong)
 
 
+@pytest.mark.slow
 def test_a_page_shows_the_files_that_are_likely_mislabelled(
     desk: CommandLine, scored: dict[str, Any], names: list[str]
 ) -> None:

@@ -14,6 +14,7 @@ def thrifty(tmp_path: Path) -> CommandLine:
     return CommandLine(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_study_is_measured_kept_compared_and_caught_when_it_differs(thrifty: CommandLine) -> None:
     kept = thrifty.folder / "results" / "depth_preconditioner" / "cpu.json"
     done = thrifty("study", "depth_preconditioner", *SMALL, "--save-result", kept)

@@ -57,7 +57,7 @@ def steps_of(tensor: Tensor, bits: int, zeros: bool = False) -> Tensor:
     return coded.step.double().repeat_interleave(coded.ranges.width)[: tensor.numel()].view(tensor.shape)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("compiled_always")
 @pytest.mark.parametrize("mean", [0.0, 10.0])
 @pytest.mark.parametrize("bits", [2, 4, 8])

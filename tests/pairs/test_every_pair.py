@@ -28,7 +28,7 @@ from thrifty.core.technique import Technique
 
 STEPS, SAVED = 4, 2
 AT_ONCE = 8
-SAMPLED = 12
+SAMPLED = 8
 NAMES = techniques.names()
 
 
@@ -36,7 +36,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "group" in metafunc.fixturenames:
         metafunc.parametrize("group", sampled_groups(), ids="+".join)
     if "drawn" in metafunc.fixturenames:
-        metafunc.parametrize("drawn", sample_of(groups()[::3], 5), ids="+".join)
+        metafunc.parametrize("drawn", sample_of(groups()[::3], 3), ids="+".join)
 
 
 def test_they_train_and_resume_together(group: Group) -> None:

@@ -55,7 +55,7 @@ def test_the_answer_of_a_process_or_of_ranks_is_its_timing(module: Path, ranks: 
     assert probe_in_process("a_probe")(job(ranks)) == TIMING
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("program", "ranks", "said"),
     [

@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any]]] = {
     "GPT-2 of transformers": (lambda: transformers_model("GPT2"), {"plan": GPT2_PLAN}),
 }
 
-TRAINED = sample_of(MODELS, 4)
+TRAINED = sample_of(MODELS, 3)
 
 
 @contextmanager

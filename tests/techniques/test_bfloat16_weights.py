@@ -252,6 +252,7 @@ def test_every_kind_of_model_computes_in_bfloat16_and_keeps_its_buffers(name: st
     assert {parameter.dtype for parameter in finished.parameters()} == {torch.float32}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_explaining_shows_weights_and_gradients_halved_and_moments_as_they_were(rounding: Rounding) -> None:
     def counted(*chosen: Technique) -> Footprint:

@@ -28,6 +28,7 @@ def on_two() -> dict[str, list[Found]]:
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(GROWING)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", GROWING)
 def test_two_stages_grow_as_one_process_does(name: str) -> None:
     assert_the_same(on_two()[name], found(GROWING[name].without("parallelism.pipeline")))

@@ -51,7 +51,7 @@ def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> N
     assert tier.account.returned > before.returned and tier.account.now == before.now
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
 def test_so_it_is_on_two_ranks(strategy: str) -> None:
     offload = ("memory.offload_activations", EARLY)

@@ -73,7 +73,7 @@ def test_so_it_is_under_compile() -> None:
     assert_same(snapshot(runs[0][1]), snapshot(runs[1][1]))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
 @pytest.mark.parametrize("to", TIERS)
 def test_so_it_is_on_two_ranks(strategy: str, to: Where) -> None:

@@ -34,7 +34,7 @@ BESIDE = {
 TOKENS = torch.arange(512).view(8, 64) * 7 % 256
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
 def test_every_budget_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
     others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]
@@ -43,7 +43,7 @@ def test_every_budget_is_the_run_without_it_to_the_last_bit(beside: str) -> None
         assert same_run(trained(*others, OptimalRecompute(**given)), plain), given
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
 def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
     settings = [("memory.optimal_recompute", given) for given in SETTINGS]

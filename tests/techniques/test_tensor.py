@@ -19,7 +19,7 @@ from thrifty import techniques
 from thrifty.kernels.chunked_cross_entropy import linear_cross_entropy_reference
 
 DIVIDING = ("parallelism.pipeline", "parallelism.replicate", "parallelism.shard", "parallelism.tensor")
-OTHERS = sample_of((name for name in techniques.names() if name not in (*DIVIDING, *RUNS)), 6)
+OTHERS = sample_of((name for name in techniques.names() if name not in (*DIVIDING, *RUNS)), 4)
 REFUSED = {
     "adapters.bias_only": "more than a weight and a bias",
     "adapters.intrinsic_dimension": "the projection needs all weights in one place",

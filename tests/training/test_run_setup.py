@@ -37,6 +37,7 @@ def recipe_of(kind: str, folder: Path) -> Recipe:
     return plain
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["text", "text_pairs", "chats", "images"])
 def test_a_run_opens_its_data_once(kind: str, tmp_path: Path) -> None:
     recipe = recipe_of(kind, tmp_path)
