@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "src").rglob("*.py"))
 
 
+@pytest.mark.slow  # `make test` has run it as lint
 def test_the_import_table_holds() -> None:
     found = subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True

@@ -174,6 +174,7 @@ def test_mixed_precision_works_where_the_head_is_no_plain_linear_layer(style: st
 
 def test_compiling_needs_a_compiler_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
     run = compose(plain_run(), with_optimizer([technique("compile", backend="inductor")]), 1)
     with pytest.raises(RefusedError, match="there is no C\\+\\+ compiler") as refused:
         run.start()
