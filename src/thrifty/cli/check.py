@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.verb_output import open_table, print_json, progress, wide_console
 
 
 @click.command()
@@ -22,10 +23,9 @@ def command(steps: int, examples: int, length: int | None, ranks: bool, as_json:
     against one process, resuming, export, and which tokens are learned. The exit code is 4 if a promise is broken.
     """
     from thrifty.checking.promise_check import check
-    from thrifty.cli.verb_output import print_json
 
     recipe = build_recipe(**options).recipe()
-    say = (lambda text: None) if as_json else _say
+    say = progress(as_json, "checking: ")
     checked = check(recipe, steps=steps, examples=examples, length=length, ranks=ranks, say=say)
     if as_json:
         print_json(checked.as_dict())
@@ -34,17 +34,10 @@ def command(steps: int, examples: int, length: int | None, ranks: bool, as_json:
     sys.exit(checked.exit_code)
 
 
-def _say(text: str) -> None:
-    click.echo(f"checking: {text}", err=True)
-
-
 def _tell(checked: Any) -> None:
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    table = Table("promise", "of", "verdict", "measured", box=None, pad_edge=False)
+    console, table = wide_console(), open_table("promise", "of", "verdict", "measured")
     colours = {"holds": "green", "broken": "bold red", "not applicable": "dim"}
     for verdict in checked.verdicts:
         text = verdict.measured + (f"\nfix: {verdict.fix}" if verdict.fix else "")

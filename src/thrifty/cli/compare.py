@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.verb_output import open_table, print_json, progress, wide_console
 
 
 @click.command()
@@ -76,7 +77,6 @@ def command(
     """
     from dataclasses import fields
 
-    from thrifty.cli.verb_output import print_json
     from thrifty.comparing.comparison import ComparisonProtocol, compare
     from thrifty.comparing.comparison_workers import read_workers
     from thrifty.comparing.saved_comparison import refuse_existing_comparison, save_comparison
@@ -93,8 +93,7 @@ def command(
     baseline = build_recipe(recipe, **options)
     read = read_variants(variants, baseline, lambda other: build_recipe(other, **options))
     folder = runs / (name or f"{read[0].recipe.name}-comparison")
-    say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
-    result = compare(read, protocol, folder, retry=retry, workers=launchers, say=say)
+    result = compare(read, protocol, folder, retry=retry, workers=launchers, say=progress(quiet))
     if as_json:
         print_json(result)
     elif not quiet:
@@ -105,18 +104,16 @@ def command(
 
 
 def _tell(result: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from thrifty.reporting.comparison_page import about, cautions, tables, verdicts
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = wide_console()
     console.print(about(result), markup=False)
     for title, _, head, rows in tables(result)[:4]:
         if not rows:
             continue
-        table = Table(box=None, pad_edge=False)
+        table = open_table()
         for column in head:
             table.add_column(column, overflow="fold")
         for row in rows:

@@ -7,7 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from thrifty.reporting.number_format import scaled
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rich.console import Console
 
     from thrifty.machine.machine_info import CompileTrial, MachineInfo
@@ -97,90 +101,62 @@ def diagnose(machine: MachineInfo, writable: bool, trial: CompileTrial | None) -
     return [*_fatal(machine, writable), *_compiler(machine, trial), *_resources(machine), *_optional(machine)]
 
 
-def _fatal(machine: MachineInfo, writable: bool) -> list[DoctorFinding]:
-    findings = []
+def _fatal(machine: MachineInfo, writable: bool) -> Iterator[DoctorFinding]:
     version = tuple(int(part) for part in machine.torch.split("+")[0].split(".")[:2])
     if version < OLDEST_TORCH:
         needed = ".".join(map(str, OLDEST_TORCH))
-        findings.append(
-            DoctorFinding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True)
-        )
+        yield DoctorFinding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True)
     if not writable:
-        findings.append(
-            DoctorFinding("no run folder can be written under ./runs", "work in a folder you may write to", fatal=True)
-        )
-    return findings
+        what = "no run folder can be written under ./runs"
+        yield DoctorFinding(what, "work in a folder you may write to", fatal=True)
 
 
-def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> list[DoctorFinding]:
+def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> Iterator[DoctorFinding]:
     needs = "the techniques `compile` and `attention.tiled` need it on a CPU"
     if machine.compiler is None:
-        return [
-            DoctorFinding(f"no C++ compiler: {needs}", "install g++ (Debian: apt-get install g++), or set CXX to yours")
-        ]
-    if not machine.python_headers:
-        return [
-            DoctorFinding(
-                f"Python's C headers are missing: {needs}", "install them (Debian: apt-get install python3-dev)"
-            )
-        ]
-    if trial is not None and not trial.works:
-        return [DoctorFinding(f"torch.compile fails here: {trial.message}", "train with `--without compile`")]
-    return []
+        fix = "install g++ (Debian: apt-get install g++), or set CXX to yours"
+        yield DoctorFinding(f"no C++ compiler: {needs}", fix)
+    elif not machine.python_headers:
+        fix = "install them (Debian: apt-get install python3-dev)"
+        yield DoctorFinding(f"Python's C headers are missing: {needs}", fix)
+    elif trial is not None and not trial.works:
+        yield DoctorFinding(f"torch.compile fails here: {trial.message}", "train with `--without compile`")
 
 
-def _resources(machine: MachineInfo) -> list[DoctorFinding]:
-    from thrifty.reporting.number_format import scaled
-
-    findings = []
+def _resources(machine: MachineInfo) -> Iterator[DoctorFinding]:
     if not machine.gpus and _gain(machine) < NO_GAIN:
-        findings.append(
-            DoctorFinding(
-                f"bfloat16 products run at {_gain(machine):.2f} times the float32 rate on this CPU",
-                "leave out `precision.mixed`: it gains nothing here",
-            )
+        yield DoctorFinding(
+            f"bfloat16 products run at {_gain(machine):.2f} times the float32 rate on this CPU",
+            "leave out `precision.mixed`: it gains nothing here",
         )
     if any(rate.median < rate.high / 2 for rate in machine.matmul.values()):
-        findings.append(
-            DoctorFinding(
-                "the same matrix product takes more than twice as long at times: other programs use these cores",
-                "measure again when the machine is quiet; until then training is slowed down as much",
-            )
+        yield DoctorFinding(
+            "the same matrix product takes more than twice as long at times: other programs use these cores",
+            "measure again when the machine is quiet; until then training is slowed down as much",
         )
     if machine.core_quota is not None and machine.core_quota < machine.logical_cores:
-        findings.append(
-            DoctorFinding(
-                f"{machine.logical_cores} cores are visible, but the control group grants {machine.core_quota:g}",
-                f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads only wait for each other",
-            )
+        yield DoctorFinding(
+            f"{machine.logical_cores} cores are visible, but the control group grants {machine.core_quota:g}",
+            f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads only wait for each other",
         )
     if machine.memory_available < LITTLE_MEMORY:
         available = scaled(machine.memory_available, "B")
-        findings.append(
-            DoctorFinding(f"only {available} of memory is free", "close other programs, or train a smaller preset")
-        )
+        yield DoctorFinding(f"only {available} of memory is free", "close other programs, or train a smaller preset")
     if machine.disk_free < LITTLE_DISK:
         free = scaled(machine.disk_free, "B")
-        findings.append(DoctorFinding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints"))
-    return findings
+        yield DoctorFinding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints")
 
 
-def _optional(machine: MachineInfo) -> list[DoctorFinding]:
-    findings = [
-        DoctorFinding(f"extra `{extra}` is not installed ({', '.join(modules)})", f'pip install "thrifty[{extra}]"')
-        for extra, modules in machine.missing_extras.items()
-    ]
+def _optional(machine: MachineInfo) -> Iterator[DoctorFinding]:
+    for extra, modules in machine.missing_extras.items():
+        what = f"extra `{extra}` is not installed ({', '.join(modules)})"
+        yield DoctorFinding(what, f'pip install "thrifty[{extra}]"')
     if "gloo" not in machine.backends:
-        findings.append(
-            DoctorFinding(
-                "torch has no gloo backend: no training on several CPU ranks", "install an official torch wheel"
-            )
-        )
+        what = "torch has no gloo backend: no training on several CPU ranks"
+        yield DoctorFinding(what, "install an official torch wheel")
     if machine.gpus and "nccl" not in machine.backends:
-        findings.append(
-            DoctorFinding("torch has no NCCL backend: GPUs cannot train together", "install torch for CUDA on Linux")
-        )
-    return findings
+        what = "torch has no NCCL backend: GPUs cannot train together"
+        yield DoctorFinding(what, "install torch for CUDA on Linux")
 
 
 def _gain(machine: MachineInfo) -> float:
@@ -191,6 +167,8 @@ def _gain(machine: MachineInfo) -> float:
 def print_findings(
     console: Console, machine: MachineInfo, trial: CompileTrial | None, findings: list[DoctorFinding]
 ) -> None:
+    from rich.markup import escape
+
     _show_table(console, "Machine", _machine_rows(machine))
     _show_table(console, "Measured: median (slowest to fastest repeat)", _rate_rows(machine))
     _show_table(console, "Software", _software_rows(machine, trial))
@@ -198,30 +176,23 @@ def print_findings(
         console.print("\n[green]Nothing is missing.[/green]")
     for finding in findings:
         mark = "[red]cannot train[/red]" if finding.fatal else "[yellow]note[/yellow]"
-        console.print(f"\n{mark}  {_plain(finding.what)}\n      {_plain(finding.fix)}", soft_wrap=True)
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+        console.print(f"\n{mark}  {escape(finding.what)}\n      {escape(finding.fix)}", soft_wrap=True)
 
 
 def _show_table(console: Console, title: str, rows: list[tuple[str, str]]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=18)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, _plain(value))
+        table.add_row(name, escape(value))
     console.print()
     console.print(table)
 
 
 def _machine_rows(machine: MachineInfo) -> list[tuple[str, str]]:
-    from thrifty.reporting.number_format import scaled
-
     quota = f", {machine.core_quota:g} granted" if machine.core_quota is not None else ""
     gpus = [f"{gpu.name}, {scaled(gpu.memory, 'B')}, capability {gpu.capability}" for gpu in machine.gpus]
     return [
@@ -246,8 +217,6 @@ def _rate_rows(machine: MachineInfo) -> list[tuple[str, str]]:
 
 
 def _rate(rate: MeasuredRate | None, unit: str) -> str:
-    from thrifty.reporting.number_format import scaled
-
     if rate is None:
         return "not measured"
     return f"{scaled(rate.median, unit)}  ({scaled(rate.low, unit)} to {scaled(rate.high, unit)})"

@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.verb_output import open_table, print_json, wide_console
 
 
 @click.command()
@@ -16,14 +17,11 @@ def command(as_json: bool, **options: Any) -> None:
 
     With a mesh, such as --mesh tensor=2,replicate=2, it is what each rank will hold, compute and send; no ranks are
     started."""
-    from thrifty.cli.verb_output import print_json
-
-    layers = build_recipe(**options)
-    facts = explain_recipe(layers)
+    facts = explain_recipe(build_recipe(**options))
     if as_json:
         print_json(facts)
-        return
-    _tell(facts)
+    else:
+        _tell(facts)
 
 
 def explain_recipe(layers: Any) -> dict[str, Any]:
@@ -78,17 +76,9 @@ def _without_refused(run: Any, look: Any) -> tuple[Any, dict[str, str], Any]:
 
 
 def _tell(facts: dict[str, Any]) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    data = facts["data"]
-    console.print(f"{facts['recipe']}: {facts['parameters']:,} parameters, {_in_words(data)}\n")
-    table = Table(
-        "stage", "technique", "numerics", "touched", "memory", "activations", "GFLOP", box=None, pad_edge=False
-    )
+    console = wide_console()
+    console.print(f"{facts['recipe']}: {facts['parameters']:,} parameters, {_in_words(facts['data'])}\n")
+    table = open_table("stage", "technique", "numerics", "touched", "memory", "activations", "GFLOP")
     plain = facts["plain"]
     table.add_row("", "plain run", "", "", _bytes(plain["memory"]), _bytes(plain["activations"]), _giga(plain["flops"]))
     for row in facts["techniques"]:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from thrifty.cli.verb_output import print_json, run_path
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
@@ -29,7 +31,6 @@ def command(
 
     import torch
 
-    from thrifty.cli.verb_output import print_json, run_path
     from thrifty.core.model_spec import ImageModelSpec, PairModelSpec
     from thrifty.core.run_notes import collect_notes
     from thrifty.data.run_metadata import read_model_spec
@@ -68,7 +69,6 @@ def command(
 
 
 def _export_masks(run: Path, file: Path, step: int | None, as_json: bool) -> None:
-    from thrifty.cli.verb_output import print_json
     from thrifty.experiments.mask_export import export_masks
 
     density, sha256 = export_masks(run, file, step)

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thrifty.core.errors import RefusedError, UsageError
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import nn
@@ -15,7 +17,6 @@ def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
 
         return _load_run(run_path(path))
 
-    from thrifty.core.errors import RefusedError
     from thrifty.models.text_generation import check_task
     from thrifty.models.weight_conversion import import_folder
 
@@ -46,7 +47,6 @@ def read_tokenizer(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[
     """The tokenizer, the tokens to start from, and the token that ends a document where there is one."""
     from tokenizers import Tokenizer
 
-    from thrifty.core.errors import UsageError
     from thrifty.models.hf_folder import END_OF_TEXT
 
     if not tokenizer_json.is_file():

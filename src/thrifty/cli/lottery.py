@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.recipe_options import build_recipe, read_moment, recipe_options
+from thrifty.cli.verb_output import print_json, progress
 
 
 @click.command()
@@ -52,16 +53,16 @@ def command(
 
     Killed or stopped, the same command goes on where it was; with more --rounds or another --control it adds those.
     """
-    from thrifty.cli.verb_output import print_json
     from thrifty.core.plain_values import build
     from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
 
     values = {"rounds": rounds, "prune": prune, "scope": scope, "where": where, "half": half}
-    values |= {"rewind": _moment(rewind) if rewind else None, "controls": controls or None}
+    moment = read_moment("--rewind", rewind, "give a step, such as 50, or a share of the run") if rewind else None
+    values |= {"rewind": moment, "controls": controls or None}
     lottery = build(LotterySettings, {name: value for name, value in values.items() if value is not None}, "lottery")
     layers = build_recipe(**options)
-    say = (lambda text: None) if quiet else (lambda text: click.echo(text, err=True))
-    result = run_lottery(layers.recipe(), lottery, runs, origins=layers.changed(), quiet=quiet, say=say)
+    say, origins = progress(quiet), layers.changed()
+    result = run_lottery(layers.recipe(), lottery, runs, origins=origins, quiet=quiet, say=say)
     if as_json:
         print_json(result)
     elif not quiet:
@@ -78,18 +79,3 @@ def table(result: dict[str, Any]) -> str:
         shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
         lines.append(f"{each['round']:>5}  {each['density']:>8.4f}" + "".join(f"  {loss:>12}" for loss in shown))
     return "\n".join([*lines, f"held-out losses; all of it in {result['folder']}/lottery.json"])
-
-
-def _moment(text: str) -> int | float:
-    from thrifty.core.errors import UsageError
-
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(
-            f"--rewind {text!r} is no moment", fix="give a step, such as 50, or a share of the run"
-        ) from None

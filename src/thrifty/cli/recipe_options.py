@@ -1,9 +1,13 @@
 """The options that put a recipe together, shared by the verbs that take one."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from thrifty.core.errors import UsageError
 
 if TYPE_CHECKING:
     from thrifty.recipes.recipe_layers import RecipeLayers
@@ -18,24 +22,30 @@ MESH = click.option(
 )
 
 
-def recipe_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """RECIPE and everything that changes it; the decorated function receives them by name (see `build_recipe`)."""
-    for option in reversed(
-        [
-            click.argument("recipe", default="text"),
-            click.option("--data", help="File, folder, known set or hub:owner/name to train on."),
-            click.option("--model", help="Preset name, or a folder in Hugging Face layout."),
-            click.option("--budget", help="How long: 500steps, 1e7tokens, 90s, 10min or 2h."),
-            click.option("--seed", type=int),
-            click.option("--name", help="Name of the run and its folder under runs/."),
-            click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),
-            click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out."),
-            MESH,
-            click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value."),
-        ]
-    ):
-        function = option(function)
-    return function
+def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Several options or arguments of click as one decorator."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+recipe_options = together(
+    click.argument("recipe", default="text"),
+    click.option("--data", help="File, folder, known set or hub:owner/name to train on."),
+    click.option("--model", help="Preset name, or a folder in Hugging Face layout."),
+    click.option("--budget", help="How long: 500steps, 1e7tokens, 90s, 10min or 2h."),
+    click.option("--seed", type=int),
+    click.option("--name", help="Name of the run and its folder under runs/."),
+    click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),
+    click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out."),
+    MESH,
+    click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value."),
+)
+"""RECIPE and everything that changes it; the decorated function receives them by name (see `build_recipe`)."""
 
 
 def build_recipe(
@@ -51,8 +61,6 @@ def build_recipe(
     mesh: str | None = None,
 ) -> "RecipeLayers":
     """The layers of a recipe as the command line describes it."""
-    from pathlib import Path
-
     from thrifty.experiments import studies
     from thrifty.recipes import load_recipe
 
@@ -76,16 +84,20 @@ def build_recipe(
 
 def _whole_path(name: str) -> str:
     """A path that also works from another folder, when the run is resumed or sampled there; names stay names."""
-    from pathlib import Path
-
     return str(Path(name).resolve()) if Path(name).exists() else name
+
+
+def read_moment(option: str, text: str, fix: str) -> int | float:
+    """A number of steps, or a share of a run. Raises UsageError with this fix for what is no number."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    raise UsageError(f"{option} {text!r} is no moment", fix=fix)
 
 
 def read_budget(text: str) -> dict[str, float]:
     """`500steps`, `1e7tokens`, `90s`, `10min` or `2h` as the recipe's budget table."""
     import re
-
-    from thrifty.core.errors import UsageError
 
     match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")

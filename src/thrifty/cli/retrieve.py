@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from thrifty.cli.verb_output import print_json, progress, run_path
+from thrifty.core.errors import UsageError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -32,8 +35,6 @@ def command(
 
     RUN is a run folder, or the name of one under ./runs, whose objective was contrast.
     """
-    from thrifty.cli.verb_output import print_json, run_path
-    from thrifty.core.errors import UsageError
     from thrifty.models.contrastive_model import ContrastiveModel
     from thrifty.objectives.retrieval_metrics import chance_retrieval, embed_pairs, retrieval
     from thrifty.training.run_setup import choose_device, open_examples
@@ -83,7 +84,6 @@ def _zero_shot(
     import torch
 
     from thrifty.core.batches import Batch
-    from thrifty.core.errors import UsageError
     from thrifty.core.recipe import DataSettings
     from thrifty.data.epoch_sampler import HeldOutExamples
     from thrifty.data.images.image_data import open_images
@@ -95,7 +95,7 @@ def _zero_shot(
     if wrong := [prompt for prompt in prompts if prompt.count("{}") != 1]:
         raise UsageError(f"the prompt {wrong[0]!r} has no one place for a label", fix='--prompt "a picture of {}"')
     settings = DataSettings(source=source, batch=1, size=own.side, held_out=0.5)
-    images = open_images(settings, recipe.seed, own.side, lambda text: click.echo(text, err=True))
+    images = open_images(settings, recipe.seed, own.side, progress())
     if images.ends.channels != own.channels:
         raise UsageError(
             f"the images of {source} have {images.ends.channels} channels and those of the run {own.channels}",

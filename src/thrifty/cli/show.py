@@ -1,11 +1,9 @@
 """`thrifty show`: the card of one technique, and what was measured of it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-if TYPE_CHECKING:
-    pass
 from thrifty.cli.technique_card import card_of, measured_of
 
 

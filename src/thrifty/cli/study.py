@@ -39,7 +39,7 @@ def command(
     """
     from dataclasses import replace
 
-    from thrifty.cli.verb_output import print_json
+    from thrifty.cli.verb_output import print_json, progress
     from thrifty.core.errors import UsageError
     from thrifty.experiments import saved_study, studies
     from thrifty.experiments.study_result import read_result
@@ -59,7 +59,7 @@ def command(
     result = read_folder(made, folder)
     # what has been measured is not measured again, but may still be saved or compared
     if result is None or not is_measured(result, cases) or not (save_result or baseline):
-        result = run_study(made, folder, only=cases, jobs=jobs, say=(lambda text: None) if quiet else _say)
+        result = run_study(made, folder, only=cases, jobs=jobs, say=progress(quiet))
     if as_json:
         print_json(result.as_data())
     elif not quiet:
@@ -72,9 +72,5 @@ def command(
     for line in comparison.off:
         click.echo(f"off: {line}", err=True)
     agreeing = comparison.compared - len(comparison.off)
-    _say(f"{agreeing} of {comparison.compared} numbers agree with {baseline_result}")
+    click.echo(f"{agreeing} of {comparison.compared} numbers agree with {baseline_result}", err=True)
     sys.exit(1 if comparison.off else 0)
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)

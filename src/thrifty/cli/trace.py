@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from thrifty.cli.verb_output import print_json, run_path
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+
 if TYPE_CHECKING:
     from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 
@@ -41,8 +44,6 @@ def command(
     """Write the attention of a trained run on its held-out data, of a model folder on the text of --data, or of a
     preset with random values on random tokens. Also ViTCoD's masks from an .npy file, in which True is pruned, and
     masks from a seed: uniform, balanced, runs, diagonal or power-law."""
-    from thrifty.cli.verb_output import print_json
-    from thrifty.core.errors import UsageError
     from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthetic_trace
     from thrifty.simulators.accelerator.trace_file import load_pruned_masks, save_trace, with_dtype
 
@@ -81,8 +82,6 @@ def describe_trace(trace: AttentionTrace) -> dict[str, Any]:
 
 
 def _recorded(source: str, examples: int, length: int | None, data: Path | None, seed: int) -> AttentionTrace:
-    from thrifty.cli.verb_output import run_path
-    from thrifty.core.errors import UsageError, did_you_mean
     from thrifty.models.model_presets import PRESETS
     from thrifty.simulators.accelerator.synthetic_traces import PATTERNS
 
@@ -114,7 +113,6 @@ def _of_folder(folder: Path, examples: int, length: int | None, data: Path | Non
     import torch
 
     from thrifty.cli.loaded_model import load_for_sampling
-    from thrifty.core.errors import UsageError
     from thrifty.data.tokenizer import read_tokenizer
     from thrifty.simulators.accelerator.trace_recorder import record_attention
 
@@ -131,8 +129,6 @@ def _of_folder(folder: Path, examples: int, length: int | None, data: Path | Non
 
 def trim_to_context(length: int | None, context: int | None, model: str) -> int:
     """Tokens of an example: as asked for, or 128 where the model reads so many. Raises UsageError for too many."""
-    from thrifty.core.errors import UsageError
-
     if context is not None and (length or 0) > context:
         raise UsageError(f"{model} reads {context} tokens, not {length}", fix=f"--length {context}")
     return length or min(128, context or 128)
@@ -141,7 +137,6 @@ def trim_to_context(length: int | None, context: int | None, model: str) -> int:
 def _of_preset(name: str, examples: int, length: int | None, seed: int) -> AttentionTrace:
     import torch
 
-    from thrifty.core.errors import RefusedError
     from thrifty.models.model_presets import PRESETS, assemble
     from thrifty.simulators.accelerator.trace_recorder import record_attention
 

@@ -3,12 +3,18 @@
 import json
 import math
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from thrifty.core.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 def run_path(run: Path) -> Path:
@@ -22,6 +28,24 @@ def run_path(run: Path) -> Path:
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
+
+
+def wide_console() -> "Console":
+    """As wide as a terminal; where there is none, wide enough for tables."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
+def open_table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def progress(quiet: bool = False, prefix: str = "") -> Callable[[str], None]:
+    """What tells on standard error how far a verb is; nothing where it is to be quiet."""
+    return (lambda text: None) if quiet else (lambda text: click.echo(prefix + text, err=True))
 
 
 def print_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -40,13 +39,8 @@ def _all_work(cores: list[int]) -> float:
 
 
 def _own_work(head: int) -> float:
-    return sum(_of(process) for process in _family(head))
-
-
-def _family(head: int) -> Iterator[psutil.Process]:
     first = psutil.Process(head)
-    yield first
-    yield from first.children(recursive=True)
+    return sum(map(_of, (first, *first.children(recursive=True))))
 
 
 def _of(process: psutil.Process) -> float:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 POWERCAP = Path("/sys/class/powercap")
-NOT_MEASURABLE = "not measurable here"
 
 
 @dataclass(frozen=True)

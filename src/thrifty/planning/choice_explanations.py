@@ -1,6 +1,6 @@
 """Why each technique of the catalogue is in a plan, or is not."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from thrifty.composition.compose import compose
@@ -36,6 +36,14 @@ class ChoiceReason:
         return asdict(self)
 
 
+def verdict_on(name: str, before: Iterable[Technique], after: Iterable[Technique]) -> str:
+    """What became of a technique between the recipe and the plan: see `ChoiceReason`."""
+    own, planned = (next((each for each in some if each.name == name), None) for some in (before, after))
+    if planned is None:
+        return "not taken" if own is None else "taken out"
+    return "added" if own is None else "kept" if own == planned else "changed"
+
+
 @dataclass(frozen=True)
 class ChoiceExplainer:
     search: PlanSearch
@@ -52,17 +60,11 @@ class ChoiceExplainer:
         return [self.of(name) for name in sorted(self.catalogue)]
 
     def of(self, name: str) -> ChoiceReason:
-        before = {technique.name: technique for technique in self.search.base}
-        after = {technique.name: technique for technique in self.chosen.techniques}
-        if name in after and name in before:
-            same = after[name] == before[name]
-            return ChoiceReason(name, "kept" if same else "changed", self._kept(name) if same else self._effect(name))
-        if name in after:
-            return ChoiceReason(name, "added", self._effect(name))
-        if name in before:
-            return ChoiceReason(name, "taken out", self._effect(name))
-        measured = self.evidence.get(name)
-        return ChoiceReason(name, "not taken", self._not_taken(name) + (f"; measured: {measured}" if measured else ""))
+        verdict = verdict_on(name, self.search.base, self.chosen.techniques)
+        if verdict == "not taken":
+            measured = self.evidence.get(name)
+            return ChoiceReason(name, verdict, self._not_taken(name) + (f"; measured: {measured}" if measured else ""))
+        return ChoiceReason(name, verdict, self._kept(name) if verdict == "kept" else self._effect(name))
 
     def _ways(self, name: str, among: Mapping[str, Sequence[PlanOption]]) -> list[PlanOption]:
         """The ways that take this technique in."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thrifty.core.technique import Numerics, Technique
-from thrifty.planning.choice_explanations import ChoiceReason
+from thrifty.planning.choice_explanations import ChoiceReason, verdict_on
 from thrifty.planning.cluster_layouts import ACCUMULATE, RECOMPUTE, TECHNIQUES, ClusterLayout
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue
 
@@ -23,18 +23,16 @@ class ClusterChoiceExplainer:
         return [self.of(name) for name in sorted(self.catalogue)]
 
     def of(self, name: str) -> ChoiceReason:
-        before = {technique.name: technique for technique in self.before}
-        after = {technique.name: technique for technique in self.after}
-        if name in after and name in before:
-            same = before[name] == after[name]
-            return ChoiceReason(
-                name, "kept" if same else "changed", "your recipe has it" if same else self._share(name)
-            )
-        if name in after:
-            return ChoiceReason(name, "added", self._share(name))
-        if name in before:
-            return ChoiceReason(name, "taken out", "the fastest layout that fits has no use for it")
-        return ChoiceReason(name, "not taken", self._not_taken(name))
+        match verdict := verdict_on(name, self.before, self.after):
+            case "kept":
+                why = "your recipe has it"
+            case "taken out":
+                why = "the fastest layout that fits has no use for it"
+            case "not taken":
+                why = self._not_taken(name)
+            case _:
+                why = self._share(name)
+        return ChoiceReason(name, verdict, why)
 
     def _share(self, name: str) -> str:
         if (axis := _axis(name)) is not None:

@@ -146,7 +146,7 @@ class ClusterPlanner:
         if not placed:
             self._raise_infeasible(candidates, misfits)
         chosen = placed[0]
-        budget = self._budget()
+        budget = self.wanted.budget(self.recipe.budget, self.workload.model_flops * self.plain.source.batch)
         per_step, seconds = self.plain.source.batch * self.tokens, chosen.layout.seconds
         steps = _steps(budget, seconds, per_step)
         refuse_no_step(budget, steps, seconds, per_step)
@@ -188,9 +188,6 @@ class ClusterPlanner:
     @property
     def _limit(self) -> float:
         return min(self.wanted.memory, self.cluster.device.memory)
-
-    def _budget(self) -> Budget:
-        return self.wanted.budget(self.recipe.budget, self.workload.model_flops * self.plain.source.batch)
 
     def _format(self) -> str:
         """Of products: what the recipe computes in, or the device's nearest to it."""

@@ -107,12 +107,9 @@ class Planner:
     shared: bool = False
     """Whether the memory wanted is there for all ranks together, and not for each."""
 
+    @gc_frozen()
     def plan(self) -> Plan:
         """Raises InfeasibleError where nothing fits, or takes longer than it may."""
-        with gc_frozen():
-            return self._plan()
-
-    def _plan(self) -> Plan:
         records = {ranks: self._records(ranks) for ranks in {1, self.ranks}}
         steps = self.recipe.budget.steps or STEPS
         kind = self.device.type

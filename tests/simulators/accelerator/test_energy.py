@@ -4,8 +4,8 @@ import pytest
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine
-from thrifty.simulators.accelerator.design_stream import PricedOperation
 from thrifty.simulators.accelerator.energy_model import by_actions, by_activity, by_tables, find_table, table_names
+from thrifty.simulators.accelerator.priced_operations import PricedOperation
 
 
 def test_tables_say_what_they_say() -> None:

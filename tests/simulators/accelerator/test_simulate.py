@@ -138,7 +138,7 @@ def test_streams_of_anything_with_several_servers_and_windows_are_played_by_even
     cycles = np.random.default_rng(0).integers(1, 60, (2, 3, 40))
     cycles[1] //= 6
     none = np.zeros(3)
-    stream = ItemStream(("multiply", "merge"), cycles, (0,), 1.0, none.astype(int), none, none, servers={"multiply": 4})
+    stream = ItemStream(("multiply", "merge"), cycles, (0,), 1.0, none, none, servers={"multiply": 4})
     machine = find_machine("dense")
     plain, ordered, loose = (
         run(machine, [LoweredWork("tasks", each, 1.0, 1.0)], "tasks").layers[0]

@@ -46,11 +46,6 @@ def test_a_group_is_placed_as_its_ranks_are(per_node: int, nodes: int, size: int
     assert group.even == (len(set(counted.values())) == 1)
 
 
-def test_two_ranks_talk_inside_a_node_or_between_nodes() -> None:
-    assert SELENE.link(0, 7) is SELENE.inside
-    assert SELENE.link(7, 8) is SELENE.between
-
-
 def test_a_cluster_of_fewer_ranks_has_whole_nodes() -> None:
     assert SELENE.of(512).nodes == 64
     assert (SELENE.of(4).per_node, SELENE.of(4).nodes) == (4, 1)

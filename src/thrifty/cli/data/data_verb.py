@@ -9,7 +9,8 @@ import click
 
 from thrifty.cli.data.image_output import print_image_inspection
 from thrifty.cli.data.score_verbs import choice_options, print_suspicious_examples, prune, score
-from thrifty.cli.verb_output import print_json
+from thrifty.cli.verb_output import print_json, progress
+from thrifty.reporting.number_format import percent, scaled, significant, whole
 
 if TYPE_CHECKING:
     from thrifty.data.catalogue import CatalogueEntry
@@ -56,7 +57,7 @@ def get(names: tuple[str, ...], as_json: bool) -> None:
 
     chosen = [entry(name) for name in names]
     for each in chosen:
-        download_dataset(each, say=_on_stderr)
+        download_dataset(each, say=progress())
         _convert(each)
     if as_json:
         print_json([_described(each) for each in chosen])
@@ -100,7 +101,7 @@ def inspect_source(
     settings = replace(DataSettings(source=source), **overrides)
     if print_image_inspection(settings, examples, as_json):
         return
-    seen = look_into(settings, examples, say=_on_stderr)
+    seen = look_into(settings, examples, say=progress())
     if as_json:
         print_json(asdict(seen))
     else:
@@ -140,7 +141,7 @@ def preview(
         tokenizer = str(folder / "tokenizer.json")
     settings = DataSettings(source=source, tokenizer=tokenizer or "", length=length)
     seen = look_into(
-        settings, ChatLearningSettings(everything=learn_questions, template=template), examples, say=_on_stderr
+        settings, ChatLearningSettings(everything=learn_questions, template=template), examples, say=progress()
     )
     if as_json:
         print_json(asdict(seen))
@@ -164,10 +165,11 @@ def _convert(entry: "CatalogueEntry") -> None:
         return
     from thrifty.models.gguf_import import convert_gguf
 
-    _on_stderr(f"{entry.name}: unpacking its weights")
+    say = progress()
+    say(f"{entry.name}: unpacking its weights")
     (file,) = entry.folder.glob("*.gguf")
     convert_gguf(file, entry.model_folder)
-    _on_stderr(f"{entry.name}: a model folder for --model is {entry.model_folder}")
+    say(f"{entry.name}: a model folder for --model is {entry.model_folder}")
 
 
 def _described(entry: "CatalogueEntry") -> dict:
@@ -184,13 +186,7 @@ def _described(entry: "CatalogueEntry") -> dict:
     }
 
 
-def _on_stderr(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
 def _counts(seen: "TextSummary") -> list[str]:
-    from thrifty.reporting.number_format import percent, scaled, significant, whole
-
     rows = [f"{seen.source}   (split by {seen.split})", f"{'':12}{'train':>14}{'held out':>14}"]
     for title, counts, show in (
         ("documents", seen.documents, whole),
@@ -211,8 +207,6 @@ def _counts(seen: "TextSummary") -> list[str]:
 
 def _left_out(seen: "TextSummary") -> list[str]:
     """How many near-duplicates, and of those that are least alike to what was kept, both around where they differ."""
-    from thrifty.reporting.number_format import percent, scaled, whole
-
     duplicates = seen.near_duplicates
     if duplicates is None:
         return []
@@ -234,8 +228,6 @@ def _bars(seen: "TextSummary") -> list[str]:
 
 
 def _learned(seen: "ChatPreview") -> list[str]:
-    from thrifty.reporting.number_format import percent, whole
-
     counts = f"{whole(seen.conversations)} conversations, {whole(seen.tokens)} tokens"
     rows = [f"{seen.source}   {counts}; learned: {whole(seen.learned)}, {percent(seen.learned / seen.tokens)}"]
     if seen.cut:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from thrifty.cli.verb_output import print_json
+from thrifty.reporting.number_format import percent, significant, whole
 
 if TYPE_CHECKING:
     from thrifty.core.recipe import DataSettings
@@ -22,25 +23,21 @@ def print_image_inspection(settings: "DataSettings", examples: int, as_json: boo
     from thrifty.data.text.text_data import print_to_stderr
 
     if holds_image_pairs(settings.source):
-        pairs = inspect_pairs(settings, examples, print_to_stderr)
-        if as_json:
-            print_json(asdict(pairs))
-        else:
-            click.echo("\n".join(_of_pairs(pairs)))
-        return True
-    if holds_mainly_images(settings.source):
-        images = inspect_images(settings, print_to_stderr)
-        if as_json:
-            print_json(asdict(images))
-        else:
-            click.echo("\n".join(_of_images(images)))
-        return True
-    return False
+        seen = inspect_pairs(settings, examples, print_to_stderr)
+        rows = _of_pairs(seen)
+    elif holds_mainly_images(settings.source):
+        seen = inspect_images(settings, print_to_stderr)
+        rows = _of_images(seen)
+    else:
+        return False
+    if as_json:
+        print_json(asdict(seen))
+    else:
+        click.echo("\n".join(rows))
+    return True
 
 
 def _of_images(seen: "ImageSummary") -> list[str]:
-    from thrifty.reporting.number_format import significant, whole
-
     rows = _counts(seen)
     for label, count in seen.labels.get("train", {}).items():
         rows.append(f"  {label:<22}{whole(count):>10}{whole(seen.labels['held_out'][label]):>10}")
@@ -55,8 +52,6 @@ def _of_images(seen: "ImageSummary") -> list[str]:
 
 
 def _of_pairs(seen: "PairSummary") -> list[str]:
-    from thrifty.reporting.number_format import percent, significant, whole
-
     rows = [
         *_counts(seen),
         f"{'captions':<24}{whole(seen.captions['train']):>10}{whole(seen.captions['held_out']):>10}",
@@ -83,8 +78,6 @@ def _named(names: list[str], count: int) -> list[str]:
 
 
 def _counts(seen: "ImageSummary | PairSummary") -> list[str]:
-    from thrifty.reporting.number_format import whole
-
     return [
         f"{seen.source}   images of {seen.side} x {seen.side} pixels, {seen.channels} channels",
         f"{'':24}{'train':>10}{'held out':>10}",
@@ -93,8 +86,6 @@ def _counts(seen: "ImageSummary | PairSummary") -> list[str]:
 
 
 def _pixels(seen: "ImageSummary | PairSummary") -> list[str]:
-    from thrifty.reporting.number_format import significant
-
     return [
         "",
         f"mean             {', '.join(map(significant, seen.mean))}",

@@ -1,14 +1,13 @@
 """`thrifty data score` and `prune`: how hard each training example is, and which to train on; a page of them."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from thrifty.cli.recipe_options import build_recipe, recipe_options
-from thrifty.cli.verb_output import print_json
+from thrifty.cli.recipe_options import build_recipe, read_moment, recipe_options, together
+from thrifty.cli.verb_output import print_json, progress
+from thrifty.core.errors import UsageError
 
 if TYPE_CHECKING:
     from thrifty.core.score_file import ExampleScores
@@ -18,22 +17,13 @@ SETTINGS = {"keep_fraction": "keep"}
 """What options are called as settings of `data_selection.prune`."""
 
 
-def choice_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What is kept; given by name, None where it is not said."""
-    for option in reversed(
-        [
-            click.option(
-                "--keep-fraction", type=float, help="Share of the training examples that is kept.  [default: 0.5]"
-            ),
-            click.option("--order", help="hard, easy, auto (by abundance) or random.  [default: hard]"),
-            click.option("--drop-hardest", type=float, help="Share, the very hardest, left out first.  [default: 0]"),
-            click.option(
-                "--min-class-share", type=float, help="Share of an equal part kept of each label.  [default: 0.5]"
-            ),
-        ]
-    ):
-        function = option(function)
-    return function
+choice_options = together(
+    click.option("--keep-fraction", type=float, help="Share of the training examples that is kept.  [default: 0.5]"),
+    click.option("--order", help="hard, easy, auto (by abundance) or random.  [default: hard]"),
+    click.option("--drop-hardest", type=float, help="Share, the very hardest, left out first.  [default: 0]"),
+    click.option("--min-class-share", type=float, help="Share of an equal part kept of each label.  [default: 0.5]"),
+)
+"""What is kept; given by name, None where it is not said."""
 
 
 @click.command()
@@ -75,12 +65,11 @@ def score(
 
     settings: dict[str, Any] = {"by": by, "runs": runs, "embed_with": embed_with, "clusters": clusters}
     if steps is not None:
-        settings["steps"] = _moment(steps)
+        settings["steps"] = read_moment("--steps", steps, "give steps, such as 100, or a share: 0.2")
     scoring = ScoringSettings(**settings)
     recipe = build_recipe(**options).recipe()
     target = out or Path(f"{recipe.name}-{by}.safetensors")
-    say = (lambda text: None) if quiet else _on_stderr
-    scores, sha256 = score_all(recipe, scoring, target, say=say)
+    scores, sha256 = score_all(recipe, scoring, target, say=progress(quiet))
     facts = scores.facts
     if as_json:
         numbers = {"examples": len(scores), "runs": len(scores.runs), "steps": facts.steps, "seeds": facts.seeds}
@@ -101,7 +90,8 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
 
     Nothing is deleted: a recipe with the choice trains on what is kept.
     """
-    from thrifty.core.errors import UsageError
+    import tomli_w
+
     from thrifty.core.score_file import file_hash, read_scores
     from thrifty.experiments.scoring import score_selection
 
@@ -110,12 +100,12 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
     chosen = _chosen(scores, file_hash(scores), choice)
     table = read_scores(scores)
     kept = chosen.kept(table.scores, table.labels)
-    rows = score_selection.count_labels(table, kept)
+    rows, changed = score_selection.count_labels(table, kept), score_selection.changed_settings(chosen)
     if write is not None:
         _write(write, recipe, table, chosen)
     if as_json:
         told = {"examples": len(table), "kept": len(kept), "labels": [row._asdict() for row in rows]}
-        print_json({**told, "technique": chosen.name, "settings": score_selection.changed_settings(chosen)})
+        print_json({**told, "technique": chosen.name, "settings": changed})
         return
     lines = [f"{'':24}{'all':>10}{'kept':>10}{'left out':>10}"]
     for row in [*rows, score_selection.LabelCount("all", len(table), len(kept))] if table.labels is not None else rows:
@@ -123,7 +113,8 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
     if chosen.offset:
         lines.append(f"of these left out as the very hardest: {round(chosen.offset * len(table)):,}")
     lines += ["", "on the command line:", f"  --with {score_selection.format_option(chosen)}", "", "in a recipe:"]
-    lines += [f"  {line}" for line in _toml(chosen).splitlines()]
+    tables = {"techniques": {"data_selection": {"prune": changed}}}
+    lines += [f"  {line}" for line in tomli_w.dumps(tables).splitlines()]
     if write is not None:
         lines += ["", f"written: thrifty train {write}"]
     click.echo("\n".join(lines))
@@ -131,14 +122,13 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
 
 def print_suspicious_examples(source: str, scores: Path, out: Path | None, as_json: bool, **choice: Any) -> None:
     """A page of the examples that a person should look at, for `thrifty data look --scores`."""
-    from thrifty.core.errors import UsageError
     from thrifty.core.score_file import file_hash, read_scores
     from thrifty.experiments.scoring.review_page import open_scored, page, suspicious
 
     table = read_scores(scores)
     is_chosen = any(value is not None for value in choice.values())
     chosen = _chosen(scores, file_hash(scores), choice) if is_chosen else None
-    data = open_scored(table, source, _on_stderr)
+    data = open_scored(table, source, progress())
     target = out or scores.with_suffix(".html")
     if target.exists():
         raise UsageError(f"{target} exists already", fix="give another --out, or remove it")
@@ -161,7 +151,6 @@ def _chosen(path: Path, sha256: str, choice: dict[str, Any]) -> "PrunedExamples"
 
 
 def _write(target: Path, recipe: str | None, table: "ExampleScores", chosen: "PrunedExamples") -> None:
-    from thrifty.core.errors import UsageError
     from thrifty.experiments import studies
     from thrifty.experiments.scoring.score_selection import changed_settings
     from thrifty.recipes import load_recipe
@@ -175,14 +164,6 @@ def _write(target: Path, recipe: str | None, table: "ExampleScores", chosen: "Pr
     name = f"{layers.values().get('name', 'run')}-pruned"
     layers.override("prune", {"name": name, "techniques": {"data_selection": {"prune": changed_settings(chosen)}}})
     target.write_text(write_recipe(layers.recipe()), encoding="utf-8")
-
-
-def _toml(chosen: "PrunedExamples") -> str:
-    import tomli_w
-
-    from thrifty.experiments.scoring.score_selection import changed_settings
-
-    return tomli_w.dumps({"techniques": {"data_selection": {"prune": changed_settings(chosen)}}})
 
 
 def _scored(scores: "ExampleScores", target: Path, sha256: str, source: str) -> list[str]:
@@ -201,20 +182,3 @@ def _scored(scores: "ExampleScores", target: Path, sha256: str, source: str) -> 
         f"look       thrifty data look {source} --scores {target}",
         f"prune      thrifty data prune {target} --keep-fraction 0.5",
     ]
-
-
-def _moment(text: str) -> int | float:
-    from thrifty.core.errors import UsageError
-
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"--steps {text!r} is no moment", fix="give steps, such as 100, or a share: 0.2") from None
-
-
-def _on_stderr(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+
+from thrifty.cli.verb_output import open_table, progress, wide_console
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.reporting.number_format import duration, percent, scaled, significant
 
 if TYPE_CHECKING:
     from thrifty.cli.plan.user_model import UserModel
@@ -27,7 +30,6 @@ def plan_on_cluster(
 ) -> ClusterPlan:
     """Raises InfeasibleError where no layout fits, UsageError for what cannot be simulated."""
     from thrifty import techniques
-    from thrifty.core.errors import UsageError
     from thrifty.planning.cluster_file import read_cluster
     from thrifty.planning.cluster_plan import ClusterPlanner
     from thrifty.planning.planner import STEPS
@@ -49,7 +51,7 @@ def plan_on_cluster(
         wanted=wanted,
         tokens=prepared.data.example_unit,
         steps=prepared.run.steps,
-        say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
+        say=progress(quiet, "planning: "),
     ).plan()
 
 
@@ -57,8 +59,7 @@ def _workload(prepared: PreparedRun) -> Workload:
     """The model traced as simulations want it. Raises RefusedError for one that does not read text."""
     import torch
 
-    from thrifty.core.errors import RefusedError
-    from thrifty.simulators.cluster.traced_workload import cross_entropy, trace_workload
+    from thrifty.simulators.cluster.traced_workload import trace_workload
 
     recipe = prepared.recipe
     if prepared.run.plain.objective.sees_images:
@@ -68,18 +69,12 @@ def _workload(prepared: PreparedRun) -> Workload:
             fix="leave --cluster out",
         )
 
-    def loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-        inputs = (tokens, tokens) if getattr(model, "task", "") == "sequence_to_sequence" else (tokens,)
-        return cross_entropy(model.logits(*inputs), tokens)
-
     dtype = torch.bfloat16 if any(t.is_low_precision for t in recipe.techniques) else torch.float32
-    return trace_workload(recipe.name, prepared.run.plain.build, recipe.data.length, loss=loss, dtype=dtype)
+    return trace_workload(recipe.name, prepared.run.plain.build, recipe.data.length, dtype=dtype)
 
 
 def format_cluster_plan(plan: ClusterPlan) -> list[str]:
     """What is chosen and what is forecast, a line each."""
-    from thrifty.reporting.number_format import duration, percent, scaled, significant
-
     step, seconds, footprint = plan.step(plan.chosen), plan.seconds, plan.chosen.footprint
     (most, share), (spent, part) = plan.dominant["memory"], plan.dominant["time"]
     rate = plan.tokens / step.value
@@ -96,24 +91,19 @@ def format_cluster_plan(plan: ClusterPlan) -> list[str]:
 
 
 def print_cluster_plan(plan: ClusterPlan, written: list[Path]) -> None:
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from thrifty.cli.plan.plan_output import print_choices
-    from thrifty.reporting.number_format import duration, scaled
 
     for line in format_cluster_plan(plan):
         click.echo(line)
-    table = Table(
-        "", "what fits, from the fastest by simulation", "memory", "step", "tokens/s", box=None, pad_edge=False
-    )
+    table = open_table("", "what fits, from the fastest by simulation", "memory", "step", "tokens/s")
     for placed in (plan.chosen, *plan.alternatives):
         mark = "→" if placed is plan.chosen else ""
         memory, seconds = scaled(placed.footprint.memory, "B"), placed.layout.seconds
         table.add_row(mark, escape(placed.layout.label), memory, duration(seconds), scaled(plan.tokens / seconds))
     click.echo()
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    wide_console().print(table)
     for label, why in plan.misfits.items():
         click.echo(f"  {label}: {why}")
     click.echo()

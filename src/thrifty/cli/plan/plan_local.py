@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
+from thrifty.cli.verb_output import progress
+from thrifty.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,11 +35,9 @@ def plan_on_machine(
 ) -> Plan:
     """The plan for a recipe on this machine, with a `model` in place of the recipe's, for as many `ranks` or for one.
     Raises InfeasibleError where nothing fits."""
-    from dataclasses import replace
     from math import isinf
 
     from thrifty import techniques
-    from thrifty.core.errors import UsageError
     from thrifty.core.technique import Numerics
     from thrifty.machine.machine_info import free_memory
     from thrifty.machine.throughput import measure_throughput
@@ -77,7 +77,7 @@ def plan_on_machine(
         kept=entries(run.device.type),
         outside=sorted(outside),
         evidence=_evidence(catalogue),
-        say=(lambda text: None) if quiet else (lambda text: click.echo(f"planning: {text}", err=True)),
+        say=progress(quiet, "planning: "),
         finalists=probed_candidates,
         ranks=ranks,
         shared=shared,
@@ -91,7 +91,6 @@ def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
     """Raises UsageError for more ranks than there are GPUs, and where only exact changes are allowed."""
     import torch
 
-    from thrifty.core.errors import UsageError
     from thrifty.core.technique import Numerics
 
     there = torch.cuda.device_count()
@@ -132,7 +131,6 @@ def _evidence(names: Iterable[str]) -> dict[str, str]:
 def _probing(prepared: PreparedRun, seconds: float, fixed: bool, model: UserModel | None) -> TimeOf:
     """Times candidates in processes of their own, once on a machine; `fixed` are micro-batches that no candidate
     changes."""
-    from dataclasses import replace
 
     from thrifty.core.claims import Claim
     from thrifty.planning.cost_estimates import StepTiming

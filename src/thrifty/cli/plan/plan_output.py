@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
+from rich.markup import escape
 
+from thrifty.cli.verb_output import open_table, wide_console
 from thrifty.reporting.number_format import duration, percent, scaled, significant
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def format_plan(plan: Plan) -> list[str]:
         of_each = " of a rank" if plan.chosen.ranks > 1 else ""
         tensors = f"{_bytes(forecast.counted)} of it in tensors"
         memory += f" at the peak{of_each}, {tensors}; {most}{_past(plan.past['memory'])}"
-        step += f"; {_time(forecast)}{_disturbed(forecast)}{_past(plan.past['step'])}"
+        part, of_time = forecast.time_is
+        step += f"; {percent(of_time, 0)} of it {part}{_disturbed(forecast)}{_past(plan.past['step'])}"
     else:
         memory += f" in tensors at the peak, and what the process takes besides; {most}"
         step += "; not run: by FLOPs and a share of this machine's peak"
@@ -55,8 +57,8 @@ def format_plan(plan: Plan) -> list[str]:
         f"change   {changes}",
         f"memory   {memory}",
         f"step     {step}",
-        f"rate     {_between(forecast.tokens_per_second, _rate)}",
-        f"budget   {_between(forecast.seconds, duration)} for {_between(forecast.steps, _whole)} steps, "
+        f"rate     {_between(forecast.tokens_per_second, lambda rate: scaled(rate, 'tokens/s'))}",
+        f"budget   {_between(forecast.seconds, duration)} for {_between(forecast.steps, '{:,.0f}'.format)} steps, "
         f"{scaled(forecast.tokens.value)} tokens",
     ]
     disk = ", ".join(f"{_bytes(size)} of {name}" for name, size in forecast.disk.items())
@@ -64,11 +66,6 @@ def format_plan(plan: Plan) -> list[str]:
     if forecast.cost is not None:
         lines.append(f"cost     {_between(forecast.cost, significant)}")
     return lines
-
-
-def _time(forecast: Forecast) -> str:
-    name, share = forecast.time_is
-    return f"{percent(share, 0)} of it {name}"
 
 
 def _disturbed(forecast: Forecast) -> str:
@@ -91,47 +88,23 @@ def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 
 def _tell_alternatives(plan: Plan) -> None:
-    from rich.markup import escape
-
-    table = _table("", "what was tried, from the fastest", "memory", "step", "tokens/s", "time to the budget")
+    table = open_table("", "what was tried, from the fastest", "memory", "step", "tokens/s", "time to the budget")
     for candidate, forecast in plan.alternatives:
         mark = "→" if candidate.ways == plan.chosen.ways else ""
         step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)
         rate = scaled(forecast.tokens_per_second.value)
         table.add_row(mark, escape(candidate.label), _bytes(forecast.memory.value), step, rate, seconds)
-    _print(table)
+    wide_console().print(table)
 
 
 def print_choices(reasons: Sequence[ChoiceReason]) -> None:
-    from rich.markup import escape
-
     colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}
-    table = _table("technique", "verdict", "why")
+    table = open_table("technique", "verdict", "why")
     for reason in sorted(reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):
         colour = colours.get(reason.verdict, "dim")
         table.add_row(reason.technique, f"[{colour}]{reason.verdict}[/{colour}]", escape(reason.why))
-    _print(table)
-
-
-def _table(*columns: str) -> Any:
-    from rich.table import Table
-
-    return Table(*columns, box=None, pad_edge=False)
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    wide_console().print(table)
 
 
 def _bytes(value: float) -> str:
     return scaled(value, "B")
-
-
-def _rate(value: float) -> str:
-    return scaled(value, "tokens/s")
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf, isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.verb_output import print_json
+from thrifty.core.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,6 +23,10 @@ ALLOWED = ("exact", "rounding", "different")
 OTHERS = ("size", "fit")
 """Commands beside this one."""
 EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
+WANTED = ("memory", "disk", "hours", "tokens", "flops", "allow", "price")
+"""Options that say what is asked of a plan: see `_wanted`."""
+PROBING = ("probe", "probe_seconds", "probed_candidates")
+"""Those about steps that are run."""
 
 
 @click.command(name="recipe")
@@ -54,16 +61,6 @@ def plan_recipe(
     out: Path | None,
     exports: tuple[str, ...],
     as_json: bool,
-    memory: str | None,
-    disk: str | None,
-    hours: float | None,
-    tokens: float | None,
-    flops: float | None,
-    allow: str,
-    price: float | None,
-    probe: bool | None,
-    probe_seconds: float | None,
-    probed_candidates: int | None,
     cluster: str | None,
     ranks: int | None,
     **options: Any,
@@ -77,14 +74,13 @@ def plan_recipe(
     from thrifty.cli.plan.plan_local import plan_on_machine
     from thrifty.cli.plan.plan_output import format_plan, print_plan
     from thrifty.cli.plan.user_model import is_own, own_model
-    from thrifty.cli.verb_output import print_json
-    from thrifty.core.errors import UsageError
 
     if out is not None and out.exists():
         raise UsageError(f"{out} is there already", fix="name another file, or remove it")
     if exports and out is None:
         raise UsageError("--export needs --out, beside which it writes", fix="--out plan.toml")
-    wanted = _wanted(memory, disk, hours, tokens, flops, allow, price)
+    wanted = _wanted(**{name: options.pop(name) for name in WANTED})
+    probing = {name: value for name in PROBING if (value := options.pop(name)) is not None}
     _refuse_misspelled_command(recipe)
     model = own_model(options.pop("model")) if is_own(options["model"]) else None
     chosen = build_recipe(recipe, **options).recipe()
@@ -93,8 +89,6 @@ def plan_recipe(
             "--export script writes the model that a recipe names, and --model names one of your own",
             fix="leave --export script out; the other exports work",
         )
-    probing: dict[str, Any] = {"probe": probe, "probe_seconds": probe_seconds, "probed_candidates": probed_candidates}
-    probing = {name: value for name, value in probing.items() if value is not None}
     if cluster is not None:
         _refuse_probes(probing)
         _on_cluster(chosen, wanted, model, cluster, ranks, out, exports, as_json)
@@ -122,15 +116,11 @@ def _start(model: UserModel | None, ranks: int = 1) -> str:
 
 
 def _named(model: UserModel | None) -> list[str]:
-    return (
-        [] if model is None else [f"model    {model.name}, which is given to thrifty.training.trainer.train as model="]
-    )
+    return [f"model    {model.name}, which is given to thrifty.training.trainer.train as model="] if model else []
 
 
 def _refuse_probes(options: dict[str, Any]) -> None:
     """Raises UsageError for options about steps that are run, of which a plan for a cluster has none."""
-    from thrifty.core.errors import UsageError
-
     if options:
         name, value = next(iter(options.items()))
         option = "--no-probe" if value is False else f"--{name.replace('_', '-')}"
@@ -150,11 +140,7 @@ def _on_cluster(
     exports: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    from math import isinf
-
     from thrifty.cli.plan.plan_cluster import format_cluster_plan, plan_on_cluster, print_cluster_plan
-    from thrifty.cli.verb_output import print_json
-    from thrifty.core.errors import UsageError
 
     if not isinf(wanted.disk):
         raise UsageError("--disk is for plans of one device", fix="leave it out: nothing is told of a cluster's disks")
@@ -175,7 +161,6 @@ def _refuse_misspelled_command(word: str) -> None:
     """Raises UsageError for what is no recipe and nearly the name of another kind of plan."""
     from difflib import get_close_matches
 
-    from thrifty.core.errors import UsageError
     from thrifty.recipes import RECIPES
 
     near = get_close_matches(word, OTHERS, n=1)
@@ -192,9 +177,6 @@ def _wanted(
     allow: str,
     price: float | None,
 ) -> PlanRequest:
-    from math import inf
-
-    from thrifty.core.errors import UsageError
     from thrifty.core.technique import Numerics
     from thrifty.planning.forecast import PlanRequest
     from thrifty.planning.scaling_law import check_amount
@@ -218,8 +200,6 @@ def _wanted(
 def read_size(text: str, option: str = "--memory") -> float:
     """`400MB`, `16GiB` or `4e8` in bytes."""
     import re
-
-    from thrifty.core.errors import UsageError
 
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0

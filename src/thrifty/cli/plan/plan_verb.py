@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from thrifty.cli.plan.plan_recipe import plan_recipe
+from thrifty.cli.verb_output import open_table, print_json, run_path, wide_console
+from thrifty.core.errors import UsageError
+from thrifty.reporting.number_format import percent, scaled, significant
 
 if TYPE_CHECKING:
     from thrifty.planning.scaling_law_fit import TrainedRun
@@ -45,17 +48,11 @@ command.add_command(plan_recipe, OF_RECIPE)
 @click.option("--hours", type=float, help="The same by time on this machine, whose speed is measured.")
 @click.option("--tokens", type=float, help="The other way round: the model that this many tokens suit.")
 @click.option(
-    "--utilisation",
-    type=float,
-    default=0.4,
-    show_default=True,
-    help="With --hours: the share of peak assumed.",
+    "--utilisation", type=float, default=0.4, show_default=True, help="With --hours: the share of peak assumed."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def size(flops: float | None, hours: float | None, tokens: float | None, utilisation: float, as_json: bool) -> None:
     """Compute-optimal parameters and tokens, by each published set of constants."""
-    from thrifty.cli.verb_output import print_json
-
     facts = recommend_sizes(flops, hours, tokens, utilisation)
     if as_json:
         print_json(facts)
@@ -79,7 +76,6 @@ def fit(
 
     Runs must differ in size and in tokens, and each must have reached the end of its schedule.
     """
-    from thrifty.cli.verb_output import print_json
     from thrifty.planning.scaling_law import check_amount
 
     if flops is not None:
@@ -99,7 +95,6 @@ def recommend_sizes(
     """What each published law recommends, as plain data. Exactly one of flops, hours and tokens is given."""
     from dataclasses import asdict
 
-    from thrifty.core.errors import UsageError
     from thrifty.machine.throughput import measure_throughput
     from thrifty.planning.published_laws import BEST, FITTED_FLOPS, PUBLISHED
     from thrifty.planning.scaling_law import check_amount
@@ -155,8 +150,6 @@ def fit_law(
 
 
 def _read(runs: tuple[Path, ...], table: Path | None) -> list[TrainedRun]:
-    from thrifty.cli.verb_output import run_path
-    from thrifty.core.errors import UsageError
     from thrifty.planning.scaling_runs import runs_from_folders, runs_from_table
 
     if bool(runs) == (table is not None):
@@ -184,8 +177,6 @@ def _nearest_preset(parameters: float) -> dict[str, Any]:
 
 
 def _tell_sizes(facts: dict[str, Any]) -> None:
-    from thrifty.reporting.number_format import scaled, significant
-
     if machine := facts["machine"]:
         peak, sustained = (scaled(machine[name], "FLOP/s") for name in ("peak", "sustained"))
         click.echo(
@@ -209,8 +200,6 @@ def _tell_sizes(facts: dict[str, Any]) -> None:
 
 
 def _tell_fit(facts: dict[str, Any]) -> None:
-    from thrifty.reporting.number_format import percent, scaled, significant
-
     click.echo(
         f"{facts['runs']} runs of {_span(facts['parameters'], scaled)} parameters and "
         f"{_span(facts['fitted_flops'], _power)} FLOP; {facts['agreeing']} of {facts['starts']} starts ended at the "
@@ -229,15 +218,8 @@ def _tell_fit(facts: dict[str, Any]) -> None:
 
 
 def _tell_table(rows: list[dict[str, Any]]) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    from thrifty.reporting.number_format import scaled, significant
-
     shown = {name: title for name, title in SHOWN.items() if name in rows[0]["intervals"]}
-    table = Table("constants", box=None, pad_edge=False)
+    table = open_table("constants")
     for title in (*shown.values(), "loss"):
         table.add_column(title, justify="right")
         table.add_column("(95 %)", no_wrap=True)
@@ -247,7 +229,7 @@ def _tell_table(rows: list[dict[str, Any]]) -> None:
             show = scaled if name in ("parameters", "tokens") else _power if name == "flops" else significant
             cells += [f"{row[name]:.3f}" if name == "loss" else show(row[name]), _span(row["intervals"][name], show)]
         table.add_row(*cells)
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    wide_console().print(table)
 
 
 def _tell_extrapolation(rows: list[dict[str, Any]], fitted_flops: list[float]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
@@ -16,7 +19,6 @@ CONTEXT = 8192
 
 def find_workload(model: str, length: int | None, flash: bool) -> Workload:
     """A published model by its sizes; a preset or a folder traced."""
-    from dataclasses import replace
 
     from thrifty.simulators.cluster.closed_form_workload import transformer
     from thrifty.simulators.cluster.published_runs import MODELS, RUNS
@@ -24,7 +26,6 @@ def find_workload(model: str, length: int | None, flash: bool) -> Workload:
     if model in MODELS:
         sizes = MODELS[model]
         return transformer(model, replace(sizes, length=length or sizes.length))
-    from thrifty.core.errors import RefusedError, UsageError, did_you_mean
     from thrifty.models.families import assemble
     from thrifty.models.model_presets import PRESETS
     from thrifty.models.weight_conversion import folder_shape
@@ -41,19 +42,10 @@ def find_workload(model: str, length: int | None, flash: bool) -> Workload:
     length = length or min(shape.length, CONTEXT)
     shape = replace(shape, length=max(length, shape.length))
     name = Path(model).name if Path(model).is_dir() else model
-    return trace_workload(name, lambda: assemble(shape), length, loss=_loss, flash=flash)
-
-
-def _loss(model: Any, tokens: Any) -> Any:
-    """Of our own models: an encoder-decoder reads a source as long as its target."""
-    from thrifty.simulators.cluster.traced_workload import cross_entropy
-
-    inputs = (tokens, tokens) if model.task == "sequence_to_sequence" else (tokens,)
-    return cross_entropy(model.logits(*inputs), tokens)
+    return trace_workload(name, lambda: assemble(shape), length, flash=flash)
 
 
 def _from_transformers(folder: Path, length: int, flash: bool) -> Workload:
-    from thrifty.core.errors import UsageError
     from thrifty.simulators.cluster.traced_workload import trace_workload
 
     try:
@@ -70,7 +62,6 @@ def _from_transformers(folder: Path, length: int, flash: bool) -> Workload:
 
 def read_mesh(text: str | None, ranks: int | None, run: PublishedRun | None, all_ranks: int) -> ClusterMesh:
     """`tensor=8,pipeline=16` as a mesh; what the axes that are given leave of the ranks is replicate's."""
-    from thrifty.core.errors import UsageError, did_you_mean
     from thrifty.simulators.cluster.cluster_mesh import ClusterMesh
 
     if text is None and run is not None and ranks in (None, run.mesh.ranks):
@@ -95,7 +86,6 @@ def read_mesh(text: str | None, ranks: int | None, run: PublishedRun | None, all
 
 def read_settings(changes: dict[str, Any], run: PublishedRun | None, mesh: ClusterMesh, formats: Any) -> StepSettings:
     """The settings of a published run, or plain ones, with what was given on the command line."""
-    from dataclasses import replace
 
     from thrifty.simulators.cluster.cluster_mesh import StepSettings
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
     from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.cli.simulate.machine_options import read_machine_options
+from thrifty.cli.verb_output import print_json
+from thrifty.core.errors import UsageError, did_you_mean
 
 FILTERS = ("trace", "exact", "own")
 
@@ -74,8 +76,6 @@ def attention(
     from thrifty.cli.simulate.design_comparison import compare_designs
     from thrifty.cli.simulate.simulate_attention_page import write_page
     from thrifty.cli.simulate.simulate_output import print_comparison
-    from thrifty.cli.verb_output import print_json
-    from thrifty.core.errors import UsageError, did_you_mean
     from thrifty.simulators.accelerator.accelerator_simulation import limit_resources
     from thrifty.simulators.accelerator.result_export import write_csv, write_perfetto
     from thrifty.simulators.accelerator.trace_file import load_trace
@@ -146,7 +146,6 @@ def masks(
 def gemm(topology: Path, cfg: Path | None, folder: Path | None, as_json: bool) -> None:
     """Matrix products of a SCALE-Sim TOPOLOGY (Layer,M,N,K) on a systolic array, without stalls."""
     from thrifty.cli.simulate.simulate_output import print_table
-    from thrifty.cli.verb_output import print_json
     from thrifty.simulators.accelerator.accelerator_file import find_machine
     from thrifty.simulators.accelerator.scale_sim import compute_report, read_cfg, read_topology, write_report
 
@@ -157,24 +156,13 @@ def gemm(topology: Path, cfg: Path | None, folder: Path | None, as_json: bool) -
     if as_json:
         print_json({"settings": dict(machine.settings), "layers": rows})
         return
-    print_table(
-        ["layer", "cycles", "utilisation %", "mapping %"],
-        [
-            [
-                row["Layer"],
-                f"{row['Total Cycles']:,}",
-                f"{row['Overall Util %']:.1f}",
-                f"{row['Mapping Efficiency %']:.1f}",
-            ]
-            for row in rows
-        ],
-    )
+    shares = ("Overall Util %", "Mapping Efficiency %")
+    lines = [[row["Layer"], f"{row['Total Cycles']:,}", *(f"{row[key]:.1f}" for key in shares)] for row in rows]
+    print_table(["layer", "cycles", "utilisation %", "mapping %"], lines)
 
 
 def read_budget(text: str | None) -> dict[str, float]:
     """`multipliers=128,clock=1e9,bandwidth=64e9` as numbers."""
-    from thrifty.core.errors import UsageError, did_you_mean
-
     known, budget = ("multipliers", "clock", "bandwidth"), {}
     for word in filter(None, (text or "").split(",")):
         key, _, value = word.partition("=")

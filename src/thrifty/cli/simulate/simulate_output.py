@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from thrifty.cli.verb_output import open_table, wide_console
+from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant
+
 if TYPE_CHECKING:
     from thrifty.cli.simulate.design_comparison import DesignComparison
     from thrifty.simulators.accelerator.simulation_result import SimulationResult
@@ -25,9 +28,11 @@ def print_comparison(comparison: DesignComparison, against: str | None, all_tabl
     for line in remarks(comparison):
         click.echo(line)
     if comparison.loss is not None or comparison.filters != ("trace",):
-        print_masks(comparison)
+        click.echo(f"\n{ABOUT_MASKS}")
+        print_table(*mask_cells(comparison))
     if comparison.here:
-        print_measured_here(comparison)
+        click.echo(f"\n{ABOUT_HERE}")
+        print_table(*measured_cells(comparison))
     if against is not None:
         print_factors(results, next(case.result for case in comparison.cases if case.design == against))
     if all_tables:
@@ -40,9 +45,6 @@ RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "den
 
 def result_cells(result: SimulationResult) -> list[str]:
     """A line of RESULT_COLUMNS."""
-    pass
-    from thrifty.reporting.number_format import MISSING, duration, percent, scaled
-
     row = result.row()
     return [
         row["machine"],
@@ -58,9 +60,6 @@ def result_cells(result: SimulationResult) -> list[str]:
 
 
 def print_results(results: list[SimulationResult]) -> None:
-    pass
-    from thrifty.reporting.number_format import percent
-
     print_table(list(RESULT_COLUMNS), [result_cells(result) for result in results])
     click.echo()
     stalls = [
@@ -100,8 +99,6 @@ def remarks(comparison: DesignComparison) -> list[str]:
 
 def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
     """What each one's masks keep and cost: titles and lines."""
-    from thrifty.reporting.number_format import MISSING
-
     titles = ["design", "density", *COSTS]
     rows = [
         [case.result.machine.name, f"{case.trace.density:.3f}", *(case.trace.provenance.get(k, MISSING) for k in COSTS)]
@@ -121,33 +118,15 @@ ABOUT_MASKS = (
 )
 
 
-def print_masks(comparison: DesignComparison) -> None:
-    pass
-
-    click.echo(f"\n{ABOUT_MASKS}")
-    print_table(*mask_cells(comparison))
-
-
 def measured_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
     """Simulated times beside those measured here: titles and lines."""
-    from thrifty.reporting.number_format import duration
-
-    titles = [
-        "design",
-        "simulated",
-        *(f"here, all pairs, {name}" for name in comparison.here),
-        "here, its pairs, scipy",
-    ]
+    here = [duration(seconds) for seconds in comparison.here.values()]
     rows = [
-        [
-            case.result.machine.name,
-            duration(case.result.seconds),
-            *(duration(seconds) for seconds in comparison.here.values()),
-            duration(case.kept_here),
-        ]
+        [case.result.machine.name, duration(case.result.seconds), *here, duration(case.kept_here)]
         for case in comparison.cases
     ]
-    return titles, rows
+    pairs = (f"here, all pairs, {name}" for name in comparison.here)
+    return ["design", "simulated", *pairs, "here, its pairs, scipy"], rows
 
 
 ABOUT_HERE = (
@@ -156,67 +135,41 @@ ABOUT_HERE = (
 )
 
 
-def print_measured_here(comparison: DesignComparison) -> None:
-    pass
-
-    click.echo(f"\n{ABOUT_HERE}")
-    print_table(*measured_cells(comparison))
-
-
 def print_factors(results: list[SimulationResult], other: SimulationResult) -> None:
-    pass
     from thrifty.simulators.accelerator.iso_peak import iso_peak
 
     click.echo(
         f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times utilisation over its own:"
     )
-    comparisons = [(result.machine.name, iso_peak(result, other)) for result in results if result is not other]
-    print_table(
-        ["design", "faster", "fewer operations", "utilisation", f"of {other.machine.name}"],
-        [
-            [
-                name,
-                *(f"{x:.3g}" for x in (factors.ratio, factors.omitted, factors.utilisation, factors.other_utilisation)),
-            ]
-            for name, factors in comparisons
-        ],
-    )
+    kinds = ("ratio", "omitted", "utilisation", "other_utilisation")
+    compared = {result.machine.name: iso_peak(result, other) for result in results if result is not other}
+    rows = [[name, *(f"{getattr(factors, kind):.3g}" for kind in kinds)] for name, factors in compared.items()]
+    print_table(["design", "faster", "fewer operations", "utilisation", f"of {other.machine.name}"], rows)
 
 
 def print_energy_tables(results: list[SimulationResult], names: list[str]) -> None:
-    pass
-    pass
     from thrifty.simulators.accelerator.energy_model import by_tables
 
     estimates = [by_tables(result.operations) for result in results]
     click.echo(f"\nThe same actions by each table ({', '.join(names)}):")
-    print_table(
-        ["design", *(energy.table for energy in estimates[0])],
-        [
-            [result.machine.name, *(format_joules(energy.total) for energy in energies)]
-            for result, energies in zip(results, estimates, strict=True)
-        ],
-    )
+    rows = [
+        [result.machine.name, *(format_joules(energy.total) for energy in energies)]
+        for result, energies in zip(results, estimates, strict=True)
+    ]
+    print_table(["design", *(energy.table for energy in estimates[0])], rows)
 
 
 def print_table(titles: list[str], rows: list[list[str]]) -> None:
-    import sys
-
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
+    table = open_table()
     for place, title in enumerate(titles):
         table.add_column(title, justify="right" if place else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
+    wide_console().print(table)
 
 
 def format_joules(energy: float | None) -> str:
     """0.00387 -> "3.87 mJ"."""
-    from thrifty.reporting.number_format import MISSING, significant
-
     if energy is None:
         return MISSING
     size, unit = next(((s, u) for s, u in ((1, "J"), (1e-3, "mJ"), (1e-6, "µJ")) if energy >= s), (1e-9, "nJ"))

@@ -14,7 +14,10 @@ from thrifty.cli.simulate.simulate_spgemm import spgemm
 if TYPE_CHECKING:
     from thrifty.simulators.cluster.published_runs import PublishedRun
     from thrifty.simulators.cluster.step_report import StepReport
+from dataclasses import asdict
+
 from thrifty.cli.simulate.simulate_output import print_table
+from thrifty.cli.verb_output import print_json
 
 
 @click.group(name="simulate")
@@ -58,7 +61,6 @@ def cluster(
 ) -> None:
     """One training step of a model on a cluster: its seconds and where they go, memory on each rank, FLOP/s, MFU."""
     from thrifty.cli.simulate.cluster_options import find_workload, read_mesh, read_settings
-    from thrifty.cli.verb_output import print_json
     from thrifty.simulators.cluster.network_topology import find_cluster
     from thrifty.simulators.cluster.published_runs import RUNS
     from thrifty.simulators.cluster.simulated_step import simulate
@@ -87,8 +89,6 @@ def cluster(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def print_published_runs(as_json: bool) -> None:
     """Runs that were published, against what is simulated for them, all with the same constants."""
-    from thrifty.cli.verb_output import print_json
-
     published = anchors()
     if as_json:
         print_json(published)
@@ -116,7 +116,6 @@ def print_published_runs(as_json: bool) -> None:
 
 def anchors() -> dict[str, Any]:
     """Every published run with what is simulated for it, as plain data, and the constants."""
-    from dataclasses import asdict
 
     from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
     from thrifty.simulators.cluster.published_runs import RUNS
@@ -159,8 +158,6 @@ def _write_timeline(report: StepReport, trace: Path | None, picture: Path | None
 
 
 def _tell(report: StepReport, cluster: str) -> None:
-    from dataclasses import asdict
-
     from thrifty.reporting.number_format import duration, percent, scaled
 
     mesh, settings = report.mesh, report.settings

@@ -1,5 +1,6 @@
 """What can be said of a run to trainers that know none of our techniques, and what cannot."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -56,7 +57,7 @@ class PortableRecipe:
     def of(cls, recipe: Recipe, techniques: Sequence[Technique], steps: int, device: str) -> Self:
         """`techniques` as composed: their moments are steps."""
         table: dict[str, Any] = {technique.name: technique for technique in techniques}
-        adamw = table.get("optimizers.adamw")
+        adamw, accumulation = table.get("optimizers.adamw"), table.get("large_batch.gradient_accumulation")
         shaped = table.get("schedules.linear") or table.get("schedules.cosine")
         mixed, again, clip = (table.get(n) for n in ("precision.mixed", "memory.recompute", "gradients.clip"))
         others = [technique for technique in techniques if technique.name not in SAID]
@@ -65,9 +66,7 @@ class PortableRecipe:
             seed=recipe.seed,
             device=device,
             batch=recipe.data.batch,
-            parts=table["large_batch.gradient_accumulation"].micro_batches
-            if "large_batch.gradient_accumulation" in table
-            else 1,
+            parts=accumulation.micro_batches if accumulation else 1,
             length=recipe.data.length,
             steps=steps,
             dtype=mixed.format if mixed else "float32",
@@ -91,11 +90,7 @@ class PortableRecipe:
 
     @property
     def ranks(self) -> int:
-        sizes = self.mesh.values()
-        product = 1
-        for size in sizes:
-            product *= size
-        return product
+        return math.prod(self.mesh.values())
 
     @property
     def data_ranks(self) -> int:

@@ -4,7 +4,7 @@ Units (heads of examples) are dealt to the copies in turn. Where the machine has
 operands come in while the one before is computed and its output leaves while the next is; without one, they are there.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +12,11 @@ import numpy as np
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
-from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, PricedOperation, add_up
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream
 from thrifty.simulators.accelerator.designs import find_design
 from thrifty.simulators.accelerator.energy_model import by_actions, by_activity, find_table
 from thrifty.simulators.accelerator.event_engine import StationUnit, play
+from thrifty.simulators.accelerator.priced_operations import PricedOperation, add_up
 from thrifty.simulators.accelerator.scan_engine import bound, scan
 from thrifty.simulators.accelerator.simulation_result import LayerResult, SimulationResult, StationTime
 from thrifty.simulators.accelerator.spgemm_workload import SpgemmPhase, SpgemmProduct
@@ -93,7 +94,7 @@ def run(
         raise UsageError(f"there is no engine {engine!r}", fix=did_you_mean(engine, ENGINES))
     layers = tuple(_layer(each, machine, engine, draw) for each in work)
     multipliers = find_design(machine.design).multipliers(machine) * machine.copies
-    active = _summed(layer.active for layer in layers)
+    active = add_up(*(layer.active for layer in layers))
     operations = add_up(*(layer.operations for layer in layers))
     cycles = sum(layer.cycles for layer in layers)
     energies = [by_activity(machine, active, cycles), by_actions(operations, find_table(table))]
@@ -207,11 +208,3 @@ def _dealt(units: np.ndarray, copies: int) -> np.ndarray:
 def _first(timeline: StationTimeline) -> StationTimeline:
     one = slice(0, 1)
     return StationTimeline(timeline.start[:, one], timeline.end[:, one], timeline.free[:, one], timeline.servers)
-
-
-def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total

@@ -136,6 +136,12 @@ class AcceleratorSpec:
         dram = replace(self.memories.get("dram", AcceleratorMemory("dram")), bandwidth=bandwidth)
         return replace(self, memories={**self.memories, "dram": dram})
 
+    def scaled_stations(self, by: int, over: int) -> dict[str, PipelineStation]:
+        """The stations `by` / `over` times as wide, in whole numbers from 1 on."""
+        return {
+            name: replace(station, width=max(1, station.width * by // over)) for name, station in self.stations.items()
+        }
+
     def scaled_modules(self, factors: Mapping[str, float]) -> Mapping[str, ChipModule]:
         """The modules with area and power in proportion, by what they are active with; an assumption, as any is."""
         return {

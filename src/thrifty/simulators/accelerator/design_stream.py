@@ -5,22 +5,13 @@ Shapes: s stations, u units of work (one head of one example), i items of a unit
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec, Setting
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-
-
-class PricedOperation(NamedTuple):
-    """An action that an energy table prices."""
-
-    kind: str
-    """ "int_add", "int_multiply", "float_add", "float_multiply", "register", "sram" or "dram"."""
-    bits: int
-    capacity: int = 0
-    """Bytes of the memory that is read or written, for "sram"."""
+from thrifty.simulators.accelerator.priced_operations import Operations
 
 
 @dataclass(frozen=True)
@@ -37,15 +28,15 @@ class ItemStream:
     """(s - 1,) items that fit between a station and the next; 0 for no limit."""
     macs: float
     """Multiply-accumulate operations of scores and values that are carried out."""
-    lead: np.ndarray
-    """(u,) cycles before the first item."""
     read: np.ndarray
     """(u,) bytes from the outer memory before a unit can begin."""
     written: np.ndarray
     """(u,) bytes to the outer memory after it."""
+    lead: np.ndarray | int = 0
+    """(u,) cycles before the first item."""
     active: Mapping[str, float] = field(default_factory=dict)
     """Cycles in which modules are at work, all units together, where that is not a station's service."""
-    operations: Mapping[PricedOperation, float] = field(default_factory=dict)
+    operations: Operations = field(default_factory=dict)
     overlapped: bool = False
     """Whether `read` and `written` happen within the items' cycles, so that the outer memory adds none."""
     notes: tuple[str, ...] = ()
@@ -110,17 +101,3 @@ def operand_bytes(layer: AttentionLayer, bits: float) -> tuple[np.ndarray, np.nd
     queries, keys = layer.unit_queries, layer.unit_keys
     each = layer.width * bits / 8
     return (queries + 2 * keys) * each, queries * each
-
-
-def add_up(*counted: Mapping[PricedOperation, float]) -> dict[PricedOperation, float]:
-    """Operations together; none that do not occur."""
-    total: dict[PricedOperation, float] = {}
-    for part in counted:
-        for operation, count in part.items():
-            total[operation] = total.get(operation, 0.0) + float(count)
-    return {operation: count for operation, count in total.items() if count}
-
-
-def multiply_accumulate(count: float, bits: int, accumulator: int | None = None) -> dict[PricedOperation, float]:
-    """`count` products of whole numbers of so many bits, each added up in twice the bits unless said otherwise."""
-    return {PricedOperation("int_multiply", bits): count, PricedOperation("int_add", accumulator or 2 * bits): count}

@@ -6,13 +6,13 @@ Tables differ by 2 to 18 times for one and the same action, so every energy name
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
-from thrifty.simulators.accelerator.design_stream import PricedOperation
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation
 
 PICOJOULE = 1e-12
 _GROWTH = {"int_multiply": 2.0, "float_multiply": 2.0, "sram": 0.5}
@@ -104,7 +104,7 @@ def by_activity(machine: AcceleratorSpec, active: Mapping[str, float], cycles: f
     return EnergyEstimate("activity", "published modules", sum(parts.values()), parts)
 
 
-def by_actions(operations: Mapping[PricedOperation, float], table: EnergyTable) -> EnergyEstimate:
+def by_actions(operations: Operations, table: EnergyTable) -> EnergyEstimate:
     """Counted actions by a table."""
     parts: dict[str, float] = {}
     unpriced = set()
@@ -117,15 +117,12 @@ def by_actions(operations: Mapping[PricedOperation, float], table: EnergyTable) 
     return EnergyEstimate("actions", table.name, sum(parts.values()), parts, tuple(sorted(unpriced)))
 
 
-def by_tables(operations: Mapping[PricedOperation, float]) -> list[EnergyEstimate]:
+def by_tables(operations: Operations) -> list[EnergyEstimate]:
     """How much the choice of a table decides: every table, and both ends of ranges."""
     estimates = [by_actions(operations, find_table(name)) for name in table_names()]
     for name in table_names():
         for end in ("low", "high"):
             table = find_table(name, end)
             if table.points != find_table(name).points:
-                energy = by_actions(operations, table)
-                estimates.append(
-                    EnergyEstimate("actions", f"{name}, {end}", energy.total, energy.parts, energy.unpriced)
-                )
+                estimates.append(replace(by_actions(operations, table), table=f"{name}, {end}"))
     return estimates

@@ -116,8 +116,7 @@ class _UnitPlay:
         bank = None if place.banks is None else int(place.banks[item])
         channel, size, server = self.channels[place.memory], float(place.bytes[item]), (station, item % place.servers)
         self._at(
-            served,
-            lambda now: channel.transfer(now, size, bank, server, lambda end: self._finish(station, item, end)),
+            served, lambda now: channel.transfer(now, size, bank, server, lambda end: self._finish(station, item, end))
         )
 
     def _finish(self, station: int, item: int, time: int) -> None:

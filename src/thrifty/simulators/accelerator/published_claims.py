@@ -84,10 +84,6 @@ def _rate(design: str) -> float:
     return simulate(machine, synthetic_trace("power-law", 0.2, heads=4, tokens=384)).dense_rate / 1e9
 
 
-def _area(design: str) -> float:
-    return find_machine(design).area or 0.0
-
-
 def _outerspace(rows: int, density: float) -> float:
     return 1e3 * simulate_product(find_machine("outerspace"), uniform(rows, density)).seconds
 
@@ -109,7 +105,7 @@ OURS: dict[str, Callable[[], float]] = {
     "sanger_rate": partial(_rate, "sanger"),
     "spatten_rate": partial(_rate, "spatten"),
     "a3_rate": partial(_rate, "a3"),
-    "spatten_area": partial(_area, "spatten"),
+    "spatten_area": lambda: find_machine("spatten").area or 0.0,
     "vitcod_linear": lambda: sum(released_linear_cycles(197, heads=3, layers=12)),
     "outerspace_4986": partial(_outerspace, 4986, 8e-3),
     "outerspace_9987": partial(_outerspace, 9987, 2e-3),

@@ -6,8 +6,8 @@ from typing import Any
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
-from thrifty.simulators.accelerator.design_stream import PricedOperation
 from thrifty.simulators.accelerator.energy_model import EnergyEstimate
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up
 from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 
@@ -40,7 +40,7 @@ class LayerResult:
     macs: float
     dense_macs: float
     """What all pairs would have taken, padding left out."""
-    operations: Mapping[PricedOperation, float]
+    operations: Operations
     active: Mapping[str, float]
     density: float
     example: StationTimeline | None = field(default=None, repr=False, compare=False)
@@ -98,12 +98,8 @@ class SimulationResult:
         return moved
 
     @property
-    def operations(self) -> dict[PricedOperation, float]:
-        total: dict[PricedOperation, float] = {}
-        for layer in self.layers:
-            for operation, count in layer.operations.items():
-                total[operation] = total.get(operation, 0.0) + count
-        return total
+    def operations(self) -> Operations:
+        return add_up(*(layer.operations for layer in self.layers))
 
     @property
     def stations(self) -> dict[str, StationTime]:
@@ -121,10 +117,7 @@ class SimulationResult:
         """Everything, as plain data."""
         return {
             **self.row(),
-            "design": self.machine.design,
-            "clock": self.machine.clock,
-            "node": self.machine.node,
-            "copies": self.machine.copies,
+            **{key: getattr(self.machine, key) for key in ("design", "clock", "node", "copies")},
             "engine": self.engine,
             "source": self.machine.source,
             "grade": self.machine.grade,

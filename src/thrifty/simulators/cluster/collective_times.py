@@ -109,11 +109,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = {
     },
     "all_gather": {"ring": ring, "doubling": halving},
     "reduce_scatter": {"ring": ring, "halving": halving},
-    "broadcast": {
-        "binomial": binomial_broadcast,
-        "scatter_gather": scatter_gather_broadcast,
-        "chain": chain_broadcast,
-    },
+    "broadcast": {"binomial": binomial_broadcast, "scatter_gather": scatter_gather_broadcast, "chain": chain_broadcast},
     "all_to_all": {"pairwise": pairwise_all_to_all, "bruck": bruck_all_to_all},
     "send": {"direct": direct},
 }

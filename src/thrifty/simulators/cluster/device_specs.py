@@ -42,13 +42,14 @@ def measured(name: str, flops: Mapping[str, float], memory: float, bandwidth: fl
 def _published(name: str, tera: Mapping[str, float], gib: float, gigabytes: float, source: str) -> DeviceSpec:
     """A row of the table, from the units of datasheets: TFLOP/s, GiB, GB/s."""
     flops = {number_format: 1e12 * value for number_format, value in tera.items()}
-    sources = dict.fromkeys(("flops", "memory", "bandwidth"), source)
-    return DeviceSpec(name, flops, gib * GIB, 1e9 * gigabytes, sources)
+    return measured(name, flops, gib * GIB, 1e9 * gigabytes, source)
 
 
 _VOLTA = {"float32": 15.7, "float16": 125.0}
 _AMPERE = {"float32": 19.5, "tfloat32": 156.0, "bfloat16": 312.0, "float16": 312.0}
 _HOPPER = {"float32": 66.9, "tfloat32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9}
+_BLACKWELL = {"float32": 75.0, "tfloat32": 1125.0, "bfloat16": 2250.0, "float16": 2250.0, "float8": 4500.0}
+_CDNA3 = {"float32": 163.4, "tfloat32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9}
 _V100 = "NVIDIA Tesla V100 datasheet: 125 TFLOP/s of tensor cores, 900 GB/s (from memory, unverified)"
 _DGX_2H = "NVIDIA DGX-2H datasheet: 2.1 PFLOP/s by 16 (from memory); Megatron-LM 2019 calls 39 TFLOP/s 30 % of its peak"
 _A100 = "NVIDIA A100 datasheet: 312 TFLOP/s, 40 GB at 1,555 GB/s, 80 GB (SXM) at 2,039 GB/s"
@@ -68,27 +69,8 @@ DEVICES: Mapping[str, DeviceSpec] = {
         _published("a100-80gb", _AMPERE, 80, 2039, _A100),
         _published("h100", _HOPPER, 80, 3350, _H100),
         _published("h200", _HOPPER, 141, 4800, _H200),
-        _published(
-            "b200",
-            {"float32": 75.0, "tfloat32": 1125.0, "bfloat16": 2250.0, "float16": 2250.0, "float8": 4500.0},
-            180,
-            8000,
-            _B200,
-        ),
-        _published(
-            "mi300x",
-            {"float32": 163.4, "tfloat32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9},
-            192,
-            5300,
-            _MI300X,
-        ),
+        _published("b200", _BLACKWELL, 180, 8000, _B200),
+        _published("mi300x", _CDNA3, 192, 5300, _MI300X),
         measured("cpu", {"float32": 60e9, "bfloat16": 180e9}, 16 * GIB, 15e9, _CPU),
     )
 }
-
-
-def find_device(name: str) -> DeviceSpec:
-    """A device of the table; UsageError with the nearest name where there is none."""
-    if name not in DEVICES:
-        raise UsageError(f"unknown device {name!r}", fix=did_you_mean(name, DEVICES))
-    return DEVICES[name]

@@ -1,5 +1,6 @@
 """Links between devices, and clusters made of them."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
@@ -114,14 +115,8 @@ class Cluster:
                 f"{size} ranks with stride {stride} need {(size - 1) * stride + 1} ranks, the cluster has {self.ranks}",
                 fix="use more nodes, or a smaller mesh",
             )
-        occupied: dict[int, int] = {}
-        for rank in range(0, size * stride, stride):
-            occupied[rank // self.per_node] = occupied.get(rank // self.per_node, 0) + 1
+        occupied = Counter(rank // self.per_node for rank in range(0, size * stride, stride))
         return RankGroup(size, max(occupied.values()), len(occupied), self.inside, self.between)
-
-    def link(self, first: int, second: int) -> NetworkLink:
-        """The link between two ranks."""
-        return self.inside if first // self.per_node == second // self.per_node else self.between
 
     def of(self, ranks: int) -> Self:
         """The same with as many whole nodes as `ranks` need; less than a node's worth is one smaller node."""

@@ -6,7 +6,7 @@ assumed is said in `note`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from thrifty.simulators.cluster.closed_form_workload import DecoderSizes, transformer
 from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
@@ -70,24 +70,20 @@ _SC21 = "Narayanan et al. 2021, arXiv 2104.04473"
 _SECOND_HAND = "table read second-hand; micro-batches and chunks from the authors' scripts (Megatron-LM, examples/sc21)"
 
 
+Size = tuple[int, int, int]
+"""Depth, width, heads."""
+
+
+def _on_selene(mesh: ClusterMesh, batch: int, micro_batch: int, **how: Any) -> StepSettings:
+    """As Megatron-LM runs it on A100: interleaved where a rank has several chunks."""
+    schedule = "interleaved" if mesh.chunks > 1 else "1f1b"
+    return StepSettings(batch, micro_batch, schedule, number_format="float16", **how)
+
+
 def _narayanan(
-    name: str,
-    size: tuple[int, int, int],
-    mesh: ClusterMesh,
-    batch: int,
-    micro_batch: int,
-    measured: float,
-    tolerance: float,
+    name: str, size: Size, mesh: ClusterMesh, batch: int, micro_batch: int, measured: float, tolerance: float
 ) -> PublishedRun:
     """A row of table 1. Gradients overlap with the backward pass where the script takes torch's own data parallel."""
-    settings = StepSettings(
-        batch,
-        micro_batch,
-        "interleaved" if mesh.chunks > 1 else "1f1b",
-        recompute="every",
-        overlap=mesh.pipeline == 1,
-        number_format="float16",
-    )
     return PublishedRun(
         f"narayanan-{name}",
         _SC21,
@@ -95,7 +91,7 @@ def _narayanan(
         gpt(*size),
         "selene-a100",
         mesh,
-        settings,
+        _on_selene(mesh, batch, micro_batch, recompute="every", overlap=mesh.pipeline == 1),
         "hardware_flops",
         measured * 1e12,
         tolerance,
@@ -103,9 +99,7 @@ def _narayanan(
     )
 
 
-def _megatron(
-    name: str, size: tuple[int, int, int], ranks: int, tensor: int, measured: float, tolerance: float | None
-) -> PublishedRun:
+def _megatron(name: str, size: Size, ranks: int, tensor: int, measured: float, tolerance: float | None) -> PublishedRun:
     """Shoeybi et al. 2019, weak scaling: 8 examples on each data rank, no accumulation."""
     data = ranks // tensor
     return PublishedRun(
@@ -126,16 +120,8 @@ def _megatron(
 
 
 def _korthikanti(
-    name: str, size: tuple[int, int, int], mesh: ClusterMesh, batch: int, micro_batch: int, mfu: float, tolerance: float
+    name: str, size: Size, mesh: ClusterMesh, batch: int, micro_batch: int, mfu: float, tolerance: float
 ) -> PublishedRun:
-    settings = StepSettings(
-        batch,
-        micro_batch,
-        "interleaved" if mesh.chunks > 1 else "1f1b",
-        recompute="selective",
-        sequence_parallel=True,
-        number_format="float16",
-    )
     return PublishedRun(
         f"korthikanti-{name}",
         "Korthikanti et al. 2022, arXiv 2205.05198",
@@ -143,7 +129,7 @@ def _korthikanti(
         gpt(*size),
         "selene-a100",
         mesh,
-        settings,
+        _on_selene(mesh, batch, micro_batch, recompute="selective", sequence_parallel=True),
         "mfu",
         mfu,
         tolerance,
@@ -163,15 +149,6 @@ def _against_zero(
         if is_zero
         else "chunks of 2 blocks assumed, as in the script of figure 18 for the same model and mesh"
     )
-    settings = StepSettings(
-        1536,
-        micro_batch,
-        "1f1b" if is_zero else "interleaved",
-        recompute="every",
-        zero=3 if is_zero else 0,
-        overlap=is_zero,
-        number_format="float16",
-    )
     return PublishedRun(
         f"narayanan-175b-{'zero' if is_zero else 'ptdp'}-{ranks}",
         _SC21,
@@ -179,7 +156,7 @@ def _against_zero(
         GPT3,
         "selene-a100",
         mesh,
-        settings,
+        _on_selene(mesh, 1536, micro_batch, recompute="every", zero=3 if is_zero else 0, overlap=is_zero),
         "hardware_flops",
         measured * 1e12,
         tolerance,

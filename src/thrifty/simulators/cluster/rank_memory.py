@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.cluster.cluster_mesh import StepSettings
-from thrifty.simulators.cluster.pipeline_events import PipelineTimeline
 from thrifty.simulators.cluster.workload import WorkloadPart
 
 WEIGHT, MOMENTS = 2, 12
@@ -80,8 +79,3 @@ def recomputed_bytes(parts: Sequence[WorkloadPart], tensor: int, settings: StepS
     """What a stage holds beside that while it makes one block's activations again."""
     again = [part.saved - part.kept(settings.recompute) for part in parts]
     return max(each.per_rank(tensor, settings.sequence_parallel) for each in again) * settings.micro_batch
-
-
-def over_time(timeline: PipelineTimeline, rank: int, stage_bytes: Sequence[float]) -> list[tuple[float, float]]:
-    """(seconds, bytes of activations) from each change on; `stage_bytes` for one micro-batch on each stage."""
-    return timeline.live(rank, lambda stage: stage_bytes[stage])

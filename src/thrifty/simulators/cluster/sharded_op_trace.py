@@ -216,7 +216,7 @@ class OperationTracer(TorchDispatchMode):
                 moved += DividedAmount() if is_free else _placed(size, self.held[key].place)
             for key, size in operation.writes:
                 unfused += _placed(size, self.held[key].place)
-                moved += DividedAmount() if self._never_written(key, number) else _placed(size, self.held[key].place)
+                moved += DividedAmount() if self._never_written(key) else _placed(size, self.held[key].place)
         sums = [] if only_core else [size for _, operation in chosen for size in operation.reduced]
         return PassWork(flops, moved, unfused, kernels, sum(sums), len(sums))
 
@@ -230,7 +230,7 @@ class OperationTracer(TorchDispatchMode):
             return False
         return maker.chained and (reading.chained or reading.ends_chain)
 
-    def _never_written(self, key: int, maker: int) -> bool:
+    def _never_written(self, key: int) -> bool:
         value = self.held[key]
         return bool(value.read_by) and not value.saved and all(self._is_free(key, reader) for reader in value.read_by)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from thrifty.simulators.cluster.cluster_mesh import (
     ClusterMesh,
-    SimulatedStage,
     StepSettings,
     check_ranks,
     cut_stages,
@@ -59,7 +58,7 @@ class _Step:
 
     def report(self) -> StepReport:
         timeline = self._play(self.costs.transfer(self.stages))
-        stage_bytes = tuple(self._kept(stage) for stage in self.stages)
+        stage_bytes = tuple(activation_bytes(stage.parts, self.mesh.tensor, self.settings) for stage in self.stages)
         return StepReport(
             self.workload,
             self.mesh,
@@ -121,9 +120,6 @@ class _Step:
         has_copy = self.mesh.stages - 1 in own and 0 not in own
         numbers = sum(self.stages[stage].parameters(self.mesh.tensor) for stage in own)
         return numbers + (self.workload.shared / self.mesh.tensor if has_copy else 0.0)
-
-    def _kept(self, stage: SimulatedStage) -> float:
-        return activation_bytes(stage.parts, self.mesh.tensor, self.settings)
 
     def _memory(self, timeline: PipelineTimeline, rank: int, stage_bytes: Sequence[float]) -> RankMemory:
         settings, tensor, own = self.settings, self.mesh.tensor, [self.stages[stage] for stage in self._own(rank)]

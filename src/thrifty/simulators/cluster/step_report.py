@@ -6,8 +6,11 @@ from typing import Any
 
 from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
 from thrifty.simulators.cluster.pipeline_events import PipelineTimeline
-from thrifty.simulators.cluster.rank_memory import RankMemory, over_time
+from thrifty.simulators.cluster.rank_memory import RankMemory
 from thrifty.simulators.cluster.workload import Workload
+
+RATES = ("model_flops", "hardware_flops", "mfu", "hfu", "tokens_per_second")
+"""Properties of a report that are told with it."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class StepReport:
 
     def activations(self, rank: int) -> list[tuple[float, float]]:
         """(seconds, bytes) of a pipeline rank, from each change on."""
-        return over_time(self.timeline, rank, self.stage_bytes)
+        return self.timeline.live(rank, lambda stage: self.stage_bytes[stage])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data: all but the timeline."""
@@ -97,10 +100,6 @@ class StepReport:
             "step_seconds": self.step_seconds,
             "seconds": asdict(self.seconds),
             "bubble": self.timeline.bubble,
-            "model_flops": self.model_flops,
-            "hardware_flops": self.hardware_flops,
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "tokens_per_second": self.tokens_per_second,
+            **{name: getattr(self, name) for name in RATES},
             "memory": [{**asdict(rank), "total": rank.total, "fits": rank.fits} for rank in self.memory],
         }

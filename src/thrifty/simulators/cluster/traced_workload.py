@@ -27,8 +27,10 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy on the logits of `model.logits`, or on what the model gives where it has no such method."""
-    output = getattr(model, "logits", model)(tokens)
+    """Cross-entropy on the logits of `model.logits`, or on what the model gives where it has no such method. An
+    encoder-decoder reads a source as long as its target."""
+    inputs = (tokens, tokens) if getattr(model, "task", "") == "sequence_to_sequence" else (tokens,)
+    output = getattr(model, "logits", model)(*inputs)
     return cross_entropy(getattr(output, "logits", output), tokens)
 
 

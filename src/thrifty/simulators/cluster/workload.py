@@ -7,7 +7,7 @@ parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) divides t
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Literal, Self
 
@@ -57,14 +57,7 @@ class PassWork:
     """In how many collectives they do."""
 
     def __add__(self, other: Self) -> "PassWork":
-        return PassWork(
-            self.flops + other.flops,
-            self.moved + other.moved,
-            self.unfused + other.unfused,
-            self.kernels + other.kernels,
-            self.reduced + other.reduced,
-            self.reduces + other.reduces,
-        )
+        return PassWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,8 @@ import numpy as np
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    ceil_div,
-    multiply_accumulate,
-    operand_bytes,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div, operand_bytes
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up, multiply_accumulate
 
 STATIONS = ("select", "score", "exponent", "output")
 DRAIN = 9
@@ -68,7 +61,6 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         service=service,
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=(scores + weighed) * layer.width,
-        lead=np.zeros(layer.units, dtype=np.int64),
         read=read + sorted_keys,
         written=written,
         operations=_operations(layer, machine, scores, weighed, float(layer.per_query(iterations).sum())),
@@ -78,7 +70,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
 
 def _operations(
     layer: AttentionLayer, machine: AcceleratorSpec, candidates: float, kept: float, iterations: float
-) -> dict[PricedOperation, float]:
+) -> Operations:
     bits, width = int(machine.number("bits")), layer.width
     queries = float(layer.unit_queries.sum())
     memories = {name: machine.size(name) for name in ("keys", "values", "sorted keys")}
@@ -128,19 +120,13 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     return replace(machine, copies=budget // own)
 
 
-DESIGN = AcceleratorDesign(
-    name="a3",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={
-        "approximate": True,
-        "iterations": 0.5,
-        "depth": 4,
-        "scanned": 16,
-        "compared": 16,
-        "bits": 9,
-        "most_keys": 320,
-    },
-)
+SETTINGS = {
+    "approximate": True,
+    "iterations": 0.5,
+    "depth": 4,
+    "scanned": 16,
+    "compared": 16,
+    "bits": 9,
+    "most_keys": 320,
+}
+DESIGN = AcceleratorDesign("a3", STATIONS, lower, multipliers, scaled, SETTINGS)

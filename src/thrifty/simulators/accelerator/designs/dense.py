@@ -10,15 +10,8 @@ import numpy as np
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    ceil_div,
-    multiply_accumulate,
-    operand_bytes,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div, operand_bytes
+from thrifty.simulators.accelerator.priced_operations import PricedOperation, add_up, multiply_accumulate
 
 STATIONS = ("score", "softmax", "value")
 
@@ -36,7 +29,6 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         service=np.stack([layer.per_query(each) for each in cycles]),
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=2 * pairs * layer.width,
-        lead=np.zeros(layer.units, dtype=np.int64),
         read=read,
         written=written,
         operations=add_up(
@@ -65,11 +57,4 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     return replace(machine, copies=1, stations=stations)
 
 
-DESIGN = AcceleratorDesign(
-    name="dense",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={"bits": 16, "head_width": 64},
-)
+DESIGN = AcceleratorDesign("dense", STATIONS, lower, multipliers, scaled, settings={"bits": 16, "head_width": 64})

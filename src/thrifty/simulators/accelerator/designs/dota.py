@@ -20,15 +20,8 @@ import numpy as np
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    ceil_div,
-    multiply_accumulate,
-    operand_bytes,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div, operand_bytes
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up, multiply_accumulate
 
 STATIONS = ("fetch", "attend")
 
@@ -87,7 +80,6 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         service=service,
         buffers=(machine.stations["fetch"].buffer,),
         macs=2 * computed * width,
-        lead=np.zeros(layer.units, dtype=np.int64),
         read=read,
         written=written,
         active={"detect": float(detecting.sum())},
@@ -98,7 +90,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
 
 def _operations(
     layer: AttentionLayer, machine: AcceleratorSpec, kept: float, fetched: float, reduced: int
-) -> dict[PricedOperation, float]:
+) -> Operations:
     bits, width = int(machine.number("bits")), layer.width
     queries, pairs = float(layer.unit_queries.sum()), float((layer.unit_queries * layer.unit_keys).sum())
     memory = machine.size("operands")
@@ -126,19 +118,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     return replace(machine, copies=1, settings={**machine.settings, "lane": budget // lanes}, modules=modules)
 
 
-DESIGN = AcceleratorDesign(
-    name="dota",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={
-        "approximate": True,
-        "reordered": True,
-        "lane": 512,
-        "reduction": 0.2,
-        "detected_bits": 4,
-        "bits": 16,
-    },
-    activities=("detect",),
-)
+SETTINGS = {"approximate": True, "reordered": True, "lane": 512, "reduction": 0.2, "detected_bits": 4, "bits": 16}
+DESIGN = AcceleratorDesign("dota", STATIONS, lower, multipliers, scaled, SETTINGS, activities=("detect",))

@@ -18,15 +18,8 @@ from thrifty.core.errors import UsageError
 from thrifty.kernels.attention_filters.elsa_filter import factor_sizes, multiplies
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    ceil_div,
-    multiply_accumulate,
-    operand_bytes,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div, operand_bytes
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up, multiply_accumulate
 
 STATIONS = ("hash", "attend", "divide")
 
@@ -89,9 +82,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     )
 
 
-def _operations(
-    layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pairs: float
-) -> dict[PricedOperation, float]:
+def _operations(layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pairs: float) -> Operations:
     bits, width = int(machine.number("bits")), layer.width
     queries, keys = float(layer.unit_queries.sum()), float(layer.unit_keys.sum())
     hashed = queries + keys if pairs else 0.0
@@ -134,21 +125,10 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     if budget >= own:
         return replace(machine, copies=budget // own)
     banks, before = budget // bank, machine.stations["attend"].width
-    stations = {
-        name: replace(station, width=max(1, station.width * banks // before))
-        for name, station in machine.stations.items()
-    }
     logic = machine.scaled_modules(dict.fromkeys((*STATIONS, "select"), banks / before))
     modules = {name: logic[name] if "memory" not in name else own for name, own in machine.modules.items()}
-    return replace(machine, copies=1, stations=stations, modules=modules)
+    return replace(machine, copies=1, stations=machine.scaled_stations(banks, before), modules=modules)
 
 
-DESIGN = AcceleratorDesign(
-    name="elsa",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={"approximate": True, "selectors": 8, "head_width": 64, "bits": 9, "most_keys": 512},
-    activities=("select", "norm"),
-)
+SETTINGS = {"approximate": True, "selectors": 8, "head_width": 64, "bits": 9, "most_keys": 512}
+DESIGN = AcceleratorDesign("elsa", STATIONS, lower, multipliers, scaled, SETTINGS, activities=("select", "norm"))

@@ -25,14 +25,8 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    ceil_div,
-    whole_cycles,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div, whole_cycles
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up
 from thrifty.simulators.accelerator.spgemm_workload import SpgemmPhase, SpgemmProduct
 
 STATIONS = ("deal", "work", "move")
@@ -83,10 +77,9 @@ def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     read = size * NUMBER + comes * (NUMBER * row + POINTER)
     tile = np.repeat(np.arange(len(used)) % machine.copies, pieces)
     latency = _latency(machine)
-    cycles = np.stack([size * latency, latency + row, (read + written) * machine.clock / _bandwidth(machine)])
+    cycles = np.stack([size * latency, latency + row, (read + written) * machine.clock / _outer(machine).bandwidth])
     moved = traffic(product, machine)
     return _stream(
-        product,
         machine,
         _by_tile(cycles, tile, machine.copies),
         moved["A"] + moved["B"],
@@ -106,9 +99,8 @@ def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     working = latency + product.partial * passes * (latency + sorting)
     moved = 2 * passes - 1  # read in each pass, written in all but the last
     bytes_of_row = moved * (NUMBER * product.partial + CHUNK * product.chunks + ROW) + NUMBER * product.found + ROW
-    cycles = np.stack([0 * working, working, bytes_of_row * machine.clock / _bandwidth(machine)])
+    cycles = np.stack([0 * working, working, bytes_of_row * machine.clock / _outer(machine).bandwidth])
     stream = _stream(
-        product,
         machine,
         _by_tile(cycles, np.arange(len(working)) % machine.copies, machine.copies),
         traffic(product, machine)["T"] / 2,
@@ -124,13 +116,7 @@ def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
 
 
 def _stream(
-    product: SpgemmProduct,
-    machine: AcceleratorSpec,
-    service: np.ndarray,
-    read: float,
-    written: float,
-    operations: dict[PricedOperation, float],
-    macs: float,
+    machine: AcceleratorSpec, service: np.ndarray, read: float, written: float, operations: Operations, macs: float
 ) -> ItemStream:
     none = np.zeros(service.shape[1])
     return ItemStream(
@@ -138,7 +124,6 @@ def _stream(
         service=service,
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=macs,
-        lead=none.astype(np.int64),
         read=none + read / len(none),
         written=none + written / len(none),
         operations=operations,
@@ -161,10 +146,6 @@ def _latency(machine: AcceleratorSpec) -> int:
     return round(_outer(machine).latency * machine.clock)
 
 
-def _bandwidth(machine: AcceleratorSpec) -> float:
-    return _outer(machine).bandwidth
-
-
 def _outer(machine: AcceleratorSpec) -> AcceleratorMemory:
     if "dram" not in machine.memories:
         raise UsageError(
@@ -185,12 +166,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     return replace(machine, copies=budget // own)
 
 
-DESIGN = AcceleratorDesign(
-    name="outerspace",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={"merging": 8, "sorted": 1},
-    workload="spgemm",
-)
+SETTINGS = {"merging": 8, "sorted": 1}
+DESIGN = AcceleratorDesign("outerspace", STATIONS, lower, multipliers, scaled, SETTINGS, workload="spgemm")

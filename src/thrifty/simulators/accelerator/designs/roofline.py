@@ -13,13 +13,8 @@ import numpy as np
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    whole_cycles,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, whole_cycles
+from thrifty.simulators.accelerator.priced_operations import PricedOperation, add_up
 
 STATIONS = ("device",)
 
@@ -44,7 +39,6 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         service=whole_cycles(np.maximum(computing, moving))[None, :, None],
         buffers=(),
         macs=macs,
-        lead=np.zeros(layer.units, dtype=np.int64),
         read=moved - written,
         written=written,
         overlapped=True,
@@ -64,11 +58,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     return replace(machine, copies=1, stations=stations, modules={})
 
 
-DESIGN = AcceleratorDesign(
-    name="roofline",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={"efficiency": 1.0, "bits": 32, "fused": True, "padded": True},
-)
+SETTINGS = {"efficiency": 1.0, "bits": 32, "fused": True, "padded": True}
+DESIGN = AcceleratorDesign("roofline", STATIONS, lower, multipliers, scaled, SETTINGS)

@@ -23,13 +23,11 @@ from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
     AcceleratorDesign,
     ItemStream,
-    PricedOperation,
-    add_up,
     ceil_div,
-    multiply_accumulate,
     operand_bytes,
     whole_cycles,
 )
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up, multiply_accumulate
 
 STATIONS = ("predict", "pack", "attend")
 PACKINGS = ("split", "columns")
@@ -119,9 +117,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     )
 
 
-def _operations(
-    layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pairs: float
-) -> dict[PricedOperation, float]:
+def _operations(layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pairs: float) -> Operations:
     bits, width = int(machine.number("bits")), layer.width
     queries, keys = float(layer.unit_queries.sum()), float(layer.unit_keys.sum())
     memory = machine.size("operands")
@@ -150,27 +146,17 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     if budget >= own:
         return replace(machine, copies=budget // own)
     rows, before = budget // elements, machine.stations["attend"].width
-    stations = {
-        name: replace(station, width=max(1, station.width * rows // before))
-        for name, station in machine.stations.items()
-    }
     modules = machine.scaled_modules(dict.fromkeys(STATIONS, rows / before))
-    return replace(machine, copies=1, stations=stations, modules=modules)
+    return replace(machine, copies=1, stations=machine.scaled_stations(rows, before), modules=modules)
 
 
-DESIGN = AcceleratorDesign(
-    name="sanger",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={
-        "elements": 16,
-        "ports": 64,
-        "packing": "split",
-        "skewed": False,
-        "skew": 64,
-        "bits": 16,
-        "predicted_bits": 4,
-    },
-)
+SETTINGS = {
+    "elements": 16,
+    "ports": 64,
+    "packing": "split",
+    "skewed": False,
+    "skew": 64,
+    "bits": 16,
+    "predicted_bits": 4,
+}
+DESIGN = AcceleratorDesign("sanger", STATIONS, lower, multipliers, scaled, SETTINGS)

@@ -19,14 +19,8 @@ import numpy as np
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    ceil_div,
-    multiply_accumulate,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up, multiply_accumulate
 
 STATIONS = ("score", "softmax", "select", "value")
 
@@ -62,7 +56,6 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         service=np.stack(cycles).astype(np.int64),
         buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=float(scored.sum() + kept.sum()) * width,
-        lead=np.zeros(layer.units, dtype=np.int64),
         read=(left + keys) * width * (high + share * low) / 8 + values,
         written=left * width * (high + low) / 8,
         operations=_operations(machine, width, float(twice.sum()), float(kept.sum()), float(left.sum())),
@@ -70,9 +63,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     )
 
 
-def _operations(
-    machine: AcceleratorSpec, width: int, scored: float, kept: float, queries: float
-) -> dict[PricedOperation, float]:
+def _operations(machine: AcceleratorSpec, width: int, scored: float, kept: float, queries: float) -> Operations:
     bits = int(machine.number("high_bits") + machine.number("low_bits"))
     memory = machine.size("operands")
     return add_up(
@@ -115,11 +106,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     return replace(machine, copies=1, stations=stations, settings=settings, modules=modules)
 
 
-DESIGN = AcceleratorDesign(
-    name="spatten",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={"comparators": 16, "high_bits": 8, "low_bits": 4, "again": 0.059},
-)
+SETTINGS = {"comparators": 16, "high_bits": 8, "low_bits": 4, "again": 0.059}
+DESIGN = AcceleratorDesign("spatten", STATIONS, lower, multipliers, scaled, SETTINGS)

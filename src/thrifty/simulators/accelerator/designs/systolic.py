@@ -13,14 +13,8 @@ import numpy as np
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    multiply_accumulate,
-    operand_bytes,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, operand_bytes
+from thrifty.simulators.accelerator.priced_operations import PricedOperation, add_up, multiply_accumulate
 
 DATAFLOWS = ("os", "ws", "is")
 STATIONS = ("array",)
@@ -66,7 +60,6 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         service=service,
         buffers=(),
         macs=macs,
-        lead=np.zeros(layer.units, dtype=np.int64),
         read=read,
         written=written,
         operations=add_up(multiply_accumulate(macs, bits), {PricedOperation("sram", bits, memory): float(fetched)}),
@@ -87,11 +80,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     return replace(machine, copies=1, settings=settings)
 
 
-DESIGN = AcceleratorDesign(
-    name="systolic",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={"rows": 32, "columns": 32, "dataflow": "os", "bits": 8},
-)
+SETTINGS = {"rows": 32, "columns": 32, "dataflow": "os", "bits": 8}
+DESIGN = AcceleratorDesign("systolic", STATIONS, lower, multipliers, scaled, SETTINGS)

@@ -18,14 +18,8 @@ import numpy as np
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
-from thrifty.simulators.accelerator.design_stream import (
-    AcceleratorDesign,
-    ItemStream,
-    PricedOperation,
-    add_up,
-    ceil_div,
-    multiply_accumulate,
-)
+from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div
+from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up, multiply_accumulate
 
 STATIONS = ("lines",)
 
@@ -71,7 +65,6 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         service=service,
         buffers=(),
         macs=2 * float(computed.sum()) * width,
-        lead=np.zeros(layer.units, dtype=np.int64),
         read=(vectors * share + layer.unit_keys) * width * bits / 8 + indices,
         written=layer.unit_queries * width * bits / 8,
         operations=_operations(layer, machine, float(computed.sum()), float(decoded.sum())),
@@ -79,9 +72,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     )
 
 
-def _operations(
-    layer: AttentionLayer, machine: AcceleratorSpec, pairs: float, decoded: float
-) -> dict[PricedOperation, float]:
+def _operations(layer: AttentionLayer, machine: AcceleratorSpec, pairs: float, decoded: float) -> Operations:
     bits, width = int(machine.number("bits")), layer.width
     queries = float(layer.unit_queries.sum())
     memory = machine.size("operands")
@@ -115,14 +106,8 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     return replace(machine, copies=1, stations=stations, modules=modules)
 
 
-DESIGN = AcceleratorDesign(
-    name="vitcod",
-    stations=STATIONS,
-    lower=lower,
-    multipliers=multipliers,
-    scaled=scaled,
-    settings={"line": 8, "global_tokens": 50, "coded": True, "code": 0.5, "bits": 8, "index_bits": 8},
-)
+SETTINGS = {"line": 8, "global_tokens": 50, "coded": True, "code": 0.5, "bits": 8, "index_bits": 8}
+DESIGN = AcceleratorDesign("vitcod", STATIONS, lower, multipliers, scaled, SETTINGS)
 
 
 def released_linear_cycles(tokens: int, heads: int, layers: int) -> tuple[int, int]:
