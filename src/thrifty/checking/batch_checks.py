@@ -1,7 +1,7 @@
 """Whether the effective batch is what the recipe says: where it comes from, and what is done with it in a step."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,6 @@ from thrifty.checking.observed_runs import (
     farthest,
     gradients_of,
     relative,
-    unmodified,
     without_dropout,
 )
 from thrifty.composition.compose import Run
@@ -45,12 +44,9 @@ def data_order(subject: CheckSubject) -> PromiseVerdict:
     for step in reversed(steps):  # another order, in a source that has not been asked before
         for source, how in ((again, "asked first"), (first, "asked again")):
             if not _same(source.at(step), wanted[step]):
-                return broken(
-                    promise,
-                    "data",
-                    f"step {step + 1} is given other examples when {how}, out of order",
-                    _blame("batches", subject, "give each step's batch as a function of the step alone"),
-                )
+                text = f"step {step + 1} is given other examples when {how}, out of order"
+                fix = _blame("batches", subject, "give each step's batch as a function of the step alone")
+                return broken(promise, "data", text, fix)
     for step, batch in zip(steps, wanted, strict=True):
         total, size = float(batch.weight.sum()), first.size(step)
         if len(batch) != size or abs(total - 1) > WEIGHTS:
@@ -99,12 +95,9 @@ def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> Promise
         after = _gradient(backward, model, run.objective, batch)
     for actual, should, when in ((short, wanted[0], "when memory is short"), (after, wanted[1], "in the step after")):
         if not _is_near(actual, should, _allowed(run)):
-            return broken(
-                promise,
-                "gradients",
-                f"{when} the gradient is not that of the {len(batch)} examples: {_distance(actual, should)}",
-                _blame("backward", subject, "go through all rows again in smaller micro-batches"),
-            )
+            text = f"{when} the gradient is not that of the {len(batch)} examples: {_distance(actual, should)}"
+            fix = _blame("backward", subject, "go through all rows again in smaller micro-batches")
+            return broken(promise, "gradients", text, fix)
     return holds(promise, "gradients", f"all {len(batch)} examples count when memory is short, and after that")
 
 
@@ -166,14 +159,13 @@ def _held_still(model: nn.Module, run: Run, batch: Batch) -> Iterator[None]:
     for seed in range(2):
         torch.manual_seed(seed)
         losses.append(_gradient(_at_once(run).backward, model, run.objective, batch)[0])
-    with unmodified() if losses[0] == losses[1] else without_dropout(model):
+    with nullcontext() if losses[0] == losses[1] else without_dropout(model):
         yield
 
 
 def _gradient(backward: Backward, model: nn.Module, objective: Objective, batch: Batch) -> Found:
     gradients_of(model)
-    loss = backward(model, objective, batch).loss
-    return float(loss), gradients_of(model)
+    return float(backward(model, objective, batch).loss), gradients_of(model)
 
 
 @dataclass(frozen=True)

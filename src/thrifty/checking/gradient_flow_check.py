@@ -12,7 +12,7 @@ from thrifty.core.backward import plain_backward
 from thrifty.core.claims import Claim
 from thrifty.core.stages import HOW
 from thrifty.core.state import TrainState, full_value
-from thrifty.core.technique import Numerics, Technique
+from thrifty.core.technique import Numerics
 from thrifty.optim.weight_masks import SLOT, masks_in
 
 NEEDED = 3
@@ -82,14 +82,10 @@ def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
         if one.numerics is Numerics.DIFFERENT or not (one.overrides("model") or one.overrides("backward")):
             continue
         with suppress(Exception):  # a run that fails without it tells nothing of it
-            _, trace = train_observed(subject, _others(subject, one), steps=NEEDED)
+            _, trace = train_observed(subject, [other for other in subject.alone if other is not one], steps=NEEDED)
             if starved & trace.reached:
                 suspects.append(one.name)
     return suspects
-
-
-def _others(subject: CheckSubject, left_out: Technique) -> list[Technique]:
-    return [one for one in subject.alone if one is not left_out]
 
 
 class ZeroWeightWatcher:

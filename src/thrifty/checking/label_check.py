@@ -41,8 +41,7 @@ def format_example(recipe: Recipe, data: RunData, objective: Objective, batch: B
     if not isinstance(data, TextData) or not isinstance(objective, TokenCrossEntropy):
         return ()
     if isinstance(objective, ChatAnswers):
-        settings = use_model_tokenizer(recipe.data, recipe.model)
-        seen = preview(settings, objective.chat_learning(), 1, lambda text: None)
+        seen = preview(use_model_tokenizer(recipe.data, recipe.model), objective.chat_learning(), 1, lambda text: None)
         return tuple(_cut(_joined((part.text, part.learned) for part in example)) for example in seen.examples)
     targets, shares = objective.targets(batch)[0], objective.shares(batch)
     counted = [True] * len(targets) if shares is None else (shares[0] > 0).tolist()

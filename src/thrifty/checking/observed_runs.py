@@ -6,7 +6,7 @@ has to know that it is checked.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -94,17 +94,12 @@ class GradientProbe(Technique):
 
     def backward(self, backward: Backward) -> Backward:
         def watched(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-            with without_dropout(model) if self.quiet else unmodified():
+            with without_dropout(model) if self.quiet else nullcontext():
                 outcome = backward(model, objective, batch)
             self.see(model)
             return outcome
 
         return watched
-
-
-@contextmanager
-def unmodified() -> Iterator[None]:
-    yield
 
 
 @contextmanager

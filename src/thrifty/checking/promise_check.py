@@ -71,10 +71,13 @@ def check(
     same = deterministic_kernels(subject.device, small.deterministic)
     with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder, same:
         here = Path(folder)
+
+        def exported(run: Run, state: TrainState) -> PromiseVerdict:
+            return export_round_trip(subject, small, prepared.data.ends, run, state, here / "export")
+
         objective, batch = prepared.run.plain.objective, prepared.run.source.at(0)
         verdicts.append(label_check.labels(objective, batch))
-        for verdict in _of_run(subject, here / "checkpoints", say, _export(subject, small, prepared, here / "export")):
-            verdicts.append(verdict)
+        verdicts += _of_run(subject, here / "checkpoints", say, exported)
         say("ranks")
         verdicts.append(_of_ranks(subject, small, here, model, ranks, start))
         preview = label_check.format_example(small, prepared.data, objective, batch)
@@ -137,13 +140,6 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
 def _blamed(text: str, subject: CheckSubject) -> str:
     names = [one.name for one in subject.alone if one.name in text]
     return f"--without {names[0]}" if names else "leave techniques out one by one: --without NAME"
-
-
-def _export(subject: CheckSubject, recipe: Recipe, prepared: PreparedRun, folder: Path) -> Finish:
-    def exported(run: Run, state: TrainState) -> PromiseVerdict:
-        return export_round_trip(subject, recipe, prepared.data.ends, run, state, folder)
-
-    return exported
 
 
 def _of_ranks(

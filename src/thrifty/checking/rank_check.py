@@ -22,14 +22,7 @@ from torch import Tensor
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.exactness_check import GRADIENTS, IN_16_BITS, LATER, MOST
-from thrifty.checking.observed_runs import (
-    DRAWING,
-    CheckSubject,
-    farthest,
-    one_line_error,
-    relative,
-    train_observed,
-)
+from thrifty.checking.observed_runs import DRAWING, CheckSubject, farthest, one_line_error, relative, train_observed
 from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import read_recipe, write_recipe

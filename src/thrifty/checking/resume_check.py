@@ -12,7 +12,6 @@ from thrifty.checking.observed_runs import CheckSubject, StepObservations, advan
 from thrifty.composition.compose import Run
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.state import TrainState, read_log
-from thrifty.core.technique import Technique
 from thrifty.training import checkpoint
 
 
@@ -30,7 +29,8 @@ class StateSaver:
 def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSaver) -> PromiseVerdict:
     """Loads what was saved into a run that is opened and composed afresh, trains it to the end, and compares."""
     promise, about = "resume", "checkpoint"
-    again = replace(subject, techniques=tuple(rebuild_technique(one) for one in subject.techniques))
+    # as another process would have them: made again of their settings, with nothing that they remember
+    again = replace(subject, techniques=tuple(build(type(one), to_data(one)) for one in subject.techniques))
     run = again.composed(again.alone)
     try:
         stored = checkpoint.find(saved.folder)
@@ -43,21 +43,10 @@ def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSav
         fix = "make everything that is remembered a function of the run's state"
         return broken(promise, about, f"it cannot be resumed: {one_line_error(error)}", fix)
     if difference := _difference(run, resumed, trace, stored.step):
-        return broken(
-            promise,
-            about,
-            f"stopped after step {stored.step} and resumed, {difference}",
-            "keep what a technique remembers in the run's state, and let data depend on the step alone",
-        )
-    steps = len(trace.losses)
-    return holds(
-        promise, about, f"stopped after {stored.step} of {steps} steps: {len(trace.tensors())} tensors the same"
-    )
-
-
-def rebuild_technique(technique: Technique) -> Technique:
-    """The technique as another process would have it: made again of its settings, with nothing that it remembers."""
-    return build(type(technique), to_data(technique))
+        fix = "keep what a technique remembers in the run's state, and let data depend on the step alone"
+        return broken(promise, about, f"stopped after step {stored.step} and resumed, {difference}", fix)
+    steps, same = len(trace.losses), f"{len(trace.tensors())} tensors the same"
+    return holds(promise, about, f"stopped after {stored.step} of {steps} steps: {same}")
 
 
 def _difference(run: Run, resumed: StepObservations, trace: StepObservations, step: int) -> str:

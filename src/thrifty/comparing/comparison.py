@@ -102,8 +102,7 @@ class _Race:
     def forget_failures(self) -> None:
         """So that they are run again; not trials once a seed was run, whose rate another trial could change."""
         chosen = any("seed" in entry for entry in self.runs.values())
-        again = [run for run, entry in self.runs.items() if entry["status"] == "failed"]
-        for run in again:
+        for run in [run for run, entry in self.runs.items() if entry["status"] == "failed"]:
             if not (chosen and "trial" in self.runs[run]):
                 del self.runs[run]
 

@@ -1,6 +1,7 @@
 """Summary of a comparison: the numbers of each run, the means of each variant, and the verdicts."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import fmean
@@ -83,7 +84,7 @@ def summarize_comparison(runs: Iterable[Entry], labels: Sequence[str], protocol:
         used = ratios["seconds" if protocol.equal == "time" else protocol.equal]
         verdict = judge(*losses, variants=len(labels) - 1, effect=protocol.effect, used=used)
         variants[label] |= {
-            "verdict": verdict.as_data(),
+            "verdict": asdict(verdict),
             "ratios": ratios,
             "used": used,
             "time_to_quality": time_to_quality(entries[BASELINE], entries[label]),
@@ -103,13 +104,8 @@ def time_to_quality(baseline: Sequence[Entry], variant: Sequence[Entry]) -> dict
         if mine is not None and its:
             ratios.append(mine / its)
     low, high = interval(ratios)
-    return {
-        "pairs": len(pairs),
-        "reached": len(ratios),
-        "mean": fmean(ratios) if ratios else None,
-        "low": low,
-        "high": high,
-    }
+    mean = fmean(ratios) if ratios else None
+    return {"pairs": len(pairs), "reached": len(ratios), "mean": mean, "low": low, "high": high}
 
 
 def _finished(baseline: Sequence[Entry], variant: Sequence[Entry]) -> list[tuple[Entry, Entry]]:

@@ -107,12 +107,8 @@ class Worker:
         if code < 0:
             error = f"its process was ended by signal {-code}; memory may have run out. It said last: {error}"
         elapsed = time.monotonic() - began
-        return RunExit(
-            code,
-            " ".join(redact_command(error.split())),
-            elapsed,
-            meter.read_joules() if whole and alone else None,
-        )
+        joules = meter.read_joules() if whole and alone else None
+        return RunExit(code, " ".join(redact_command(error.split())), elapsed, joules)
 
     def stop(self) -> None:
         self._stopped.set()

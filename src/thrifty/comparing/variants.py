@@ -54,12 +54,9 @@ class Variant:
         """The techniques by which it differs from the baseline: "added", "removed", and "changed" settings."""
         mine = {one.name: to_data(one) for one in self.recipe.techniques}
         its = {one.name: to_data(one) for one in baseline.recipe.techniques}
+        added, removed = sorted(mine.keys() - its.keys()), sorted(its.keys() - mine.keys())
         changed = [name for name in mine if name in its and mine[name] != its[name]]
-        return {
-            "added": sorted(mine.keys() - its.keys()),
-            "removed": sorted(its.keys() - mine.keys()),
-            "changed": changed,
-        }
+        return {"added": added, "removed": removed, "changed": changed}
 
 
 def read_variants(

@@ -179,8 +179,7 @@ class _BlockPasses:
             self.saved -= self.live.now
 
     def _ends(self, block: nn.Module, args: tuple, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        self.hidden = max(self.hidden, tensor_bytes(hidden))
+        self.hidden = max(self.hidden, tensor_bytes(output[0] if isinstance(output, tuple) else output))
         if block not in self._ended:
             self._ended.add(block)
             self.saved += self.live.now

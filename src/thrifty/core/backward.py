@@ -28,7 +28,6 @@ Backward = Callable[[nn.Module, Objective, Batch], BackwardResult]
 
 def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
     """The whole batch in one forward and one backward pass."""
-    losses = objective.losses(objective.predict(model, batch), batch)
-    loss = (losses * batch.weight).sum()
+    loss = (objective.losses(objective.predict(model, batch), batch) * batch.weight).sum()
     loss.backward()
     return BackwardResult(loss.detach())

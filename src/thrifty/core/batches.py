@@ -122,10 +122,8 @@ class BatchSource:
 
 
 def _numberless(source: BatchSource) -> RefusedError:
-    kind = type(source).__name__
-    return RefusedError(
-        f"the examples of this data ({kind}) have no fixed numbers to be known by", "train on all of them"
-    )
+    what = f"the examples of this data ({type(source).__name__}) have no fixed numbers to be known by"
+    return RefusedError(what, "train on all of them")
 
 
 def _stretch(source: BatchSource, first: int, stop: int) -> Batch:

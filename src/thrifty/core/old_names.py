@@ -122,8 +122,7 @@ def rename_techniques(value: Any) -> Any:
 
 def rename_comparison(data: Mapping[str, Any]) -> dict[str, Any]:
     """Rename techniques, and what the recipes hold, in a stored comparison; labels stay as they were given."""
-    changes = {label: rename_techniques(roles) for label, roles in data.get("changes", {}).items()}
-    renamed = {**data, "changes": changes}
+    renamed = {**data, "changes": {label: rename_techniques(roles) for label, roles in data.get("changes", {}).items()}}
     if isinstance(arms := data.get("definition", {}).get("arms"), Mapping):
         recipes = {label: rename_recipe(recipe) for label, recipe in arms.items()}
         renamed["definition"] = {**data["definition"], "arms": recipes}

@@ -29,14 +29,8 @@ from thrifty.core.tensor_tracing import untraced
 
 KEY = "thrifty-scores"
 FORMAT = 1
-TYPES = {
-    "scores": torch.float32,
-    "runs": torch.float32,
-    "labels": torch.int64,
-    "predicted": torch.int64,
-    "confidence": torch.float32,
-    "own": torch.float32,
-}
+TYPES = dict.fromkeys(("scores", "runs", "confidence", "own"), torch.float32)
+TYPES |= dict.fromkeys(("labels", "predicted"), torch.int64)
 
 
 @dataclass(frozen=True)
@@ -128,17 +122,12 @@ def read_scores(path: Path) -> ExampleScores:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             facts = _facts(json.loads(told))
             _check(tensors)
-            guesses = [tensors[field.name] for field in fields(PredictedLabels)] if "predicted" in tensors else None
+            answers = [tensors[field.name] for field in fields(PredictedLabels)] if "predicted" in tensors else None
+            guesses = PredictedLabels(*answers) if answers else None
         except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
             what = "it has no facts of scores" if isinstance(error, KeyError) and error.args == (KEY,) else str(error)
             raise IntegrityError(f"{path} is no scores file: {what}", fix="score again: thrifty data score") from None
-        return ExampleScores(
-            tensors["scores"],
-            tensors["runs"],
-            facts,
-            tensors.get("labels"),
-            PredictedLabels(*guesses) if guesses else None,
-        )
+        return ExampleScores(tensors["scores"], tensors["runs"], facts, tensors.get("labels"), guesses)
 
 
 def _facts(told: dict[str, Any]) -> ScoreProvenance:

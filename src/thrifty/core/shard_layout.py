@@ -112,8 +112,7 @@ def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     order = order_of(parameter)
     if order is None or not is_dtensor(tensor):
         return tensor
-    dims = [order.dim] if tensor.ndim == parameter.ndim else range(tensor.ndim)
-    for dim in dims:
+    for dim in [order.dim] if tensor.ndim == parameter.ndim else range(tensor.ndim):
         if tensor.shape[dim] == sum(order.sizes) and any(placement.is_shard(dim) for placement in tensor.placements):
             return tag_order(tensor, replace(order, dim=dim))
     return tensor

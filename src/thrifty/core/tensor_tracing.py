@@ -14,6 +14,14 @@ from torch.utils._pytree import tree_leaves
 from thrifty.core.op_flops import FLOPS_OF, call_operation, traced_device
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in list(tensors)}.values())
+
+
 def tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 

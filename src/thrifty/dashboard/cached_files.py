@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from thrifty.reporting.run_record import mapping
+
 LARGEST = 8 << 20
 """Bytes of a file that is read as a whole; a larger one counts as unreadable."""
 
@@ -24,8 +26,7 @@ class CachedFiles:
         return self._read(path, lambda content: tomllib.loads(content.decode())) or {}
 
     def json_object(self, path: Path) -> Mapping[str, Any]:
-        value = self.json(path)
-        return value if isinstance(value, dict) else {}
+        return mapping(self.json(path))
 
     def _read(self, path: Path, parse: Callable[[bytes], Any]) -> Any:
         try:

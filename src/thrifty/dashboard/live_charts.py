@@ -4,43 +4,25 @@ They look as those of the report do; colours come from `palette.chart_look` in t
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import altair as alt
-import numpy as np
 
 from thrifty.dashboard.live_curves import Curve
 from thrifty.dashboard.run_index import NOTED, RunIndex
+from thrifty.reporting import run_charts
 from thrifty.reporting.key_figures import KeyFigures
 from thrifty.reporting.loss_curves import CurvePoint
 from thrifty.reporting.number_format import prefix_for, scaled, significant
-from thrifty.reporting.run_charts import (
-    CHANGE_LINES,
-    EACH,
-    HELD_OUT,
-    NAMED_CHANGES,
-    SERIES,
-    SMOOTHED,
-    SMOOTHED_FROM,
-    TRAINED,
-    describe,
-)
+from thrifty.reporting.run_charts import EACH, HELD_OUT, SMOOTHED, TRAINED, ChartTheme
 from thrifty.reporting.run_record import RunRecord
 from thrifty.reporting.run_tables import CHART_ROWS, TextTable, curve_table
 
 Rows = list[dict[str, Any]]
 EACH_POINTS, LINE_POINTS = 600, 300
 """Points of a curve that go through the connection: of each step's values, and of the line over them."""
-
-
-@dataclass(frozen=True)
-class ChartTheme:
-    scale: str = "linear"
-    from_zero: bool = False
-    number_format: str = "~s"
-    height: int = 210
 
 
 @dataclass(frozen=True)
@@ -65,7 +47,7 @@ class _Plot:
     title: str
     unit: str
     curve: Curve
-    look: ChartTheme = ChartTheme()
+    look: ChartTheme = field(default_factory=ChartTheme)
     held_out: Sequence[CurvePoint] = ()
     trained: Sequence[CurvePoint] = ()
     references: Sequence[tuple[float, str]] = ()
@@ -77,20 +59,14 @@ def figures(index: RunIndex, record: RunRecord, key: KeyFigures) -> list[LiveFig
     """The charts for which there are records, most important first."""
     steps, evaluations = index.steps, index.evaluations
     shares = [name for name in key.measured if name in evaluations.columns]
+    of_rates = ChartTheme(from_zero=True, number_format="~g")
     plots = [
         _loss(index, record, key),
         *(_share(name, evaluations.curve(name)) for name in shares),
         _memory(steps.curve("memory"), key),
         _Plot("throughput", "Throughput", f"{key.unit}/s", steps.curve("tokens_per_second")),
         _gradient_norm(steps.curve("gradient_norm")),
-        _Plot(
-            "learning_rate",
-            "Learning rate",
-            "",
-            steps.curve("learning_rate"),
-            ChartTheme(from_zero=True, number_format="~g"),
-            smoothing=False,
-        ),
+        _Plot("learning_rate", "Learning rate", "", steps.curve("learning_rate"), of_rates, smoothing=False),
         _noise_scale(steps.curve(NOTED)),
     ]
     return [_drawn(plot) for plot in plots if len(plot.curve) or plot.held_out]
@@ -108,7 +84,7 @@ def _loss(index: RunIndex, record: RunRecord, key: KeyFigures) -> _Plot:
         held_out=index.evaluations.curve("loss").thin(LINE_POINTS),
         trained=index.evaluations.curve("trained_loss").thin(LINE_POINTS),
         references=[(entropy, f"unigram entropy {significant(entropy)}")] if entropy is not None else (),
-        changes=changes[-CHANGE_LINES:],
+        changes=changes[-run_charts.CHANGE_LINES :],
     )
 
 
@@ -129,10 +105,8 @@ def _memory(curve: Curve, key: KeyFigures) -> _Plot:
 
 
 def _gradient_norm(curve: Curve) -> _Plot:
-    values = curve.values
-    spiky = len(values) > 0 and values.min() > 0 and values.max() > 20 * np.median(values)
-    unit, look = ("logarithmic scale", ChartTheme(scale="log")) if spiky else ("", ChartTheme())
-    return _Plot("gradient_norm", "Gradient norm", unit, curve, look)
+    unit, scale = run_charts.scale_of_norms(curve.values.tolist())
+    return _Plot("gradient_norm", "Gradient norm", unit, curve, ChartTheme(scale=scale))
 
 
 def _noise_scale(curve: Curve) -> _Plot:
@@ -142,7 +116,7 @@ def _noise_scale(curve: Curve) -> _Plot:
 
 
 def _drawn(plot: _Plot) -> LiveFigure:
-    curve, smoothing = plot.curve, plot.smoothing and len(plot.curve) >= SMOOTHED_FROM
+    curve, smoothing = plot.curve, plot.smoothing and len(plot.curve) >= run_charts.SMOOTHED_FROM
     thinned = curve.thin(EACH_POINTS if smoothing else LINE_POINTS)
     line = curve.smooth(LINE_POINTS) if smoothing else thinned
     changes = [{"step": each["step"], "change": str(each.get("technique", ""))} for each in plot.changes]
@@ -150,17 +124,17 @@ def _drawn(plot: _Plot) -> LiveFigure:
     labels = [{"value": value, "label": label, "top": value == top} for value, label in plot.references]
     data = {
         "changes": changes,
-        "named": changes if len(changes) <= NAMED_CHANGES else [],
-        "each": _rows(thinned) if smoothing else [],
-        "smoothed": _rows(line),
-        "held_out": _rows(plot.held_out),
-        "trained": _rows(plot.trained),
+        "named": changes if len(changes) <= run_charts.NAMED_CHANGES else [],
+        "each": run_charts.rows(thinned) if smoothing else [],
+        "smoothed": run_charts.rows(line),
+        "held_out": run_charts.rows(plot.held_out),
+        "trained": run_charts.rows(plot.trained),
         "above": [row for row in labels if row["top"]],
         "below": [row for row in labels if not row["top"]],
     }
     data = {name: rows for name, rows in data.items() if rows}
     drawn_as = {EACH: "each", SMOOTHED: "smoothed", HELD_OUT: "held_out", TRAINED: "trained"}
-    legend = tuple(series for series in SERIES if drawn_as[series] in data)
+    legend = tuple(series for series in run_charts.SERIES if drawn_as[series] in data)
     summary = _summary(plot, thinned)
     table = curve_table(plot.title, plot.unit, curve.spans(CHART_ROWS), plot.held_out, plot.trained)
     spec = specification(plot.look, tuple(data))
@@ -168,72 +142,41 @@ def _drawn(plot: _Plot) -> LiveFigure:
 
 
 def _summary(plot: _Plot, thinned: Sequence[CurvePoint]) -> str:
-    sentences = [describe(plot.title, thinned)]
+    sentences = [run_charts.describe(plot.title, thinned)]
     if plot.held_out:
         sentences.append(f"Held-out loss ends at {significant(plot.held_out[-1].value)}.")
     sentences += [f"{label[0].upper()}{label[1:]}." for _, label in plot.references]
     return " ".join(sentences)
 
 
-def _rows(points: Iterable[CurvePoint]) -> Rows:
-    return [{"step": point.step, "value": float(f"{point.value:.5g}")} for point in points]
-
-
 @functools.cache
 def specification(look: ChartTheme, names: tuple[str, ...]) -> dict[str, Any]:
     """The Vega-Lite of a chart of these data, without them; Vega warns of a scale over data that are empty."""
-    axis = alt.Axis(title=None, format=look.number_format, tickCount=5)
-    value = alt.Y("value:Q", axis=axis, scale=alt.Scale(type=look.scale, zero=look.from_zero))
+    value = look.y()
     marks = {"strokeJoin": "round", "aria": False}
     dots = alt.OverlayMarkDef(filled=True, size=25)
-    names_of_changes = _named("named").encode(x=_steps(), y=alt.value(2), text="change:N")
+    changes = _named("changes").encode(x=run_charts.step_axis(), tooltip=["change:N"])
+    names_of_changes = _named("named").encode(x=run_charts.step_axis(), y=alt.value(2), text="change:N")
+    smoothed = _series("smoothed", SMOOTHED, value)
+    hover = run_charts.hover_points(_series("smoothed", SMOOTHED, value))
     layers = {
-        "changes": [_named("changes").mark_rule(style="change", aria=False).encode(x=_steps(), tooltip=["change:N"])],
+        "changes": [changes.mark_rule(style="change", aria=False)],
         "named": [names_of_changes.mark_text(style="reference-label", align="left", baseline="top", dx=5, aria=False)],
         "each": [_series("each", EACH, value).mark_line(strokeWidth=1, **marks)],
-        "smoothed": [_series("smoothed", SMOOTHED, value).mark_line(strokeWidth=2, **marks), _hover(value)],
+        "smoothed": [smoothed.mark_line(strokeWidth=2, **marks), hover],
         "trained": [_series("trained", TRAINED, value).mark_line(strokeWidth=1.5, point=dots, aria=False)],
         "held_out": [_series("held_out", HELD_OUT, value).mark_line(strokeWidth=1.5, point=dots, aria=False)],
-        "above": _references("above", -9),
-        "below": _references("below", 11),
+        "above": run_charts.reference_marks(_named("above"), "label:N", below=False),
+        "below": run_charts.reference_marks(_named("below"), "label:N", below=True),
     }
     drawn = [layer for name, each in layers.items() if name in names for layer in each]
     spec = alt.layer(*drawn).properties(width="container", height=look.height).to_dict()
     return {name: part for name, part in spec.items() if name != "$schema"}
 
 
-def _hover(value: alt.Y) -> alt.Chart:
-    """Points that answer to the pointer."""
-    nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", fields=["step"], empty=False)
-    return (
-        _series("smoothed", SMOOTHED, value)
-        .mark_circle(style="hover", aria=False)
-        .encode(
-            opacity=alt.when(nearest).then(alt.value(1)).otherwise(alt.value(0)),
-            tooltip=[alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", format=".4~g")],
-        )
-        .add_params(nearest)
-    )
-
-
-def _references(name: str, dy: int) -> list[alt.Chart]:
-    """Dashed lines across the chart with their names at the right end."""
-    rule = _named(name).encode(y="value:Q").mark_rule(style="reference", aria=False)
-    end = _named(name).encode(y="value:Q", x=alt.value("width"), text="label:N")
-    place = {"align": "right", "dx": -4, "dy": dy, "aria": False}
-    return [rule, end.mark_text(style="reference-halo", **place), end.mark_text(style="reference-label", **place)]
-
-
 def _series(name: str, series: str, value: alt.Y) -> alt.Chart:
-    colour = alt.Color("series:N", scale=alt.Scale(domain=SERIES), legend=None)
-    chart = _named(name).transform_calculate(series=f"'{series}'")
-    return chart.encode(x=_steps(), y=value, color=colour)
+    return run_charts.series_chart(alt.NamedData(name=name), series, value)
 
 
 def _named(name: str) -> alt.Chart:
     return alt.Chart(alt.NamedData(name=name))
-
-
-def _steps() -> alt.X:
-    axis = alt.Axis(title="step", format="~s", tickCount=6)
-    return alt.X("step:Q", axis=axis, scale=alt.Scale(nice=False, zero=False))

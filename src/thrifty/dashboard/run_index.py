@@ -11,7 +11,7 @@ import numpy as np
 from thrifty.dashboard.live_curves import Curve, RunCurves
 from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.key_figures import KeyFigures, key_figures
-from thrifty.reporting.run_record import EVENTS, RunRecord, number, parse_record, read_run
+from thrifty.reporting.run_record import EVENTS, RunRecord, mapping, number, parse_record, read_run
 
 STEP_FIELDS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "flops_per_second", "memory")
 NOTED = "noise_scale"
@@ -71,8 +71,7 @@ class RunIndex:
     def record(self) -> RunRecord:
         """The run with only the last of its steps, the last with a finite loss, and of its evaluations the best too."""
         rows = [*_telling_rows(self.steps, "step"), *_telling_rows(self.evaluations, "evaluation")]
-        events = sorted(self.events.values(), key=lambda event: event["step"])
-        record = read_run(self.folder, [*rows, *events])
+        record = read_run(self.folder, [*rows, *sorted(self.events.values(), key=lambda event: event["step"])])
         return replace(record, damage=(*record.damage, *self._damage()))
 
     def key_figures(self, record: RunRecord) -> KeyFigures:
@@ -95,8 +94,7 @@ class RunIndex:
             return
         step, kind = int(record["step"]), record["kind"]
         if kind == "step":
-            notes = record.get("notes")
-            noted = notes.get(NOTED) if isinstance(notes, dict) else None
+            noted = mapping(record.get("notes")).get(NOTED)
             self.steps.put(step, record | {NOTED: noted, "skipped": int(record.get("skipped") is True)})
         elif kind == "evaluation":
             columns = self.evaluations.columns

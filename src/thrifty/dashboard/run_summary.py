@@ -12,7 +12,7 @@ from thrifty.core.secret_redaction import redact_text
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.loss_curves import CurvePoint, thin
-from thrifty.reporting.run_record import number, parse_record
+from thrifty.reporting.run_record import mappings, number, parse_record
 from thrifty.training.run_lock import holder
 
 FROM_END = 1 << 16
@@ -67,8 +67,7 @@ class RunSummary:
         self._follow()
         recipe = rename_recipe(self.files.toml(self.folder / "recipe.toml"))
         summary = self.files.json_object(self.folder / "summary.json")
-        techniques = self.files.json_object(self.folder / "explanation.json").get("techniques")
-        named = [each for each in techniques if isinstance(each, dict)] if isinstance(techniques, list) else []
+        named = mappings(self.files.json_object(self.folder / "explanation.json").get("techniques"))
         status = str(summary.get("status", ""))
         step = int(number(self.step.get("step")) or number(summary.get("steps")) or 0)
         state, reason = self._state(status, step, number(summary.get("steps")) or 0)

@@ -8,7 +8,7 @@ from typing import Any
 from thrifty.core.secret_redaction import redact
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.reporting.number_format import MISSING, scaled, significant
-from thrifty.reporting.run_record import number
+from thrifty.reporting.run_record import mapping, mappings, number
 from thrifty.reporting.run_tables import TextTable
 
 MOST = 2_000
@@ -51,13 +51,13 @@ def tables(data: Mapping[str, Any]) -> list[TextTable]:
     lists and mappings of like things in it, at most a few hundred rows of each."""
     study = "summary" in data and "definition" in data
     made = list(_study(data)) if study else list(_found(data, ""))
-    facts = _object(data.get("environment")) or data
+    facts = mapping(data.get("environment")) or data
     rows = [(name, _cell(facts[name])) for name in FACTS if facts.get(name) is not None]
     return [*made, TextTable("Measured on", ("What", "Value"), rows)] if rows else made
 
 
 def _study(data: Mapping[str, Any]) -> Iterator[TextTable]:
-    expected = [each for each in _list(data.get("expectations")) if isinstance(each, dict)]
+    expected = mappings(data.get("expectations"))
     if expected:
         rows = [
             (
@@ -68,7 +68,7 @@ def _study(data: Mapping[str, Any]) -> Iterator[TextTable]:
             for each in expected
         ]
         yield TextTable("What was expected", ("Expectation", "Outcome", "Held in"), rows)
-    numbers = {case: values for case, values in _object(data["summary"]).items() if isinstance(values, dict)}
+    numbers = {case: values for case, values in mapping(data["summary"]).items() if isinstance(values, dict)}
     every = list(dict.fromkeys(name for values in numbers.values() for name in values))
     names = every[:COLUMNS]
     rows = [[case, *(_estimate(values.get(name)) for name in names)] for case, values in list(numbers.items())[:ROWS]]
@@ -136,16 +136,12 @@ def _is_numeric(objects: Labelled, column: str) -> bool:
 
 def outcome(data: Mapping[str, Any]) -> str:
     """Of a study how many of its expectations hold, of a comparison the verdict on each arm, of others their status."""
-    verdicts = [each.get("verdict") for each in _list(data.get("expectations")) if isinstance(each, dict)]
+    verdicts = [each.get("verdict") for each in mappings(data.get("expectations"))]
     if verdicts:
         return f"{verdicts.count('holds')} of {len(verdicts)} expectations hold"
-    judged = _object(_object(data.get("outcome")).get("arms"))
-    words = {label: _object(_object(arm).get("verdict")).get("verdict") for label, arm in judged.items()}
+    judged = mapping(mapping(data.get("outcome")).get("arms"))
+    words = {label: mapping(mapping(arm).get("verdict")).get("verdict") for label, arm in judged.items()}
     return "; ".join(f"{label}: {word}" for label, word in words.items() if word) or str(data.get("status", ""))
-
-
-def _object(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _list(value: Any) -> list[Any]:

@@ -130,8 +130,7 @@ class _LayerTimer:
             raise RefusedError("its blocks are not called once each and in order", fix="take another model")
         if both := self.before & self.behind:
             raise RefusedError(f"{min(both)} runs before and behind the blocks", fix="take another model")
-        inside = [end - begin for _, begin, end in self.calls]
-        return [self.calls[0][1] - began, *inside, ended - self.calls[-1][2]]
+        return [self.calls[0][1] - began, *[end - begin for _, begin, end in self.calls], ended - self.calls[-1][2]]
 
     def _forward(self, now: Callable[[], float]) -> tuple[float, Any]:
         """When a forward pass began, and its output."""

@@ -16,15 +16,8 @@ from thrifty.core.mesh import axis
 from thrifty.core.ranks import gather_bytes
 
 _DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
-)
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool,
+)  # fmt: skip
 _DIMS = 6
 
 

@@ -178,8 +178,7 @@ class TensorParallelizer:
 
     def _behind(self, module: nn.Module, change: Callable[[Any], Tensor]) -> None:
         """Changes the output, before whatever else acts on it."""
-        hook = module.register_forward_hook(lambda _, args, output: change(output), prepend=True)
-        self.undo.callback(hook.remove)
+        self.undo.callback(module.register_forward_hook(lambda _, args, output: change(output), prepend=True).remove)
 
     def _wrap(self, module: nn.Module, forward: Callable) -> None:
         before = vars(module).get("forward")

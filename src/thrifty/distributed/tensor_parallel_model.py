@@ -115,8 +115,7 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
 def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:
     """What each slice must be a multiple of: a head, where a layer belongs to an attention."""
     owner, _, _ = name.rpartition(".")
-    beside = [part_of_attention(other) for other in plan if other.rpartition(".")[0] == owner]
-    if not any(beside):
+    if not any(part_of_attention(other) for other in plan if other.rpartition(".")[0] == owner):
         return 1
     module = model.get_submodule(owner)
     for attribute in HEAD_WIDTHS:

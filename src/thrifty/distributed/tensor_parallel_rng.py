@@ -20,8 +20,7 @@ from thrifty.core.randomness import seed_of
 def parallel_randomness(place: int) -> Iterator[None]:
     """Random numbers of the rank at this place alone, for as long as the block lasts."""
     common = int(torch.empty((), dtype=torch.int64).random_())
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed_of(f"{common}/{place}"))
         yield
 

@@ -1,6 +1,6 @@
 """What one call of a block costs, found out without running it: bytes and FLOPs are counted on fake tensors."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from thrifty.core.errors import ThriftyError
-from thrifty.core.tensor_tracing import StepTrace, gc_disabled
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled, storage_bytes, tensors_in
 from thrifty.memory.call_signature import CallSignature
 from thrifty.memory.recompute_schedule import ChainStageCost
 
@@ -93,7 +93,7 @@ def block_cost(
 
         cost, result = _traced(call, tensors_in(inputs), own, {} if known is None else known)
     real = {id(fake): leaf for fake, leaf in zip(inputs, leaves, strict=True) if isinstance(fake, Tensor)}
-    return cost, tree_map(lambda leaf: real[id(leaf)] if id(leaf) in real else _zeros(leaf), result)
+    return cost, tree_map_only(Tensor, lambda leaf: real[id(leaf)] if id(leaf) in real else _zeros(leaf), result)
 
 
 def _traced(
@@ -149,8 +149,7 @@ def _returning_bytes(work: CostTrace, result: Any, inputs: Sequence[Tensor], own
         return 0
     gradients = [torch.empty_like(end) for end in ends]
     work.peak = started = work.now
-    trained = [tensor for tensor in (*inputs, *own) if tensor.requires_grad]
-    torch.autograd.backward(ends, gradients, inputs=trained)
+    torch.autograd.backward(ends, gradients, inputs=[tensor for tensor in (*inputs, *own) if tensor.requires_grad])
     of_input = storage_bytes(tensor.grad for tensor in inputs if tensor.grad is not None)
     return max(work.peak - started - of_input, 0)
 
@@ -191,21 +190,10 @@ def in_seconds(cost: ChainStageCost, forward: float) -> ChainStageCost:
     return replace(cost, forward=forward, backward=rate * cost.backward, stopped=stopped)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in list(tensors)}.values())
-
-
 def empty_copy(tensor: Tensor) -> Tensor:
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return like.requires_grad_(tensor.requires_grad)
 
 
-def _zeros(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    zeros = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
-    return zeros.requires_grad_(value.requires_grad)
+def _zeros(tensor: Tensor) -> Tensor:
+    return empty_copy(tensor.detach()).zero_().requires_grad_(tensor.requires_grad)

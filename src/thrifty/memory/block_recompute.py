@@ -11,7 +11,7 @@ one of them twice or change hidden states between two blocks, and still computes
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.tensor_tracing import tensors_in
 from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
 
 
@@ -96,7 +97,7 @@ class BlockCall:
         """The first time: its result, with the tensors that autograd would save left out."""
         with saved_tensors_hooks(self._leave_out, _give):
             result = self.inner(*args, **kwargs)
-        self.outputs = [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.outputs = [weakref.ref(tensor) for tensor in tensors_in(result)]
         return result
 
     def _leave_out(self, tensor: Tensor) -> tuple["BlockCall", int]:
@@ -142,12 +143,9 @@ class BlockCall:
                     raise _StopRecompute
 
         outputs: list[Tensor] = []
-        with self.surroundings.restored(), saved_tensors_hooks(pack, _gone):
-            try:
-                result = self._call(linked)
-                outputs = [leaf.detach() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            except _StopRecompute:
-                pass
+        with self.surroundings.restored(), saved_tensors_hooks(pack, _gone), suppress(_StopRecompute):
+            result = self._call(linked)
+            outputs = [tensor.detach() for tensor in tensors_in(result)]
         if keep:
             self._check([(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None])
             self.found = tensors

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from thrifty.core.tensor_tracing import StepTrace, untraced
-from thrifty.memory.block_costs import counted_stage, storage_bytes, tensors_in
+from thrifty.core.tensor_tracing import StepTrace, storage_bytes, tensors_in, untraced
+from thrifty.memory.block_costs import counted_stage
 from thrifty.memory.op_trace import INPUT, Cost, OpTrace, Where, record
 from thrifty.memory.peak_intervals import PeakInterval, peak_intervals
 from thrifty.memory.recompute_schedule import ChainStageCost

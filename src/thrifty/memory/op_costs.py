@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thrifty.core.op_flops import FLOPS_OF
+from thrifty.core.tensor_tracing import tensors_in
 
 FLOPS_PER_SECOND = {"cpu": 1e11, "cuda": 1e14}
 BYTES_PER_SECOND = {"cpu": 1e10, "cuda": 1e12}
@@ -19,7 +20,7 @@ BYTES_PER_SECOND = {"cpu": 1e10, "cuda": 1e12}
 
 def counted_seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     """Of an operation on a typical device: by its FLOPs or by the bytes it touches, whichever takes longer."""
-    tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor)]
+    tensors = tensors_in((args, kwargs, result))
     device = tensors[0].device.type if tensors else "cpu"
     formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))
     flops = formula(*args, **kwargs, out_val=result) if formula else 0
@@ -39,7 +40,7 @@ class MeasuredSeconds:
         key = (func, *map(_likeness, tree_leaves((args, kwargs))))
         if key not in self.known:
             with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
-                real_args, real_kwargs = tree_map(_random_like, (args, kwargs))
+                real_args, real_kwargs = tree_map_only(Tensor, _random_like, (args, kwargs))
                 self.known[key] = self._best(lambda: func(*real_args, **real_kwargs), _device(real_args))
         return self.known[key]
 
@@ -58,15 +59,13 @@ def _likeness(value: Any) -> Any:
     return repr(value)
 
 
-def _random_like(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+def _random_like(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.normal_() if made.is_floating_point() else made.zero_()
 
 
 def _device(args: tuple) -> torch.device:
-    return next((value.device for value in tree_leaves(args) if isinstance(value, Tensor)), torch.device("cpu"))
+    return next((tensor.device for tensor in tensors_in(args)), torch.device("cpu"))
 
 
 def _now(device: torch.device) -> float:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from thrifty.core.tensor_tracing import storage_bytes, tensors_in
 from thrifty.memory.saved_tensor_hooks import SMALLEST, base_storage, is_quantizable
 
 UNTOLD_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
@@ -104,8 +104,7 @@ def record(
 ) -> tuple[Any, OpTrace]:
     """Run a function forward, with gradients, and return its result and its tape. Nothing is saved for a backward
     pass, so there can be none. Of its arguments only `movable` may wait elsewhere."""
-    inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    recording = _OpRecorder(inputs, cost, where)
+    recording = _OpRecorder(tensors_in((args, kwargs)), cost, where)
     if movable is not None:
         recording.movable = movable.untyped_storage()._cdata
         recording.tape.movable_input = movable.untyped_storage().nbytes()
@@ -140,7 +139,7 @@ def _gone(packed: None) -> Tensor:
 class _OpRecorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor], cost: Cost, where: Where):
         super().__init__()
-        self.tape, self.cost, self.where = OpTrace(input_bytes=_storage_bytes(inputs)), cost, where
+        self.tape, self.cost, self.where = OpTrace(input_bytes=storage_bytes(inputs)), cost, where
         self.block = where()
         self.was_read: set[int] = set()
         self.seen_saved: set[int] = set()
@@ -176,13 +175,13 @@ class _OpRecorder(TorchDispatchMode):
 
     def write_down(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         number, items = len(self.tape.operations), self.tape.items
-        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        inputs = tensors_in((args, kwargs))
         targets = list(_written(func, args, kwargs))
         written = self.owners_of(targets)
         reads = self.owners_of(inputs) - written
         made = self.made(inputs, result)
         if made:
-            items[number] = OpOutput(number, _short(func), self.module(), _storage_bytes(made), reads=reads)
+            items[number] = OpOutput(number, _short(func), self.module(), storage_bytes(made), reads=reads)
             items[number].codable = is_quantizable(made[0])
             items[number].itemsize = made[0].element_size()
             for storage in (StorageWeakRef(tensor.untyped_storage()) for tensor in made):
@@ -207,8 +206,7 @@ class _OpRecorder(TorchDispatchMode):
     def made(self, inputs: Sequence[Tensor], result: Any) -> list[Tensor]:
         """The results that are in storages of their own, not in those of arguments."""
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
-        results = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
-        return [tensor for tensor in results if tensor.untyped_storage()._cdata not in before]
+        return [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in before]
 
     def owner(self, tensor: Tensor) -> int | None:
         known = self.owners.get(tensor.untyped_storage()._cdata)
@@ -225,13 +223,9 @@ def _short(func: Any) -> str:
     return str(func).partition(".")[2].partition(".")[0].strip("_")
 
 
-def _storage_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
 def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     """The arguments that an operation writes into."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (each for each in tree_leaves(value) if isinstance(each, Tensor))
+            yield from tensors_in(value)

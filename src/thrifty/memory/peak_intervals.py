@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thrifty.core.errors import ThriftyError
-from thrifty.core.tensor_tracing import StepTrace, gc_disabled
-from thrifty.memory.block_costs import empty_copy, fake_parameters, restore_module_state, storage_bytes, tensors_in
+from thrifty.core.tensor_tracing import StepTrace, gc_disabled, storage_bytes, tensors_in
+from thrifty.memory.block_costs import empty_copy, fake_parameters, restore_module_state
 from thrifty.memory.op_trace import INPUT, OpTrace, same_casts
 from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
@@ -143,8 +143,7 @@ class _PeakTracer:
             peaks.append((peak, here, tuple(reversed(places[:made]))))
         for count, peak in enumerate(self.back):
             gone = frozenset(self.asked[:count])
-            waiting = tuple(place for place in reversed(places) if place not in gone)
-            peaks.append((peak - beside, gone, waiting))
+            peaks.append((peak - beside, gone, tuple(place for place in reversed(places) if place not in gone)))
         return [
             PeakInterval(peak - stays - sum(moved[place] for place in here), here, following)
             for peak, here, following in peaks

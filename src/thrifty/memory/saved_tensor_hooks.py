@@ -45,9 +45,8 @@ class ActivationStore(Protocol):
 def use_activation_store(keeper: ActivationStore, smallest: int = SMALLEST) -> Iterator[None]:
     """Activations that are saved inside the block are handed to the keeper; parameters, and casts and views of them,
     are not. Open it around a forward pass; the backward pass may come later."""
-    pass_ = _HookedPass(keeper, smallest)
     # a compiler that is at work around them would trace into them
-    pack, unpack = torch.compiler.disable(pass_.pack), torch.compiler.disable(_unpack)
+    pack, unpack = torch.compiler.disable(_HookedPass(keeper, smallest).pack), torch.compiler.disable(_unpack)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 

@@ -12,9 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from thrifty.core.errors import IntegrityError
+from thrifty.core.tensor_tracing import tensors_in
 from thrifty.memory.op_trace import INPUT, SMALL, OpTrace, is_counted, same_casts
 from thrifty.memory.recomputation import recompute
 from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
@@ -152,7 +153,7 @@ class _StoringPass(_TraceFollower):
         if item is None:
             return result
         if item == self.number and item not in self.plan.again:
-            self.held.results[item] = tree_map(_detached, result)
+            self.held.results[item] = tree_map_only(Tensor, Tensor.detach, result)
         if item in self.held.results and self.number == self.plan.tape.items[item].last_write:
             self.put_away(item)
         return result
@@ -160,11 +161,12 @@ class _StoringPass(_TraceFollower):
     def put_away(self, item: int) -> None:
         result = self.held.results.pop(item)
         if item in self.plan.stored:
-            largest = max(tensor.nbytes for tensor in tree_leaves(result) if isinstance(tensor, Tensor))
+            largest = max(tensor.nbytes for tensor in tensors_in(result))
             store = self.plan.stored[item]
-            self.held.results[item] = tree_map(lambda value: _stored(value, store, largest / SMALL), result)
+            stored = tree_map_only(Tensor, lambda value: _stored(value, store, largest / SMALL), result)
+            self.held.results[item] = stored
         else:
-            self.held.left_out[item] = tree_map(_TensorShape.like, result)
+            self.held.left_out[item] = tree_map_only(Tensor, _TensorShape.like, result)
 
 
 class _ReplayPass(_TraceFollower):
@@ -200,10 +202,8 @@ class _TensorShape:
     device: torch.device
 
     @classmethod
-    def like(cls, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return cls(value.size(), value.stride(), value.dtype, value.device)
+    def like(cls, tensor: Tensor) -> Self:
+        return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,8 @@ class _StoredResult:
     give: Callable[[], Tensor]
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _stored(value: Any, store: Store, small: float) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return _StoredResult((store if value.nbytes > small else keep_tensor)(value))
+def _stored(tensor: Tensor, store: Store, small: float) -> _StoredResult:
+    return _StoredResult((store if tensor.nbytes > small else keep_tensor)(tensor))
 
 
 def _given(value: Any) -> Any:
@@ -234,8 +228,7 @@ def _draws(func: Any) -> bool:
 
 
 def _device(args: tuple, kwargs: dict) -> torch.device:
-    devices = (value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return next(devices, torch.device("cpu"))
+    return next((value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), torch.device("cpu"))
 
 
 def _generator_state(args: tuple, kwargs: dict) -> Tensor:

@@ -19,8 +19,7 @@ Comparison = Mapping[str, Any]
 def charts(data: Comparison) -> list[tuple[str, str, alt.LayerChart]]:
     """Title, words for who does not see it, and the chart."""
     done = [entry for entry in data["runs"] if "seed" in entry and entry["status"] == "finished"]
-    candidates = [_differences(data, done), _curves(data, done)]
-    return [chart for chart in candidates if chart is not None]
+    return [chart for chart in [_differences(data, done), _curves(data, done)] if chart is not None]
 
 
 def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, str, alt.LayerChart] | None:

@@ -179,12 +179,8 @@ def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for label, variant in variants.items()
         for name in variant["measured"]
     ]
-    return (
-        "Measured beside the loss",
-        "No verdict is made of these.",
-        ["variant", "what", "mean", "less the baseline's"],
-        rows,
-    )
+    head = ["variant", "what", "mean", "less the baseline's"]
+    return "Measured beside the loss", "No verdict is made of these.", head, rows
 
 
 def _difference(variant: Mapping[str, Any], name: str) -> str:
@@ -237,10 +233,5 @@ def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for entry in data["runs"]
     ]
     failed = sum(entry["status"] == "failed" for entry in data["runs"])
-    note = f"{len(rows)} runs, {failed} of them failed."
-    return (
-        "All runs",
-        note,
-        ["run", "variant", "how it ended", "held-out loss", "seconds in steps", "what it said"],
-        rows,
-    )
+    head = ["run", "variant", "how it ended", "held-out loss", "seconds in steps", "what it said"]
+    return "All runs", f"{len(rows)} runs, {failed} of them failed.", head, rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from thrifty.core.secret_redaction import redact_text
 from thrifty.reporting.number_format import percent, significant, whole
-from thrifty.reporting.run_record import number
+from thrifty.reporting.run_record import mapping, mappings, number
 from thrifty.reporting.run_tables import TextTable
 
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
@@ -68,10 +68,9 @@ def kept_by_label(selection: Mapping[str, Any]) -> TextTable:
 
 def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[ExampleCard]]]:
     """The examples that a run's folder shows, by what became of them."""
-    shown = selection.get("shown")
     made = []
-    for name, examples in shown.items() if isinstance(shown, Mapping) else ():
-        cards = [card(each, remarks=_scored(each)) for each in examples or () if isinstance(each, Mapping)]
+    for name, examples in mapping(selection.get("shown")).items():
+        cards = [card(each, remarks=_scored(each)) for each in mappings(examples)]
         if cards:
             made.append((redact_text(str(name)), cards))
     return made
@@ -88,10 +87,9 @@ def rows(pictures: Mapping[str, Any]) -> list[CardRow]:
     shown = pictures.get("shown")
     made = []
     for place, each in enumerate(shown if isinstance(shown, list) else (), start=1):
-        addresses = each.get("pictures") if isinstance(each, Mapping) else None
         images = [
             (redact_text(str(name)), str(address))
-            for name, address in (addresses.items() if isinstance(addresses, Mapping) else ())
+            for name, address in mapping(mapping(each).get("pictures")).items()
             if _PICTURE.fullmatch(str(address))
         ]
         if images:

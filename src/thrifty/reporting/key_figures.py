@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from thrifty.reporting.number_format import percent, significant
-from thrifty.reporting.run_record import RunRecord, number
+from thrifty.reporting.run_record import RunRecord, mapping, number
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def key_figures(record: RunRecord) -> KeyFigures:
     noise_scales = _values(record.notes, "noise_scale")
     predicted = number(summary.get("predicted_memory"))
     if predicted is None:
-        predicted = number(_mapping(record.explanation.get("footprint")).get("memory"))
+        predicted = number(mapping(record.explanation.get("footprint")).get("memory"))
     return KeyFigures(
         status=str(current.get("status", "in progress" if record.steps else "not started")),
         steps=int(_first(current, "steps", record.last_step) or 0),
@@ -98,7 +98,7 @@ def key_figures(record: RunRecord) -> KeyFigures:
         peak_memory=number(current.get("peak_memory")),
         predicted_memory=predicted,
         noise_scale=noise_scales[-1] if noise_scales else None,
-        batch=number(_mapping(record.recipe.get("data")).get("batch")),
+        batch=number(mapping(record.recipe.get("data")).get("batch")),
         measured=_measured(record),
         label_entropy=number(summary.get("label_entropy")),
         unit="images" if summary.get("unit") == "images" else "tokens",
@@ -175,7 +175,3 @@ def _values(records: Iterable[Mapping[str, Any]], field: str) -> list[float]:
 def _median(records: Iterable[Mapping[str, Any]], field: str) -> float | None:
     values = _values(records, field)
     return median(values) if values else None
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

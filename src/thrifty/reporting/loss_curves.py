@@ -60,8 +60,7 @@ def smooth(points: Sequence[CurvePoint], share: float = 1 / 60) -> list[CurvePoi
 
 def spans(points: Sequence[CurvePoint], limit: int) -> list[CurveSpan]:
     """The curve cut into at most `limit` stretches of equally many points."""
-    cut = _stretches(points, min(limit, len(points)))
-    return [_span(stretch) for stretch in cut]
+    return [_span(stretch) for stretch in _stretches(points, min(limit, len(points)))]
 
 
 def _span(stretch: Sequence[CurvePoint]) -> CurveSpan:

@@ -1,6 +1,6 @@
 """Records of a run as Altair charts. Colours come later, from `palette.chart_look`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -49,11 +49,16 @@ class ChartFigure:
 
 
 @dataclass(frozen=True)
-class _SeriesStyle:
+class ChartTheme:
     legend: tuple[str, ...] = ()
     scale: str = "linear"
     from_zero: bool = False
     number_format: str = "~s"
+    height: int = 210
+
+    def y(self) -> alt.Y:
+        axis = alt.Axis(title=None, format=self.number_format, tickCount=5)
+        return alt.Y("value:Q", axis=axis, scale=alt.Scale(type=self.scale, zero=self.from_zero))
 
 
 def figures(record: RunRecord, key: KeyFigures) -> list[ChartFigure]:
@@ -68,7 +73,7 @@ def loss(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
     if not points and not held_out:
         return None
     trained = curve(record.evaluations, "trained_loss")
-    look = _SeriesStyle(_legend(points) + ((HELD_OUT,) if held_out else ()) + ((TRAINED,) if trained else ()))
+    look = ChartTheme(_legend(points) + ((HELD_OUT,) if held_out else ()) + ((TRAINED,) if trained else ()))
     layers = [*_change_lines(record.events), *_curve_layers(points, look)]
     summary = describe("Training loss", points)
     if trained:
@@ -83,43 +88,36 @@ def loss(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
     return ChartFigure("loss", "Loss", key.nats, summary, _together(layers, 320), points, held_out, trained)
 
 
-def share(record: RunRecord, name: str) -> ChartFigure:
+def share(record: RunRecord, name: str) -> ChartFigure | None:
     """Something that evaluations measure beside the loss."""
-    points, title = curve(record.evaluations, name), f"Held-out {name}"
-    layers = _curve_layers(points, _SeriesStyle(number_format=".0%"))
-    return ChartFigure(name, title, "share of the examples", describe(title, points), _together(layers), points)
+    points, look = curve(record.evaluations, name), ChartTheme(number_format=".0%")
+    return _figure(name, f"Held-out {name}", "share of the examples", points, look)
 
 
 def throughput(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
     points = curve(record.steps, "tokens_per_second")
     if not points:
         return None
-    layers = _curve_layers(points, _SeriesStyle(_legend(points)))
+    layers = _curve_layers(points, ChartTheme(_legend(points)))
     summary = describe("Throughput", points) + f" The median is {scaled(median(point.value for point in points))}."
     return ChartFigure("throughput", "Throughput", f"{key.unit}/s", summary, _together(layers), points)
 
 
 def learning_rate(record: RunRecord) -> ChartFigure | None:
-    points = curve(record.steps, "learning_rate")
-    if not points:
-        return None
-    layers = _curve_layers(points, _SeriesStyle(number_format="~g", from_zero=True))
-    return ChartFigure(
-        "learning_rate", "Learning rate", "", describe("Learning rate", points), _together(layers), points
-    )
+    points, look = curve(record.steps, "learning_rate"), ChartTheme(number_format="~g", from_zero=True)
+    return _figure("learning_rate", "Learning rate", "", points, look)
 
 
 def gradient_norm(record: RunRecord) -> ChartFigure | None:
     points = curve(record.steps, "gradient_norm")
-    if not points:
-        return None
-    values = [point.value for point in points]
-    spiky = min(values) > 0 and max(values) > 20 * median(values)
-    layers = _curve_layers(points, _SeriesStyle(_legend(points), scale="log" if spiky else "linear"))
-    unit = "logarithmic scale" if spiky else ""
-    return ChartFigure(
-        "gradient_norm", "Gradient norm", unit, describe("Gradient norm", points), _together(layers), points
-    )
+    unit, scale = scale_of_norms([point.value for point in points])
+    return _figure("gradient_norm", "Gradient norm", unit, points, ChartTheme(_legend(points), scale))
+
+
+def scale_of_norms(values: Sequence[float]) -> tuple[str, str]:
+    """Unit and scale: a logarithmic one where a norm is far above the others."""
+    spiky = len(values) > 0 and min(values) > 0 and max(values) > 20 * median(values)
+    return ("logarithmic scale", "log") if spiky else ("", "linear")
 
 
 def memory(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
@@ -130,7 +128,7 @@ def memory(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
     known = [(label, value) for label, value in peaks if value is not None]
     size, prefix = prefix_for(max([point.value for point in points] + [value for _, value in known]))
     shown = [CurvePoint(point.step, point.value / size) for point in points]
-    layers = _curve_layers(shown, _SeriesStyle(from_zero=True))
+    layers = _curve_layers(shown, ChartTheme(from_zero=True))
     top = max((value for _, value in known), default=0.0)
     for label, value in known:
         layers += _reference(value / size, f"{label} {scaled(value, 'B')}", below=value < top)
@@ -139,42 +137,38 @@ def memory(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
 
 def noise_scale(record: RunRecord) -> ChartFigure | None:
     points = [point for point in curve(record.notes, "noise_scale") if point.value > 0]
+    look = ChartTheme(_legend(points), scale="log")
+    return _figure("noise_scale", "Gradient noise scale", "examples", points, look)
+
+
+def _figure(name: str, title: str, unit: str, points: Sequence[CurvePoint], look: ChartTheme) -> ChartFigure | None:
     if not points:
         return None
-    title, layers = "Gradient noise scale", _curve_layers(points, _SeriesStyle(_legend(points), scale="log"))
-    return ChartFigure("noise_scale", title, "examples", describe(title, points), _together(layers), points)
+    return ChartFigure(name, title, unit, describe(title, points), _together(_curve_layers(points, look)), points)
 
 
 def _legend(points: Sequence[CurvePoint]) -> tuple[str, ...]:
     return (EACH, SMOOTHED) if len(points) >= SMOOTHED_FROM else (SMOOTHED,) if points else ()
 
 
-def _curve_layers(points: Sequence[CurvePoint], look: _SeriesStyle) -> list[alt.Chart]:
+def _curve_layers(points: Sequence[CurvePoint], look: ChartTheme) -> list[alt.Chart]:
     """The curve; a smoothed one over it when the legend names both; points that answer to the pointer."""
     if not points:
         return []
-    axis = alt.Axis(title=None, format=look.number_format, tickCount=5)
-    value = alt.Y("value:Q", axis=axis, scale=alt.Scale(type=look.scale, zero=look.from_zero))
-    if EACH not in look.legend:
-        return [_line(points, SMOOTHED, 2, look).encode(y=value), _hover_points(points, look)]
-    smoothed = smooth(points)
-    return [
-        _line(points, EACH, 1, look).encode(y=value),
-        _line(smoothed, SMOOTHED, 2, look),
-        _hover_points(smoothed, look),
-    ]
+    line = smooth(points) if EACH in look.legend else points
+    marks = {"strokeJoin": "round", "aria": False}
+    layers = [_chart(thin(line, DRAWN_POINTS), SMOOTHED, look).mark_line(strokeWidth=2, **marks)]
+    if EACH in look.legend:
+        layers.insert(0, _chart(thin(points, DRAWN_POINTS), EACH, look).mark_line(strokeWidth=1, **marks))
+    layers[0] = layers[0].encode(y=look.y())
+    return [*layers, hover_points(_chart(thin(line, HOVER_POINTS), SMOOTHED, look))]
 
 
-def _line(points: Sequence[CurvePoint], series: str, width: int, look: _SeriesStyle) -> alt.Chart:
-    chart = _chart(thin(points, DRAWN_POINTS), series, look)
-    return chart.mark_line(strokeWidth=width, strokeJoin="round", aria=False)
-
-
-def _hover_points(points: Sequence[CurvePoint], look: _SeriesStyle) -> alt.Chart:
+def hover_points(chart: alt.Chart) -> alt.Chart:
+    """Points that answer to the pointer."""
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", fields=["step"], empty=False)
     return (
-        _chart(thin(points, HOVER_POINTS), SMOOTHED, look)
-        .mark_circle(style="hover", aria=False)
+        chart.mark_circle(style="hover", aria=False)
         .encode(
             opacity=alt.when(nearest).then(alt.value(1)).otherwise(alt.value(0)),
             tooltip=[alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", format=".4~g")],
@@ -183,19 +177,22 @@ def _hover_points(points: Sequence[CurvePoint], look: _SeriesStyle) -> alt.Chart
     )
 
 
-def _evaluations_layer(points: Sequence[CurvePoint], series: str, look: _SeriesStyle) -> alt.Chart:
+def _evaluations_layer(points: Sequence[CurvePoint], series: str, look: ChartTheme) -> alt.Chart:
     drawn = thin(points, HOVER_POINTS)
     dots = alt.OverlayMarkDef(filled=True, size=40 if len(drawn) < 60 else 12)
     tooltip = [alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", title=f"{series} loss", format=".4~g")]
-    mark = _chart(drawn, series, look).mark_line(strokeWidth=1.5, point=dots, aria=False)
-    return mark.encode(tooltip=tooltip)
+    return _chart(drawn, series, look).mark_line(strokeWidth=1.5, point=dots, aria=False).encode(tooltip=tooltip)
 
 
 def _reference(value: float, label: str, below: bool = False) -> list[alt.Chart]:
     """A dashed line across the chart with its name at the right end, above the line unless told `below`."""
-    data = alt.Chart(alt.Data(values=[{"value": value}])).encode(y="value:Q")
-    rule = data.mark_rule(style="reference", aria=False)
-    end = data.encode(x=alt.value("width"), text=alt.value(label))
+    return reference_marks(alt.Chart(alt.Data(values=[{"value": value}])), alt.value(label), below)
+
+
+def reference_marks(chart: alt.Chart, text: Any, below: bool) -> list[alt.Chart]:
+    lines = chart.encode(y="value:Q")
+    rule = lines.mark_rule(style="reference", aria=False)
+    end = lines.encode(x=alt.value("width"), text=text)
     place = {"align": "right", "dx": -4, "dy": 11 if below else -9, "aria": False}
     return [rule, end.mark_text(style="reference-halo", **place), end.mark_text(style="reference-label", **place)]
 
@@ -208,7 +205,7 @@ def _change_lines(events: Sequence[Mapping[str, Any]]) -> list[alt.Chart]:
     ]
     if not values:
         return []
-    chart = alt.Chart(alt.Data(values=values[-CHANGE_LINES:])).encode(x=_steps())
+    chart = alt.Chart(alt.Data(values=values[-CHANGE_LINES:])).encode(x=step_axis())
     rules = chart.mark_rule(style="change", aria=False).encode(tooltip=["step:Q", "change:N", "reason:N"])
     if len(values) > NAMED_CHANGES:
         return [rules]
@@ -216,20 +213,24 @@ def _change_lines(events: Sequence[Mapping[str, Any]]) -> list[alt.Chart]:
     return [rules, chart.mark_text(style="reference-label", **place).encode(y=alt.value(2), text="change:N")]
 
 
-def _chart(points: Sequence[CurvePoint], series: str, look: _SeriesStyle) -> alt.Chart:
-    values = [{"step": point.step, "value": float(f"{point.value:.5g}")} for point in points]
-    chart = alt.Chart(alt.Data(values=values)).transform_calculate(series=f"'{series}'")
-    return chart.encode(x=_steps(), y="value:Q", color=_colour(look))
-
-
-def _steps() -> alt.X:
-    axis = alt.Axis(title="step", format="~s", tickCount=6)
-    return alt.X("step:Q", axis=axis, scale=alt.Scale(nice=False, zero=False))
-
-
-def _colour(look: _SeriesStyle) -> alt.Color:
+def _chart(points: Sequence[CurvePoint], series: str, look: ChartTheme) -> alt.Chart:
     legend = alt.Legend(values=list(look.legend), title=None, orient="top") if len(look.legend) > 1 else None
-    return alt.Color("series:N", scale=alt.Scale(domain=SERIES), legend=legend)
+    return series_chart(alt.Data(values=rows(points)), series, "value:Q", legend)
+
+
+def rows(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
+    return [{"step": point.step, "value": float(f"{point.value:.5g}")} for point in points]
+
+
+def series_chart(data: Any, series: str, y: Any, legend: alt.Legend | None = None) -> alt.Chart:
+    colour = alt.Color("series:N", scale=alt.Scale(domain=SERIES), legend=legend)
+    return alt.Chart(data).transform_calculate(series=f"'{series}'").encode(x=step_axis(), y=y, color=colour)
+
+
+def step_axis() -> alt.X:
+    return alt.X(
+        "step:Q", axis=alt.Axis(title="step", format="~s", tickCount=6), scale=alt.Scale(nice=False, zero=False)
+    )
 
 
 def _together(layers: list[alt.Chart], height: int = 210) -> alt.LayerChart:

@@ -112,6 +112,16 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
     )
 
 
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A JSON object, or an empty one for anything else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def mappings(value: Any) -> list[Mapping[str, Any]]:
+    """The objects in a JSON list; none in anything else."""
+    return [inner for inner in value if isinstance(inner, Mapping)] if isinstance(value, list) else []
+
+
 def number(value: Any) -> float | None:
     """A finite number, or None for anything else: a skipped step has no finite loss."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -8,10 +8,12 @@ from thrifty.reporting.key_figures import KeyFigures
 from thrifty.reporting.loss_curves import CurvePoint, CurveSpan, spans
 from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
 from thrifty.reporting.run_charts import ChartFigure
-from thrifty.reporting.run_record import RunRecord, number
+from thrifty.reporting.run_record import RunRecord, mapping, mappings, number
 
 CHART_ROWS = 24
 TIMELINE_ROWS = 300
+TOLD = ("name", "stage", "numerics", "settings", "touched")
+"""Of each technique, as it stands in the record."""
 COMPONENTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary")
 
 
@@ -54,19 +56,11 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
 def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
     columns = ("Technique", "Stage", "Numerics", "Settings", "What it touched", "Memory, predicted", "FLOPs per step")
     rows = []
-    for technique in _mappings(record.explanation.get("techniques")):
-        before, after = _mapping(technique.get("before")), _mapping(technique.get("after"))
-        rows.append(
-            (
-                _text(technique.get("name")),
-                _text(technique.get("stage")).replace("_", " "),
-                _text(technique.get("numerics")),
-                _text(technique.get("settings")),
-                _text(technique.get("touched")),
-                _change(before, after, "memory", "B"),
-                _change(before, after, "flops", "FLOP"),
-            )
-        )
+    for technique in mappings(record.explanation.get("techniques")):
+        before, after = mapping(technique.get("before")), mapping(technique.get("after"))
+        name, stage, *others = (_text(technique.get(key)) for key in TOLD)
+        changes = _change(before, after, "memory", "B"), _change(before, after, "flops", "FLOP")
+        rows.append((name, stage.replace("_", " "), *others, *changes))
     note = f"Whole run: {scaled(key.predicted_memory, 'B')} predicted, {scaled(key.peak_memory, 'B')} measured"
     error = f", the prediction is {_error(key)}." if key.memory_error is not None else "."
     return TextTable("Techniques in the order in which they act", columns, rows, note=note + error)
@@ -74,8 +68,7 @@ def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
 
 def predicted_parts(record: RunRecord) -> TextTable:
     """Where the predicted memory goes."""
-    footprint = _mapping(record.explanation.get("footprint"))
-    parts = [(part, number(footprint.get(part))) for part in COMPONENTS]
+    parts = [(part, number(mapping(record.explanation.get("footprint")).get(part))) for part in COMPONENTS]
     rows = [(part, scaled(size, "B")) for part, size in parts if size is not None]
     note = "Full gradients exist only once the activations are gone, so the peak is less than the sum."
     return TextTable("Predicted memory by part", ("Part", "Bytes"), rows, frozenset({1}), note)
@@ -107,8 +100,7 @@ def settings(record: RunRecord) -> TextTable:
 
 def chart_table(figure: ChartFigure) -> TextTable:
     """A curve in a few rows. Stretches of steps keep their lowest and highest value, so no spike is lost."""
-    stretches = spans(figure.points, CHART_ROWS)
-    return curve_table(figure.title, figure.unit, stretches, figure.held_out, figure.trained)
+    return curve_table(figure.title, figure.unit, spans(figure.points, CHART_ROWS), figure.held_out, figure.trained)
 
 
 def curve_table(
@@ -130,8 +122,7 @@ def curve_table(
         blank = [MISSING] * 3
         for step, _ in held_out[-CHART_ROWS:]:
             rows.append([whole(step), *blank, *(_last_within(points, step, step) for points in evaluated.values())])
-    caption = f"{title}, {unit}" if unit else title
-    return TextTable(caption, columns, rows, frozenset(range(len(columns))))
+    return TextTable(f"{title}, {unit}" if unit else title, columns, rows, frozenset(range(len(columns))))
 
 
 def _memory_remark(key: KeyFigures) -> str:
@@ -190,11 +181,3 @@ def _text(value: Any) -> str:
     if value is None or value == "":
         return MISSING
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [inner for inner in value if isinstance(inner, Mapping)] if isinstance(value, list) else []

@@ -11,7 +11,7 @@ from typing import Any
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.secret_redaction import redact_text
 from thrifty.reporting.file_tail import FileTail
-from thrifty.reporting.run_record import RunRecord, number, parse_record, read_run
+from thrifty.reporting.run_record import RunRecord, mapping, number, parse_record, read_run
 from thrifty.reporting.run_tables import settings
 from thrifty.trackers.tracker import TrackedRun, Tracker, open_tracker
 from thrifty.training.atomic_files import AtomicFiles
@@ -81,8 +81,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     if prefix is None:
         return {}
     values = {f"{prefix}/{name}": value for name, value in record.items() if name != "step"}
-    notes = record.get("notes")
-    values |= {f"notes/{name}": value for name, value in notes.items()} if isinstance(notes, dict) else {}
+    values |= {f"notes/{name}": value for name, value in mapping(record.get("notes")).items()}
     return {name: value for name, each in values.items() if (value := number(each)) is not None}
 
 

@@ -61,5 +61,4 @@ class _Store:
         self._waiting.clear()
 
 
-def open_run(folder: Path, run: TrackedRun) -> _Store:
-    return _Store(folder, run)
+open_run = _Store

@@ -31,5 +31,4 @@ class _EventFiles:
         self._writer.close()
 
 
-def open_run(folder: Path, run: TrackedRun) -> _EventFiles:
-    return _EventFiles(folder, run)
+open_run = _EventFiles

@@ -29,5 +29,4 @@ class _TrackioRun:
         self._run.finish()
 
 
-def open_run(folder: Path, run: TrackedRun) -> _TrackioRun:
-    return _TrackioRun(folder, run)
+open_run = _TrackioRun

@@ -41,5 +41,4 @@ class _WandbRun:
         self._run.finish()
 
 
-def open_run(folder: Path, run: TrackedRun, online: bool) -> _WandbRun:
-    return _WandbRun(folder, run, online)
+open_run = _WandbRun

@@ -121,8 +121,7 @@ class Rendezvous:
     def near(self) -> list[int]:
         """The other ranks that were started beside this one."""
         first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
-        beside = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        return [rank for rank in beside if rank != self.rank]
+        return [rank for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if rank != self.rank]
 
     @property
     def is_first_near(self) -> bool:

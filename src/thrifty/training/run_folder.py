@@ -104,16 +104,8 @@ class RunFolder:
         self.close()
 
     @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
     def recipe(self) -> Path:
         return self.path / "recipe.toml"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer.json"
 
     @property
     def checkpoints(self) -> Path:
@@ -200,8 +192,7 @@ def _refuse_full(path: Path) -> None:
 def _opened_at_whole_lines(file: Path) -> int:
     """Open for appending, after cutting what a crash left of a last line."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    content = file.read_bytes()
-    os.ftruncate(descriptor, content.rfind(b"\n") + 1)
+    os.ftruncate(descriptor, file.read_bytes().rfind(b"\n") + 1)
     return descriptor
 
 

@@ -169,8 +169,7 @@ class StoredTensorBoxes:
                 return
             overlap = _overlap(box, piece.box)
             if overlap.numel:
-                values = source.get_slice(piece.entry)[overlap.within(piece.box)]
-                target[overlap.within(box)].copy_(values)
+                target[overlap.within(box)].copy_(source.get_slice(piece.entry)[overlap.within(piece.box)])
                 filled += overlap.numel
         if filled != target.numel():
             raise IntegrityError(f"the checkpoint holds {filled} of the {target.numel()} values wanted of {name!r}")

@@ -45,8 +45,7 @@ class StopRequest:
         """Whether any rank was asked to stop; all ranks must ask together, and all get the same answer."""
         if ranks() == 1:
             return bool(self.signal)
-        backend = str(dist.get_backend())
-        asked = torch.tensor(self.signal, device="cuda" if backend == "nccl" else "cpu")
+        asked = torch.tensor(self.signal, device="cuda" if str(dist.get_backend()) == "nccl" else "cpu")
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         if asked:  # a signal that came while the ranks talked stays for the next step
             self.signal = int(asked)

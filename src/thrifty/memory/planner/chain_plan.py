@@ -38,8 +38,7 @@ def chain_costs(blocks: Sequence[BlockCosts]) -> ChainCost | None:
         max(block.tape.input_bytes - before.output, 0) for block, before in zip(inside[1:], stages, strict=False)
     )
     outside = max(rest.tape.input_bytes + rest.tape.saved_bytes - stages[-1].output, 0)
-    end = ChainStageCost(0.0, 0.0, 0, outside, keeping=int(rest.temporary))
-    return ChainCost(input_bytes, (*stages, end))
+    return ChainCost(input_bytes, (*stages, ChainStageCost(0.0, 0.0, 0, outside, keeping=int(rest.temporary))))
 
 
 def schedule_plan(blocks: Sequence[BlockCosts], budget: float) -> MemoryPlan | None:

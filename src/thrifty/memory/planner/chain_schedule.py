@@ -96,18 +96,10 @@ def periodic_schedule(stages: int, every: int) -> list[ScheduledOperation]:
     operations: list[ScheduledOperation] = []
     for start in starts:
         run = range(start, min(start + every, stages))
-        last = run.stop == stages
-        operations += [
-            ScheduledOperation(
-                RecomputeAction.KEEP_ALL
-                if last
-                else RecomputeAction.KEEP_INPUT
-                if index == start
-                else RecomputeAction.PASS,
-                index,
-            )
-            for index in run
-        ]
+        first, others = RecomputeAction.KEEP_INPUT, RecomputeAction.PASS
+        if run.stop == stages:
+            first = others = RecomputeAction.KEEP_ALL
+        operations += [ScheduledOperation(first if index == start else others, index) for index in run]
     for start in reversed(starts):
         run = range(start, min(start + every, stages))
         if run.stop < stages:

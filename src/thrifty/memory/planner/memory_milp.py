@@ -97,16 +97,14 @@ class _Program:
                 result = milp(**problem, options={"mip_rel_gap": np.inf})
         if result.x is None:
             return None
-        chosen = [block.chosen(result.x) for block in self.blocks]
-        return chosen, float(result.fun) * unit, float(result.mip_gap or 0.0)
+        return [block.chosen(result.x) for block in self.blocks], float(result.fun) * unit, float(result.mip_gap or 0.0)
 
     def _needs(self, block: BlockColumns) -> None:
         """Of each item one way at most, and one at least where it is saved or needed."""
         for number, item in block.tape.items.items():
             ways, whole = block.ways[number], block.whole
             elsewhere = dict.fromkeys(block.away.get(number, {}).values(), 1.0)
-            kept = dict.fromkeys(ways.values(), 1.0)
-            self._row(kept | elsewhere | whole, 1.0 if item.saved else 0.0, 1.0)
+            self._row(dict.fromkeys(ways.values(), 1.0) | elsewhere | whole, 1.0 if item.saved else 0.0, 1.0)
             if item.saved:
                 self._row({ways[TensorAction.KEEP]: 1.0, block.planned: 1.0} | elsewhere | whole, 1.0, np.inf)
             if not item.storable:  # autograd itself can keep it, where nothing is planned
