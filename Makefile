@@ -29,7 +29,7 @@ quick: $(TESTED) lint
 ifdef TECHNIQUE
 	$(PYTEST) -n $(WORKERS) --all tests/contract tests/pairs $(wildcard tests/techniques/$(OWN).py) -k "$(TECHNIQUE) or $(OWN)"
 else
-	$(PYTEST) -n $(WORKERS) tests/core tests/contract -k "core or card or toml or stage or seams or order or refuses"
+	$(PYTEST) tests/core tests/contract -k "core or card or toml or stage or seams or order or refuses"
 endif
 
 test: $(TESTED) lint
