@@ -456,6 +456,7 @@ def test_the_factors_do_not_depend_on_what_was_drawn_before_and_draw_nothing_fro
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
+@pytest.mark.slow
 def test_a_change_of_rank_four_is_learned_by_rank_four_and_not_by_rank_three() -> None:
     """The cliff at the true rank: the teacher is the base plus a product of rank 4."""
     generator = torch.Generator().manual_seed(0)

@@ -231,7 +231,7 @@ def test_tiled_attention_trains_in_float16() -> None:
     assert losses(found) == pytest.approx(losses(expected), rel=2e-3)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["optimizers.adamw", "optimizers.sgd"])
 def test_a_short_training_ends_where_bfloat16_ends(optimizer: str) -> None:
     plain = plain_run(batch=8, depth=2)

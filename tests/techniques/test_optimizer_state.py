@@ -239,6 +239,7 @@ def test_a_slow_second_moment_follows_gradients_that_fall(form: str, near: float
     )
 
 
+@pytest.mark.slow
 def test_rounded_to_the_nearest_of_256_values_it_would_stall() -> None:
     assert float(roots_after_a_fall(Nearest8Bits(0.9, 0.999)).median()) > 2
 

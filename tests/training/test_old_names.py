@@ -29,6 +29,7 @@ EVERYWHERE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDN
 """Kernels that give the same bits on every kind of processor."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_checkpoint_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     shutil.copy(WRITTEN / "text.txt", tmp_path)
