@@ -104,8 +104,16 @@ class RunFolder:
         self.close()
 
     @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
     def recipe(self) -> Path:
         return self.path / "recipe.toml"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer.json"
 
     @property
     def checkpoints(self) -> Path:
