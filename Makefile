@@ -32,7 +32,9 @@ else
 	$(PYTEST) tests/core tests/contract -k "core or card or toml or stage or seams or order or refuses"
 endif
 
-test: $(TESTED) lint
+# collected once beside lint, so that the workers find every module compiled
+test: $(TESTED)
+	$(PYTEST) --collect-only >/dev/null 2>&1 & $(MAKE) --no-print-directory lint; linted=$$?; wait; exit $$linted
 	$(PYTEST) -n $(WORKERS) --dist worksteal --durations=25
 
 # every test and every entry of large tables, folder by folder; a folder that passed is run again after a change only

@@ -24,7 +24,8 @@ FINISHED, KEPT = itertools.count(1), [0]
 torch.set_num_threads(1)
 # machines that test are shared: how long an example takes there is no finding; and what a change is judged by are the
 # same examples each time, which `make explore` goes beyond
-settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.register_profile("whole", deadline=None, derandomize=True, database=None)
+settings.register_profile("repeatable", settings.get_profile("whole"), max_examples=40)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
@@ -37,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--all"):
         config.option.markexpr = ""
         os.environ["THRIFTY_TEST_ALL"] = "1"
+        settings.load_profile("whole")
     measure_folders(config)
 
 

@@ -14,6 +14,7 @@ from thrifty.models import build_model
 ADAMW = technique("optimizers.adamw")
 
 
+@pytest.mark.slow
 def test_rows_stand_in_order_of_stage_and_each_begins_where_the_one_before_ended() -> None:
     run = compose(
         plain_run(), [technique("memory.recompute"), ADAMW, technique("large_batch.gradient_accumulation")], 10

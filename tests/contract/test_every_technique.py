@@ -150,7 +150,7 @@ def without_any(data_of: str | None, dropout: float) -> tuple[list[float], Snaps
     return losses(records), snapshot(state)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", techniques.names(), indirect=True, scope="module")
 def test_it_learns(one: Technique) -> None:
     records, _ = run_through(plain_for(one.name, repeated=True), with_optimizer([one]), 40)
@@ -331,7 +331,7 @@ def test_with_drawn_settings_it_trains_resumes_and_keeps_its_promise(name: str, 
         assert losses(records) == without_any(name if name in RUNS else None, 0.3)[0], settings
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", techniques.names(), indirect=True, scope="module")
 def test_what_is_explained_without_making_a_tensor_is_what_is_counted_with_memory(one: Technique) -> None:
     built: list[nn.Module] = []

@@ -57,6 +57,7 @@ def test_the_loss_is_told_as_what_it_is_and_no_label_is_asked_for(desk: CommandL
         assert text not in page.partition("<body")[2].partition("<script")[0], text
 
 
+@pytest.mark.slow
 def test_the_report_shows_held_out_images_with_what_was_removed_and_what_was_given_back(
     desk: CommandLine, finished: dict[str, Any]
 ) -> None:
@@ -123,6 +124,7 @@ def test_explain_tells_of_images_without_labels(desk: CommandLine) -> None:
     assert "2 blocks go through visible patches, 1 through all" in told
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", [["--with", "adapters.head_only", *settings(model__pool="patches")], []])
 def test_a_classifier_starts_from_the_encoder(desk: CommandLine, finished: dict[str, Any], words: list[str]) -> None:
     name = "probe" if words else "tuned"

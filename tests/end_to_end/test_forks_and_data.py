@@ -37,6 +37,7 @@ def test_a_run_is_not_resumed_on_other_data(thrifty: CommandLine) -> None:
     assert (thrifty.run("run") / "tokenizer.json").read_bytes() == tokenizer
 
 
+@pytest.mark.slow
 def test_a_fork_with_another_tokenizer_is_refused_with_the_way_out(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     refused = thrifty("resume", "run", "--fork", "other", "--set", "data.vocabulary=400", exit_code=2)

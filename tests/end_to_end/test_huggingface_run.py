@@ -68,7 +68,7 @@ def exported(common_folder: Path, request: pytest.FixtureRequest) -> tuple[Comma
     return thrifty, name, thrifty.folder / f"out-{name}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_an_export_computes_what_the_trained_model_with_adapters_or_gains_computes(
     exported: tuple[CommandLine, str, Path],
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_folder_of_images_is_learned_at_the_size_that_the_model_was_made_for(d
     assert "vit-nano cannot learn next_token" in refused or "digits" in refused
 
 
+@pytest.mark.slow
 def test_a_trained_model_goes_on_with_images_of_another_size(desk: CommandLine, finished: dict[str, Any]) -> None:
     if not (desk.folder / "start").exists():
         desk("export", "digits", "start")

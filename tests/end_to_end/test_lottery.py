@@ -26,6 +26,8 @@ from thrifty.training import checkpoint
 from thrifty.training.loop import train
 from thrifty.training.run_setup import prepare_run
 
+pytestmark = pytest.mark.slow
+
 STEPS, REWIND = 6, 2
 LOTTERY = LotterySettings(rounds=1, prune=0.5, rewind=REWIND, controls=("random-mask", "reinitialise"))
 LONGER = replace(LOTTERY, rounds=2, controls=())

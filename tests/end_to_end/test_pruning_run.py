@@ -14,6 +14,8 @@ from PIL import Image
 from thrifty.core.score_file import read_scores
 from thrifty.data.images.digits import DigitImages
 
+pytestmark = pytest.mark.slow
+
 IMAGES, WRONG = 800, 40
 RECIPE = {
     "data.source": "images", "data.size": 8, "data.batch": 64, "evaluation.examples": 20,

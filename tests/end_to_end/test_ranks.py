@@ -53,6 +53,7 @@ def test_ranks_that_no_technique_gives_work_to_are_refused(thrifty: CommandLine)
     assert "--with parallelism.replicate" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_nearest_that_can(thrifty: CommandLine) -> None:
     words = thrifty.recipe("run", "--with", "parallelism.replicate", data__batch=7)
     done = thrifty(*words, ranks=2, exit_code=1)

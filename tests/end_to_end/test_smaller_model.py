@@ -17,6 +17,8 @@ from thrifty.techniques.sparsity.early_bird import EarlyBird
 from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def run(common_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -54,7 +54,7 @@ def test_some_cases_are_compared_with_those_of_a_kept_result(thrifty: CommandLin
     assert "[1/" not in compared and compared.splitlines()[-1] == measured.splitlines()[-1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "said"),
     [

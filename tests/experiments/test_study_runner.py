@@ -76,6 +76,7 @@ def test_a_killed_study_goes_on_where_it_was_and_measures_no_cell_again(tmp_path
         assert begun(folder).count(f"{level} {cell['seed']}") == 1
 
 
+@pytest.mark.slow
 def test_more_seeds_measure_only_what_is_new(tmp_path: Path) -> None:
     log = str(tmp_path / "log")
     run_study(levels(seeds=1, log=log), tmp_path / "levels", jobs=1)
@@ -83,6 +84,7 @@ def test_more_seeds_measure_only_what_is_new(tmp_path: Path) -> None:
     assert len(begun(tmp_path / "levels")) == len(set(begun(tmp_path / "levels"))) == 9
 
 
+@pytest.mark.slow
 def test_only_some_cases_can_be_measured_and_the_rest_later(tmp_path: Path) -> None:
     first = run_study(levels(), tmp_path / "levels", only=["tw", "three"], jobs=1)
     assert {label for label, _ in first.cells} == {"two", "three"}

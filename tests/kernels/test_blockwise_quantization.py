@@ -155,6 +155,7 @@ def test_any_size_of_number_and_nothing_at_all(signed: bool) -> None:
     assert quantize(torch.zeros(0, 40), book)[0].shape == (0, 40)
 
 
+@pytest.mark.slow
 def test_compiled_a_moment_moves_as_it_does_eagerly_also_where_blocks_are_unequal() -> None:
     def moved(gradient: Tensor, codes: Tensor, scales: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         moment = dequantize(codes, scales, BOOKS[True])

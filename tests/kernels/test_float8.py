@@ -351,6 +351,7 @@ def test_under_autocast_it_gives_what_a_linear_layer_gives() -> None:
     assert (again - wanted).abs().max() <= wanted.abs().max() * 2.0**-8
 
 
+@pytest.mark.slow
 def test_compiled_it_is_the_same_to_the_last_bit() -> None:
     weight, casting = nn.Parameter(drawn(48, 64)), CastRule()
     results = []

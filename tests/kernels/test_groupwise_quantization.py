@@ -81,7 +81,7 @@ def test_so_it_has_in_formats_that_cannot_hold_what_codes_stand_for(bits: int, d
     assert (error.abs() <= 3 * (square / DRAWS).sqrt() + 1e-5).double().mean() > 0.99
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("compiled_always")
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -251,6 +251,7 @@ def uneven(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.usefixtures("compiled_from_8_lines")
 @pytest.mark.parametrize("heads", [None, 64, 128], ids=["groups", "heads", "a head"])
 @pytest.mark.parametrize("zeros", [False, True], ids=["any", "zeros"])

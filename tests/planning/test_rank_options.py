@@ -91,6 +91,7 @@ def test_what_does_not_fit_one_rank_is_divided_and_has_the_room_that_meshes_need
     assert chosen.footprint.memory * OVER_MESH_HIGH <= 500 * MB
 
 
+@pytest.mark.slow
 def test_the_steps_of_ranks_are_run_in_the_micro_batches_that_they_will_have() -> None:
     search = over_two()
     cut = [candidate for candidate in search_candidates(search) if candidate.parts == 2 and candidate.ranks == 2]
@@ -127,6 +128,7 @@ def test_memory_of_one_machine_is_shared_by_its_ranks_and_one_of_them_alone_has_
     assert whole.room(two) == 550 * MB
 
 
+@pytest.mark.slow
 def test_what_one_process_held_beside_its_tensors_says_nothing_of_ranks() -> None:
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         found = by_expectation(candidate)

@@ -90,6 +90,7 @@ def test_runs_a_thousand_times_smaller_give_their_constants_back_as_well() -> No
     assert found.law.logs() == pytest.approx(SMALL.logs(), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_losses_stops_before_the_minimum_and_recommends_another_size(
     noiseless: tuple[TrainedRun, ...], converged: LawFit
 ) -> None:

@@ -6,6 +6,8 @@ from html.parser import HTMLParser
 
 from tiny_studies import result
 
+from thrifty.experiments.study_page import study_html
+from thrifty.experiments.study_result import StudyResult
 from thrifty.reporting.notebook_view import read_run
 
 
@@ -49,6 +51,7 @@ def test_it_has_no_script_fetches_nothing_and_text_stays_text(write_run):
 
 def test_a_study_shows_its_expectations_and_its_means():
     measured = result()
-    seen = Seen(measured._repr_html_())
+    assert StudyResult._repr_html_ is study_html
+    seen = Seen(study_html(measured))
     assert measured.study.name in seen.words and measured.study.about in seen.words
     assert all(case in seen.words for case in measured.study.cases) and re.search(r"\d ± \d", seen.words)

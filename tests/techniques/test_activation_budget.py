@@ -102,7 +102,7 @@ def test_the_promise_holds_for_what_is_compressed_or_offloaded(settings: dict[st
     assert measured <= plan.peak * 1.05
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", [{}, {"offload": "disk"}, {"offload": "simulated"}, {"cost_source": "measured"}])
 @pytest.mark.parametrize("others", [(), ("large_batch.gradient_accumulation",), ("memory.none",)])
 def test_without_compression_every_step_is_bitwise_the_plain_one(

@@ -98,6 +98,7 @@ def test_it_says_why_it_has_no_place_on_other_models() -> None:
         composed("data_selection.drop_masked_patches", "data_selection.drop_masked_tokens")
 
 
+@pytest.mark.slow
 def test_ranks_along_every_axis_are_the_single_process() -> None:
     run = composed("data_selection.drop_masked_patches", batch=8)
     alone = losses(advance(run, run.start(), STEPS))

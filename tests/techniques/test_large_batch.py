@@ -145,7 +145,7 @@ def test_two_ranks_average_and_measure_what_one_process_does() -> None:
             assert other_scales == pytest.approx(scales, rel=1e-2)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("until", [5, 0.3, 1.0])
 @pytest.mark.parametrize("full", [0, 4, 32])
 @pytest.mark.parametrize("budget", [700, 4_000, 33_333])

@@ -312,6 +312,7 @@ def test_in_16_bits_the_mask_is_that_of_the_whole_weight() -> None:
     assert layer.weight.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_compiled_blocks_compute_the_same_masks_included() -> None:
     torch._dynamo.reset()
     chosen, plain = NOfM(dense_from=2), plain_run(depth=1)

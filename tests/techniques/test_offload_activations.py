@@ -34,7 +34,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("to", TIERS)
 @pytest.mark.parametrize("others", OTHERS, ids=lambda others: " and ".join(others) or "alone")
 def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> None:

@@ -63,6 +63,7 @@ def test_it_is_bit_for_bit_the_run_without_it(name: str, to: Where, monkeypatch:
     assert len(site.tiles) > 2 if isinstance(site, HostCopyUpdate) else to == "disk"
 
 
+@pytest.mark.slow
 def test_so_it_is_under_compile() -> None:
     chosen = with_optimizer([technique("compile")])
     runs = []

@@ -34,7 +34,7 @@ AXES = {
 }
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", [name for name in techniques.names() if name not in OVER_RANKS])
 def test_every_technique_learns_from_images_or_says_why_not(name: str) -> None:
     chosen = with_optimizer([technique(name)])

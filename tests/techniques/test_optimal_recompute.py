@@ -50,7 +50,7 @@ def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
     assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_architecture_keeps_its_gradients(kind: str, share: float) -> None:
@@ -195,6 +195,7 @@ def test_blocks_whose_shapes_depend_on_values_are_refused_with_what_runs_them() 
     assert "memory.recompute" in refused.value.fix
 
 
+@pytest.mark.slow
 def test_each_shape_of_a_batch_has_its_own_schedule() -> None:
     model = deep("gpt")
     planned = ScheduledRecompute(model, blocks_of(model), 20_000_000)

@@ -244,7 +244,7 @@ def test_rounded_to_the_nearest_of_256_values_it_would_stall() -> None:
     assert float(roots_after_a_fall(Nearest8Bits(0.9, 0.999)).median()) > 2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("optimizer", ["optimizers.adamw", "optimizers.lion"])
 def test_a_short_training_ends_where_float32_moments_end(optimizer: str, form: str) -> None:

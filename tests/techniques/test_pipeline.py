@@ -174,6 +174,7 @@ def test_eight_ranks_along_three_axes_are_the_single_process(beside: str) -> Non
     assert_the_single_process([rank[0] for rank in ranks], ALL_AT_ONCE[beside])
 
 
+@pytest.mark.slow
 def test_dropout_comes_back_when_stages_compute_again() -> None:
     model = {"style": "gpt", "dropout": 0.3}
     cases = [

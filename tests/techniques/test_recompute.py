@@ -30,7 +30,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
 def test_every_schedule_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
     others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]

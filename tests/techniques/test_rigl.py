@@ -72,7 +72,7 @@ def assert_dense_as_promised(run: Run, state: TrainState) -> None:
                     assert not tensor[~mask].any(), f"{slot} of {name}"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "others",
     [

@@ -62,7 +62,7 @@ def test_a_run_under_masks_is_the_same_but_for_rounding(masks: str) -> None:
         assert float((mask == masks_in(wanted)[name]).float().mean()) > 0.99, name
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "other",
     [
@@ -104,6 +104,7 @@ def test_ranks_that_share_the_data_are_sparse_and_ranks_that_share_weights_dense
             assert rank_losses[1] == used
 
 
+@pytest.mark.slow
 def test_compiled_blocks_compute_the_same_and_are_not_compiled_anew_when_masks_move() -> None:
     torch._dynamo.reset()
     plain, under = plain_run(depth=1), technique("sparsity.rigl", density=0.1, every=1)

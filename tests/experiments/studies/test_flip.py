@@ -48,6 +48,7 @@ def test_all_ways_of_a_budget_cost_the_same(way: str) -> None:
     assert masked * dropped + (steps - masked) * whole == pytest.approx(1000 * whole, rel=0.002)
 
 
+@pytest.mark.slow
 def test_a_small_cell_says_what_it_found_and_what_it_cost(crosses: str) -> None:
     found = measure(0, HALF_TUNED, 3, **SMALL, data=crosses)  # type: ignore[arg-type]
     whole = measure(0, WHOLE, 1, **SMALL, data=crosses)  # type: ignore[arg-type]

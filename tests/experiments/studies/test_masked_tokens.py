@@ -50,6 +50,7 @@ def test_each_statement_holds_where_the_paper_is_right_and_fails_where_it_is_not
     assert [each.holds(worse) for each in study.expect] == [True, True, False, False, False]
 
 
+@pytest.mark.slow
 def test_all_ways_are_paid_for_the_same_work() -> None:
     per_step = {way: flops(way, **SIZES) for way in RATES}
     assert per_step[CROSS] < per_step[SELF]

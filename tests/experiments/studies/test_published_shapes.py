@@ -81,7 +81,7 @@ SMALL = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", studies.names())
 def test_every_cell_of_a_small_version_gives_numbers_that_the_study_names(name: str, tmp_path: Path) -> None:
     data = [f"data={write_crosses(tmp_path)}"] if name == "flip" else []

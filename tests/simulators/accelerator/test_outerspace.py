@@ -213,6 +213,7 @@ def test_what_is_measured_here_is_the_product() -> None:
         uniform(10, 0.0)
 
 
+@pytest.mark.slow
 def test_twice_the_tiles_take_half_the_time_and_the_largest_matrix_seconds_to_simulate(products: dict) -> None:
     began = time.process_time()
     times = [simulate_product(replace(MACHINE, copies=count), products[79_730]).seconds for count in (16, 32)]

@@ -165,6 +165,7 @@ def test_equal_means_for_all() -> None:
             limit_resources(find_machine(name), multipliers=budget)
 
 
+@pytest.mark.slow
 def test_bert_large_on_all_designs_in_under_20_seconds() -> None:
     trace = synthetic_trace("uniform", 0.25, layers=24, heads=16, tokens=384)
     began = time.process_time()

@@ -32,7 +32,7 @@ def off(found: dict[str, Any]) -> dict[str, float]:
     return {row["run"]: row["simulated"] / RUNS[row["run"]].measured - 1 for row in found["runs"]}
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("run", DESCRIBED, ids=label)
 def test_a_published_run_is_as_fast_as_it_was(run: PublishedRun, off: dict[str, float]) -> None:
     assert run.tolerance is not None
