@@ -24,9 +24,8 @@ from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.images.image_data import open_images
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.experiments.tasks.language_task import llama, source_text
+from thrifty.experiments.tasks.whole_run import initialized
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import assemble
-from thrifty.models.transformer import initialize
 from thrifty.objectives.classification import Classification
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.data_selection.gradient_norm_sampling import variance_reduction
@@ -59,12 +58,11 @@ class SelectionTask:
         if isinstance(self.objective, NextToken):
             return llama(self.depth, self.width, self.length, seed)
         heads, side, labels = max(1, self.width // 16), 8, 10
-        model = assemble(
-            ModelConfig("vit", self.depth, self.width, heads, heads, 4 * self.width, labels, 0, tied=False, image=side,
-                  patch=2, channels=1)
+        shape = ModelConfig(
+            "vit", self.depth, self.width, heads, heads, 4 * self.width, labels, 0, tied=False, image=side, patch=2,
+            channels=1,
         )  # fmt: skip
-        initialize(model, seed)
-        return model
+        return initialized(shape, seed)
 
 
 def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: int, windows: int) -> SelectionTask:
