@@ -1,5 +1,6 @@
 """What every study of small models does: build one with its first values, and train it to the end."""
 
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 
 from torch import nn
@@ -35,3 +36,13 @@ def run_to_end(run: Run, seed: int, may_diverge: bool = False) -> tuple[nn.Modul
             raise
     assert state.model is not None
     return state.model, state
+
+
+def in_steps(run: Run, seed: int) -> Iterator[tuple[int, nn.Module, Mapping[str, float]]]:
+    """The model of a run before its training and after each step of it, with how many those were and what was noted."""
+    state = run.start()
+    assert state.model is not None
+    yield 0, state.model, {}
+    with closing(train(run, state, seed)) as records:
+        for record in records:
+            yield record.step, state.model, record.notes
