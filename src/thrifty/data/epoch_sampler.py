@@ -28,7 +28,6 @@ class IndexedExamples(Protocol):
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
         """The examples at these places (b,), each field with b rows."""
-        ...
 
 
 @runtime_checkable

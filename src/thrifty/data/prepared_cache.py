@@ -1,9 +1,11 @@
 """Prepared data on disk: open a finished folder, or build it once."""
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,11 @@ class TokenCache:
     def tokens(self, part: DataSplit) -> np.ndarray:
         """The tokens of a part (n,), memory-mapped."""
         return np.memmap(self.folder / f"{part}.bin", dtype=self.manifest["type"], mode="r")
+
+
+def cache_key(*depends: Any) -> str:
+    """A hash of all that prepared data depend on, in plain JSON values."""
+    return hashlib.blake2b(json.dumps(depends).encode(), digest_size=16).hexdigest()
 
 
 def open_or_build_tokens(
@@ -72,6 +79,15 @@ def check_settings(settings: DataSettings, special: Sequence[str]) -> None:
             raise UsageError(f"data.{name} is {getattr(settings, name)}", fix="give 1 or more")
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary, special)
+
+
+def refuse_less_than_a_batch(settings: DataSettings, count: int, what: str) -> None:
+    """Raises UsageError where there are so few examples to train on; `what` says of how many ("has 3 images")."""
+    if count < settings.batch:
+        raise UsageError(
+            f"{settings.source} {what} to train on, fewer than one batch of {settings.batch}",
+            fix=f"lower data.batch to at most {count}",
+        )
 
 
 def read_manifest(folder: Path) -> dict:

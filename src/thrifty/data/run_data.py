@@ -35,41 +35,32 @@ class RunData(Protocol):
     @property
     def identity(self) -> Mapping[str, str]:
         """What a resumed run must find again: the sha256 of each file that was opened, the names of labels."""
-        ...
 
     @property
     def ends(self) -> ModelSpec:
         """What is required of a model's inputs and outputs."""
-        ...
 
     @property
     def example_unit(self) -> int:
         """What one example counts as in a budget of tokens."""
-        ...
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """What a run's summary says of it, to tell whether a loss is a good one."""
-        ...
 
     def description(self) -> dict[str, Any]:
         """Sizes and statistics, for `thrifty explain`."""
-        ...
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
         """Show the training examples of these numbers. Raises RefusedError where there is no way to show them."""
-        ...
 
     def pictures(self, inputs: Tensor) -> list[str]:
         """Draw a model's inputs (b, c, h, w) as addresses that hold a picture each. Raises RefusedError where the data
         are no images."""
-        ...
 
     def write_metadata(self, folder: Path) -> None:
         """Write into a run folder what a trained model is used with."""
-        ...
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         """Raises UsageError where a model's inputs and outputs would mean something else than in the run folder `old`,
         whose data had the identity `before`."""
-        ...

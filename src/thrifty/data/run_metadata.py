@@ -2,9 +2,10 @@
 of images with captions both."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from thrifty.core.errors import IntegrityError
+from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec
 from thrifty.data.prepared_cache import TOKENIZER
 from thrifty.data.tokenizer import read_tokenizer
@@ -27,6 +28,16 @@ def read_model_spec(folder: Path, length: int) -> ModelSpec:
         return _kept_images(path)
     text = TextModelSpec(read_tokenizer(folder / TOKENIZER).vocabulary, length)
     return PairModelSpec(_kept_images(path), text) if images else text
+
+
+def refuse_other_tokenizer(before: Mapping[str, str], now: Mapping[str, str], old: Path) -> None:
+    """Raises UsageError where data with the identity `now` have another tokenizer than those of the run folder `old`,
+    which had the identity `before`."""
+    if before.get(TOKENIZER) != now[TOKENIZER]:
+        raise UsageError(
+            "the fork's tokenizer is not the old run's: its token numbers would mean something else",
+            fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
+        )
 
 
 def _kept_images(path: Path) -> ImageModelSpec:

@@ -1,6 +1,5 @@
 """The masks of a sparse run as a ticket: a file that other runs take them from."""
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,13 +35,13 @@ def export_masks(run: Path, file: Path, step: int | None = None) -> tuple[float,
         raise UsageError(f"{file} exists already", fix="name a file that does not exist yet")
     weights = {name: loaded.tensors[f"parameters/{name}"] for name in masks}
     content = mask_file_bytes(masks, f"after step {loaded.step} of {run.name}", weights)
-    write_atomically(file, content)
-    return density_of(masks), hashlib.sha256(content).hexdigest()
+    return density_of(masks), write_atomically(file, content)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """A file as a whole, or not at all."""
+def write_atomically(path: Path, content: bytes) -> str:
+    """A file as a whole, or not at all; returns its sha256."""
     files, aside = AtomicFiles(), path.with_name(f".{path.name}.partial")
-    files.write_file(aside, [content])
+    written = files.write_file(aside, [content])
     files.rename(aside, path)
     files.sync_folder(path.parent)
+    return written.sha256

@@ -109,14 +109,16 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
 
 def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path]]:
     """Finished ones, with their files: in a folder of runs comparison.json one level down, elsewhere any .json."""
-    files = {file for folder in folders for file in (*folder.glob(f"*/{FILE}"), *folder.glob("comparisons/**/*.json"))}
-    for file in sorted(files):
-        try:
-            data = json.loads(file.read_bytes())
-        except (OSError, ValueError):
-            continue
+    for data, file in _kept(folders, f"*/{FILE}", "comparisons/**/*.json"):
         if isinstance(data, dict) and data.get("schema") == SCHEMA and data.get("status") == "finished":
             yield rename_comparison(data), file
+
+
+def _kept(folders: Sequence[Path], *patterns: str) -> Iterator[tuple[Any, Path]]:
+    """What stands in files of JSON below folders, without those that cannot be read."""
+    for file in sorted({file for folder in folders for pattern in patterns for file in folder.glob(pattern)}):
+        with suppress(OSError, ValueError):
+            yield json.loads(file.read_bytes()), file
 
 
 def _differs_by_techniques(data: dict[str, Any], label: str) -> bool:
@@ -143,12 +145,10 @@ class PastStudy:
 def study_results(technique: str, folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
     """Results of studies whose file names the technique, AdamW, schedules and clipping too where it uses those."""
     past = []
-    files = {file for folder in folders for file in (*folder.glob("*/study.json"), *folder.glob("studies/*/*.json"))}
-    for file in sorted(files):
+    for data, file in _kept(folders, "*/study.json", "studies/*/*.json"):
         try:
-            data = json.loads(file.read_bytes())
             study, expectations, cpu = data["study"], data["expectations"], data["environment"]["cpu"]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (KeyError, TypeError):
             continue
         if technique in _used_in(study):
             confirmed = sum(each["verdict"] == "holds" for each in expectations)

@@ -1,14 +1,12 @@
 """The plots of a study as Vega-Lite charts and as pictures: means as points, their 95 % intervals as bars."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import altair as alt
 
 from thrifty.experiments.study import StudyPlot, level_text
 from thrifty.experiments.study_result import StudyResult
-from thrifty.experiments.study_summary import SeedMean
 from thrifty.reporting.chart_renderer import render_png, render_svg
 from thrifty.reporting.color_theme import LIGHT, chart_look
 from thrifty.reporting.number_format import significant
@@ -30,7 +28,7 @@ def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:
         settings = result.study.cases.get(label, {})
         if plot.y not in numbers or (plot.by and plot.by not in settings):
             continue
-        x = label if plot.x == "case" else _value(plot.x, settings, numbers)
+        x = label if plot.x == "case" else numbers[plot.x].mean if plot.x in numbers else settings.get(plot.x)
         y = numbers[plot.y]
         if x is None:
             continue
@@ -41,10 +39,6 @@ def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:
         row = {"case": label, "x": x, "y": y.mean, "low": y.mean - width, "high": y.mean + width}
         drawn.append(row | ({"by": level_text(settings[plot.by])} if plot.by else {}))
     return drawn, left_out
-
-
-def _value(name: str, settings: Mapping[str, Any], numbers: Mapping[str, SeedMean]) -> Any:
-    return numbers[name].mean if name in numbers else settings.get(name)
 
 
 def chart(result: StudyResult, plot: StudyPlot) -> alt.LayerChart:

@@ -2,16 +2,7 @@
 
 from collections.abc import Sequence
 
-from thrifty.core.recipe import (
-    AugmentationSettings,
-    Budget,
-    CheckpointSettings,
-    DataSettings,
-    EvaluationSettings,
-    ModelSettings,
-    ObjectiveSettings,
-    Recipe,
-)
+from thrifty.core import recipe
 from thrifty.core.technique import Technique
 from thrifty.recipes.vision_recipes import quick
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
@@ -26,7 +17,7 @@ def as_mae(chosen: Sequence[Technique]) -> tuple[Technique, ...]:
     return (*changed, DropMaskedPatches())
 
 
-def mae_digits() -> Recipe:
+def mae_digits() -> recipe.Recipe:
     """A small masked autoencoder of the handwritten digits that come with Thrifty; nothing is fetched.
 
     Command   thrifty train mae-digits && thrifty export mae-digits mae-digits-model
@@ -36,34 +27,34 @@ def mae_digits() -> Recipe:
     Expect    a held-out loss of 0.41 after 2000 steps, from 0.52 after 200 (seed 0), in a minute or two of one core;
               91 % of the test images told right by a head on the frozen encoder.
     """
-    return Recipe(
+    return recipe.Recipe(
         name="mae-digits",
         about="A small masked autoencoder: three quarters of each handwritten digit are removed, and given back.",
-        model=ModelSettings(preset="mae-nano", patch=2, width=64, decoder_width=32),
-        data=DataSettings(source="digits", batch=64, augment=AugmentationSettings(crop=1)),
-        objective=ObjectiveSettings("masked_reconstruction"),
-        budget=Budget(steps=2000),
-        evaluation=EvaluationSettings(every=200, examples=497),
-        checkpoints=CheckpointSettings(every=500),
+        model=recipe.ModelSettings(preset="mae-nano", patch=2, width=64, decoder_width=32),
+        data=recipe.DataSettings(source="digits", batch=64, augment=recipe.AugmentationSettings(crop=1)),
+        objective=recipe.ObjectiveSettings("masked_reconstruction"),
+        budget=recipe.Budget(steps=2000),
+        evaluation=recipe.EvaluationSettings(every=200, examples=497),
+        checkpoints=recipe.CheckpointSettings(every=500),
         techniques=as_mae(quick(lr=2e-3)),
     )
 
 
-def mae_cifar10() -> Recipe:
+def mae_cifar10() -> recipe.Recipe:
     """A masked autoencoder of 0.9M parameters, most of them the encoder's, on CIFAR-10 without its labels.
 
     Command   thrifty data get cifar10 && thrifty train mae-cifar10
     Expect    a held-out loss of 0.82 after a run of 300 steps (seed 0); `thrifty report` shows what is given back. The
               whole was not run: 20,000 steps are 51 epochs, and MAE's own runs are of 800 and more, of larger images.
     """
-    return Recipe(
+    return recipe.Recipe(
         name="mae-cifar10",
         about="A masked autoencoder on CIFAR-10: three quarters of each image are removed, and given back.",
-        model=ModelSettings(preset="mae-nano"),
-        data=DataSettings(source="cifar10", batch=128, augment=AugmentationSettings(crop=4, flip=True)),
-        objective=ObjectiveSettings("masked_reconstruction"),
-        budget=Budget(steps=20_000),
-        evaluation=EvaluationSettings(every=1000, examples=2000),
-        checkpoints=CheckpointSettings(every=2000),
+        model=recipe.ModelSettings(preset="mae-nano"),
+        data=recipe.DataSettings(source="cifar10", batch=128, augment=recipe.AugmentationSettings(crop=4, flip=True)),
+        objective=recipe.ObjectiveSettings("masked_reconstruction"),
+        budget=recipe.Budget(steps=20_000),
+        evaluation=recipe.EvaluationSettings(every=1000, examples=2000),
+        checkpoints=recipe.CheckpointSettings(every=2000),
         techniques=as_mae(quick(lr=1e-3)),
     )

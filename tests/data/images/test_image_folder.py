@@ -35,7 +35,7 @@ def test_images_come_with_the_label_of_their_folder_at_any_depth(tmp_path):
     (folder / "light" / "notes.txt").write_text("no image")
     said, opened, _ = said_of(folder)
     assert len(said) == 1 and "preparing the images of" in said[0]
-    train, held_out = (opened.parts[part] for part in DataSplit)
+    train, held_out = (opened[part] for part in DataSplit)
     assert len(train) + len(held_out) == 25 and min(len(train), len(held_out)) > 0
     assert train.ends.labels == ("dark", "light") and train.pixels.shape[1:] == (3, 8, 8)
     for arrays in (train, held_out):
@@ -48,7 +48,7 @@ def test_what_is_held_out_goes_by_the_file_and_not_by_its_name(tmp_path):
     for path in (folder / "dark").iterdir():
         shutil.copy(path, path.with_name(f"copy-of-{path.name}"))
     _, opened, _ = said_of(folder)
-    dark = {part: [image.tobytes() for image in a.pixels[a.labels == 0]] for part, a in opened.parts.items()}
+    dark = {part: [image.tobytes() for image in a.pixels[a.labels == 0]] for part, a in opened.items()}
     assert not set(dark[DataSplit.TRAIN]) & set(dark[DataSplit.HELD_OUT])
     assert all(own.count(image) == 2 for own in dark.values() for image in own)
 
@@ -58,8 +58,8 @@ def test_parts_that_a_folder_has_itself_are_taken(tmp_path):
     write_folder(tmp_path / "set" / "test", 3)
     write_image(tmp_path / "set" / "train" / ".hidden" / "x.png")
     _, opened, _ = said_of(tmp_path / "set", held_out=0.9)
-    assert {part: len(arrays) for part, arrays in opened.parts.items()} == {DataSplit.TRAIN: 12, DataSplit.HELD_OUT: 6}
-    assert opened.parts[DataSplit.TRAIN].ends.labels == ("dark", "light")
+    assert {part: len(arrays) for part, arrays in opened.items()} == {DataSplit.TRAIN: 12, DataSplit.HELD_OUT: 6}
+    assert opened[DataSplit.TRAIN].ends.labels == ("dark", "light")
 
 
 def test_broken_files_are_left_out_counted_and_named(tmp_path):
@@ -72,7 +72,7 @@ def test_broken_files_are_left_out_counted_and_named(tmp_path):
     told = said[-1]
     assert "8 of 32 image files are left out" in told and "and 3 more" in told
     assert "dark/bomb.png: it has more than" in told and "dark/empty.png: it is empty" in told
-    assert sum(map(len, opened.parts.values())) == 24
+    assert sum(map(len, opened.values())) == 24
     data = open_images(DataSettings(source=str(folder), batch=4, size=8, held_out=0.3), 0, None, said.append)
     assert data.left_out == len(data.named) == 8 and data.description()["left_out"] == 8
     assert told in said and len(said) == 2  # not decoded and told about again
@@ -92,11 +92,11 @@ def test_images_are_decoded_again_only_when_a_file_or_a_setting_has_changed(tmp_
 def test_a_damaged_cache_is_made_anew(tmp_path):
     folder = write_folder(tmp_path / "set")
     _, before, prepared = said_of(folder)
-    pixels = np.array(before.parts[DataSplit.TRAIN].pixels)
+    pixels = np.array(before[DataSplit.TRAIN].pixels)
     (prepared / "train.bin").write_bytes(b"damaged")
     said, after, _ = said_of(folder)
     assert "again, since train.bin has not its size" in said[0]
-    assert np.array_equal(after.parts[DataSplit.TRAIN].pixels, pixels)
+    assert np.array_equal(after[DataSplit.TRAIN].pixels, pixels)
 
 
 def test_folders_that_cannot_be_learned_from_are_refused_with_what_to_do(tmp_path):
@@ -191,7 +191,7 @@ def test_without_labels_one_class_is_enough_and_given_parts_are_taken(tmp_path):
         for number in range(count):
             write_image(tmp_path / "parts" / part / f"{number}.png", seed=number)
     _, opened, _ = said_of(tmp_path / "parts", labelled=False)
-    assert {part: len(arrays) for part, arrays in opened.parts.items()} == {DataSplit.TRAIN: 5, DataSplit.HELD_OUT: 3}
+    assert {part: len(arrays) for part, arrays in opened.items()} == {DataSplit.TRAIN: 5, DataSplit.HELD_OUT: 3}
 
 
 def test_a_label_none_of_whose_images_can_be_read_does_not_matter_without_labels(tmp_path):
@@ -199,7 +199,7 @@ def test_a_label_none_of_whose_images_can_be_read_does_not_matter_without_labels
     for path in (blind / "dark").iterdir():
         path.write_bytes(b"")
     said, opened, _ = said_of(blind, labelled=False)
-    assert sum(map(len, opened.parts.values())) == 12 and "12 of 24 image files are left out" in said[-1]
+    assert sum(map(len, opened.values())) == 12 and "12 of 24 image files are left out" in said[-1]
     with pytest.raises(UsageError, match="not one image of the label 'dark'"):
         said_of(blind)
 
@@ -214,7 +214,7 @@ def test_links_are_followed_once_and_what_is_no_file_is_left_out(tmp_path):
     (folder / "light" / "loop.png").symlink_to(folder / "light" / "loop.png")
     os.mkfifo(folder / "light" / "pipe.png")
     said, opened, _ = said_of(folder, held_out=0.5)
-    assert sum(map(len, opened.parts.values())) == 6 + 3 + 6 + 1
+    assert sum(map(len, opened.values())) == 6 + 3 + 6 + 1
     assert "3 of 19 image files are left out" in said[-1] and "light/nowhere.png: it is no file" in said[-1]
 
 
@@ -223,9 +223,9 @@ def test_names_that_are_no_text_are_taken_too(tmp_path):
     folder = write_folder(tmp_path / "set", labels=("dark", strange))
     (folder / "dark" / f"{strange}.png").write_bytes(b"")
     said, opened, _ = said_of(folder)
-    assert opened.parts[DataSplit.TRAIN].ends.labels == ("caf\ufffd", "dark")
+    assert opened[DataSplit.TRAIN].ends.labels == ("caf\ufffd", "dark")
     assert "dark/caf\ufffd.png: it is empty" in said[-1]
-    "".join([*said, *opened.parts[DataSplit.TRAIN].ends.labels]).encode()
+    "".join([*said, *opened[DataSplit.TRAIN].ends.labels]).encode()
 
 
 def test_mixing_needs_labels(tmp_path):

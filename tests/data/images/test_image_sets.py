@@ -68,7 +68,7 @@ def test_a_debian_package_becomes_arrays_of_images(cache):
     folder = download_dataset(entry, said.append)
     assert said == [f"toy: images in {folder}; licence: CC0-1.0"] and not find_damage(entry)
     opened = open_arrays(folder)
-    train, held_out = (opened.parts[part] for part in DataSplit)
+    train, held_out = (opened[part] for part in DataSplit)
     assert np.array_equal(train.pixels[:, 0], IMAGES[:8]) and np.array_equal(held_out.labels, LABELS[8:])
     scaled = IMAGES[:8] / 255
     assert train.ends.mean == pytest.approx([scaled.mean()]) and train.ends.std == pytest.approx([scaled.std()])

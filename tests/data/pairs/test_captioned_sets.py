@@ -123,7 +123,7 @@ def test_a_set_of_several_packages_becomes_arrays_with_captions_beside_them(toy)
     said = []
     folder = download_dataset(toy, said.append)
     assert toy.kind == "pairs" and not find_damage(toy) and said[-1].startswith("toy: images in")
-    parts = open_arrays(folder).parts
+    parts = open_arrays(folder)
     assert {part: len(arrays) for part, arrays in parts.items()} == {DataSplit.TRAIN: 2, DataSplit.HELD_OUT: 1}
     assert parts[DataSplit.TRAIN].ends.labels == () and parts[DataSplit.TRAIN].pixels.shape == (2, 3, 64, 64)
     assert list(read_captions(folder, DataSplit.TRAIN)) == [["keycap: #"], ["wave"]]

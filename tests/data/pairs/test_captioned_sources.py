@@ -41,7 +41,7 @@ def prepared(source, column="text", held_out=0.3):
     asked = DataSettings(source=str(source), column=column, held_out=held_out)
     folder = prepare_captioned(open_captioned(asked.source, column), asked, 8, said.append)
     found = {}
-    for part, arrays in open_arrays(folder).parts.items():
+    for part, arrays in open_arrays(folder).items():
         for pixels, captions in zip(arrays.pixels, read_captions(folder, part), strict=True):
             found[round((pixels.mean() - 20) / 10)] = (captions, part)
     return said, found, read_manifest(folder)

@@ -142,7 +142,7 @@ def test_the_report_shows_the_least_alike_where_they_differ() -> None:
 def test_two_texts_are_shown_around_their_first_difference() -> None:
     same = "x" * 100
     found = difference(f"{same}left", f"{same}right", 0.5)
-    assert found.kept == "x" * 40 + "left" and found.left_out == "x" * 40 + "right"
+    assert found == {"similarity": 0.5, "kept": "x" * 40 + "left", "left_out": "x" * 40 + "right"}
 
 
 @pytest.fixture

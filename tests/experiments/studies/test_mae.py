@@ -14,9 +14,9 @@ from thrifty.experiments.tasks.autoencoder_task import (
     LabelledImages,
     adamw,
     masked,
-    run_to_end,
     tuned,
 )
+from thrifty.experiments.tasks.whole_run import run_to_end
 from thrifty.techniques.adapters.head_only import HeadOnly
 
 TINY = AutoencoderSizes(patch=2, depth=1, width=32, decoder_depth=1, decoder_width=32)
@@ -54,9 +54,9 @@ def test_a_classifier_starts_from_the_encoder_and_leaves_the_autoencoder_as_it_i
     start, few = TINY.autoencoder(0, 8, 1), LabelledImages.of("digits", 20, 8, 0)
     before = {name: value.clone() for name, value in start.state_dict().items()}
     for _ in range(2):
-        state, objective = tuned(start, few, [*adamw(1e-2), HeadOnly()], "patches", 2, 0)
-        assert state.model is not None and 0 <= few.accuracy(state, objective, 50) <= 100
-        assert torch.equal(state.model.blocks[0].mlp.up.weight, before["blocks.0.mlp.up.weight"])
+        model, objective = tuned(start, few, [*adamw(1e-2), HeadOnly()], "patches", 2, 0)
+        assert 0 <= few.accuracy(model, objective, 50) <= 100
+        assert torch.equal(model.blocks[0].mlp.up.weight, before["blocks.0.mlp.up.weight"])
     assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
 
 
@@ -65,7 +65,7 @@ def test_pre_training_learns_with_and_without_blanks() -> None:
         plain = masked(TINY, "digits", 32, 0.75, 0)
         run = compose(plain, [*adamw(5e-3), *dropping(blanks)], 60)
         begin, batch = run.start(), run.source.at(59)
-        end = run_to_end(run, 0)
+        _, end = run_to_end(run, 0)
         with torch.no_grad():
             first, last = (
                 float(run.objective.losses(run.objective.predict(state.model, batch), batch) @ batch.weight)

@@ -4,7 +4,6 @@ The prepared folder is that of plain text (see `prepare`), with two differences:
 belongs to an answer and whether a conversation begins with it, and the chat template lies beside the tokenizer.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ import numpy as np
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import ChatLearningSettings, Objective
 from thrifty.core.recipe import DataSettings, ModelSettings
+from thrifty.data import prepared_cache
 from thrifty.data.catalogue import entry_of_model
 from thrifty.data.chat.chat_tokenizer import (
     TURNS,
@@ -39,14 +39,6 @@ from thrifty.data.chat.conversation_sources import ConversationSource, conversat
 from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource
-from thrifty.data.prepared_cache import (
-    TOKENIZER,
-    TRAINING_TEXT,
-    TokenCache,
-    check_settings,
-    open_or_build_tokens,
-    write_manifest,
-)
 from thrifty.data.text.text_data import TextData, print_to_stderr, text_data
 from thrifty.data.text.token_files import unigram_entropy
 from thrifty.data.tokenizer import train_tokenizer
@@ -65,7 +57,7 @@ def open_instructions(
     Raises UsageError where the source or a setting is not what it must be, or there is less than one batch.
     """
     prepared = prepare_instructions(settings, learning.template, say)
-    tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
+    tokenizer = read_chat_tokenizer(prepared.folder / prepared_cache.TOKENIZER)
     learned = {
         part: StoredConversations(prepared.tokens(part), settings.length, learning.everything) for part in DataSplit
     }
@@ -74,43 +66,34 @@ def open_instructions(
             f"no answer in {settings.source} begins within data.length = {settings.length} tokens",
             fix="raise data.length",
         )
-    rows = {part: _rows(each, settings, seed, tokenizer, learning) for part, each in learned.items()}
+    length, end_of_text = settings.length, tokenizer.end_of_text
+    places = {part: arrange_rows(each.sizes - 1, length, seed, learning.together) for part, each in learned.items()}
+    rows = {
+        part: PackedConversations(each, places[part], length, end_of_text, learning.by_tokens)
+        for part, each in learned.items()
+    }
     train = rows[DataSplit.TRAIN]
-    if len(train) < settings.batch:
-        raise UsageError(
-            f"{settings.source} fills {len(train)} rows to train on, fewer than one batch of {settings.batch}",
-            fix=f"lower data.batch to at most {len(train)}",
-        )
+    prepared_cache.refuse_less_than_a_batch(settings, len(train), f"fills {len(train)} rows")
     if train.conversations.cut:
         say(f"{train.conversations.cut:.1%} of the conversations are longer than data.length and are cut")
     held_out = HeldOutConversations(rows[DataSplit.HELD_OUT], learning.together)
     return text_data(prepared, WeightedSource(EpochSource(train, settings.batch, seed)), held_out, tokenizer)
 
 
-def _rows(
-    learned: StoredConversations,
-    settings: DataSettings,
-    seed: int,
-    tokenizer: ChatTokenizer,
-    learning: ChatLearningSettings,
-) -> PackedConversations:
-    places = arrange_rows(learned.sizes - 1, settings.length, seed, learning.together)
-    return PackedConversations(learned, places, settings.length, tokenizer.end_of_text, learning.by_tokens)
-
-
-def prepare_instructions(settings: DataSettings, template: str, say: Callable[[str], None]) -> TokenCache:
+def prepare_instructions(
+    settings: DataSettings, template: str, say: Callable[[str], None]
+) -> prepared_cache.TokenCache:
     """Open the prepared conversations of these settings, building them first where they are missing or damaged."""
-    check_settings(settings, TURNS)
+    prepared_cache.check_settings(settings, TURNS)
     source = open_conversations(settings.source)
     tokenizer = read_chat_tokenizer(Path(settings.tokenizer).expanduser(), template) if settings.tokenizer else None
     if tokenizer is None:
         depends = ["trained", settings.vocabulary, template_source(template)]
     else:
         depends = [file_sha256(Path(tokenizer.name)), tokenizer.template.source, dict(tokenizer.template.words)]
-    key = json.dumps(["conversations", FORMAT, source.identity(), settings.held_out, *depends])
-    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    return open_or_build_tokens(
-        digest, settings.source, lambda folder: _build(settings, source, tokenizer, template, folder), say
+    key = prepared_cache.cache_key("conversations", FORMAT, source.identity(), settings.held_out, *depends)
+    return prepared_cache.open_or_build_tokens(
+        key, settings.source, lambda folder: _build(settings, source, tokenizer, template, folder), say
     )
 
 
@@ -135,7 +118,7 @@ def _build(
         )
     tokenizer = chat_tokenizer or _trained(settings, source, split, template)
     with build_folder(folder) as aside:
-        tokenizer.save(aside / TOKENIZER)
+        tokenizer.save(aside / prepared_cache.TOKENIZER)
         counted = _write(split.parts(documents(source)), tokenizer, settings.source, aside)
         train, held_out = (counted[part] for part in DataSplit)
         manifest = {
@@ -150,11 +133,11 @@ def _build(
             "unigram_entropy": unigram_entropy(train.answers, held_out.answers),
             "bytes_per_token": held_out.bytes / held_out.tokens,
         }
-        write_manifest(aside, manifest)
+        prepared_cache.write_manifest(aside, manifest)
 
 
 def _trained(settings: DataSettings, source: ConversationSource, split: SplitPlan, template: str) -> ChatTokenizer:
-    sample = split.sample(documents(source), TRAINING_TEXT)
+    sample = split.sample(documents(source), prepared_cache.TRAINING_TEXT)
     texts = (message["content"] for text in sample for message in json.loads(text))
     plain = train_tokenizer(texts, settings.vocabulary, TURNS)
     return set_template(plain, template_source(template))

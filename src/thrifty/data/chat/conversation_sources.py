@@ -31,11 +31,9 @@ FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" an
 class ConversationSource(Protocol):
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Each conversation in one of the forms above, with where it stands; always in the same order."""
-        ...
 
     def identity(self) -> str:
         """A hash that changes when the rows may have changed."""
-        ...
 
 
 def conversations(source: ConversationSource) -> Iterator[list[Message]]:

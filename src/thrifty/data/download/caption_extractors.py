@@ -83,7 +83,7 @@ def openclipart(members: Members) -> Iterator[Captioned]:
     """Drawings rendered as PNG, called by the titles and keywords in the SVG files beside them; each once."""
     seen = set()
     for name, content in members.items():
-        if not name.endswith(".png") or MANY_ALIKE.search(_within(name)):
+        if not name.endswith(".png") or MANY_ALIKE.search(name.partition("/png/")[2]):
             continue
         drawing = members.get(name.replace("/png/", "/svg/").removesuffix(".png") + ".svg")
         digest = hashlib.blake2b(content, digest_size=16).digest()
@@ -95,10 +95,6 @@ def openclipart(members: Members) -> Iterator[Captioned]:
         except ImageDecodeError:  # a few of the thousands are empty
             continue
         yield part_by_hash(content, HELD_OUT), pixels, _described(PurePosixPath(name).stem, drawing)
-
-
-def _within(name: str) -> str:
-    return name.partition("/png/")[2]
 
 
 def _described(stem: str, drawing: bytes) -> list[str]:

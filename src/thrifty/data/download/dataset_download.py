@@ -151,14 +151,11 @@ def _open_package(package: CataloguePackage, members: Mapping[str, str], say: Ca
 def _unobtainable(entry: CatalogueEntry, refusals: Sequence[ThriftyError]) -> ThriftyError:
     what = "\n  ".join([f"{entry.name} could not be fetched:", *(refusal.what for refusal in refusals)])
     damaged = any(isinstance(refusal, IntegrityError) for refusal in refusals)
-    return (IntegrityError if damaged else ThriftyError)(what, fix=_elsewhere(entry))
-
-
-def _elsewhere(entry: CatalogueEntry) -> str:
     commands = " and ".join(f"`{' '.join(package.command())}`" for package in entry.needed)
     made = "the files they make" if len(entry.needed) > 1 else "the file it makes"
     fix = f"where the registry can be reached, run {commands}, and put {made} into {archives_folder()}"
-    return f"{fix}; or use {entry.instead} instead" if entry.instead else fix
+    fix += f"; or use {entry.instead} instead" if entry.instead else ""
+    return (IntegrityError if damaged else ThriftyError)(what, fix=fix)
 
 
 def _download(package: CataloguePackage, into: Path, say: Callable[[str], None]) -> Path:

@@ -112,12 +112,9 @@ def service_descriptions(members: Members) -> Iterator[str]:
     """Gzipped JSON descriptions of web services: for each, its `documentation` texts not seen before, without HTML."""
     seen: set[str] = set()
     for content in members.values():
-        fresh = []
-        for text in _documentation(json.loads(gzip.decompress(content))):
-            if text not in seen:
-                seen.add(text)
-                fresh.append(text)
-        if fresh:
+        said = dict.fromkeys(_documentation(json.loads(gzip.decompress(content))))
+        if fresh := [text for text in said if text not in seen]:
+            seen.update(fresh)
             yield "\n".join(fresh)
 
 

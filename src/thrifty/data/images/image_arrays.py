@@ -152,15 +152,9 @@ def write_arrays(
     return counts
 
 
-@dataclass(frozen=True)
-class OpenedArrays:
-    parts: dict[DataSplit, ImageArrays]
-    said: dict[str, Any]
-    """What images.json says."""
-
-
-def open_arrays(folder: Path, side: int | None = None) -> OpenedArrays:
-    """A folder written by `write_arrays`, its images given out `side` pixels high and wide, or as large as they are.
+def open_arrays(folder: Path, side: int | None = None) -> dict[DataSplit, ImageArrays]:
+    """The parts of a folder written by `write_arrays`, images given out `side` pixels high and wide, or as large as
+    they are.
 
     Raises IntegrityError where a file has not the size that images.json says.
     """
@@ -182,4 +176,4 @@ def open_arrays(folder: Path, side: int | None = None) -> OpenedArrays:
         raise IntegrityError(
             f"{folder} is damaged: {error}", fix="delete the folder, so that it is made anew"
         ) from None
-    return OpenedArrays(parts, said)
+    return parts

@@ -19,16 +19,13 @@ from thrifty.data.data_cache import file_sha256
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, HeldOutExamples, add_held_out_keys
 from thrifty.data.fetched_sets import read_origin
+from thrifty.data.images import digits
 from thrifty.data.images.augmentation import mix_examples, partners
-from thrifty.data.images.digits import BRIGHTEST as BRIGHTEST_DIGIT
-from thrifty.data.images.digits import DIGITS as DIGIT_LABELS
-from thrifty.data.images.digits import STORED as STORED_DIGITS
-from thrifty.data.images.digits import DigitImages
 from thrifty.data.images.image_arrays import ChannelStatistics, ImageArrays, normalized, open_arrays
 from thrifty.data.images.image_folder import prepare_folder
 from thrifty.data.images.image_listing import has_image_files, image_share
 from thrifty.data.images.image_previews import input_pictures, picture
-from thrifty.data.prepared_cache import check_settings, read_manifest
+from thrifty.data.prepared_cache import check_settings, read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import write_image_metadata
 from thrifty.data.train_split import DataSplit
@@ -168,17 +165,15 @@ def open_images(
     are fewer images than one batch.
     """
     check_settings(settings, special=())
-    _refuse_settings_of_text(settings)
+    if settings.tokenizer:
+        raise UsageError(f"data.tokenizer is set, and {settings.source} holds images", fix="leave data.tokenizer out")
+    refuse_no_pixels(settings)
     _refuse_mixing(settings, labelled)
     parts, identity, said = _open(settings, settings.size or side, say, labelled)
     if not labelled:
         parts = {part: arrays.unlabelled() for part, arrays in parts.items()}
     train, held_out = (parts[part] for part in DataSplit)
-    if len(train) < settings.batch:
-        raise UsageError(
-            f"{settings.source} has {len(train)} images to train on, fewer than one batch of {settings.batch}",
-            fix=f"lower data.batch to at most {len(train)}",
-        )
+    refuse_less_than_a_batch(settings, len(train), f"has {len(train)} images")
     labels = train.ends.labels
     return ImageData(
         source=settings.source,
@@ -199,16 +194,21 @@ Opened = tuple[dict[DataSplit, ImageArrays], dict[str, str], dict[str, Any]]
 
 def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], labelled: bool) -> Opened:
     if settings.source == DIGITS:
-        return _digits(settings.size), {STORED_DIGITS.name: file_sha256(STORED_DIGITS)}, {}
+        return _digits(settings.size), {digits.STORED.name: file_sha256(digits.STORED)}, {}
     if settings.source in entries():
         return _fetched(entries()[settings.source], settings.size, labelled)
+    folder = prepare_folder(Path(settings.source).expanduser(), known_side(side), settings.held_out, say, labelled)
+    manifest = read_manifest(folder)
+    return open_arrays(folder), {name: file["sha256"] for name, file in manifest["files"].items()}, manifest
+
+
+def known_side(side: int | None) -> int:
+    """The side of images in pixels; raises UsageError where nothing says it."""
     if side is None:
         raise UsageError(
             "how large images are to be is known neither from the data nor from the model", fix="--set data.size=64"
         )
-    folder = prepare_folder(Path(settings.source).expanduser(), side, settings.held_out, say, labelled)
-    manifest = read_manifest(folder)
-    return open_arrays(folder).parts, {name: file["sha256"] for name, file in manifest["files"].items()}, manifest
+    return side
 
 
 def _fetched(entry: CatalogueEntry, side: int | None, labelled: bool) -> Opened:
@@ -218,19 +218,19 @@ def _fetched(entry: CatalogueEntry, side: int | None, labelled: bool) -> Opened:
         )
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
-    return open_arrays(entry.folder, side).parts, read_origin(entry)["files"], {}
+    return open_arrays(entry.folder, side), read_origin(entry)["files"], {}
 
 
 def _digits(side: int | None) -> dict[DataSplit, ImageArrays]:
-    splits = {DataSplit.TRAIN: DigitImages("train"), DataSplit.HELD_OUT: DigitImages("test")}
-    pixels = {part: (split.images * BRIGHTEST_DIGIT).byte().numpy()[:, None] for part, split in splits.items()}
+    splits = {DataSplit.TRAIN: digits.DigitImages("train"), DataSplit.HELD_OUT: digits.DigitImages("test")}
+    pixels = {part: (split.images * digits.BRIGHTEST).byte().numpy()[:, None] for part, split in splits.items()}
     channels = ChannelStatistics()
     for image in pixels[DataSplit.TRAIN]:
         channels.add(image)
     size = pixels[DataSplit.TRAIN].shape[-1]
-    ends = ImageModelSpec(DIGIT_LABELS, side or size, 1, *channels.statistics(BRIGHTEST_DIGIT))
+    ends = ImageModelSpec(digits.DIGITS, side or size, 1, *channels.statistics(digits.BRIGHTEST))
     return {
-        part: ImageArrays(pixels[part], split.labels.numpy(), ends, BRIGHTEST_DIGIT) for part, split in splits.items()
+        part: ImageArrays(pixels[part], split.labels.numpy(), ends, digits.BRIGHTEST) for part, split in splits.items()
     }
 
 
@@ -250,9 +250,8 @@ def _refuse_mixing(settings: DataSettings, labelled: bool) -> None:
         )
 
 
-def _refuse_settings_of_text(settings: DataSettings) -> None:
-    if settings.tokenizer:
-        raise UsageError(f"data.tokenizer is set, and {settings.source} holds images", fix="leave data.tokenizer out")
+def refuse_no_pixels(settings: DataSettings) -> None:
+    """Raises UsageError for images of less than one pixel."""
     if settings.size is not None and settings.size < 1:
         raise UsageError(f"data.size is {settings.size}", fix="give the height and width of images in pixels")
 

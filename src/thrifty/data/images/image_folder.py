@@ -5,7 +5,6 @@ hash of their file. Files that cannot be decoded are left out, counted, and the 
 labels takes images that lie anywhere; if all lie in folders of labels, the same arrays serve with and without.
 """
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,21 +15,10 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 from thrifty.data.data_cache import build_folder
+from thrifty.data.images import image_listing
 from thrifty.data.images.image_arrays import names_file, write_arrays
 from thrifty.data.images.image_decoding import ImageDecodeError, decode, pillow
-from thrifty.data.images.image_listing import (
-    GIVEN,
-    SkippedImages,
-    folder_state,
-    folders_in,
-    has_image_files,
-    images_below,
-    is_image_name,
-    part_by_hash,
-    printable,
-    split_folders,
-)
-from thrifty.data.prepared_cache import open_or_build, read_manifest, write_manifest
+from thrifty.data.prepared_cache import cache_key, open_or_build, read_manifest, write_manifest
 from thrifty.data.train_split import DataSplit
 
 FORMAT = 2
@@ -57,12 +45,12 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
         return files
     labels = sorted({file.label for file in files})
     if not files:
-        lying = "images lie in the folder itself" if has_image_files(folder) else "there are no images"
+        lying = "images lie in the folder itself" if image_listing.has_image_files(folder) else "there are no images"
         raise UsageError(
             f"{folder}: {lying}, and none in a folder that is called like its label",
             fix=f"put them into folders such as {folder.name}/cat and {folder.name}/dog",
         )
-    if set(labels) <= GIVEN.keys():
+    if set(labels) <= image_listing.GIVEN.keys():
         raise UsageError(
             f"{folder}: {' and '.join(labels)} would be the labels, and those are names of parts",
             fix=f"give {folder / labels[0]} by itself, or put two parts there: train, and val or test",
@@ -83,15 +71,10 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
     """
     pillow()
     files = image_files(folder, labelled)
-    listing = [
-        str(folder.absolute()),
-        folder_state(file.path.absolute() for file in files),
-        [file.label for file in files],
-    ]
-    key = json.dumps(["images", FORMAT, side, held_out, *listing])
-    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    state, labels = image_listing.folder_state(file.path.absolute() for file in files), [file.label for file in files]
+    key = cache_key("images", FORMAT, side, held_out, str(folder.absolute()), state, labels)
     what = f"the images of {folder}"
-    built = open_or_build(digest, what, lambda into: _build(folder, files, side, held_out, into, say), say)
+    built = open_or_build(key, what, lambda into: _build(folder, files, side, held_out, into, say), say)
     manifest = read_manifest(built)
     if labelled and manifest["unread"]:
         raise UsageError(
@@ -103,18 +86,19 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
 
 
 def _listed(folder: Path, labelled: bool) -> Iterator[ImageFile]:
-    for part, root in split_folders(folder):
+    for part, root in image_listing.split_folders(folder):
         if not labelled:
-            lying = sorted(path for path in root.iterdir() if is_image_name(path.name) and not path.is_dir())
-            yield from (ImageFile(path, "", part) for path in lying)
-        for label, inner in folders_in(root).items():
-            yield from (ImageFile(path, printable(label), part) for path in images_below(inner))
+            named = (path for path in sorted(root.iterdir()) if image_listing.is_image_name(path.name))
+            yield from (ImageFile(path, "", part) for path in named if not path.is_dir())
+        for label, inner in image_listing.folders_in(root).items():
+            shown = image_listing.printable(label)
+            yield from (ImageFile(path, shown, part) for path in image_listing.images_below(inner))
 
 
 def _build(
     folder: Path, files: list[ImageFile], side: int, held_out: float, into: Path, say: Callable[[str], None]
 ) -> None:
-    labels, left_out = sorted({file.label for file in files}), SkippedImages()
+    labels, left_out = sorted({file.label for file in files}), image_listing.SkippedImages()
     used: Counter[str] = Counter()
     names: dict[DataSplit, list[str]] = {part: [] for part in DataSplit}
 
@@ -122,12 +106,12 @@ def _build(
         for file in files:
             try:
                 pixels = decode(file.path, side)
-                part = file.part or part_by_hash(file.path, held_out)
+                part = file.part or image_listing.part_by_hash(file.path, held_out)
             except (ImageDecodeError, OSError) as error:
                 left_out.add(file.path.relative_to(folder), error)
                 continue
             used[file.label] += 1
-            names[part].append(printable(str(file.path.relative_to(folder))))
+            names[part].append(image_listing.printable(str(file.path.relative_to(folder))))
             yield part, pixels, labels.index(file.label)
 
     with build_folder(into) as aside:
@@ -137,7 +121,7 @@ def _build(
         if left_out.count:
             say(f"{left_out.count} of {len(files)} image files are left out: {left_out}")
         unread = [label for label in labels if not used[label]]
-        about = {"source": printable(str(folder)), "left_out": left_out.count, "named": left_out.named}
+        about = {"source": image_listing.printable(str(folder)), "left_out": left_out.count, "named": left_out.named}
         write_manifest(aside, {"format": FORMAT, "images": counts, **about, "unread": unread})
 
 

@@ -45,11 +45,5 @@ def png(pixels: np.ndarray) -> bytes:
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
     lines = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), axis=1)
-    return b"".join(
-        (
-            b"\x89PNG\r\n\x1a\n",
-            chunk(b"IHDR", header),
-            chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)),
-            chunk(b"IEND", b""),
-        )
-    )
+    content = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + content

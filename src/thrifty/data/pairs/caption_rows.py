@@ -6,8 +6,6 @@ train_ends.bin, held_out_ends.bin       int64 (m,), where each caption ends
 tokenizer.json                          the tokenizer they were made with
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -22,7 +20,7 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.images.augmentation import PER_PURPOSE, AugmentationDraw
 from thrifty.data.pairs.captioned_arrays import captions_file, clean_caption, read_captions
-from thrifty.data.prepared_cache import TOKENIZER, TokenCache, open_or_build_tokens, write_manifest
+from thrifty.data.prepared_cache import TOKENIZER, TokenCache, cache_key, open_or_build_tokens, write_manifest
 from thrifty.data.text.token_files import token_type
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from thrifty.data.train_split import DataSplit
@@ -45,7 +43,7 @@ def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Cal
     else:
         tokenizer = file_sha256(file) if file.is_file() else ""
     texts = [file_sha256(folder / captions_file(part)) for part in DataSplit]
-    key = hashlib.blake2b(json.dumps(["captions", FORMAT, tokenizer, *texts]).encode(), digest_size=16).hexdigest()
+    key = cache_key("captions", FORMAT, tokenizer, *texts)
     vocabulary = settings.vocabulary
     return open_or_build_tokens(key, f"{source}'s captions", lambda into: _build(folder, file, vocabulary, into), say)
 

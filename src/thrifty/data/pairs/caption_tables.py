@@ -12,12 +12,11 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NoReturn
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.data.images.image_listing import GIVEN, is_image_name
-from thrifty.data.text.text_readers import check_characters, json_rows, lines
+from thrifty.data.text.text_readers import arrow_for, check_characters, json_rows, lines, open_parquet
 from thrifty.data.train_split import DataSplit
 
 TABLES = (".jsonl", ".tsv", ".parquet")
@@ -79,21 +78,18 @@ def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Caption
     if key is None or named is None:
         _refuse_columns(row, key, column, where)
     captions, part = _captions(row[named], where), _part(row.get(SPLIT), where)
-    value = row[key]
-    embedded = key in CONTENTS
+    value, embedded = row[key], key in CONTENTS
     if isinstance(value, dict):
         embedded = bool(value.get("bytes"))
         value = value["bytes"] if embedded else value.get("path")
     name = value if isinstance(value, str) and key in IMAGES and len(value) < 200 else where.rpartition("/")[2]
-    if value is None:
-        return CaptionedRow(name, None, captions, part)
-    if isinstance(value, bytes):
+    if value is None or isinstance(value, bytes):
         return CaptionedRow(name, value, captions, part)
     if not isinstance(value, str):
         raise UsageError(
             f"{where}: {key!r} holds {type(value).__name__}, no path or bytes", fix="name the image's file"
         )
-    check_characters(value if isinstance(value, str) else "", f"{where}: the image")
+    check_characters(value, f"{where}: the image")
     if embedded or value.startswith("data:"):
         content = _decoded(value)
         return CaptionedRow(name, content, captions, part, why="" if content else "its base64 is damaged")
@@ -190,29 +186,22 @@ def _tab_separated(path: Path, column: str) -> Iterator[tuple[str, dict[str, str
 
 def _parquet(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Only the columns that are needed are read."""
-    arrow, parquet = _arrow(path)
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            there = dict.fromkeys(file.schema_arrow.names)
-            image = _first(there, (*IMAGES, *CONTENTS))
-            caption = _captions_column(there, column)
-            if image is None or caption is None:
-                _refuse_columns(there, image, column, str(path))
-            wanted = [name for name in (image, caption, SPLIT) if name in there]
-            for rows in file.iter_batches(batch_size=64, columns=wanted):
-                for row in rows.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}", fix="write the file again"
-        ) from None
+    with open_parquet(path) as file:
+        there = dict.fromkeys(file.schema_arrow.names)
+        image, caption = _first(there, (*IMAGES, *CONTENTS)), _captions_column(there, column)
+        if image is None or caption is None:
+            _refuse_columns(there, image, column, str(path))
+        wanted = [name for name in (image, caption, SPLIT) if name in there]
+        batches = file.iter_batches(batch_size=64, columns=wanted)
+        for number, row in enumerate((row for rows in batches for row in rows.to_pylist()), start=1):
+            yield f"{path}, row {number}", row
 
 
 def _names_files(path: Path) -> bool:
     """Whether a Parquet file's images may be paths, not the files themselves."""
-    arrow, parquet = _arrow(path)
+    arrow = arrow_for(path)
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path) as file:
             image = _first(dict.fromkeys(file.schema_arrow.names), (*IMAGES, *CONTENTS))
@@ -220,14 +209,3 @@ def _names_files(path: Path) -> bool:
             return kind is not None and not arrow.types.is_binary(kind) and not arrow.types.is_large_binary(kind)
     except arrow.ArrowException:
         return False  # it is said when rows are read
-
-
-def _arrow(path: Path) -> tuple[ModuleType, ModuleType]:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError:
-        raise UsageError(
-            f"reading {path} needs pyarrow, which is not installed", fix="pip install 'thrifty[parquet]'"
-        ) from None
-    return arrow, parquet

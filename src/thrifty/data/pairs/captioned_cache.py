@@ -3,8 +3,7 @@ counted and named: images without a caption, captions without an image, and what
 """
 
 import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from thrifty.data.images.image_listing import SkippedImages, part_by_hash, print
 from thrifty.data.pairs.caption_tables import CaptionedRow
 from thrifty.data.pairs.captioned_arrays import clean_caption, write_captioned
 from thrifty.data.pairs.captioned_sources import CaptionedSource
-from thrifty.data.prepared_cache import open_or_build, read_manifest, write_manifest
+from thrifty.data.prepared_cache import cache_key, open_or_build, read_manifest, write_manifest
 from thrifty.data.train_split import DataSplit
 
 FORMAT = 1
@@ -29,12 +28,11 @@ def prepare_captioned(source: CaptionedSource, settings: DataSettings, side: int
     Raises UsageError where no image with a caption is left.
     """
     pillow()
-    key = json.dumps(["image pairs", FORMAT, side, settings.held_out, settings.column, source.identity()])
-    digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    key = cache_key("image pairs", FORMAT, side, settings.held_out, settings.column, source.identity())
     what = f"the images and captions of {settings.source}"
-    built = open_or_build(digest, what, lambda into: _build(source, settings, side, into, say), say)
+    built = open_or_build(key, what, lambda into: _build(source, settings, side, into, say), say)
     manifest = read_manifest(built)
-    why = _in_words(manifest["left_out"])
+    why = ", ".join(f"{kind}: {count}" for kind, count in manifest["left_out"].items())
     refuse_empty(settings.source + (f" ({why})" if why else ""), manifest["images"], settings.held_out)
     return built
 
@@ -43,20 +41,16 @@ def _build(source: CaptionedSource, settings: DataSettings, side: int, into: Pat
     reading = CaptionedImport(source, side, settings.held_out)
     with build_folder(into) as aside:
         counts = write_captioned(aside, reading.images())
-        left_out_counts = {kind: left_out.count for kind, left_out in reading.left_out.items() if left_out.count}
-        named = [name for left_out in reading.left_out.values() for name in left_out.named]
-        for kind, left_out in reading.left_out.items():
-            if left_out.count:
-                say(f"left out, {kind}: {left_out.count} ({left_out})")
+        found = {kind: left_out for kind, left_out in reading.left_out.items() if left_out.count}
+        for kind, left_out in found.items():
+            say(f"left out, {kind}: {left_out.count} ({left_out})")
         if reading.outside:
             first, count = printable(str(reading.outside[0])), len(reading.outside)
             say(f"{count} of the images lie outside of the table's folder, by their absolute paths; the first: {first}")
+        left_out_counts = {kind: left_out.count for kind, left_out in found.items()}
+        named = [name for left_out in found.values() for name in left_out.named]
         about = {"source": printable(settings.source), "images": counts, "left_out": left_out_counts, "named": named}
         write_manifest(aside, {"format": FORMAT, **about})
-
-
-def _in_words(left_out: Mapping[str, int]) -> str:
-    return ", ".join(f"{kind}: {count}" for kind, count in left_out.items())
 
 
 class CaptionedImport:

@@ -34,11 +34,9 @@ class CaptionedSource(Protocol):
 
     def rows(self) -> Iterator[CaptionedRow]:
         """Every image with captions, and what lacks the one or the other; always in the same order."""
-        ...
 
     def identity(self) -> str:
         """A hash that changes when the rows may have changed."""
-        ...
 
 
 def holds_captioned(source: str) -> bool:

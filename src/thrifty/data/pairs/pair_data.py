@@ -24,13 +24,14 @@ from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, add_held_out_keys, fingerprint
 from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
+from thrifty.data.images.image_data import known_side, refuse_no_pixels
 from thrifty.data.images.image_previews import input_pictures
 from thrifty.data.pairs.caption_rows import CaptionRows, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
-from thrifty.data.prepared_cache import TOKENIZER, check_settings, read_manifest
+from thrifty.data.prepared_cache import TOKENIZER, check_settings, read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
-from thrifty.data.run_metadata import write_image_metadata
+from thrifty.data.run_metadata import refuse_other_tokenizer, write_image_metadata
 from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import DataSplit
 from thrifty.kernels.example_rng import example_keys
@@ -135,11 +136,7 @@ class PairData:
         self.tokenizer.save(folder / TOKENIZER)
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
-        if before.get(TOKENIZER) != self.identity[TOKENIZER]:
-            raise UsageError(
-                "the fork's tokenizer is not the old run's: its token numbers would mean something else",
-                fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
-            )
+        refuse_other_tokenizer(before, self.identity, old)
 
 
 def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None]) -> PairData:
@@ -152,16 +149,12 @@ def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: C
     _refuse_settings(settings)
     folder, identity, said = _open(settings, settings.size or side, say)
     prepared = prepare_captions(folder, settings, settings.source, say)
-    images = open_arrays(folder, settings.size).parts
+    images = open_arrays(folder, settings.size)
     parts = {
         part: CaptionedImages(arrays, open_captions(prepared, part, settings.length)) for part, arrays in images.items()
     }
     train = parts[DataSplit.TRAIN]
-    if len(train) < settings.batch:
-        raise UsageError(
-            f"{settings.source} has {len(train)} images to train on, fewer than one batch of {settings.batch}",
-            fix=f"lower data.batch to at most {len(train)}",
-        )
+    refuse_less_than_a_batch(settings, len(train), f"has {len(train)} images")
     if train.captions.cut:
         say(f"{train.captions.cut:.1%} of the captions are longer than data.length = {settings.length} and are cut")
     hashes = {name: file["sha256"] for name, file in prepared.manifest["files"].items()}
@@ -189,11 +182,7 @@ def _open(settings: DataSettings, side: int | None, say: Callable[[str], None]) 
             raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
         return entry.folder, read_origin(entry)["files"], {}
     source = open_captioned(settings.source, settings.column)
-    if side is None:
-        raise UsageError(
-            "how large images are to be is known neither from the data nor from the model", fix="--set data.size=64"
-        )
-    folder = prepare_captioned(source, settings, side, say)
+    folder = prepare_captioned(source, settings, known_side(side), say)
     manifest = read_manifest(folder)
     return folder, {name: file["sha256"] for name, file in manifest["files"].items()}, manifest
 
@@ -206,8 +195,7 @@ def _refuse_settings(settings: DataSettings) -> None:
                 f"data.augment.{name} mixes labels of images, and captions cannot be mixed",
                 fix=f"leave data.augment.{name} out",
             )
-    if settings.size is not None and settings.size < 1:
-        raise UsageError(f"data.size is {settings.size}", fix="give the height and width of images in pixels")
+    refuse_no_pixels(settings)
 
 
 class ImagesWithCaptions(DataKind):

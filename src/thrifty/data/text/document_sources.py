@@ -34,11 +34,9 @@ class DocumentSource(Protocol):
 
     def documents(self) -> Iterator[str]:
         """Every document, none of them blank; always in the same order."""
-        ...
 
     def identity(self) -> str:
         """A hash that changes when the documents may have changed."""
-        ...
 
 
 def open_source(source: str, column: str = "text") -> DocumentSource:

@@ -14,7 +14,7 @@ import hashlib
 import heapq
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -46,15 +46,6 @@ class DuplicatePair:
     kept: int
     left_out: int
     similarity: float
-
-
-@dataclass(frozen=True)
-class DuplicateExcerpt:
-    """The two around their first difference."""
-
-    similarity: float
-    kept: str
-    left_out: str
 
 
 class _WordHashes(dict[str, int]):
@@ -137,18 +128,18 @@ class DeduplicatedSource:
             size += len(text.encode()) if number in left_out else 0
             if number in wanted:
                 texts[number] = text
-        pairs = [difference(texts[pair.kept], texts[pair.left_out], pair.similarity) for pair in shown]
         return {
             "threshold": self.threshold,
             "documents": len(left_out),
             "bytes": size,
-            "least_alike": [asdict(pair) for pair in pairs],
+            "least_alike": [difference(texts[pair.kept], texts[pair.left_out], pair.similarity) for pair in shown],
         }
 
 
-def difference(kept: str, left_out: str, similarity: float) -> DuplicateExcerpt:
+def difference(kept: str, left_out: str, similarity: float) -> dict[str, Any]:
     """Two texts around the first place at which they differ."""
     shorter = min(len(kept), len(left_out))
     first = next((place for place in range(shorter) if kept[place] != left_out[place]), shorter)
     start = max(0, first - BEFORE)
-    return DuplicateExcerpt(similarity, kept[start : start + EXCERPT], left_out[start : start + EXCERPT])
+    excerpts = {"kept": kept[start : start + EXCERPT], "left_out": left_out[start : start + EXCERPT]}
+    return {"similarity": similarity, **excerpts}

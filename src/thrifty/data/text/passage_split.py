@@ -16,12 +16,13 @@ def passages(lines: Iterable[str]) -> Iterator[str]:
         kept.append(line)
         size += len(line) + 1
         if (size >= PASSAGE and not line.strip()) or size >= LONGEST:
-            yield from _joined(kept)
+            yield from joined(kept)
             kept, size = [], 0
-    yield from _joined(kept)
+    yield from joined(kept)
 
 
-def _joined(lines: list[str]) -> Iterator[str]:
+def joined(lines: Iterable[str]) -> Iterator[str]:
+    """Lines as one text; nothing where they hold only white space."""
     text = "\n".join(lines).strip("\n")
     if text.strip():
         yield text

@@ -16,8 +16,9 @@ from thrifty.core.objective import Objective
 from thrifty.core.recipe import DataSettings
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples
-from thrifty.data.prepared_cache import TOKENIZER, TokenCache
+from thrifty.data.prepared_cache import TOKENIZER, TokenCache, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
+from thrifty.data.run_metadata import refuse_other_tokenizer
 from thrifty.data.text.text_pairs import TextPairs, holds_pairs
 from thrifty.data.text.token_cache import open_token_cache
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
@@ -83,11 +84,7 @@ class TextData:
         self.tokenizer.save(folder / TOKENIZER)
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
-        if before.get(TOKENIZER) != self.identity[TOKENIZER]:
-            raise UsageError(
-                "the fork's tokenizer is not the old run's: its token numbers would mean something else",
-                fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
-            )
+        refuse_other_tokenizer(before, self.identity, old)
 
 
 def print_to_stderr(text: str) -> None:
@@ -150,11 +147,7 @@ def _pairs(
 ) -> tuple[BatchSource, ReadableExamples, HeldOutExamples]:
     end = prepared.tokenizer.end_of_text
     train, held_out = (TextPairs(prepared.tokens(part), settings.length, end) for part in DataSplit)
-    if len(train) < settings.batch:
-        raise UsageError(
-            f"{settings.source} has {len(train)} pairs to train on, fewer than one batch of {settings.batch}",
-            fix=f"lower data.batch to at most {len(train)}",
-        )
+    refuse_less_than_a_batch(settings, len(train), f"has {len(train)} pairs")
     if train.cut:
         say(f"{train.cut:.1%} of the pairs are longer than data.length = {settings.length} and are cut")
     return EpochSource(train, settings.batch, seed), train, HeldOutExamples(held_out)

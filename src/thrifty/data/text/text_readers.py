@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from thrifty.core.errors import UsageError
-from thrifty.data.text.passage_split import passages
+from thrifty.data.text.passage_split import joined, passages
 
 BINARY_PROBE = 8192
 
@@ -38,9 +40,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def whole_text(path: Path) -> Iterator[str]:
     """The file as one document; nothing where it holds only white space."""
-    text = "\n".join(line for _, line in lines(path)).strip("\n")
-    if text.strip():
-        yield text
+    return joined(line for _, line in lines(path))
 
 
 def text_passages(path: Path) -> Iterator[str]:
@@ -75,24 +75,36 @@ def parquet_rows(path: Path, column: str) -> Iterator[str]:
 
     Raises UsageError where pyarrow is absent, the file is damaged, or the column is missing or holds no text.
     """
+    with open_parquet(path) as file:
+        schema, types = file.schema_arrow, arrow_for(path).types
+        check_column(column, schema.names, str(path))
+        kind = schema.field(column).type
+        if not (types.is_string(kind) or types.is_large_string(kind)):
+            raise UsageError(f"{path}: column {column!r} holds {kind}, not text", fix="set data.column to a text one")
+        for rows in file.iter_batches(batch_size=1024, columns=[column]):
+            yield from (text for text in rows.column(0).to_pylist() if text and text.strip())
+
+
+def arrow_for(path: Path) -> ModuleType:
+    """pyarrow, to read this file; raises UsageError where it is absent."""
     try:
-        import pyarrow as arrow
-        from pyarrow import parquet
+        import pyarrow
     except ImportError:
         raise UsageError(
             f"reading {path} needs pyarrow, which is not installed", fix="pip install 'thrifty[parquet]'"
         ) from None
+    return pyarrow
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A .parquet file; raises UsageError where pyarrow is absent, or the file turns out to be damaged."""
+    arrow = arrow_for(path)
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            check_column(column, schema.names, str(path))
-            kind = schema.field(column).type
-            if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
-                raise UsageError(
-                    f"{path}: column {column!r} holds {kind}, not text", fix="set data.column to a text one"
-                )
-            for rows in file.iter_batches(batch_size=1024, columns=[column]):
-                yield from (text for text in rows.column(0).to_pylist() if text and text.strip())
+            yield file
     except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}", fix="write the file again"

@@ -8,8 +8,6 @@
 Ranks that prepare at once wait for one another and share the result. A damaged folder is noticed and built again.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from thrifty.data.prepared_cache import (
     TOKENIZER,
     TRAINING_TEXT,
     TokenCache,
+    cache_key,
     check_settings,
     open_or_build_tokens,
     write_manifest,
@@ -60,13 +59,12 @@ def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str])
         tokenizer = file_sha256(path) if path.is_file() else ""
     else:
         tokenizer = " ".join(("trained", str(settings.vocabulary), *special))
-    depends = [FORMAT, source.identity(), settings.column, tokenizer, settings.held_out]
-    return hashlib.blake2b(json.dumps(depends).encode(), digest_size=16).hexdigest()
+    return cache_key(FORMAT, source.identity(), settings.column, tokenizer, settings.held_out)
 
 
 def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str], pairs: bool, folder: Path) -> None:
     own_tokenizer = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
-    pieces = _pieces_of_pairs if pairs else _whole
+    pieces: Callable[[str], list[str]] = (lambda text: text.split(SEPARATOR)) if pairs else (lambda text: [text])
     split = plan_split(source.documents(), settings.held_out, settings.source)
     if split.longest is not None and pairs:  # what cuts a text in two would cut a pair in two
         raise UsageError(
@@ -80,14 +78,6 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
         streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)
         left_out = {"near_duplicates": source.report()} if isinstance(source, DeduplicatedSource) else {}
         write_manifest(aside, _manifest(settings, split, tokenizer, streams) | left_out)
-
-
-def _whole(text: str) -> list[str]:
-    return [text]
-
-
-def _pieces_of_pairs(text: str) -> list[str]:
-    return text.split(SEPARATOR)
 
 
 def _manifest(

@@ -1,7 +1,6 @@
 """`thrifty data look --scores`: a page of the examples that a person should look at."""
 
 import base64
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import altair as alt
@@ -58,7 +57,7 @@ def page(scores: ExampleScores, data: RunData, source: str, prune: PrunedExample
         told=f"{len(scores):,} training examples, {runs}{trained}; {scaled(facts.flops, 'FLOP')} and "
         f"{duration(facts.seconds)} spent on scoring",
         histogram=_histogram(scores.scores, kept),
-        suspects=_suspects(scores, data),
+        suspects=_cards(scores, data, suspicious(scores)[:EACH]),
         labels=_suspects_by_label(scores, data),
         ends=[("highest", _cards(scores, data, order[:EACH])), ("lowest", _cards(scores, data, order.flip(0)[:EACH]))],
         border=_border(scores, data, order, kept),
@@ -76,13 +75,8 @@ def _kept(scores: ExampleScores, prune: PrunedExamples) -> Tensor:
 
 def _told(prune: PrunedExamples, scores: ExampleScores, kept: Tensor | None) -> str:
     order = prune.chosen_order(len(scores), scores.labels)
-    settings = {
-        "keep": prune.keep,
-        "order": order,
-        "drop_hardest": prune.drop_hardest,
-        "min_class_share": prune.min_class_share,
-    }
-    words = ", ".join(f"{name} {value}" for name, value in settings.items())
+    settings = f"keep {prune.keep}, order {order}, drop_hardest {prune.drop_hardest}"
+    words = f"{settings}, min_class_share {prune.min_class_share}"
     return f"{int(kept.sum()) if kept is not None else 0:,} of {len(scores):,} examples are kept: {words}."
 
 
@@ -93,10 +87,6 @@ def suspicious(scores: ExampleScores) -> Tensor:
     suspicion = scores.guesses.suspicion(scores.labels)
     order = suspicion.argsort(descending=True, stable=True)
     return order[suspicion[order] > 0]
-
-
-def _suspects(scores: ExampleScores, data: RunData) -> list[ExampleCard]:
-    return _cards(scores, data, suspicious(scores)[:EACH])
 
 
 def _suspects_by_label(scores: ExampleScores, data: RunData) -> list[tuple[str, int, list[ExampleCard]]]:
@@ -117,15 +107,12 @@ def _border(
     """Examples on both sides of each place where, ordered by score, what is kept and what is not meet."""
     if kept is None:
         return []
-    by_score = kept[order]
     groups = []
-    for name, first in (("Kept, with the highest scores", True), ("Kept, with the lowest scores", False)):
-        numbers = order[by_score] if first else order[by_score].flip(0)
-        groups.append((name, _cards(scores, data, numbers[:OF_A_LABEL])))
-    for name, first in (("Left out, with the highest scores", True), ("Left out, with the lowest scores", False)):
-        numbers = order[~by_score] if first else order[~by_score].flip(0)
-        groups.append((name, _cards(scores, data, numbers[:OF_A_LABEL])))
-    return [(name, cards) for name, cards in groups if cards]
+    for name, own in (("Kept", order[kept[order]]), ("Left out", order[~kept[order]])):
+        for end, numbers in (("highest", own), ("lowest", own.flip(0))):
+            if cards := _cards(scores, data, numbers[:OF_A_LABEL]):
+                groups.append((f"{name}, with the {end} scores", cards))
+    return groups
 
 
 def _cards(scores: ExampleScores, data: RunData, numbers: Tensor) -> list[ExampleCard]:
@@ -134,16 +121,15 @@ def _cards(scores: ExampleScores, data: RunData, numbers: Tensor) -> list[Exampl
 
 def _card(scores: ExampleScores, example: ExamplePreview) -> ExampleCard:
     guesses, labels, number = scores.guesses, scores.labels, example.number
-    remarks: Sequence[str] = (f"score {significant(float(scores.scores[number]))}",)
-    title = example.label
+    title, remarks = example.label, [f"score {significant(float(scores.scores[number]))}"]
     if guesses is not None and labels is not None:
         predicted, own = int(guesses.predicted[number]), float(guesses.own[number])
         if predicted != int(labels[number]):
             title = f"{example.label}, or {scores.label(predicted)}?"
             believed = percent(float(guesses.confidence[number]))
-            remarks = (*remarks, f"{scores.label(predicted)}: {believed}, {example.label}: {percent(own)}")
+            remarks.append(f"{scores.label(predicted)}: {believed}, {example.label}: {percent(own)}")
         else:
-            remarks = (*remarks, f"{example.label}: {percent(own)}")
+            remarks.append(f"{example.label}: {percent(own)}")
     return card(asdict(example), title, tuple(remarks))
 
 
@@ -164,6 +150,5 @@ def _histogram(scores: Tensor, kept: Tensor | None) -> str:
         colour = alt.Scale(domain=list(groups), range=[LIGHT["train"], LIGHT["held-out"]])
         chart = chart.encode(color=alt.Color("group:N", title=None, scale=colour))
     spec = {**chart.properties(width=820, height=180).to_dict(), "background": LIGHT["surface"], "padding": 12}
-    look = chart_look(LIGHT.__getitem__, font="sans-serif")
-    svg = render_svg(spec, look)
+    svg = render_svg(spec, chart_look(LIGHT.__getitem__, font="sans-serif"))
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

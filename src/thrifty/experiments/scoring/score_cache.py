@@ -7,6 +7,7 @@ from pathlib import Path
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.score_file import ExampleScores, ScoreProvenance, read_scores, scores_bytes
+from thrifty.experiments.mask_export import write_atomically
 from thrifty.training.atomic_files import NO_ROOM, AtomicFiles
 
 
@@ -29,13 +30,9 @@ def read_cached_scores(place: Path) -> ExampleScores | None:
 
 def write_scores(path: Path, scores: ExampleScores) -> str:
     """Writes a file of scores as a whole, or not at all; returns its sha256."""
-    files, aside = AtomicFiles(), path.with_name(f".{path.name}.partial")
     try:
-        files.make_folders(path.parent)
-        written = files.write_file(aside, [scores_bytes(scores)])
-        files.rename(aside, path)
-        files.sync_folder(path.parent)
+        AtomicFiles().make_folders(path.parent)
+        return write_atomically(path, scores_bytes(scores))
     except OSError as error:
         fix = "free some space there" if error.errno in NO_ROOM else "check the folder's permissions"
         raise ThriftyError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
-    return written.sha256

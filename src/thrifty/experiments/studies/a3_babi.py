@@ -13,7 +13,6 @@ Note      the stories are ours (`experiments/tasks/babi_stories.py`: seven kinds
 """
 
 from collections.abc import Callable
-from contextlib import closing
 from functools import cache, partial
 
 import numpy as np
@@ -25,13 +24,13 @@ from thrifty.data.epoch_sampler import EpochSource
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.babi_stories import SENTENCES, WORDS, StoryExamples, make_stories
 from thrifty.experiments.tasks.memory_network import MemoryNetwork, softmax_weights
+from thrifty.experiments.tasks.whole_run import run_to_end
 from thrifty.kernels.attention_filters.a3_filter import a3_candidates, post_scored
 from thrifty.kernels.attention_filters.keep_masks import with_one
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.linear import LinearDecay
-from thrifty.training.loop import train
 
 SEARCHED = {"M = n": 1.0, "M = 3/4 n": 0.75, "M = n/2": 0.5, "M = n/4": 0.25, "M = n/8": 0.125}
 PERCENT = {"T = 1 %": 1.0, "T = 2.5 %": 2.5, "T = 5 %": 5.0, "T = 10 %": 10.0, "T = 20 %": 20.0}
@@ -80,12 +79,9 @@ def trained(seed: int, stories: int, steps: int, width: int, batch: int, tying: 
 
     plain = BaseRun(build, EpochSource(examples(stories, False), batch, seed), Classification())
     run = compose(plain, [AdamW(lr=1e-2, weight_decay=0.0), LinearDecay(warmup=0.05), GradientClipping()], steps)
-    state = run.start()
-    with closing(train(run, state, seed)) as records:
-        for _ in records:
-            pass
-    assert isinstance(state.model, MemoryNetwork)
-    return state.model.eval()
+    model, _ = run_to_end(run, seed)
+    assert isinstance(model, MemoryNetwork)
+    return model.eval()
 
 
 @cache

@@ -19,7 +19,7 @@ from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import HeldOutWindows
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.image_task import train_on_images
-from thrifty.experiments.tasks.language_task import decayed_adamw, llama, source_text, train_on_bytes
+from thrifty.experiments.tasks.language_task import decayed_adamw, source_text, train_llama
 from thrifty.modeling.attention_sites import ATTENTION_SITES
 from thrifty.techniques.attention.a3 import A3
 from thrifty.techniques.attention.block_sparse import BlockSparseAttention
@@ -126,10 +126,8 @@ def measure(
             "density": 100 * density_of(net, pixels),
             "seconds": trained.seconds,
         }
-    of_bytes = train_on_bytes(
-        lambda: llama(depth, width, length, seed), [*chosen, *decayed_adamw(width)],
-        steps=steps, seed=seed, length=length, batch=batch,
-    )  # fmt: skip
+    chosen += decayed_adamw(width)
+    of_bytes = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
     tokens = next(iter(HeldOutWindows(source_text()[1], length).batches(16, 16)))["tokens"][:, :-1].long()
     return {
         "loss": of_bytes.held_out_loss(256),

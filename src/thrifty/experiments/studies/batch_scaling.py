@@ -15,16 +15,15 @@ import torch
 from torch import nn
 
 from thrifty.composition.compose import BaseRun, compose
-from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.plain_values import build
 from thrifty.core.technique import Technique
 from thrifty.data.images.digits import TRAIN, DigitEpochs, DigitImages
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.tasks.whole_run import run_to_end
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.large_batch.scale_learning_rate import Rule, ScaleLearningRate
 from thrifty.techniques.optimizers.lars import Lars
 from thrifty.techniques.optimizers.sgd import Sgd
-from thrifty.training.loop import train
 
 PIXELS, CLASSES = 64, 10
 
@@ -90,17 +89,8 @@ def measure(
     """A perceptron trained on handwritten digits for some epochs of batches of this size."""
     plain = BaseRun(lambda: perceptron(hidden, seed), DigitEpochs("train", batch, seed), Classification())
     techniques = chosen(METHODS[method], rate, coefficient, base_batch, batch)
-    run = compose(plain, techniques, max(1, epochs * TRAIN // batch))
-    state = run.start()
-    try:
-        for _ in train(run, state, seed):
-            pass
-    except IntegrityError:
-        raise
-    except ThriftyError:  # the run diverged: what it has learned is what there is
-        pass
-    assert state.model is not None
-    return {"accuracy": accuracy(state.model.eval()), "steps": state.step}
+    model, state = run_to_end(compose(plain, techniques, max(1, epochs * TRAIN // batch)), seed, may_diverge=True)
+    return {"accuracy": accuracy(model.eval()), "steps": state.step}
 
 
 def batch_scaling(

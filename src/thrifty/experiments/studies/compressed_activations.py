@@ -15,8 +15,8 @@ from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import BYTES, decayed_adamw, source_text, train_on_bytes
-from thrifty.models.model_presets import ModelConfig, assemble
-from thrifty.models.transformer import initialize
+from thrifty.experiments.tasks.whole_run import initialized
+from thrifty.models.model_config import ModelConfig
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.compress_activations import CompressActivations
 
@@ -26,9 +26,7 @@ PLAIN = "32 bits"
 def build(depth: int, width: int, length: int, seed: int) -> nn.Module:
     """A decoder of bytes with GELU, whose derivative is not linear in what is kept."""
     heads = max(1, width // 16)
-    model = assemble(ModelConfig("gpt", depth, width, heads, heads, 4 * width, BYTES, length, tied=True))
-    initialize(model, seed)
-    return model
+    return initialized(ModelConfig("gpt", depth, width, heads, heads, 4 * width, BYTES, length, tied=True), seed)
 
 
 def measure(

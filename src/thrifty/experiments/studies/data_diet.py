@@ -27,10 +27,11 @@ from thrifty.experiments.tasks.digits_task import (
     FixedImages,
     PixelStandardizer,
     accuracy,
-    in_training,
     perceptron,
+    run_on,
     with_wrong_labels,
 )
+from thrifty.experiments.tasks.whole_run import in_steps, run_to_end
 from thrifty.kernels.example_scores import Fields, ForgettingCounter, el2n, grand, input_norms, prototype_distance
 
 ALL, SCORES = "all", "the scores themselves"
@@ -64,9 +65,9 @@ def scores_of_runs(
     for network in range(networks):
         counter = ForgettingCounter(len(data))
         own_seed = seed_of(f"data diet/{seed}/{network}")
-        training = in_training(partial(perceptron, width, own_seed), data, steps=steps, batch=batch, seed=own_seed)
-        with closing(training) as states:
-            for step, model in states:
+        run = run_on(partial(perceptron, width, own_seed), data, steps=steps, batch=batch, seed=own_seed)
+        with closing(in_steps(run, own_seed)) as states:
+            for step, model, _ in states:
                 if step == 0:
                     by_method[BEGUN].append(gradient_norms(model, data))
                 if step % LOOK == 0:
@@ -124,8 +125,8 @@ def measure(
         kind, _, rule = way.partition(", ")
         kept = chosen(scores[kind].mean(0), rule, share, offset)
     part = FixedImages(data.images[kept], data.labels[kept])
-    with closing(in_training(partial(perceptron, width, seed), part, steps=steps, batch=batch, seed=seed)) as states:
-        *_, (_, model) = states
+    run = run_on(partial(perceptron, width, seed), part, steps=steps, batch=batch, seed=seed)
+    model, _ = run_to_end(run, seed)
     return {"accuracy": accuracy(model), "wrong_labels": float(flipped[kept].sum())}
 
 

@@ -25,22 +25,6 @@ def balanced_factors(end_to_end: Tensor, depth: int) -> list[Tensor]:
     return [root @ v, *(root.clone() for _ in range(depth - 2)), u @ root]
 
 
-def end_to_end_velocity(end_to_end: Tensor, gradient: Tensor, depth: int) -> Tensor:
-    """Theorem 1: how gradient flow on balanced factors moves their product, (out, in) like both arguments.
-
-    -Σ_j (W Wᵀ)^((depth-j)/depth) · gradient · (Wᵀ W)^((j-1)/depth), j = 1 … depth
-    """
-    u, s, v = torch.linalg.svd(end_to_end)
-
-    def power(vectors: Tensor, exponent: float) -> Tensor:
-        values = torch.zeros(len(vectors), dtype=s.dtype)
-        values[: len(s)] = s**2
-        return vectors @ (values**exponent).diag() @ vectors.mT
-
-    terms = [power(u, (depth - j) / depth) @ gradient @ power(v.mT, (j - 1) / depth) for j in range(1, depth + 1)]
-    return -torch.stack(terms).sum(0)
-
-
 def regression(seed: int, examples: int, features: int, condition: float) -> tuple[Tensor, Tensor]:
     """Inputs (n, d) whose columns have scales from 1 down to 1 / `condition`, and targets (n,): a linear function
     with unit noise."""

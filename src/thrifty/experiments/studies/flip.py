@@ -9,10 +9,7 @@ Note      all runs of a budget cost the same FLOPs, counted, unmasked tuning inc
           another vendor than those trained on, both ways. Captions cost the same whatever is dropped.
 """
 
-from contextlib import closing
 from dataclasses import dataclass
-
-from torch import nn
 
 from thrifty.composition.compose import CPU, BaseRun, compose
 from thrifty.composition.explain import count
@@ -20,16 +17,14 @@ from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.core.technique import Technique
 from thrifty.data.pairs.pair_data import PairData, open_image_pairs
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.tasks.whole_run import initialized, run_to_end
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import assemble
-from thrifty.models.transformer import initialize
 from thrifty.objectives.contrastive import Contrastive
 from thrifty.objectives.retrieval_metrics import chance_retrieval, embed_pairs, retrieval
 from thrifty.techniques.data_selection.drop_patches import DropPatches
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.cosine import CosineDecay
-from thrifty.training.loop import train
 
 WHOLE, HALF, HALF_TUNED = "whole images", "half dropped", "half dropped, tuned"
 MOST, MOST_TUNED = "three quarters dropped", "three quarters dropped, tuned"
@@ -64,13 +59,7 @@ class FlipSizes:
             image=self.side, patch=self.patch, channels=pairs.ends.images.channels, space=self.width,
             text_depth=max(1, self.depth // 2), text_width=self.width, text_heads=heads, text_hidden=4 * self.width,
         )  # fmt: skip
-
-        def build() -> nn.Module:
-            model = assemble(shape)
-            initialize(model, seed)
-            return model
-
-        return BaseRun(build, pairs.train, Contrastive())
+        return BaseRun(lambda: initialized(shape, seed), pairs.train, Contrastive())
 
 
 def dropping(rate: float, tuned: bool) -> list[Technique]:
@@ -110,12 +99,8 @@ def measure(
     steps = steps_for(whole_steps, flops_of_step(plain, 0.0), flops, tuned) if rate else whole_steps
     chosen = [AdamW(lr=lr, weight_decay=0.2), CosineDecay(warmup=0.1), GradientClipping(), *dropping(rate, tuned)]
     run = compose(plain, chosen, steps)
-    state = run.start()
-    with closing(train(run, state, seed)) as records:
-        for _ in records:
-            pass
-    assert state.model is not None
-    vectors = embed_pairs(state.model, pairs.held_out.batches(len(pairs.held_out), 256), CPU)
+    model, state = run_to_end(run, seed)
+    vectors = embed_pairs(model, pairs.held_out.batches(len(pairs.held_out), 256), CPU)
     recalls, chance = retrieval(*vectors), chance_retrieval(vectors[2])
     return {
         "recall_10": 50 * (recalls["captions R@10"] + recalls["images R@10"]),

@@ -20,7 +20,8 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.images.image_data import open_images
 from thrifty.data.train_split import DataSplit
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
-from thrifty.experiments.tasks.digits_task import FixedImages, in_training
+from thrifty.experiments.tasks.digits_task import FixedImages, run_on
+from thrifty.experiments.tasks.whole_run import in_steps
 from thrifty.kernels.example_scores import el2n
 
 ALL = "all"
@@ -49,8 +50,9 @@ def classifier(sizes: tuple[int, ...], seed: int) -> nn.Module:
 def trained(data: FixedImages, classes: int, width: int, steps: int, until: int, batch: int, seed: int) -> nn.Module:
     """A classifier after the first `until` steps of a run of `steps`."""
     build = partial(classifier, (data.images.shape[1], width, width, classes), seed)
-    with closing(in_training(build, data, steps=steps, batch=batch, seed=seed)) as states:
-        return next(model for step, model in states if step == until)
+    run = run_on(build, data, steps=steps, batch=batch, seed=seed)
+    with closing(in_steps(run, seed)) as states:
+        return next(model for step, model, _ in states if step == until)
 
 
 @cache

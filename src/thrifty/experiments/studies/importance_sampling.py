@@ -27,10 +27,11 @@ from thrifty.experiments.tasks.data_selection_task import (
     at_full_work,
     finished,
     gains,
-    in_steps,
+    run_of,
     scores_of,
     task_of,
 )
+from thrifty.experiments.tasks.whole_run import in_steps
 from thrifty.techniques.data_selection.gradient_norm_sampling import GradientNormSampling
 from thrifty.techniques.data_selection.prune import kept_examples
 from thrifty.training.evaluation import evaluate
@@ -43,7 +44,7 @@ SCORED_AFTER, TESTED = 0.15, 497
 def scores_before(task: SelectionTask, steps: int, lr: float, seed: int) -> Tensor:
     """The score of each example (n,) by another network that was trained for a moment."""
     own_seed = seed_of(f"importance sampling/{seed}")
-    with closing(in_steps(task, task.source, [], steps, lr, own_seed)) as states:
+    with closing(in_steps(run_of(task, task.source, [], steps, lr, own_seed), own_seed)) as states:
         model = next(model for step, model, _ in states if step == scored_after(steps))
     return scores_of(model, task.objective, task.source.sequential_batches(64))  # type: ignore[attr-defined]
 

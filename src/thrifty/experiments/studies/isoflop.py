@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Numbers, Study, StudyPlot
-from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_on_bytes
-from thrifty.planning.isoflop_analysis import IsoFlopParabola, find_valley
-from thrifty.planning.isoflop_analysis import isoflop as fit_optima
+from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_llama
+from thrifty.planning import isoflop_analysis
 from thrifty.planning.scaling_law_fit import TrainedRun
 
 SIZES = ((2, 12), (2, 20), (2, 32), (3, 40), (3, 54))
@@ -24,13 +23,8 @@ def measure(seed: int, depth: int, width: int, flops: float, length: int, batch:
     """The held-out loss of a model of this size that was given this much compute."""
     parameters = parameters_of(llama(depth, width, length, seed))
     steps = steps_for(flops, parameters, length * batch)
-    trained = train_on_bytes(
-        lambda: llama(depth, width, length, seed),
-        decayed_adamw(width),
-        steps=steps,
-        seed=seed,
-        length=length,
-        batch=batch,
+    trained = train_llama(
+        decayed_adamw(width), steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch
     )
     return {
         "parameters": parameters,
@@ -52,12 +46,13 @@ def optima(budgets: Sequence[float], cells: Cells) -> Cells:
     }
     rows: dict[str, Numbers] = {}
     for flops in budgets:
-        valley = find_valley(runs[flops])
-        if isinstance(valley, IsoFlopParabola):
+        valley = isoflop_analysis.find_valley(runs[flops])
+        if isinstance(valley, isoflop_analysis.IsoFlopParabola):
             optimum = {"optimal_parameters": valley.parameters, "flops": valley.flops, "loss": valley.loss}
             rows[_optimum(flops)] = optimum
     if len(rows) > 1:
-        rows[EXPONENT] = {"exponent": fit_optima([run for group in runs.values() for run in group]).exponent}
+        together = [run for group in runs.values() for run in group]
+        rows[EXPONENT] = {"exponent": isoflop_analysis.isoflop(together).exponent}
     return rows
 
 

@@ -16,7 +16,7 @@ from thrifty import techniques
 from thrifty.core.plain_values import build
 from thrifty.core.technique import Technique
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
-from thrifty.experiments.tasks.language_task import llama, train_on_bytes
+from thrifty.experiments.tasks.language_task import train_llama
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.schedules.linear import LinearDecay
 
@@ -37,14 +37,8 @@ def measure(
         LinearDecay(warmup=0.1),
         GradientClipping(),
     ]
-    trained = train_on_bytes(
-        lambda: llama(depth, width, length, seed),
-        chosen,
-        steps=max(1, sequences // batch),
-        seed=seed,
-        length=length,
-        batch=batch,
-    )
+    steps = max(1, sequences // batch)
+    trained = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
     return {"loss": trained.held_out_loss(), "steps": len(trained.losses), "seconds": trained.seconds}
 
 

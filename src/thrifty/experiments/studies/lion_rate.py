@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
-from thrifty.experiments.tasks.language_task import llama, train_on_bytes
+from thrifty.experiments.tasks.language_task import train_llama
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.optimizers.lion import Lion
@@ -32,14 +32,8 @@ def measure(
     seed: int, optimizer: Optimizer, rate: float, depth: int, width: int, length: int, batch: int, steps: int
 ) -> dict[str, float]:
     """The held-out loss of a model trained at this peak rate, warmed up and decayed to the end of the run."""
-    trained = train_on_bytes(
-        lambda: llama(depth, width, length, seed),
-        [OPTIMIZERS[optimizer](lr=rate, weight_decay=0.0), LinearDecay(warmup=0.1), GradientClipping()],
-        steps=steps,
-        seed=seed,
-        length=length,
-        batch=batch,
-    )
+    chosen = [OPTIMIZERS[optimizer](lr=rate, weight_decay=0.0), LinearDecay(warmup=0.1), GradientClipping()]
+    trained = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
     return {"loss": trained.held_out_loss(), "seconds": trained.seconds}
 
 

@@ -8,7 +8,6 @@ Note      the paper takes 20 % a round; here 37 %, since nine such rounds of a n
 
 import hashlib
 import tempfile
-from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -21,10 +20,10 @@ from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.images.digits import DigitEpochs, DigitImages
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
 from thrifty.experiments.tasks.digits_task import accuracy, decayed_sgd, perceptron
+from thrifty.experiments.tasks.whole_run import run_to_end
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.sparsity.mask_from_file import MaskFromFile, density_of, mask_file_bytes, prune_by_magnitude
 from thrifty.training.evaluation import held_out_loss
-from thrifty.training.loop import train
 
 Kind = Literal["ticket", "other first values", "random mask"]
 KINDS: tuple[Kind, ...] = ("ticket", "other first values", "random mask")
@@ -50,20 +49,15 @@ def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: 
         ticket = MaskFromFile(str(file), hashlib.sha256(file.read_bytes()).hexdigest(), CONTROL[kind], seed)
         plain = BaseRun(lambda: perceptron(width, seed), DigitEpochs("train", batch, seed), Classification())
         run = compose(plain, [*decayed_sgd(), ticket], steps)
-        state = run.start()
-        with closing(train(run, state, seed)) as records:
-            for _ in records:
-                pass
-    assert state.model is not None
+        model, state = run_to_end(run, seed)
+    test = HeldOutExamples(DigitImages("test")).batches(497, 497)
     numbers = {
         "density": density_of(masks),
-        "accuracy": accuracy(state.model),
-        "loss": held_out_loss(
-            state.model, run.eval_objective, HeldOutExamples(DigitImages("test")).batches(497, 497), CPU
-        ),
+        "accuracy": accuracy(model),
+        "loss": held_out_loss(model, run.eval_objective, test, CPU),
         "seconds": state.counters["seconds"],
     }
-    return LotteryRound(masks, matrices(state.model), numbers)
+    return LotteryRound(masks, matrices(model), numbers)
 
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ from thrifty.experiments.tasks.autoencoder_task import (
     LabelledImages,
     adamw,
     masked,
-    run_to_end,
     tuned,
 )
+from thrifty.experiments.tasks.whole_run import run_to_end
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.techniques.adapters.head_only import HeadOnly
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
@@ -39,9 +39,9 @@ def pretrained(
 ) -> tuple[MaskedAutoencoder, float]:
     """A trained autoencoder, and the seconds in its steps."""
     plain = masked(sizes, data, batch, rate, seed, AugmentationSettings(crop=1))
-    state = run_to_end(compose(plain, [*adamw(lr), *dropping(blanks)], steps), seed)
-    assert isinstance(state.model, MaskedAutoencoder)
-    return state.model, state.counters["seconds"]
+    model, state = run_to_end(compose(plain, [*adamw(lr), *dropping(blanks)], steps), seed)
+    assert isinstance(model, MaskedAutoencoder)
+    return model, state.counters["seconds"]
 
 
 def measure(
@@ -74,8 +74,8 @@ def measure(
     for count in labels:
         few = LabelledImages.of(data, count, batch, seed, AugmentationSettings(crop=1))
         for name, techniques in (("tuned", adamw(TUNED_LR)), ("probe", [*adamw(PROBE_LR), HeadOnly()])):
-            state, objective = tuned(start, few, techniques, "patches", tuning, seed)
-            numbers[f"{name}_{count}"] = few.accuracy(state, objective, tested)
+            model, objective = tuned(start, few, techniques, "patches", tuning, seed)
+            numbers[f"{name}_{count}"] = few.accuracy(model, objective, tested)
     return numbers
 
 

@@ -12,7 +12,6 @@ Note      losses at two rates cannot be compared, and the model that left masks 
 """
 
 from collections.abc import Iterable
-from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
@@ -27,15 +26,14 @@ from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import BYTES, source_text
 from thrifty.experiments.tasks.token_type_probe import probe_accuracy
-from thrifty.models.model_presets import ModelConfig, assemble
-from thrifty.models.transformer import initialize
+from thrifty.experiments.tasks.whole_run import initialized, run_to_end
+from thrifty.models.model_config import ModelConfig
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.techniques.data_selection.drop_masked_tokens import DropMaskedTokens
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.linear import LinearDecay
 from thrifty.training.evaluation import held_out_loss
-from thrifty.training.loop import train
 
 HIDDEN = MaskedToken(mask=0, vocabulary=BYTES, special=frozenset({0}))
 """Byte 0, which no source text has, stands for a mask."""
@@ -47,11 +45,8 @@ RATES = {BERT: 0.15, MORE: 0.5, SELF: 0.5, CROSS: 0.5}
 def encoder(depth: int, width: int, length: int, seed: int) -> nn.Module:
     """A BERT of bytes with its first values, heads of 16."""
     heads = max(1, width // 16)
-    model = assemble(
-        ModelConfig("bert", depth, width, heads, heads, 4 * width, BYTES, length, tied=True, norm_eps=1e-12)
-    )
-    initialize(model, seed)
-    return model
+    shape = ModelConfig("bert", depth, width, heads, heads, 4 * width, BYTES, length, tied=True, norm_eps=1e-12)
+    return initialized(shape, seed)
 
 
 def composed(way: str, steps: int, lr: float, depth: int, width: int, length: int, batch: int, seed: int) -> Run:
@@ -73,12 +68,7 @@ def flops(way: str, **sizes: Any) -> float:
 
 def trained(run: Run, seed: int) -> tuple[nn.Module, float]:
     """The plain model at the end of a run, and seconds in its steps."""
-    state = run.start()
-    with closing(train(run, state, seed)) as records:
-        for _ in records:
-            pass
-    model = state.model
-    assert model is not None
+    model, state = run_to_end(run, seed)
     for technique in reversed(run.techniques):
         model = technique.finish(model)
     return model.eval(), state.counters["seconds"]

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
-from thrifty.experiments.tasks.language_task import decayed_adamw, llama, train_on_bytes
+from thrifty.experiments.tasks.language_task import decayed_adamw, train_llama
 from thrifty.techniques.sparsity.n_of_m import NOfM
 
 DENSE, PLAIN, DECAYED, STRONG = "dense", "straight through", "SR-STE", "SR-STE, strong"
@@ -36,14 +36,8 @@ def measure(
 ) -> dict[str, float]:
     """The loss of one variant, and how its masks moved."""
     masks = NOfM(n=n, decay=decay, transposable=transposable, dense_from=dense_from, mvue=mvue)
-    trained = train_on_bytes(
-        lambda: llama(depth, width, length, seed),
-        [*([masks] if masked else []), *decayed_adamw(width)],
-        steps=steps,
-        seed=seed,
-        length=length,
-        batch=batch,
-    )
+    chosen = [*([masks] if masked else []), *decayed_adamw(width)]
+    trained = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
     rates = [note["mask_flip_rate"] for note in trained.notes if "mask_flip_rate" in note] or [0.0]
     return {
         "held_out_loss": trained.held_out_loss(),

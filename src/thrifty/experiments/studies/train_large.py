@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Numbers, Study, StudyPlot
-from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_on_bytes
+from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_llama
 from thrifty.modeling.parameter_kinds import is_matrix
 
 
@@ -36,13 +36,9 @@ def measure(
     """A model trained for this much compute: its loss as it is, with half of its block weights, and with as many as
     the model of width `narrower` has."""
     parameters = parameters_of(llama(depth, width, length, seed))
-    trained = train_on_bytes(
-        lambda: llama(depth, width, length, seed),
-        decayed_adamw(width),
-        steps=steps_for(flops, parameters, length * batch),
-        seed=seed,
-        length=length,
-        batch=batch,
+    steps = steps_for(flops, parameters, length * batch)
+    trained = train_llama(
+        decayed_adamw(width), steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch
     )
     numbers = {
         "parameters": parameters,

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -11,20 +10,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from thrifty.composition.compose import CPU, BaseRun, Run, compose
+from thrifty.composition.compose import CPU, BaseRun, compose
 from thrifty.composition.explain import count
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import AugmentationSettings, DataSettings
-from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.data.images.image_data import ImageData, TrainingImages, open_images
 from thrifty.data.train_split import DataSplit
+from thrifty.experiments.tasks.whole_run import initialized, run_to_end
 from thrifty.kernels.keyed_permutation import permute
 from thrifty.models.masked_autoencoder import MaskedAutoencoder, encoder_alone
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
 from thrifty.models.vision_transformer import Pool
 from thrifty.objectives.classification import Classification
@@ -33,7 +31,6 @@ from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.cosine import CosineDecay
 from thrifty.training.evaluation import evaluate
-from thrifty.training.loop import train
 
 HEAD_WIDTH = 32
 LABELLED_KEY = 0x4C41424C
@@ -56,8 +53,7 @@ class AutoencoderSizes:
             image=side, patch=self.patch, channels=channels, decoder_depth=self.decoder_depth,
             decoder_width=self.decoder_width, decoder_heads=decoder_heads, decoder_hidden=4 * self.decoder_width,
         )  # fmt: skip
-        model = assemble(shape)
-        initialize(model, seed)
+        model = initialized(shape, seed)
         assert isinstance(model, MaskedAutoencoder)
         return model
 
@@ -65,14 +61,6 @@ class AutoencoderSizes:
 def adamw(lr: float) -> list[Technique]:
     """As MAE has it, with a rate that falls to zero."""
     return [AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.05), CosineDecay(warmup=0.05), GradientClipping()]
-
-
-def run_to_end(run: Run, seed: int) -> TrainState:
-    state = run.start()
-    with closing(train(run, state, seed)) as records:
-        for _ in records:
-            pass
-    return state
 
 
 def masked(
@@ -103,10 +91,9 @@ class LabelledImages:
         few = replace(whole, pixels=np.asarray(whole.pixels[chosen]), labels=whole.labels[chosen])
         return cls(images, TrainingImages(few, min(batch, labels), seed, augment))
 
-    def accuracy(self, state: TrainState, objective: Objective, tested: int) -> float:
+    def accuracy(self, model: nn.Module, objective: Objective, tested: int) -> float:
         """Percent of so many test images that are told right."""
-        assert state.model is not None
-        return 100 * evaluate(state.model, objective, self.images.held_out.batches(tested, 250), CPU)["accuracy"]
+        return 100 * evaluate(model, objective, self.images.held_out.batches(tested, 250), CPU)["accuracy"]
 
 
 def tuned(
@@ -116,7 +103,7 @@ def tuned(
     pool: Pool,
     steps: int,
     seed: int,
-) -> tuple[TrainState, Classification]:
+) -> tuple[nn.Module, Classification]:
     """A classifier that starts from an autoencoder's encoder, after so many steps on labelled images."""
     labels, objective = len(labelled.images.ends.labels), Classification(label_smoothing=0.1)
 
@@ -125,7 +112,7 @@ def tuned(
         initialize(vit, seed, within="head.")
         return vit
 
-    return run_to_end(compose(BaseRun(build, labelled.train, objective), techniques, steps), seed), objective
+    return run_to_end(compose(BaseRun(build, labelled.train, objective), techniques, steps), seed)[0], objective
 
 
 def _unsaid(text: str) -> None:

@@ -98,30 +98,25 @@ class StoryWorld:
         """A question of this kind and its answer, if there is one that was told enough for."""
         people = [person for person in PEOPLE if person in self.place]
         things = [thing for thing in THINGS if self.places_of[thing]]
-        subjects: list[tuple[tuple[str, ...], str]] = []
-        if kind == "where a person is":
-            subjects = [((person,), self.place[person]) for person in people]
-        elif kind == "where a thing is":
-            subjects = [((thing,), self.places_of[thing][-1]) for thing in things]
-        elif kind == "where a thing was before":
+        subjects: dict[str, list[tuple[tuple[str, ...], str]]] = {
+            "where a person is": [((person,), self.place[person]) for person in people],
+            "where a thing is": [((thing,), self.places_of[thing][-1]) for thing in things],
             # where it was twice, which time is meant is not said
-            subjects = [
+            "where a thing was before": [
                 ((thing, there[i]), there[i - 1]) for thing in things for there in [self.places_of[thing]]
                 for i in range(1, len(there)) if there.count(there[i]) == 1
-            ]  # fmt: skip
-        elif kind == "who has a thing":
-            subjects = [((thing,), self.holder[thing]) for thing in things if thing in self.holder]
-        elif kind == "who gave a thing":
-            subjects = [(told, giver) for told, giver in self.given.items()]
-        elif kind == "how many things":
-            subjects = [((person,), NUMBERS[len(self.carried(person))]) for person in people]
-        elif people:
+            ],
+            "who has a thing": [((thing,), self.holder[thing]) for thing in things if thing in self.holder],
+            "who gave a thing": list(self.given.items()),
+            "how many things": [((person,), NUMBERS[len(self.carried(person))]) for person in people],
+        }  # fmt: skip
+        if kind == "yes or no" and people:
             person, is_there = random.choice(people), random.random() < 0.5
             other = random.choice([place for place in PLACES if place != self.place[person]])
-            subjects = [((person, self.place[person]), "yes")] if is_there else [((person, other), "no")]
-        if not subjects:
+            subjects[kind] = [((person, self.place[person]), "yes")] if is_there else [((person, other), "no")]
+        if not subjects.get(kind):
             return None
-        words, answer = random.choice(subjects)
+        words, answer = random.choice(subjects[kind])
         return QUESTIONS[kind].format(*words), answer
 
 

@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import BaseRun, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.backward import plain_backward
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.objective import Objective
@@ -24,16 +24,14 @@ from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.images.image_data import open_images
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.experiments.tasks.language_task import llama, source_text
+from thrifty.experiments.tasks.whole_run import in_steps, initialized
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import assemble
-from thrifty.models.transformer import initialize
 from thrifty.objectives.classification import Classification
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.data_selection.gradient_norm_sampling import variance_reduction
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.cosine import CosineDecay
-from thrifty.training.loop import train
 
 TIMES = 3
 """How many times more examples are scored than trained on, while the gate of sampling is open."""
@@ -59,12 +57,11 @@ class SelectionTask:
         if isinstance(self.objective, NextToken):
             return llama(self.depth, self.width, self.length, seed)
         heads, side, labels = max(1, self.width // 16), 8, 10
-        model = assemble(
-            ModelConfig("vit", self.depth, self.width, heads, heads, 4 * self.width, labels, 0, tied=False, image=side,
-                  patch=2, channels=1)
+        shape = ModelConfig(
+            "vit", self.depth, self.width, heads, heads, 4 * self.width, labels, 0, tied=False, image=side, patch=2,
+            channels=1,
         )  # fmt: skip
-        initialize(model, seed)
-        return model
+        return initialized(shape, seed)
 
 
 def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: int, windows: int) -> SelectionTask:
@@ -81,18 +78,12 @@ def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: in
     )
 
 
-def in_steps(
+def run_of(
     task: SelectionTask, source: BatchSource, techniques: Sequence[Technique], steps: int, lr: float, seed: int
-) -> Iterator[tuple[int, nn.Module, dict[str, float]]]:
-    """A model before its training and after each step of it, with how many those were and what was noted."""
+) -> Run:
+    """A model's training on what was chosen."""
     plain = BaseRun(partial(task.build, seed), source, task.objective)
-    run = compose(plain, [AdamW(lr=lr), CosineDecay(warmup=0.05), GradientClipping(), *techniques], steps)
-    state = run.start()
-    assert state.model is not None
-    yield 0, state.model, {}
-    with closing(train(run, state, seed)) as records:
-        for record in records:
-            yield record.step, state.model, record.notes
+    return compose(plain, [AdamW(lr=lr), CosineDecay(warmup=0.05), GradientClipping(), *techniques], steps)
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,7 @@ class FinishedRun:
 def finished(
     task: SelectionTask, source: BatchSource, techniques: Sequence[Technique] = (), *, steps: int, lr: float, seed: int
 ) -> FinishedRun:
-    with closing(in_steps(task, source, techniques, steps, lr, seed)) as states:
+    with closing(in_steps(run_of(task, source, techniques, steps, lr, seed), seed)) as states:
         (_, model, _), *made = states
     opened = [noted.get("sampled", 0.0) for _, _, noted in made]
     taus = [noted.get("tau", 0.0) for _, _, noted in made[-max(1, steps // 4) :]]

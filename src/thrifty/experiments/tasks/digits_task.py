@@ -1,8 +1,7 @@
 """A perceptron on images of handwritten digits, for studies that train some: the network, how it is trained, on which
 of the digits, and how many it tells right."""
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
@@ -10,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from thrifty.composition.compose import BaseRun, compose
+from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.technique import Technique
 from thrifty.data.epoch_sampler import EpochSource, IndexedExamples
 from thrifty.data.images.digits import DigitImages
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.optimizers.sgd import Sgd
 from thrifty.techniques.schedules.cosine import CosineDecay
-from thrifty.training.loop import train
 
 PIXELS, CLASSES = 64, 10
 
@@ -87,15 +85,7 @@ def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
     return FixedImages(digits.images, torch.where(wrong, (digits.labels + moved) % CLASSES, digits.labels)), wrong
 
 
-def in_training(
-    build: Callable[[], nn.Module], contents: IndexedExamples, *, steps: int, batch: int, seed: int
-) -> Iterator[tuple[int, nn.Module]]:
-    """A classifier before its training and after each step of it, with how many those were; always the same module."""
+def run_on(build: Callable[[], nn.Module], contents: IndexedExamples, *, steps: int, batch: int, seed: int) -> Run:
+    """A classifier's training; its module is always the same."""
     plain = BaseRun(build, EpochSource(contents, min(batch, len(contents)), seed), Classification())
-    run = compose(plain, decayed_sgd(), steps)
-    state = run.start()
-    assert state.model is not None
-    yield 0, state.model
-    with closing(train(run, state, seed)) as records:
-        for record in records:
-            yield record.step, state.model
+    return compose(plain, decayed_sgd(), steps)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from thrifty.core.technique import Technique
 from thrifty.experiments.study import MeasuredQuantity, StudyPlot
-from thrifty.experiments.tasks.language_task import llama, train_on_bytes
+from thrifty.experiments.tasks.language_task import train_llama
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 
@@ -33,14 +33,8 @@ def after(
 ) -> dict[str, float]:
     """The `QUANTITIES` of a model of bytes after so many steps of clipped AdamW with these techniques, a schedule among
     them."""
-    trained = train_on_bytes(
-        lambda: llama(depth, width, length, seed),
-        [AdamW(lr=lr), GradientClipping(), *techniques],
-        steps=steps,
-        seed=seed,
-        length=length,
-        batch=batch,
-    )
+    chosen = [AdamW(lr=lr), GradientClipping(), *techniques]
+    trained = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
     return {"loss": trained.held_out_loss(EXAMPLES), "steps": steps, "seconds": trained.seconds}
 
 

@@ -1,25 +1,20 @@
 """Small Vision Transformers on images with labels, for studies that train some."""
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
-
-from torch import nn
 
 from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.core.recipe import DataSettings
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.data.images.image_data import ImageData, open_images
+from thrifty.experiments.tasks.whole_run import initialized, run_to_end
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import assemble
-from thrifty.models.transformer import initialize
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.cosine import CosineDecay
 from thrifty.training.evaluation import evaluate
-from thrifty.training.loop import train
 
 HEAD_WIDTH = 32
 
@@ -63,17 +58,7 @@ def train_on_images(
         "vit", depth, width, heads, heads, 4 * width, len(ends.labels), 0, tied=False,
         image=ends.side, patch=patch, channels=ends.channels,
     )  # fmt: skip
-
-    def build() -> nn.Module:
-        model = assemble(shape)
-        initialize(model, seed)
-        return model
-
-    plain = BaseRun(build, images.train, Classification(label_smoothing=0.1))
+    plain = BaseRun(lambda: initialized(shape, seed), images.train, Classification(label_smoothing=0.1))
     chosen = [AdamW(lr=lr, weight_decay=0.05), CosineDecay(warmup=0.05), GradientClipping(), *techniques]
     run = compose(plain, chosen, steps)
-    state = run.start()
-    with closing(train(run, state, seed)) as records:
-        for _ in records:
-            pass
-    return TrainedImageModel(run, state, images)
+    return TrainedImageModel(run, run_to_end(run, seed)[1], images)

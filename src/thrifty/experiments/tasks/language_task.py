@@ -18,8 +18,8 @@ from thrifty.core.randomness import seed_of
 from thrifty.core.technique import Technique
 from thrifty.data.text.python_sources import python_files
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
-from thrifty.models.model_presets import ModelConfig, assemble
-from thrifty.models.transformer import initialize
+from thrifty.experiments.tasks.whole_run import initialized
+from thrifty.models.model_config import ModelConfig
 from thrifty.objectives.next_token import NextToken
 from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN
 from thrifty.techniques.gradients.clip import GradientClipping
@@ -48,9 +48,7 @@ def source_text() -> tuple[np.ndarray, np.ndarray]:
 def llama(depth: int, width: int, length: int, seed: int, head_width: int = 16) -> nn.Module:
     """A Llama-style model of bytes with its first values; the inner width is 8/3 of the width, a multiple of 8."""
     heads, hidden = max(1, width // head_width), 8 * math.ceil(width / 3)
-    model = assemble(ModelConfig("llama", depth, width, heads, heads, hidden, BYTES, length, tied=True))
-    initialize(model, seed)
-    return model
+    return initialized(ModelConfig("llama", depth, width, heads, heads, hidden, BYTES, length, tied=True), seed)
 
 
 def parameters_of(model: nn.Module) -> int:
@@ -128,4 +126,13 @@ def train_on_bytes(
         seconds=state.counters["seconds"],
         length=length,
         notes=notes,
+    )
+
+
+def train_llama(
+    techniques: Sequence[Technique], *, steps: int, seed: int, depth: int, width: int, length: int, batch: int
+) -> TrainedLanguageModel:
+    """The same of a Llama-style model of these sizes, from the first values of its seed."""
+    return train_on_bytes(
+        lambda: llama(depth, width, length, seed), techniques, steps=steps, seed=seed, length=length, batch=batch
     )

@@ -1,0 +1,48 @@
+"""What every study of small models does: build one with its first values, and train it to the end."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+
+from torch import nn
+
+from thrifty.composition.compose import Run
+from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.core.state import TrainState
+from thrifty.models.model_config import ModelConfig
+from thrifty.models.model_presets import assemble
+from thrifty.models.transformer import initialize
+from thrifty.training.loop import train
+
+
+def initialized(shape: ModelConfig, seed: int) -> nn.Module:
+    """A model of this shape with the first values of this seed."""
+    model = assemble(shape)
+    initialize(model, seed)
+    return model
+
+
+def run_to_end(run: Run, seed: int, may_diverge: bool = False) -> tuple[nn.Module, TrainState]:
+    """The model after the last step of a run, and the state that it is in; with `may_diverge` also after the step at
+    which the loop gave up, as it stands."""
+    state = run.start()
+    try:
+        with closing(train(run, state, seed)) as records:
+            for _ in records:
+                pass
+    except IntegrityError:
+        raise
+    except ThriftyError:  # the loop's word for a loss or gradient that stayed without a number
+        if not may_diverge:
+            raise
+    assert state.model is not None
+    return state.model, state
+
+
+def in_steps(run: Run, seed: int) -> Iterator[tuple[int, nn.Module, Mapping[str, float]]]:
+    """The model of a run before its training and after each step of it, with how many those were and what was noted."""
+    state = run.start()
+    assert state.model is not None
+    yield 0, state.model, {}
+    with closing(train(run, state, seed)) as records:
+        for record in records:
+            yield record.step, state.model, record.notes
