@@ -24,10 +24,10 @@ from thrifty.kernels.attention_filters.keep_masks import (
     attend_kept,
     exact_scores,
     heads_of_keys,
-    kept_density,
     visible_pairs,
     with_one,
 )
+from thrifty.kernels.sparse_attention.block_grid import scattered_grid
 from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
 
 CASE = {
@@ -66,10 +66,6 @@ class TestKeepSets:
         for output in (attend_kept(q, key, key, keep), kept_attention_reference(q, key, key, keep)):
             pairs.append((output, *torch.autograd.grad(output.square().sum(), (q, key))))
         torch.testing.assert_close(*pairs)
-
-    def test_density_counts_visible_pairs_alone(self):
-        visible = visible_pairs(4, 4, True)
-        assert float(kept_density(torch.eye(4, dtype=torch.bool)[None, None], visible)) == pytest.approx(0.4)
 
     def test_masks_that_are_added_and_other_lengths_are_refused(self):
         with pytest.raises(UsageError, match="filters take boolean"):
@@ -297,11 +293,6 @@ class TestDota:
         sets = [set(row.nonzero().flatten().tolist()) for row in mask]
         unions = sum(len(set.union(*sets[i : i + 4])) for i in range(0, t, 4))
         assert dota_filter.key_reuse(mask) == pytest.approx(unions / max(sum(map(len, sets)), 1))
-        order = dota_filter.fetch_order(mask[:4])
-        assert [len(queries) for _, queries in order] == sorted((len(queries) for _, queries in order), reverse=True)
-        assert {(i, key) for key, queries in order for i in queries} == {
-            (i, key) for i in range(min(t, 4)) for key in sets[i]
-        }
 
 
 class TestVitcod:
@@ -359,14 +350,6 @@ class TestSpatten:
         assert shares[3] + shares[-1] == pytest.approx(0.8)
         assert np.allclose(np.diff(shares[3:]), (shares[-1] - shares[3]) / 16)
 
-    def test_what_a_causal_model_may_know_of_a_key_depends_on_no_later_query(self):
-        scores = torch.randn(1, 2, 6, 6, generator=torch.Generator().manual_seed(0))
-        probabilities = scores.masked_fill(~visible_pairs(6, 6, True), float("-inf")).softmax(-1)
-        found = spatten_filter.causal_importance(probabilities)
-        for i in range(6):
-            torch.testing.assert_close(found[0, i], probabilities[0, :, : i + 1].sum((0, 1)))
-        torch.testing.assert_close(found[:, -1], spatten_filter.token_importance(probabilities))
-
     def test_low_bits_are_fetched_where_a_softmax_is_flat_and_the_error_is_bounded(self):
         """SpAtten, section 4.2: an error ds of a score changes a probability by less than ds."""
         generator = torch.Generator().manual_seed(0)
@@ -387,16 +370,11 @@ class TestSpatten:
         assert torch.equal(kept.sum(-1), torch.full((2, 3, 5), 2))
         assert bool((probabilities.masked_fill(~kept, 9).amin(-1) >= probabilities.masked_fill(kept, 0).amax(-1)).all())
 
-    def test_heads_that_put_out_more_matter_more(self):
-        outputs = torch.randn(2, 3, 5, 4)
-        expected = [[float(outputs[b, h].abs().sum()) for h in range(3)] for b in range(2)]
-        torch.testing.assert_close(spatten_filter.head_importance(outputs), torch.tensor(expected))
-
 
 def test_patterns_are_the_masks_that_their_rules_say():
     window = position_masks.window_mask(7, 2, first=1, causal=True)
     assert all(bool(window[i, j]) == (j <= i and (i - j < 2 or j < 1 or i < 1)) for i in range(7) for j in range(7))
-    scattered = position_masks.scattered_mask(8, 2, 0, 1, 1, False)
+    scattered = position_masks.pairs_of(scattered_grid(8, 2, 0, 1, 1, False), 8, 8)[0, 0]
     assert bool(scattered[:2].all()) and bool(scattered[:, :2].all())
     assert [int(row.sum()) for row in scattered[2:]] == [6] * 6  # the first block, its own, and one drawn
 

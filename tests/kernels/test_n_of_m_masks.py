@@ -21,7 +21,6 @@ from thrifty.kernels.n_of_m_linear import NOfMProducts, has_sparse_units, masked
 from thrifty.kernels.n_of_m_masks import (
     NOfMPattern,
     add_masked_decay,
-    flip_rate,
     keep_probabilities,
     n_of_m_mask,
     unbiased_estimate,
@@ -138,12 +137,6 @@ def test_patterns_without_a_choice_are_refused(n: int, m: int) -> None:
 def test_large_transposable_tiles_are_refused_with_the_reason() -> None:
     with pytest.raises(RefusedError, match="of 8 x 8 116,963,796,250"):
         NOfMPattern(4, 8, transposable=True)
-
-
-def test_the_flip_rate_is_the_share_of_places_that_changed() -> None:
-    old = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0]], dtype=torch.bool)
-    new = torch.tensor([[1, 0, 1, 0], [1, 0, 1, 0]], dtype=torch.bool)
-    assert float(flip_rate(old, new)) == 2 / 8 and float(flip_rate(old, old)) == 0.0
 
 
 def test_masked_decay_is_the_gradient_of_half_the_squared_norm_of_what_is_masked() -> None:

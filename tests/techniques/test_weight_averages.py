@@ -18,7 +18,7 @@ from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, EvaluationSettings, ModelSettings, Recipe
 from thrifty.optim.fused_updates import FusedAdamWUpdate, fused_tail
 from thrifty.optim.torch_optimizer import TransformOptimizer
-from thrifty.techniques.averaging.ema import Beginning, EmaTransform, decay_after
+from thrifty.optim.weight_average import Beginning, EmaTransform, decay_after
 from thrifty.techniques.averaging.latest import LatestWeightAverage, LatestWeightsTransform, uniform_mean
 from thrifty.techniques.optimizers.adamw import AdamW, adamw
 from thrifty.training import checkpoint

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thrifty.kernels.float8 import (
-    E4M3,
-    E5M2,
-    Float8Format,
-    amax_of,
-    cast_float8,
-    scale_from_amax,
-    scaled_matmul,
-    scaled_matmul_reference,
-    update_amax_history,
-)
+from thrifty.kernels import float8
 
 INPUT, WEIGHT, GRADIENT = range(3)
 """What is cast in a layer, in the order in which its scales are kept."""
@@ -35,15 +25,15 @@ class CastRule:
     margin: int = 0
     """Powers of two left free above the largest number."""
     powers_of_two: bool = False
-    gradients: Float8Format = E5M2
+    gradients: float8.Float8Format = float8.E5M2
     emulated: bool = True
     """Products by the reference instead of the device's own units."""
 
-    def format(self, role: int) -> Float8Format:
-        return self.gradients if role == GRADIENT else E4M3
+    def format(self, role: int) -> float8.Float8Format:
+        return self.gradients if role == GRADIENT else float8.E4M3
 
     def scale(self, amax: Tensor, role: int, old: Tensor | float = 1.0) -> Tensor:
-        return scale_from_amax(amax, self.format(role), old, self.margin, self.powers_of_two)
+        return float8.scale_from_amax(amax, self.format(role), old, self.margin, self.powers_of_two)
 
 
 @dataclass
@@ -64,7 +54,7 @@ def next_scales(
 ) -> tuple[Tensor, Tensor]:
     """Histories (…, 3, h) and scales (…, 3) after a step that has seen these largest magnitudes (…, 3): those for the
     largest of the history, or for the newest of it. Where there is nothing to go by a scale stays as it is."""
-    histories = update_amax_history(histories, seen)
+    histories = float8.update_amax_history(histories, seen)
     amax = histories[..., 0] if most_recent else histories.amax(-1)
     roles = [casting.scale(amax[..., role], role, scales[..., role]) for role in (INPUT, WEIGHT, GRADIENT)]
     return histories, torch.stack(roles, -1)
@@ -114,7 +104,7 @@ class _Float8Product(torch.autograd.Function):
             if casting.rows:
                 w_codes, w_scale, _ = quantize_operand(weight, WEIGHT, 0, casting)
             else:  # cast again rather than kept: the weight is there anyway
-                w_codes = cast_float8(weight, w_scale, casting.format(WEIGHT))
+                w_codes = float8.cast_float8(weight, w_scale, casting.format(WEIGHT))
             of_x = _multiply(casting, codes, scale, w_codes, w_scale, ctx.dtypes[0])
         if x_codes is not None:
             if casting.rows:
@@ -128,12 +118,12 @@ def quantize_operand(
     numbers: Tensor, role: int, dim: int, casting: CastRule, delayed: DelayedScaling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of a matrix, their scale, and the largest magnitude, for a product that sums along `dim`."""
-    amax = amax_of(numbers, dim if casting.rows else None)
+    amax = float8.amax_of(numbers, dim if casting.rows else None)
     scale = casting.scale(amax, role)
     if delayed is not None:
         known = delayed.scales[role]
         scale = torch.where(known > 0, known, scale)
-    return cast_float8(numbers, scale, casting.format(role)), scale, amax
+    return float8.cast_float8(numbers, scale, casting.format(role)), scale, amax
 
 
 def _turned(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,4 +131,4 @@ def _turned(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multiply(casting: CastRule, *factors: Any, fast: bool = False) -> Tensor:
-    return scaled_matmul_reference(*factors) if casting.emulated else scaled_matmul(*factors, fast=fast)
+    return float8.scaled_matmul_reference(*factors) if casting.emulated else float8.scaled_matmul(*factors, fast=fast)

@@ -61,11 +61,6 @@ def n_of_m_mask(weight: Tensor, n: int, m: int) -> Tensor:
     return torch.stack([count < n for count in lost], -1).flatten(-2)
 
 
-def flip_rate(old: Tensor, new: Tensor) -> Tensor:
-    """The share of places at which two masks differ (Hu et al. 2024, definition 4.1), a scalar."""
-    return (old != new).float().mean()
-
-
 def add_masked_decay(gradient: Tensor, weight: Tensor, mask: Tensor, decay: float) -> None:
     """Adds decay · (1 - mask) · weight to the gradient, in place; all of one shape. What is masked shrinks, and so
     comes back less easily (SR-STE, Zhou et al. 2021)."""

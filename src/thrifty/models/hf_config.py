@@ -44,7 +44,8 @@ def read_shape(config: Config) -> ModelConfig:
 def _accepted(family: ModelFamily, key: str, value: Any) -> bool:
     if key in family.only:
         return value in family.only[key]
-    return key in family.read | family.ignored | _WITHOUT_EFFECT | _OF_GENERATION or value in _OFF
+    understood = family.read | {own for own, _ in family.fields.values()}
+    return key in understood | family.ignored | _WITHOUT_EFFECT | _OF_GENERATION or value in _OFF
 
 
 def write_config(shape: ModelConfig) -> dict[str, Any]:

@@ -45,6 +45,12 @@ def _clip(patch: int) -> ModelConfig:
     return ModelConfig("clip", 12, 768, 12, 12, 3072, 49_408, 77, tied=False, patch=patch)
 
 
+def _small_clip(depth: int, width: int, heads: int, image: int, patch: int) -> ModelConfig:
+    text = {"text_depth": 4, "text_width": 128, "text_heads": 4, "text_hidden": 512, "space": 128}
+    sizes = depth, width, heads, heads, 4 * width
+    return ModelConfig("clip", *sizes, 4096, 32, tied=False, image=image, patch=patch, **text)
+
+
 _SMALL = {"vocabulary": 4096, "length": 256}
 _LLAMA_32 = Llama3Scaling(factor=32.0, low=1.0, high=4.0, original=8192)
 
@@ -87,8 +93,8 @@ PRESETS: dict[str, ModelConfig] = {
         512,
         tied=False,
         norm_eps=1e-6,
-        activation="gated-gelu_tanh",
         fixed_head_width=64,
+        activation="gated-gelu_tanh",
     ),
     "marian-nano": _shape("marian", 2, 128, 4, **_SMALL),
     "marian-base": _shape("marian", 6, 512, 8, 58_101, 512),  # opus-mt-en-de: the base model of the first Transformer
@@ -104,42 +110,8 @@ PRESETS: dict[str, ModelConfig] = {
     "mae-tiny": _mae(_vit(12, 192, 3), 2, 96, 3),
     "mae-base": _mae(_vit(12, 768, 12), 8, 512, 16),  # MAE's ViT-B/16 and ViT-L/16
     "mae-large": _mae(_vit(24, 1024, 16), 8, 512, 16),
-    "clip-nano": ModelConfig(
-        "clip",
-        4,
-        128,
-        4,
-        4,
-        512,
-        4096,
-        32,
-        tied=False,
-        image=32,
-        patch=4,
-        text_depth=4,
-        text_width=128,
-        text_heads=4,
-        text_hidden=512,
-        space=128,
-    ),
-    "clip-micro": ModelConfig(
-        "clip",
-        6,
-        192,
-        3,
-        3,
-        768,
-        4096,
-        32,
-        tied=False,
-        image=64,
-        patch=8,
-        text_depth=4,
-        text_width=128,
-        text_heads=4,
-        text_hidden=512,
-        space=128,
-    ),
+    "clip-nano": _small_clip(4, 128, 4, 32, 4),
+    "clip-micro": _small_clip(6, 192, 3, 64, 8),
     "clip-vit-b32": _clip(32),
     "clip-vit-b16": _clip(16),
 }

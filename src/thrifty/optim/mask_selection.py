@@ -69,6 +69,12 @@ def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
     return shard_like_parameter(mask.view(parameter.shape), parameter)
 
 
+def random_masks(parameters: Mapping[str, Tensor], density: float, distribution: str, seed: int) -> dict[str, Tensor]:
+    """A mask of each, of its share of the density, drawn from (seed, name) alone."""
+    densities = layer_densities(masked_shapes(parameters), density, distribution)
+    return {name: random_mask(each, densities[name], f"{seed}/{name}") for name, each in parameters.items()}
+
+
 def full_mask(parameter: Tensor) -> Tensor:
     """A mask like `parameter` (sharded as it is) that keeps all."""
     return shard_like_parameter(torch.ones(parameter.shape, dtype=torch.bool), parameter)

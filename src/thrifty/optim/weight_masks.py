@@ -42,6 +42,9 @@ class MaskedLayer:
     """Of the loss, dense: by the product of weight and mask."""
 
 
+LayerReader = Callable[[str], MaskedLayer]
+
+
 class MaskPolicy(Protocol):
     """What a sparse technique decides."""
 
@@ -57,9 +60,7 @@ class MaskPolicy(Protocol):
         """Whether masks move in the update of this step."""
         ...
 
-    def next_masks(
-        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         """The new mask of each name; `layer` gathers what is there now, on all ranks together and in the same order.
         A name that is left out keeps its mask."""
         ...

@@ -64,10 +64,3 @@ def key_reuse(keep: Tensor, parallel: int = PARALLEL) -> float:
     missing = -keep.shape[-2] % parallel
     groups = torch.nn.functional.pad(keep, (0, 0, 0, missing)).unflatten(-2, (-1, parallel))
     return float(groups.any(-2).sum() / keep.sum().clamp(min=1))
-
-
-def fetch_order(keep: Tensor) -> list[tuple[int, tuple[int, ...]]]:
-    """Of a mask (parallel, s) the keys in the order in which they are fetched, with the queries that each serves: first
-    those that all want, last those that one wants (the order among equals is ours)."""
-    wanted = [(key, tuple(keep[:, key].nonzero().flatten().tolist())) for key in range(keep.shape[1])]
-    return sorted((pair for pair in wanted if pair[1]), key=lambda pair: (-len(pair[1]), pair[1], pair[0]))

@@ -1,5 +1,7 @@
 """Keep sets: masks of pairs (b or 1, h or 1, t, s), and attention over what they have."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -36,14 +38,19 @@ def with_one(keep: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
     return keep | (alone & visible & ~keep.any(-1, keepdim=True))
 
 
-def kept_density(keep: Tensor, visible: Tensor) -> Tensor:
-    """The share of the visible pairs that is kept, in (0, 1]."""
-    return keep.sum() / visible.expand_as(keep).sum()
-
-
 def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     """Exact softmax attention over a keep set, by torch's kernels under a mask: what is computed, not what is saved."""
     return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def filtered_attention(
+    keep: Callable[..., Tensor], causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """Attention of q (b, h, t, k) over what `keep`, given q, k and what is visible, leaves of k and v (b, g, s, k)."""
+    visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
+    with torch.no_grad():
+        kept = keep(q, k, visible=visible)
+    return attend_kept(q, k, v, kept)
 
 
 def seen_softmax(scores: Tensor, seen: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from thrifty.kernels.sparse_attention.block_grid import NONE, BlockGrid, scattered_grid
+from thrifty.kernels.sparse_attention.block_grid import NONE, BlockGrid
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
 
@@ -20,8 +20,3 @@ def pairs_of(grid: BlockGrid, queries: int, keys: int) -> Tensor:
     wide = kept.repeat_interleave(grid.block, -1).repeat_interleave(grid.block, -2)[..., :queries, :keys]
     at = torch.arange(queries, device=wide.device)[:, None], torch.arange(keys, device=wide.device)[None, :]
     return wide & grid.sight.visible(*at)
-
-
-def scattered_mask(tokens: int, block: int, near: int, first: int, drawn: int, causal: bool, seed: int = 0) -> Tensor:
-    """A mask of `scattered_grid`."""
-    return pairs_of(scattered_grid(tokens, block, near, first, drawn, causal, seed), tokens, tokens)[0, 0]

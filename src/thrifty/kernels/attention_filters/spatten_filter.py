@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, seen_softmax
-from thrifty.kernels.deterministic_cumsum import running_sums
 
 TOKENS_SPARED, HEADS_SPARED = 0.15, 0.3
 """Of the blocks, from the first on, in which no token, or no head, goes."""
@@ -52,17 +51,6 @@ class KeptShares:
 def token_importance(probabilities: Tensor) -> Tensor:
     """What each key (b, s) was given by all heads and queries, of probabilities (b, h, t, s)."""
     return probabilities.float().sum((1, 2))
-
-
-def head_importance(outputs: Tensor) -> Tensor:
-    """The sum of |numbers| that each head (b, h) put out, of outputs (b, h, t, k)."""
-    return outputs.float().abs().sum((2, 3))
-
-
-def causal_importance(probabilities: Tensor) -> Tensor:
-    """What each key (b, t, s) was given by all heads and by the queries up to and including each: what a causal model
-    may know of it there. The last row is `token_importance`."""
-    return running_sums(probabilities.float().sum(1), 1)
 
 
 def pruned_share(block: int, blocks: int, average: float, spread: float, spared: float) -> float:

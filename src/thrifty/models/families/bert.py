@@ -10,15 +10,7 @@ from torch import nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention, full_attention
-from thrifty.models.families.model_family import (
-    ACTIVATION,
-    READ,
-    SPELLED,
-    Config,
-    ModelFamily,
-    ParameterPacking,
-    number,
-)
+from thrifty.models.families.model_family import ACTIVATION, READ, Config, ModelFamily, ParameterPacking
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder
 from thrifty.models.transformer_blocks import FeedForward, MaskedTokenTransform, NormedEmbedding, PostNormBlock
@@ -40,10 +32,17 @@ _BLOCK = {
 
 class Bert(ModelFamily):
     style, model_type, architecture, task = "bert", "bert", "BertForMaskedLM", "masked_token"
-    read = frozenset({
-        "num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size",
-        "max_position_embeddings", "type_vocab_size", "layer_norm_eps", "hidden_act",
-    })  # fmt: skip
+    fields: ClassVar = {
+        "depth": ("num_hidden_layers", None),
+        "width": ("hidden_size", None),
+        "heads": ("num_attention_heads", None),
+        "hidden": ("intermediate_size", None),
+        "vocabulary": ("vocab_size", None),
+        "length": ("max_position_embeddings", 512),
+        "token_types": ("type_vocab_size", 2),
+        "norm_eps": ("layer_norm_eps", 1e-12),
+        "activation": ("hidden_act", "gelu"),
+    }
     only: ClassVar = {
         "is_decoder": (False,),
         "position_embedding_type": ("absolute",),
@@ -76,39 +75,15 @@ class Bert(ModelFamily):
         )
 
     def shape(self, config: Config) -> ModelConfig:
-        heads = number(config, "num_attention_heads", int)
-        return ModelConfig(
-            style=self.style,
-            depth=number(config, "num_hidden_layers", int),
-            width=number(config, "hidden_size", int),
-            heads=heads,
-            kv_heads=heads,
-            hidden=number(config, "intermediate_size", int),
-            vocabulary=number(config, "vocab_size", int),
-            length=number(config, "max_position_embeddings", int, 512),
-            tied=True,
-            norm_eps=number(config, "layer_norm_eps", float, 1e-12),
-            activation=READ[config.get("hidden_act", "gelu")],
-            token_types=number(config, "type_vocab_size", int, 2),
-        )
+        fields = self.read_fields(config)
+        return ModelConfig(style=self.style, kv_heads=fields["heads"], tied=True, **fields)
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if not shape.tied:
             raise RefusedError(
                 "BERT's head is tied to its token embedding, this one is free", fix="train with model.tied"
             )
-        return {
-            "num_hidden_layers": shape.depth,
-            "hidden_size": shape.width,
-            "num_attention_heads": shape.heads,
-            "intermediate_size": shape.hidden,
-            "max_position_embeddings": shape.length,
-            "type_vocab_size": shape.token_types,
-            "layer_norm_eps": shape.norm_eps,
-            "hidden_act": SPELLED[shape.activation],
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        }
+        return self.written_fields(shape) | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         for ours, theirs in _EMBEDDING.items():

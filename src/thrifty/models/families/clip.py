@@ -13,16 +13,7 @@ from torch import nn
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.models.attention_layers import Attention, causal_attention, full_attention
 from thrifty.models.contrastive_model import FIRST_SCALE, ContrastiveModel, ImageTower, QuickGELU, TextTower
-from thrifty.models.families.model_family import (
-    ACTIVATION,
-    READ,
-    SPELLED,
-    Config,
-    ModelFamily,
-    ParameterPacking,
-    number,
-    side,
-)
+from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, ModelFamily, ParameterPacking
 from thrifty.models.init_laws import clip_normal
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer_blocks import FeedForward, TokenEmbedding, TransformerBlock
@@ -31,6 +22,14 @@ from thrifty.models.vision_transformer import PatchEmbedding
 _ACTIVATION = ACTIVATION | {"quick_gelu": QuickGELU}
 _SPELLED = SPELLED | {"quick_gelu": "quick_gelu"}
 _READ = READ | {"quick_gelu": "quick_gelu"}
+_CAPTIONS = {
+    "text_depth": ("num_hidden_layers", 12),
+    "text_width": ("hidden_size", 512),
+    "text_heads": ("num_attention_heads", 8),
+    "text_hidden": ("intermediate_size", 2048),
+    "vocabulary": ("vocab_size", 49_408),
+    "length": ("max_position_embeddings", 77),
+}
 _BLOCK = {
     "attention_norm": "layer_norm1",
     "attention.out": "self_attn.out_proj",
@@ -64,11 +63,16 @@ def _block(shape: ModelConfig, activation: str, core: Any) -> TransformerBlock:
 class CLIP(ModelFamily):
     style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrastive"
     sections = ("text_config", "vision_config")
-    read = frozenset({
-        "text_config", "vision_config", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "layer_norm_eps", "hidden_act", "vocab_size", "max_position_embeddings", "image_size", "patch_size",
-        "num_channels", "projection_dim",
-    })  # fmt: skip
+    fields: ClassVar = {
+        "depth": ("num_hidden_layers", 12),
+        "width": ("hidden_size", 768),
+        "heads": ("num_attention_heads", 12),
+        "hidden": ("intermediate_size", 3072),
+        "image": ("image_size", 224),
+        "patch": ("patch_size", 32),
+        "channels": ("num_channels", 3),
+    }
+    read = frozenset({*sections, "layer_norm_eps", "vocab_size", "max_position_embeddings", "projection_dim"})
     only: ClassVar = {"hidden_act": tuple(_READ)}
     ignored = frozenset(
         {"dropout", "initializer_factor", "logit_scale_init_value", "text_config_dict", "vision_config_dict"}
@@ -98,31 +102,19 @@ class CLIP(ModelFamily):
 
     def shape(self, config: Config) -> ModelConfig:
         text, vision = (_section(config, name) for name in self.sections)
-        heads = number(vision, "num_attention_heads", int, 12)
+        fields = self.read_fields(vision) | self.read_fields(text, _CAPTIONS)
         activation, eps = (
             _common(text, vision, key, default)
             for key, default in (("hidden_act", "quick_gelu"), ("layer_norm_eps", 1e-5))
         )
         return ModelConfig(
             style=self.style,
-            depth=number(vision, "num_hidden_layers", int, 12),
-            width=number(vision, "hidden_size", int, 768),
-            heads=heads,
-            kv_heads=heads,
-            hidden=number(vision, "intermediate_size", int, 3072),
-            vocabulary=number(text, "vocab_size", int, 49_408),
-            length=number(text, "max_position_embeddings", int, 77),
+            kv_heads=fields["heads"],
             tied=False,
             norm_eps=eps,
             activation=_READ[activation],
-            image=side(vision, "image_size", 224),
-            patch=side(vision, "patch_size", 32),
-            channels=number(vision, "num_channels", int, 3),
-            text_depth=number(text, "num_hidden_layers", int, 12),
-            text_width=number(text, "hidden_size", int, 512),
-            text_heads=number(text, "num_attention_heads", int, 8),
-            text_hidden=number(text, "intermediate_size", int, 2048),
-            space=number(config, "projection_dim", int, 512),
+            **self.read_fields(config, {"space": ("projection_dim", 512)}),
+            **fields,
         )
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
@@ -137,28 +129,11 @@ class CLIP(ModelFamily):
             "projection_dim": shape.space,
             "attention_dropout": 0.0,
         }
-        text = {
-            "num_hidden_layers": shape.text_depth,
-            "hidden_size": shape.text_width,
-            "num_attention_heads": shape.text_heads,
-            "intermediate_size": shape.text_hidden,
-            "vocab_size": shape.vocabulary,
-            "max_position_embeddings": shape.length,
-        }
-        vision = {
-            "num_hidden_layers": shape.depth,
-            "hidden_size": shape.width,
-            "num_attention_heads": shape.heads,
-            "intermediate_size": shape.hidden,
-            "image_size": shape.image,
-            "patch_size": shape.patch,
-            "num_channels": shape.channels,
-        }
         return {
             "projection_dim": shape.space,
             "logit_scale_init_value": FIRST_SCALE,
-            "text_config": text | common,
-            "vision_config": vision | common,
+            "text_config": self.written_fields(shape, _CAPTIONS) | common,
+            "vision_config": self.written_fields(shape) | common,
         }
 
     def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:

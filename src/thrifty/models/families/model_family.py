@@ -16,6 +16,9 @@ from thrifty.models.transformer import Encoder, EncoderDecoder, Task, Transforme
 from thrifty.models.vision_transformer import VisionTransformer
 
 Config = Mapping[str, Any]
+Fields = Mapping[str, tuple[str, float | str | None]]
+"""For a field of `ModelConfig` its key in config.json, and what is meant where that is missing (None: it may not be),
+which tells whole numbers, others and names of activations apart."""
 Model = Transformer | Encoder | EncoderDecoder | VisionTransformer | ContrastiveModel | MaskedAutoencoder
 
 ACTIVATION: dict[str, Callable[[], nn.Module]] = {
@@ -72,7 +75,10 @@ class ModelFamily:
 
     sections: ClassVar[tuple[str, ...]] = ()
     """Parts of config.json that hold settings like its own, one for each tower."""
-    read: ClassVar[frozenset[str]]
+    fields: ClassVar[Fields] = {}
+    """What is read and written as it stands, in the order of config.json."""
+    read: ClassVar[frozenset[str]] = frozenset()
+    """Which other keys are understood."""
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
@@ -102,6 +108,13 @@ class ModelFamily:
         """The settings of config.json that are the family's own. Raises RefusedError for what it has no word for."""
         raise NotImplementedError
 
+    def read_fields(self, config: Config, fields: Fields | None = None) -> dict[str, Any]:
+        return {name: _field(config, name, *pair) for name, pair in (fields or self.fields).items()}
+
+    def written_fields(self, shape: ModelConfig, fields: Fields | None = None) -> dict[str, Any]:
+        values = {key: getattr(shape, name) for name, (key, _) in (fields or self.fields).items()}
+        return {key: SPELLED[value] if isinstance(value, str) else value for key, value in values.items()}
+
     def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
         """config.json with the numbers of special tokens, where they belong. Raises RefusedError where one is missing
         that the model cannot be used without."""
@@ -110,6 +123,14 @@ class ModelFamily:
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         """Which of their tensors make up which of ours, a free head apart."""
         raise NotImplementedError
+
+
+def _field(config: Config, name: str, key: str, default: Any) -> Any:
+    if isinstance(default, str):
+        return READ[config.get(key, default)]
+    if name in ("image", "patch"):
+        return side(config, key, default)
+    return number(config, key, float if isinstance(default, float) else int, default)
 
 
 def number(config: Config, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:

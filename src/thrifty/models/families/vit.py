@@ -11,16 +11,7 @@ from torch import nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention, full_attention
-from thrifty.models.families.model_family import (
-    ACTIVATION,
-    READ,
-    SPELLED,
-    Config,
-    ModelFamily,
-    ParameterPacking,
-    number,
-    side,
-)
+from thrifty.models.families.model_family import ACTIVATION, READ, Config, ModelFamily, ParameterPacking, number
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer_blocks import FeedForward, TransformerBlock
 from thrifty.models.vision_transformer import PatchEmbedding, VisionTransformer
@@ -40,14 +31,39 @@ _BLOCK = {
 }
 
 
-class ViT(ModelFamily):
-    style, model_type, architecture, task = "vit", "vit", "ViTForImageClassification", "classification"
+class PatchEncoder(ModelFamily):
+    """What ViT and MAE have in common."""
+
     bounded = False
-    read = frozenset({
-        "num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "layer_norm_eps", "hidden_act",
-        "image_size", "patch_size", "num_channels", "id2label", "num_labels",
-    })  # fmt: skip
+    fields: ClassVar = {
+        "depth": ("num_hidden_layers", None),
+        "width": ("hidden_size", None),
+        "heads": ("num_attention_heads", None),
+        "hidden": ("intermediate_size", None),
+        "norm_eps": ("layer_norm_eps", 1e-12),
+        "activation": ("hidden_act", "gelu"),
+        "image": ("image_size", 224),
+        "patch": ("patch_size", 16),
+        "channels": ("num_channels", 3),
+    }
     only: ClassVar = {"qkv_bias": (True,), "hidden_act": tuple(READ)}
+
+    def encoder(self, config: Config) -> dict[str, Any]:
+        """What config.json says of the encoder, as fields of its `ModelConfig`."""
+        values = self.read_fields(config)
+        return {"kv_heads": values["heads"], "length": 0, "tied": False} | values
+
+    def config(self, shape: ModelConfig) -> dict[str, Any]:
+        return self.written_fields(shape) | {
+            "qkv_bias": True,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        }
+
+
+class ViT(PatchEncoder):
+    style, model_type, architecture, task = "vit", "vit", "ViTForImageClassification", "classification"
+    read = frozenset({"num_labels"})
     ignored = frozenset({
         "attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob", "pooler_act", "pooler_output_size",
     })  # fmt: skip
@@ -68,7 +84,7 @@ class ViT(ModelFamily):
         labels = config.get("id2label")
         # transformers leaves labels out where there are two without names
         count = len(labels) if labels else number(config, "num_labels", int, 2)
-        return ModelConfig(style=self.style, vocabulary=count, **encoder_sizes(config))
+        return ModelConfig(style=self.style, vocabulary=count, **self.encoder(config))
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.pool != "class":
@@ -76,7 +92,7 @@ class ViT(ModelFamily):
                 "a ViT of transformers answers by its class token, and this model by the mean of its patches",
                 fix='train with model.pool = "class" what is to be exported',
             )
-        return encoder_config(shape) | {"id2label": {str(label): f"LABEL_{label}" for label in range(shape.vocabulary)}}
+        return super().config(shape) | {"id2label": {str(label): f"LABEL_{label}" for label in range(shape.vocabulary)}}
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         for ours, theirs in EMBEDDING.items():
@@ -95,43 +111,6 @@ def pre_norm_block(shape: ModelConfig, width: int, heads: int, hidden: int) -> T
     return TransformerBlock(
         next(norms), attention, next(norms), FeedForward(width, hidden, ACTIVATION[shape.activation]())
     )
-
-
-def encoder_sizes(config: Config) -> dict[str, Any]:
-    """What config.json says of a ViT without a head, as fields of its `ModelConfig`."""
-    heads = number(config, "num_attention_heads", int)
-    return {
-        "depth": number(config, "num_hidden_layers", int),
-        "width": number(config, "hidden_size", int),
-        "heads": heads,
-        "kv_heads": heads,
-        "hidden": number(config, "intermediate_size", int),
-        "length": 0,
-        "tied": False,
-        "norm_eps": number(config, "layer_norm_eps", float, 1e-12),
-        "activation": READ[config.get("hidden_act", "gelu")],
-        "image": side(config, "image_size", 224),
-        "patch": side(config, "patch_size", 16),
-        "channels": number(config, "num_channels", int, 3),
-    }
-
-
-def encoder_config(shape: ModelConfig) -> dict[str, Any]:
-    """The same the other way round."""
-    return {
-        "num_hidden_layers": shape.depth,
-        "hidden_size": shape.width,
-        "num_attention_heads": shape.heads,
-        "intermediate_size": shape.hidden,
-        "layer_norm_eps": shape.norm_eps,
-        "hidden_act": SPELLED[shape.activation],
-        "image_size": shape.image,
-        "patch_size": shape.patch,
-        "num_channels": shape.channels,
-        "qkv_bias": True,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
 
 
 def packed_blocks(ours: str, theirs: str, depth: int, width: int) -> Iterator[ParameterPacking]:

@@ -13,14 +13,8 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
 from thrifty.kernels.image_patches import sinusoids_2d
-from thrifty.models.families.model_family import READ, Config, ModelFamily, ParameterPacking, number
-from thrifty.models.families.vit import (
-    EMBEDDING,
-    encoder_config,
-    encoder_sizes,
-    packed_blocks,
-    pre_norm_block,
-)
+from thrifty.models.families.model_family import Config, ParameterPacking, number
+from thrifty.models.families.vit import EMBEDDING, PatchEncoder, packed_blocks, pre_norm_block
 from thrifty.models.masked_autoencoder import MaskedAutoencoder, PatchDecoder
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.vision_transformer import PatchEmbedding
@@ -36,15 +30,11 @@ _DECODER = {
 }
 
 
-class ViTMAE(ModelFamily):
+class ViTMAE(PatchEncoder):
     style, model_type, architecture, task = "mae", "vit_mae", "ViTMAEForPreTraining", "masked_reconstruction"
-    bounded = False
     read = frozenset({
-        "num_attention_heads", "hidden_size", "num_hidden_layers", "intermediate_size", "layer_norm_eps", "hidden_act",
-        "image_size", "patch_size", "num_channels", "decoder_num_attention_heads", "decoder_hidden_size",
-        "decoder_num_hidden_layers", "decoder_intermediate_size",
+        "decoder_num_attention_heads", "decoder_hidden_size", "decoder_num_hidden_layers", "decoder_intermediate_size",
     })  # fmt: skip
-    only: ClassVar = {"qkv_bias": (True,), "hidden_act": tuple(READ)}
     ignored = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob", "mask_ratio", "norm_pix_loss"})
     body, token = "", ""
     head = "decoder.decoder_pred.weight"
@@ -73,11 +63,11 @@ class ViTMAE(ModelFamily):
             decoder_width=number(config, "decoder_hidden_size", int, 512),
             decoder_heads=number(config, "decoder_num_attention_heads", int, 16),
             decoder_hidden=number(config, "decoder_intermediate_size", int, 2048),
-            **encoder_sizes(config),
+            **self.encoder(config),
         )
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
-        return encoder_config(shape) | {
+        return super().config(shape) | {
             "decoder_num_hidden_layers": shape.decoder_blocks,
             "decoder_hidden_size": shape.decoder_width,
             "decoder_num_attention_heads": shape.decoder_heads,

@@ -22,19 +22,9 @@ from torch import Tensor
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Fraction, SettingBound
 from thrifty.kernels.attention_filters.a3_filter import a3_keep
-from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
+from thrifty.kernels.attention_filters.keep_masks import filtered_attention
 from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
-
-
-def a3_attention(
-    rounds: float, percent: float, causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-) -> Tensor:
-    """Attention of q (b, h, t, k) over what `a3_keep` leaves of k and v (b, g, s, k)."""
-    visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
-    with torch.no_grad():
-        keep = torch.ops.thrifty.a3_keep(q, k, visible, rounds, percent)
-    return attend_kept(q, k, v, keep)
 
 
 @torch.library.custom_op("thrifty::a3_keep", mutates_args=())
@@ -47,6 +37,10 @@ def _(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> T
     return q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.bool)
 
 
+def _found(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> Tensor:
+    return torch.ops.thrifty.a3_keep(q, k, visible, rounds, percent)
+
+
 @dataclass(frozen=True)
 class A3(ReplacedAttention):
     rounds: Fraction = 0.5
@@ -56,4 +50,4 @@ class A3(ReplacedAttention):
     from_step: StepOrFraction = 0.1
 
     def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        return partial(a3_attention, self.rounds, self.percent, place.causal)
+        return partial(filtered_attention, partial(_found, rounds=self.rounds, percent=self.percent), place.causal)

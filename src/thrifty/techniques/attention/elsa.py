@@ -35,7 +35,7 @@ from thrifty.kernels.attention_filters.elsa_filter import (
     seeded_factors,
     threshold_samples,
 )
-from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
+from thrifty.kernels.attention_filters.keep_masks import filtered_attention, visible_pairs
 from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
@@ -45,22 +45,9 @@ UNKNOWN = 0.5
 """A threshold, where none is learned yet and only work is counted."""
 
 
-def elsa_attention(
-    factors: tuple[Numbers, ...],
-    bias: float,
-    threshold: float,
-    causal: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Attention of q (b, h, t, k) over what `elsa_keep` leaves of k and v (b, g, s, k)."""
-    visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
-    with torch.no_grad():
-        matrices = [torch.tensor(numbers, device=q.device) for numbers in factors]
-        keep = elsa_keep(q, k, matrices, bias, threshold, visible)
-    return attend_kept(q, k, v, keep)
+def _keep(q: Tensor, k: Tensor, visible: Tensor, factors: tuple[Numbers, ...], bias: float, threshold: float) -> Tensor:
+    matrices = [torch.tensor(numbers, device=q.device) for numbers in factors]
+    return elsa_keep(q, k, matrices, bias, threshold, visible)
 
 
 @dataclass(frozen=True)
@@ -82,4 +69,6 @@ class Elsa(CalibratedAttention):
         if self.p == 0:
             return place.plain
         sizes, threshold = factor_sizes(place.head_width), calibration.get(place.name, UNKNOWN)
-        return partial(elsa_attention, seeded_factors(sizes, self.seed), angle_bias(sizes), threshold, place.causal)
+        factors = seeded_factors(sizes, self.seed)
+        keep = partial(_keep, factors=factors, bias=angle_bias(sizes), threshold=threshold)
+        return partial(filtered_attention, keep, place.causal)

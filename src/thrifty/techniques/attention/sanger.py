@@ -24,30 +24,13 @@ import torch
 from torch import Tensor
 
 from thrifty.core.setting_bounds import Probability, SettingBound
-from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
+from thrifty.kernels.attention_filters.keep_masks import filtered_attention
 from thrifty.kernels.attention_filters.sanger_filter import sanger_keep, unit_rows
 from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 UNKNOWN = (1.0, 1.0)
 """Ranges, where none are found yet and only work is counted."""
-
-
-def sanger_attention(
-    threshold: float,
-    bits: int,
-    largest: tuple[float, float],
-    causal: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """Attention of q (b, h, t, k) over what `sanger_keep` leaves of k and v (b, g, s, k)."""
-    visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
-    with torch.no_grad():
-        keep = sanger_keep(q, k, threshold, bits, largest, visible)
-    return attend_kept(q, k, v, keep)
 
 
 @dataclass(frozen=True)
@@ -65,4 +48,5 @@ class Sanger(CalibratedAttention):
 
     def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         largest = tuple(calibration.get(place.name, UNKNOWN))
-        return partial(sanger_attention, self.threshold, self.bits, largest, place.causal)
+        keep = partial(sanger_keep, threshold=self.threshold, bits=self.bits, largest=largest)
+        return partial(filtered_attention, keep, place.causal)

@@ -34,24 +34,13 @@ from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.setting_bounds import Fraction, Natural, Positive, Rate
 from thrifty.core.state import TrainState
+from thrifty.kernels.attention_filters import vitcod_filter
 from thrifty.kernels.attention_filters.keep_masks import (
     attend_kept,
     exact_scores,
     refuse_other_lengths,
     seen_softmax,
     visible_pairs,
-)
-from thrifty.kernels.attention_filters.vitcod_filter import (
-    GLOBAL,
-    autoencode_heads,
-    autoencoder_loss,
-    average_map,
-    encode_heads,
-    fixed_masks,
-    read_masks,
-    split_attention,
-    split_blocks,
-    written_masks,
 )
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
 from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, AttentionCore, AttentionSite
@@ -75,7 +64,7 @@ class AutoencodedCore:
         coded = autoencode_attention(self.place, q, k)
         # a forward pass that is run again must save the same tensors, whether anybody collects the loss or not
         if torch.is_grad_enabled():
-            loss = autoencoder_loss(q, coded[0]) + autoencoder_loss(k, coded[1])
+            loss = vitcod_filter.autoencoder_loss(q, coded[0]) + vitcod_filter.autoencoder_loss(k, coded[1])
             if self.losses is not None:
                 self.losses.append(loss)
         return self.inner(*coded, v, *mask)
@@ -86,7 +75,7 @@ def autoencode_attention(place: AttentionSite, q: Tensor, k: Tensor) -> tuple[Te
     of_queries, of_keys = (
         [getattr(place.module, name).to(x.dtype) for name in names] for x, names in ((q, CODE[:2]), (k, CODE[2:]))
     )
-    return autoencode_heads(q, *of_queries), autoencode_heads(k, *of_keys)
+    return vitcod_filter.autoencode_heads(q, *of_queries), vitcod_filter.autoencode_heads(k, *of_keys)
 
 
 def fixed_attention(
@@ -104,7 +93,7 @@ def fixed_attention(
     keep = visible_pairs(t, t, place.causal, mask, q.device) & kept[:, :t, :t]
     if count and t == kept.shape[-1]:
         codes = torch.where(place.module.kept_blocks, WHOLE, NONE).to(torch.int8)[None]
-        return split_attention(q, k, v, keep, place.module.kept_order, BlockGrid(codes, block, count))
+        return vitcod_filter.split_attention(q, k, v, keep, place.module.kept_order, BlockGrid(codes, block, count))
     return attend_kept(q, k, v, keep)
 
 
@@ -168,7 +157,7 @@ class Vitcod(CalibratedAttention):
         like = next(place.module.parameters())
         for heads, names in ((place.heads, CODE[:2]), (place.key_heads, CODE[2:])):
             draw = keyed_generator(f"{place.name}.{names[0]}", like)
-            drawn = torch.empty(heads, encode_heads(heads), device=like.device).normal_(generator=draw)
+            drawn = torch.empty(heads, vitcod_filter.encode_heads(heads), device=like.device).normal_(generator=draw)
             basis = torch.linalg.qr(drawn)[0]
             for name, weight in zip(names, (basis.mT, basis), strict=True):
                 place.module.register_parameter(name, nn.Parameter(weight.clone(memory_format=torch.contiguous_format)))
@@ -186,20 +175,20 @@ class Vitcod(CalibratedAttention):
             )
         q, k = autoencode_attention(place, q, k) if self.autoencoder else (q, k)
         visible = visible_pairs(t, t, place.causal, mask, q.device)
-        average = average_map(seen_softmax(exact_scores(q, k), visible), visible)
+        average = vitcod_filter.average_map(seen_softmax(exact_scores(q, k), visible), visible)
         return nn.functional.pad(average, (0, side - t, 0, side - t))
 
     def settle(self, place: AttentionSite, means: Tensor) -> dict[str, Any]:
         side = side_of(place, len(means))
-        masks = fixed_masks(means.view(-1, side, side), self.cut, self.first)
+        masks = vitcod_filter.fixed_masks(means.view(-1, side, side), self.cut, self.first)
         if place.causal:
             masks = masks.tril()
-        return {"tokens": side, "masks": written_masks(masks)}
+        return {"tokens": side, "masks": vitcod_filter.written_masks(masks)}
 
     def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         masks = masks_of(place, calibration)
-        limit = round(GLOBAL / 197 * masks.shape[-1])
-        order, blocks = split_blocks(masks, limit, self.block)
+        limit = round(vitcod_filter.GLOBAL / 197 * masks.shape[-1])
+        order, blocks = vitcod_filter.split_blocks(masks, limit, self.block)
         for name, array in zip(MASK, (masks, order, blocks), strict=True):
             tensor = torch.tensor(array, device=next(place.module.parameters()).device)
             place.module.register_buffer(name, tensor, persistent=False)
@@ -234,7 +223,7 @@ def masks_of(place: AttentionSite, calibration: Mapping[str, Any]) -> np.ndarray
     """The masks (h, t, t) that were found for a place; one pair that stands for all where only work is counted."""
     if place.name not in calibration:
         return np.ones((1, 1, 1), bool)
-    return read_masks(calibration[place.name]["masks"], place.heads, calibration[place.name]["tokens"])
+    return vitcod_filter.read_masks(calibration[place.name]["masks"], place.heads, calibration[place.name]["tokens"])
 
 
 def side_of(place: AttentionSite, count: int) -> int:

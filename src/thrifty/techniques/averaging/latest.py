@@ -25,6 +25,7 @@ from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.weight_average import high_precision_copy
 
 
 def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -76,11 +77,6 @@ class LatestWeightsTransform(GradientTransform):
         if not there or not self.evaluate:
             return None
         return uniform_mean([slots[f"copy_{place}"] for place in range(there)])
-
-
-def high_precision_copy(parameter: Tensor) -> Tensor:
-    """A copy in float32, or in the parameter's own format where that is wider."""
-    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ from thrifty.kernels.image_resizing import resize, scaled_side
 from thrifty.modeling.image_sizes import images_of, replace_images
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.modeling.text_lengths import has_only_text, truncate_texts
+from thrifty.optim.weight_average import EmaTransform
 from thrifty.techniques.growth._block_gates import add_gates, gates
 from thrifty.techniques.growth._depth_growth import DepthMapping, cut_stacks
 from thrifty.techniques.growth._flops_by_size import positions_of, step_flops
 from thrifty.techniques.growth._size_choice import best_size, fitted_weight, sizes_up
-from thrifty.techniques.growth._trailing_average import TrailingAverage
 
 AVERAGE = "weights_behind"
 Size = tuple[float, float]
@@ -178,7 +178,7 @@ class AutoGrow(Technique):
         return GrowthSearchBackward(backward, self)
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(TrailingAverage(self.momentum, AVERAGE), transform)
+        return chain(EmaTransform(self.momentum, evaluate=False, name=AVERAGE), transform)
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided = state.logged_decision(self.name, step) or self._decide(step, state)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -32,11 +32,10 @@ from thrifty.optim.mask_selection import (
     global_count,
     largest_of_all,
     layer_counts,
-    layer_densities,
     masked_shapes,
-    random_mask,
+    random_masks,
 )
-from thrifty.optim.weight_masks import MaskedLayer, MaskedUpdate, MaskPolicy, check_masks, mask_of, masks_in
+from thrifty.optim.weight_masks import LayerReader, MaskedUpdate, MaskPolicy, check_masks, mask_of, masks_in
 
 
 class DensityLogger:
@@ -55,11 +54,8 @@ class DensityLogger:
             return outcome
         kept = [self._kept(mask) for mask in masks]
         density = sum(kept) / sum(mask.numel() for mask in masks)
-        return BackwardResult(
-            outcome.loss,
-            outcome.notes | {"density": density, "empty_weights": float(kept.count(0))},
-            outcome.answered,
-        )
+        notes = {"density": density, "empty_weights": float(kept.count(0))}
+        return BackwardResult(outcome.loss, outcome.notes | notes, outcome.answered)
 
     def _kept(self, mask: Tensor) -> int:
         version, kept = self.known.get(mask, (-1, 0))
@@ -94,9 +90,7 @@ class MaskTechnique(Technique):
     def moves_at(self, step: int) -> bool:
         return False
 
-    def next_masks(
-        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
 
@@ -162,16 +156,18 @@ class MatrixMaskTechnique(MaskTechnique):
             return
         shapes = self.shapes(state)
         parameters = dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True))
-        nonzero = sum(
-            merge_over_stages({name: int(full_value(parameters[name]).count_nonzero()) for name in shapes}).values()
-        )
+        nonzero = _nonzero({name: parameters[name] for name in shapes})
         if nonzero > (most := global_count(shapes, density)):
             raise IntegrityError(f"{self.name}: {nonzero} weights are not zero, at most {most} promised")
-        places = sum(
-            merge_over_stages({name: int(full_value(mask).sum()) for name, mask in masks_in(state).items()}).values()
-        )
+        places = _nonzero(masks_in(state))
         if places > most:
             raise IntegrityError(f"{self.name}: masks keep {places} weights, at most {most} promised")
+
+
+def _nonzero(tensors: Mapping[str, Tensor]) -> int:
+    """Numbers that are not zero, on all stages of a pipeline together."""
+    counts = {name: int(full_value(tensor).count_nonzero()) for name, tensor in tensors.items()}
+    return sum(merge_over_stages(counts).values())
 
 
 @dataclass(frozen=True)
@@ -197,8 +193,7 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
         return super().model(model)
 
     def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        densities = layer_densities(masked_shapes(parameters), self.density, self.distribution)
-        return {name: random_mask(parameters[name], densities[name], f"{self.seed}/{name}") for name in parameters}
+        return random_masks(parameters, self.density, self.distribution, self.seed)
 
     def moves_at(self, step: int) -> bool:
         return 0 < step < int(self.until) and step % self.every == 0 and self.fraction(step) > 0
@@ -263,13 +258,9 @@ class SaliencyMaskTechnique(MatrixMaskTechnique):
     def moves_at(self, step: int) -> bool:
         return step == self.scoring_steps - 1
 
-    def next_masks(
-        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        scores = {}
-        for name in names:
-            matrix = layer(name)
-            scores[name] = self.scores(matrix.weight, matrix.gradient)
+    def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
+        matrices = ((name, layer(name)) for name in names)
+        scores = {name: self.scores(matrix.weight, matrix.gradient) for name, matrix in matrices}
         count = global_count({name: tuple(values.shape) for name, values in scores.items()}, self.density)
         yield from largest_of_all(scores, count).items()
 

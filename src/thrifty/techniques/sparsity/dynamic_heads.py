@@ -16,7 +16,7 @@ Note      a head is a group of columns of the layer that writes into the stream,
           heads that share a key and a value go together. `neurons` below 1 does the same to the feed-forward networks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -34,7 +34,7 @@ from thrifty.core.shard_layout import order_of
 from thrifty.core.state import TrainState, full_value
 from thrifty.modeling.structured_pruning import PrunableUnits, find_units, prune_units
 from thrifty.optim.mask_selection import Shapes, drop_fraction, largest, replace_connections, shard_like_parameter
-from thrifty.optim.weight_masks import MaskedLayer, check_masks, masks_in
+from thrifty.optim.weight_masks import LayerReader, check_masks, masks_in
 from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 
@@ -115,9 +115,7 @@ class DynamicHeads(MaskTechnique):
             masks[name] = shard_like_parameter(columns_of(largest(drawn, left), parameter.shape), parameter)
         return masks
 
-    def next_masks(
-        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             matrix = layer(name)
             kept = by_piece(matrix.mask, self.counts[name][0]).any(1)

@@ -12,7 +12,7 @@ Note      "global" has one threshold for all layers and may leave a layer with n
           there, fork it with `start` at the step of the fork or later.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -23,7 +23,7 @@ from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Fraction, Positive
 from thrifty.core.state import TrainState
 from thrifty.optim.mask_selection import global_count, largest, largest_of_all, layer_counts
-from thrifty.optim.weight_masks import MaskedLayer, check_masks
+from thrifty.optim.weight_masks import LayerReader, check_masks
 from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
@@ -79,13 +79,9 @@ class GradualPruning(MatrixMaskTechnique):
         """After the update of this step, if it is due then."""
         return cubic_density(step, int(self.start), int(self.until), self.initial_density, self.density)
 
-    def next_masks(
-        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
-    ) -> Iterator[tuple[str, Tensor]]:
-        scores = {}
-        for name in names:
-            matrix = layer(name)
-            scores[name] = magnitudes(matrix.weight, matrix.mask)
+    def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
+        matrices = ((name, layer(name)) for name in names)
+        scores = {name: magnitudes(matrix.weight, matrix.mask) for name, matrix in matrices}
         shapes = {name: tuple(values.shape) for name, values in scores.items()}
         if self.distribution == "global":
             yield from largest_of_all(scores, global_count(shapes, self.density_at(step))).items()

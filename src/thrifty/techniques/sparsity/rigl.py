@@ -14,13 +14,13 @@ Note      the paper's text anneals by cosine, its code's default is constant; th
           SViTE (Chen et al. 2021, arXiv 2106.04533) is this with AdamW, alpha = 0.5, until = 0.8 and rare moves.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from thrifty.optim.mask_selection import replace_connections
-from thrifty.optim.weight_masks import MaskedLayer
+from thrifty.optim.weight_masks import LayerReader
 from thrifty.techniques.sparsity._mask_techniques import DynamicMaskTechnique
 
 
@@ -32,9 +32,7 @@ def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) 
 
 @dataclass(frozen=True)
 class Rigl(DynamicMaskTechnique):
-    def next_masks(
-        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             matrix = layer(name)
             yield name, moved_mask(matrix.mask, matrix.weight, matrix.gradient, self.fraction(step))

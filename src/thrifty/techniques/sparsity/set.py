@@ -11,7 +11,7 @@ Note      moves are sparsity.rigl's but for where connections grow: the smallest
           and a step that moves makes no other update. Places are drawn from (seed, name, step) alone.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from thrifty.core.randomness import keyed_generator
 from thrifty.optim.mask_selection import replace_connections
-from thrifty.optim.weight_masks import MaskedLayer
+from thrifty.optim.weight_masks import LayerReader
 from thrifty.techniques.sparsity._mask_techniques import DynamicMaskTechnique
 
 
@@ -32,9 +32,7 @@ def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Ten
 
 @dataclass(frozen=True)
 class SparseEvolution(DynamicMaskTechnique):
-    def next_masks(
-        self, names: Sequence[str], layer: Callable[[str], MaskedLayer], step: int
-    ) -> Iterator[tuple[str, Tensor]]:
+    def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             matrix = layer(name)
             yield name, regrown_mask(matrix.mask, matrix.weight, self.fraction(step), f"{self.seed}/{name}/{step}")

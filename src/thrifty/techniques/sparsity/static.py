@@ -25,9 +25,8 @@ from thrifty.optim.mask_selection import (
     largest,
     largest_of_all,
     layer_counts,
-    layer_densities,
     masked_shapes,
-    random_mask,
+    random_masks,
     shard_like_parameter,
 )
 from thrifty.optim.weight_masks import check_masks
@@ -51,8 +50,7 @@ class StaticMask(MatrixMaskTechnique):
             counts = layer_counts(shapes, self.density, self.distribution)
             masks = {name: largest(self._scores(name, parameters[name]), counts[name]) for name in parameters}
         else:
-            densities = layer_densities(shapes, self.density, self.distribution)
-            return {name: random_mask(parameters[name], densities[name], f"{self.seed}/{name}") for name in parameters}
+            return random_masks(parameters, self.density, self.distribution, self.seed)
         return {name: shard_like_parameter(masks[name], parameters[name]) for name in parameters}
 
     def _scores(self, name: str, parameter: Tensor) -> Tensor:

@@ -1,0 +1,63 @@
+"""A decaying mean of the weights, for evaluation or for what else asks for it."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope
+from thrifty.core.shard_layout import local_tensors
+
+Beginning = Literal["warmup", "debiased"]
+
+
+def decay_after(averaged: int, decay: float, ramp: Beginning) -> float:
+    """How much of the mean is kept when the next weights come, `averaged` of them being in it already; 0 at first.
+
+    "warmup" is min(decay, (1 + t) / (10 + t)). "debiased" weighs the weights of t steps ago by decay^t, divided by the
+    sum of these weights: what a mean that starts at zero gives once it is divided by 1 - decay^n, without that detour.
+    """
+    if averaged == 0:
+        return 0.0
+    if ramp == "warmup":
+        return min(decay, (1 + averaged) / (10 + averaged))
+    return decay * (1 - decay**averaged) / (1 - decay ** (averaged + 1))
+
+
+class EmaTransform(GradientTransform):
+    """A decaying mean of the parameters; updates pass through as they are."""
+
+    reach = TransformScope.ROWS
+
+    def __init__(
+        self,
+        decay: float,
+        ramp: Beginning = "warmup",
+        start: int = 0,
+        evaluate: bool = True,
+        name: str = "exponential_average",
+    ):
+        self.decay, self.ramp, self.start, self.evaluate, self.name = decay, ramp, start, evaluate, name
+
+    def scalars(self, step: int, age: int) -> dict[str, float]:
+        averaged = max(min(age, step - self.start), 0)
+        weight = 1 - decay_after(averaged, self.decay, self.ramp) if step >= self.start else 0.0
+        return {"averaged": averaged, "weight": weight}
+
+    def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
+        return {"mean": [high_precision_copy(parameter) for parameter in parameters]}
+
+    def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+        if numbers["weight"]:
+            mean = slots["mean"]
+            wide = [parameter.to(tensor.dtype) for parameter, tensor in zip(parameters, mean, strict=True)]
+            torch._foreach_lerp_(local_tensors(mean), local_tensors(wide), float(numbers["weight"]))
+
+    def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+        return slots["mean"] if self.evaluate and numbers["averaged"] else None
+
+
+def high_precision_copy(parameter: Tensor) -> Tensor:
+    """A copy in float32, or in the parameter's own format where that is wider."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
