@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Prediction, TokenizerInfo
@@ -67,9 +67,6 @@ class Mass(TokenCrossEntropy):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         inputs = batch["source"], batch["tokens"][:, :-1], None, batch["positions"]
         return prediction_of(model, model(*inputs))
-
-    def targets(self, batch: Batch) -> Tensor:
-        return batch["tokens"][:, 1:]
 
     def tokens(self, batch: Batch) -> int:
         """Those of the source."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Prediction
@@ -15,9 +15,6 @@ class NextToken(TokenCrossEntropy):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return prediction_of(model, model(batch["tokens"][:, :-1]))
-
-    def targets(self, batch: Batch) -> Tensor:
-        return batch["tokens"][:, 1:]
 
     def tokens(self, batch: Batch) -> int:
         return batch["tokens"][:, 1:].numel()

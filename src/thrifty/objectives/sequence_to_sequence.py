@@ -59,9 +59,6 @@ class SequenceToSequence(TokenCrossEntropy):
         keep = batch.fields.get("source_keep")
         return prediction_of(model, model(batch["source"], batch["tokens"][:, :-1], keep))
 
-    def targets(self, batch: Batch) -> Tensor:
-        return batch["tokens"][:, 1:]
-
     def shares(self, batch: Batch) -> Tensor | None:
         counted = batch.fields.get("counted")
         return None if counted is None else counted / counted.sum(1, keepdim=True).clamp(min=1)

@@ -37,7 +37,8 @@ def _is_plain_linear(head: nn.Module | None) -> bool:
 
 @dataclass(frozen=True)
 class TokenCrossEntropy(Objective):
-    """Subclasses say what is predicted (`predict`), and what it should have been (`targets`)."""
+    """Subclasses say what is predicted (`predict`), and what it should have been (`targets`) unless those are the tokens
+    behind the first."""
 
     step: Callable = chunk_step
     """The arithmetic of one chunk; a compiler may put its own version here."""
@@ -46,8 +47,8 @@ class TokenCrossEntropy(Objective):
         check_bounds(self, "objective")
 
     def targets(self, batch: Batch) -> Tensor:
-        """The right tokens, int64 (b, k)."""
-        raise NotImplementedError
+        """The right tokens, int64 (b, k); those of "tokens" behind the first unless a subclass says otherwise."""
+        return batch["tokens"][:, 1:]
 
     def shares(self, batch: Batch) -> Tensor | None:
         """How much each prediction counts for its example (b, k), with a sum of 1 over k; 0 where it is not to be made.

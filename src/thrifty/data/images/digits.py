@@ -54,12 +54,11 @@ def _places(split: str) -> np.ndarray:
     return parts[split]
 
 
-class DigitImages:
-    """The images of a split, each to be had by itself."""
+class FixedImages:
+    """Images (n, …) with labels (n,) of somebody's choice, each to be had by itself."""
 
-    def __init__(self, split: Literal["train", "test"]):
-        images, labels = digits()
-        self.images, self.labels = images[_places(split)], labels[_places(split)]
+    def __init__(self, images: Tensor, labels: Tensor):
+        self.images, self.labels = images, labels
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -67,6 +66,13 @@ class DigitImages:
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
         rows = torch.from_numpy(indices)
         return {"inputs": self.images[rows], "labels": self.labels[rows]}
+
+
+class DigitImages(FixedImages):
+    """The images of a split."""
+
+    def __init__(self, split: Literal["train", "test"]):
+        super().__init__(*(values[_places(split)] for values in digits()))
 
 
 class DigitEpochs(EpochSource):

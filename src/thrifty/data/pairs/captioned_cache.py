@@ -62,10 +62,7 @@ class CaptionedImport:
         self.parts: dict[Path | bytes, DataSplit] = {}
         self.no_image, self.no_caption, self.unreadable = SkippedImages(), SkippedImages(), SkippedImages()
         self.outside: list[Path] = []
-
-    @property
-    def left_out(self) -> dict[str, SkippedImages]:
-        return {
+        self.left_out = {
             "captions without an image": self.no_image,
             "images without a caption": self.no_caption,
             "images or captions that cannot be read": self.unreadable,

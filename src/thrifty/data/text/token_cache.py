@@ -26,9 +26,9 @@ from thrifty.data.prepared_cache import (
 from thrifty.data.text.document_sources import DocumentSource, open_source
 from thrifty.data.text.near_duplicates import DeduplicatedSource
 from thrifty.data.text.text_pairs import SEPARATOR, PairFile
-from thrifty.data.text.token_files import TokenFile, token_type, unigram_entropy, write_streams
-from thrifty.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
-from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
+from thrifty.data.text.token_files import token_type, unigram_entropy, write_streams
+from thrifty.data.tokenizer import read_tokenizer, train_tokenizer
+from thrifty.data.train_split import DataSplit, plan_split
 
 FORMAT = 1
 
@@ -76,25 +76,21 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
     with build_folder(folder) as aside:
         tokenizer.save(aside / TOKENIZER)
         streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)
-        left_out = {"near_duplicates": source.report()} if isinstance(source, DeduplicatedSource) else {}
-        write_manifest(aside, _manifest(settings, split, tokenizer, streams) | left_out)
-
-
-def _manifest(
-    settings: DataSettings, split: SplitPlan, tokenizer: TextTokenizer, streams: dict[DataSplit, TokenFile]
-) -> dict:
-    train, held_out = streams[DataSplit.TRAIN], streams[DataSplit.HELD_OUT]
-    return {
-        "format": FORMAT,
-        "source": settings.source,
-        "column": settings.column,
-        "tokenizer": settings.tokenizer or "byte-level BPE trained on the training documents",
-        "vocabulary": tokenizer.vocabulary,
-        "type": token_type(tokenizer),
-        "split": "hash of each document" if split.longest is None else "end of the longest document",
-        "documents": {part: stream.documents for part, stream in streams.items()},
-        "bytes": {part: stream.bytes for part, stream in streams.items()},
-        "tokens": {part: stream.tokens for part, stream in streams.items()},
-        "unigram_entropy": unigram_entropy(train.counts, held_out.counts),
-        "bytes_per_token": held_out.bytes / held_out.tokens,
-    }
+        train, held_out = streams[DataSplit.TRAIN], streams[DataSplit.HELD_OUT]
+        manifest = {
+            "format": FORMAT,
+            "source": settings.source,
+            "column": settings.column,
+            "tokenizer": settings.tokenizer or "byte-level BPE trained on the training documents",
+            "vocabulary": tokenizer.vocabulary,
+            "type": token_type(tokenizer),
+            "split": "hash of each document" if split.longest is None else "end of the longest document",
+            "documents": {part: stream.documents for part, stream in streams.items()},
+            "bytes": {part: stream.bytes for part, stream in streams.items()},
+            "tokens": {part: stream.tokens for part, stream in streams.items()},
+            "unigram_entropy": unigram_entropy(train.counts, held_out.counts),
+            "bytes_per_token": held_out.bytes / held_out.tokens,
+        }
+        if isinstance(source, DeduplicatedSource):
+            manifest["near_duplicates"] = source.report()
+        write_manifest(aside, manifest)

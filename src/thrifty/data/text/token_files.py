@@ -54,10 +54,7 @@ class TokenFile:
 
 
 def write_streams(
-    parts: Iterator[tuple[DataSplit, str]],
-    pieces: Callable[[str], list[str]],
-    tokenizer: TextTokenizer,
-    folder: Path,
+    parts: Iterator[tuple[DataSplit, str]], pieces: Callable[[str], list[str]], tokenizer: TextTokenizer, folder: Path
 ) -> dict[DataSplit, TokenFile]:
     """The documents of each part, tokenised piece by piece, as PART.bin in a folder."""
     streams = {part: TokenFile(folder / f"{part}.bin", tokenizer) for part in DataSplit}

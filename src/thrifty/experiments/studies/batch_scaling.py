@@ -77,14 +77,7 @@ def accuracy(model: nn.Module) -> float:
 
 
 def measure(
-    seed: int,
-    batch: int,
-    method: str,
-    rate: float,
-    coefficient: float,
-    base_batch: int,
-    epochs: int,
-    hidden: list[int],
+    seed: int, batch: int, method: str, rate: float, coefficient: float, base_batch: int, epochs: int, hidden: list[int]
 ) -> dict[str, float]:
     """A perceptron trained on handwritten digits for some epochs of batches of this size."""
     plain = BaseRun(lambda: perceptron(hidden, seed), DigitEpochs("train", batch, seed), Classification())

@@ -8,8 +8,7 @@ Note      how hard an image is is its EL2N, averaged over networks that were tra
 """
 
 from contextlib import closing
-from functools import cache, partial
-from itertools import pairwise
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.images.image_data import open_images
 from thrifty.data.train_split import DataSplit
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
-from thrifty.experiments.tasks.digits_task import FixedImages, run_on
+from thrifty.experiments.tasks.digits_task import FixedImages, linear_layers, run_on
 from thrifty.experiments.tasks.whole_run import in_steps
 from thrifty.kernels.example_scores import el2n
 
@@ -36,21 +35,10 @@ def images_of(data: str, part: DataSplit) -> FixedImages:
     return FixedImages(fields["inputs"].flatten(1), fields["labels"])
 
 
-def classifier(sizes: tuple[int, ...], seed: int) -> nn.Module:
-    """Linear layers of these sizes with ReLU between them, from He's first weights."""
-    generator, modules = torch.Generator().manual_seed(seed), []
-    for inputs, outputs in pairwise(sizes):
-        layer = nn.Linear(inputs, outputs)
-        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
-        nn.init.zeros_(layer.bias)
-        modules += [layer, nn.ReLU()]
-    return nn.Sequential(*modules[:-1])
-
-
 def trained(data: FixedImages, classes: int, width: int, steps: int, until: int, batch: int, seed: int) -> nn.Module:
     """A classifier after the first `until` steps of a run of `steps`."""
-    build = partial(classifier, (data.images.shape[1], width, width, classes), seed)
-    run = run_on(build, data, steps=steps, batch=batch, seed=seed)
+    sizes = (data.images.shape[1], width, width, classes)
+    run = run_on(lambda: nn.Sequential(*linear_layers(sizes, seed)), data, steps=steps, batch=batch, seed=seed)
     with closing(in_steps(run, seed)) as states:
         return next(model for step, model, _ in states if step == until)
 

@@ -65,10 +65,7 @@ def _optimum(flops: float) -> str:
 
 
 def isoflop(
-    seeds: int = 3,
-    budgets: tuple[float, ...] = (1e11, 2.5e11, 6e11, 1.5e12),
-    length: int = 64,
-    batch: int = 8,
+    seeds: int = 3, budgets: tuple[float, ...] = (1e11, 2.5e11, 6e11, 1.5e12), length: int = 64, batch: int = 8
 ) -> Study:
     """Five sizes of a Llama-style model of bytes at four compute budgets.
 

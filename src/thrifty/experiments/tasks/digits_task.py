@@ -1,18 +1,17 @@
 """A perceptron on images of handwritten digits, for studies that train some: the network, how it is trained, on which
 of the digits, and how many it tells right."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.technique import Technique
 from thrifty.data.epoch_sampler import EpochSource, IndexedExamples
-from thrifty.data.images.digits import DigitImages
+from thrifty.data.images.digits import DigitImages, FixedImages
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.optimizers.sgd import Sgd
 from thrifty.techniques.schedules.cosine import CosineDecay
@@ -35,19 +34,24 @@ class PixelStandardizer(nn.Module):
         return (images - mean) / deviation
 
 
-def perceptron(width: int, seed: int, xavier: bool = False) -> nn.Module:
-    """Images (b, 8, 8) through three hidden layers to logits (b, 10), from He's first weights or Xavier's."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [PIXELS, width, width, width, CLASSES]
-    layers = [nn.Linear(inputs, outputs) for inputs, outputs in pairwise(sizes)]
-    for layer in layers:
+def linear_layers(sizes: Sequence[int], seed: int, xavier: bool = False) -> list[nn.Module]:
+    """Linear layers of these sizes with ReLU between them, from He's first weights or Xavier's."""
+    generator, modules = torch.Generator().manual_seed(seed), []
+    for inputs, outputs in pairwise(sizes):
+        layer = nn.Linear(inputs, outputs)
         if xavier:
             nn.init.xavier_normal_(layer.weight, generator=generator)
         else:
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu", generator=generator)
         nn.init.zeros_(layer.bias)
-    between = [module for layer in layers[:-1] for module in (layer, nn.ReLU())]
-    return nn.Sequential(PixelStandardizer(), nn.Flatten(), *between, layers[-1])
+        modules += [layer, nn.ReLU()]
+    return modules[:-1]
+
+
+def perceptron(width: int, seed: int, xavier: bool = False) -> nn.Module:
+    """Images (b, 8, 8) through three hidden layers to logits (b, 10), from He's first weights or Xavier's."""
+    layers = linear_layers((PIXELS, width, width, width, CLASSES), seed, xavier)
+    return nn.Sequential(PixelStandardizer(), nn.Flatten(), *layers)
 
 
 def decayed_sgd() -> tuple[Technique, ...]:
@@ -60,20 +64,6 @@ def accuracy(model: nn.Module) -> float:
     """Percent of the test images that are told right."""
     test = DigitImages("test")
     return 100 * float((model.eval()(test.images).argmax(1) == test.labels).float().mean())
-
-
-class FixedImages:
-    """Images (n, 8, 8) with labels (n,) of somebody's choice, each to be had by itself."""
-
-    def __init__(self, images: Tensor, labels: Tensor):
-        self.images, self.labels = images, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
-        rows = torch.from_numpy(indices)
-        return {"inputs": self.images[rows], "labels": self.labels[rows]}
 
 
 def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
