@@ -29,7 +29,7 @@ class StateSaver:
 def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSaver) -> PromiseVerdict:
     """Loads what was saved into a run that is opened and composed afresh, trains it to the end, and compares."""
     promise, about = "resume", "checkpoint"
-    # as another process would have them: made again of their settings, with nothing that they remember
+    # rebuilt from their settings, so that no state of this process is left in them
     again = replace(subject, techniques=tuple(build(type(one), to_data(one)) for one in subject.techniques))
     run = again.composed(again.alone)
     try:

@@ -44,7 +44,7 @@ def open_table(*columns: str) -> "Table":
 
 
 def progress(quiet: bool = False, prefix: str = "") -> Callable[[str], None]:
-    """What tells on standard error how far a verb is; nothing where it is to be quiet."""
+    """Return a function that prints progress to standard error, or does nothing if `quiet`."""
     return (lambda text: None) if quiet else (lambda text: click.echo(prefix + text, err=True))
 
 

@@ -115,7 +115,7 @@ def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path
 
 
 def _kept(folders: Sequence[Path], *patterns: str) -> Iterator[tuple[Any, Path]]:
-    """What stands in files of JSON below folders, without those that cannot be read."""
+    """Yield the content and path of each JSON file below the folders; unreadable files are skipped."""
     for file in sorted({file for folder in folders for pattern in patterns for file in folder.glob(pattern)}):
         with suppress(OSError, ValueError):
             yield json.loads(file.read_bytes()), file

@@ -37,8 +37,7 @@ def _is_plain_linear(head: nn.Module | None) -> bool:
 
 @dataclass(frozen=True)
 class TokenCrossEntropy(Objective):
-    """Subclasses say what is predicted (`predict`), and what it should have been (`targets`) unless those are the tokens
-    behind the first."""
+    """Cross-entropy of tokens. Subclasses define `predict`, and `targets` where they are not the next tokens."""
 
     step: Callable = chunk_step
     """The arithmetic of one chunk; a compiler may put its own version here."""

@@ -13,7 +13,7 @@ Beginning = Literal["warmup", "debiased"]
 
 
 def decay_after(averaged: int, decay: float, ramp: Beginning) -> float:
-    """How much of the mean is kept when the next weights come, `averaged` of them being in it already; 0 at first.
+    """Return the decay of the next step, `averaged` weights being in the mean already; 0 at first.
 
     "warmup" is min(decay, (1 + t) / (10 + t)). "debiased" weighs the weights of t steps ago by decay^t, divided by the
     sum of these weights: what a mean that starts at zero gives once it is divided by 1 - decay^n, without that detour.

@@ -23,7 +23,7 @@ choice_options = together(
     click.option("--drop-hardest", type=float, help="Share, the very hardest, left out first.  [default: 0]"),
     click.option("--min-class-share", type=float, help="Share of an equal part kept of each label.  [default: 0.5]"),
 )
-"""What is kept; given by name, None where it is not said."""
+"""Options that select examples; None where one is not given."""
 
 
 @click.command()

@@ -26,7 +26,7 @@ EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
 WANTED = ("memory", "disk", "hours", "tokens", "flops", "allow", "price")
 """Options that say what is asked of a plan: see `_wanted`."""
 PROBING = ("probe", "probe_seconds", "probed_candidates")
-"""Those about steps that are run."""
+"""Options that only apply when steps are run."""
 
 
 @click.command(name="recipe")

@@ -17,7 +17,7 @@ from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
 from thrifty.experiments.tasks.language_task import llama, source_text
 from thrifty.objectives.next_token import NextToken
-from thrifty.techniques.averaging.ema import EmaTransform
+from thrifty.optim.weight_average import EmaTransform
 from thrifty.techniques.averaging.latest import LatestWeightsTransform
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW

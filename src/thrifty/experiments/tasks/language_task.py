@@ -132,7 +132,7 @@ def train_on_bytes(
 def train_llama(
     techniques: Sequence[Technique], *, steps: int, seed: int, depth: int, width: int, length: int, batch: int
 ) -> TrainedLanguageModel:
-    """The same of a Llama-style model of these sizes, from the first values of its seed."""
+    """Train a Llama-style model of these sizes, initialized from its seed."""
     return train_on_bytes(
         lambda: llama(depth, width, length, seed), techniques, steps=steps, seed=seed, length=length, batch=batch
     )

@@ -1,4 +1,4 @@
-"""What every study of small models does: build one with its first values, and train it to the end."""
+"""Building and training a small model, shared by all studies."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -15,7 +15,7 @@ from thrifty.training.loop import train
 
 
 def initialized(shape: ModelConfig, seed: int) -> nn.Module:
-    """A model of this shape with the first values of this seed."""
+    """Build a model of this shape, initialized from this seed."""
     model = assemble(shape)
     initialize(model, seed)
     return model

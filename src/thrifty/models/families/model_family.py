@@ -76,7 +76,7 @@ class ModelFamily:
     sections: ClassVar[tuple[str, ...]] = ()
     """Parts of config.json that hold settings like its own, one for each tower."""
     fields: ClassVar[Fields] = {}
-    """What is read and written as it stands, in the order of config.json."""
+    """Settings that are read and written unchanged, in the order of config.json."""
     read: ClassVar[frozenset[str]] = frozenset()
     """Which other keys are understood."""
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}

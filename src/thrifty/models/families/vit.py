@@ -32,7 +32,7 @@ _BLOCK = {
 
 
 class PatchEncoder(ModelFamily):
-    """What ViT and MAE have in common."""
+    """Base class of ViT and MAE."""
 
     bounded = False
     fields: ClassVar = {
@@ -49,7 +49,7 @@ class PatchEncoder(ModelFamily):
     only: ClassVar = {"qkv_bias": (True,), "hidden_act": tuple(READ)}
 
     def encoder(self, config: Config) -> dict[str, Any]:
-        """What config.json says of the encoder, as fields of its `ModelConfig`."""
+        """Return the encoder's `ModelConfig` fields from config.json."""
         values = self.read_fields(config)
         return {"kv_heads": values["heads"], "length": 0, "tied": False} | values
 
