@@ -290,7 +290,7 @@ def test_blocks_are_divided_by_what_they_cost() -> None:
 @pytest.mark.parametrize("timed", [True, False])
 def test_a_stage_with_a_heavy_head_has_fewer_blocks(timed: bool) -> None:
     model = tiny_model(depth=8)
-    model.head = nn.Linear(32, 30_000, bias=False)
+    model.head = nn.Linear(32, 200_000, bias=False)  # heavy by far: times are of a shared machine
     parts = partition_model(model, timed)
     assert (parts.stack, parts.front, parts.back) == ("blocks", ("embedding.token",), ("norm", "head"))
     assert len(set(parts.costs[1:-1])) == 1  # blocks that are alike cost alike
