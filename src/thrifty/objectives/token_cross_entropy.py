@@ -37,7 +37,7 @@ def _is_plain_linear(head: nn.Module | None) -> bool:
 
 @dataclass(frozen=True)
 class TokenCrossEntropy(Objective):
-    """Subclasses say what is predicted (`predict`), and what it should have been (`targets`) unless those are the tokens
+    """Subclasses say what is predicted (`predict`), and what it should have been (`targets`), unless that is the tokens
     behind the first."""
 
     step: Callable = chunk_step
