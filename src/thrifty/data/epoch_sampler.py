@@ -119,6 +119,22 @@ class EpochSource(BatchSource):
         return self.contents.fields(chosen)
 
 
+class EpochsByKey(EpochSource):
+    """The same with a "key" int64 (b,) for each example: random bits of its own in this run, others in each epoch (see
+    `draws`); as it is judged, the same every time."""
+
+    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
+        keys = example_keys(self.seed, numbers)
+        return {**self.keyed_fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
+
+    def keyed_fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
+        """The examples at these places (b,), with what their keys uint64 (b,) draw."""
+        return self.contents.fields(chosen)
+
+    def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
+        return add_held_out_keys(super().eval_fields(chosen), chosen)
+
+
 class HeldOutExamples:
     """Examples for evaluation: the same for every seed, and the first of few are the first of many."""
 

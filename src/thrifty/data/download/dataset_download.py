@@ -206,10 +206,7 @@ def _write(entry: CatalogueEntry, members: Mapping[str, bytes], aside: Path) -> 
 
 def _origin(entry: CatalogueEntry, packages: Mapping[CataloguePackage, str], documents: int, aside: Path) -> dict:
     return {
-        "name": entry.name,
-        "about": entry.about,
-        "licence": entry.licence,
-        "origin": entry.origin,
+        **{name: getattr(entry, name) for name in ("name", "about", "licence", "origin")},
         "packages": [
             asdict(package) | {"sha256": sha256, "as_pinned": sha256 == package.sha256}
             for package, sha256 in packages.items()

@@ -17,7 +17,7 @@ from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.catalogue import CatalogueEntry, entries
 from thrifty.data.data_cache import file_sha256
 from thrifty.data.data_kind import DataKind, DataRequest
-from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, HeldOutExamples, add_held_out_keys
+from thrifty.data.epoch_sampler import EpochsByKey, HeldOutByKey, HeldOutExamples
 from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images import digits
 from thrifty.data.images.augmentation import mix_examples, partners
@@ -29,7 +29,6 @@ from thrifty.data.prepared_cache import check_settings, read_manifest, refuse_le
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import write_image_metadata
 from thrifty.data.train_split import DataSplit
-from thrifty.kernels.example_rng import example_keys
 
 DIGITS = "digits"
 LABELS = "labels"
@@ -51,7 +50,7 @@ def holds_mainly_images(source: str) -> bool:
     return holds_images(source) and (source in (DIGITS, *entries()) or image_share(path) > 0.5)
 
 
-class TrainingImages(EpochSource):
+class TrainingImages(EpochsByKey):
     """Images in epochs, changed as the recipe says: a pure function of (seed, number of the example in the run).
 
     {"inputs": (b, c, h, w), "labels": (b,), "key": (b,)}; labels are distributions (b, v) where images are mixed, and
@@ -64,14 +63,7 @@ class TrainingImages(EpochSource):
         super().__init__(contents, batch, seed)
         self.how = how
 
-    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
-        keys = example_keys(self.seed, numbers)
-        return {**self._fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
-
-    def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return add_held_out_keys(super().eval_fields(chosen), chosen)
-
-    def _fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
+    def keyed_fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
         if self.how is None:
             return self.contents.fields(chosen)
         ends = self.contents.ends

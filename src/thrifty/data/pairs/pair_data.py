@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from thrifty.core.batches import BatchSource, ExampleIndex
@@ -21,7 +20,7 @@ from thrifty.core.objective import Objective
 from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.catalogue import entries
 from thrifty.data.data_kind import DataKind, DataRequest
-from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, add_held_out_keys, fingerprint
+from thrifty.data.epoch_sampler import EpochsByKey, HeldOutByKey, fingerprint
 from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
 from thrifty.data.images.image_data import known_side, refuse_no_pixels
@@ -34,7 +33,6 @@ from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import refuse_other_tokenizer, write_image_metadata
 from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import DataSplit
-from thrifty.kernels.example_rng import example_keys
 
 
 def holds_image_pairs(source: str) -> bool:
@@ -65,7 +63,7 @@ class CaptionedImages:
         return fingerprint(self.images.pixels, captions.tokens, captions.ends, captions.counts, also=captions.length)
 
 
-class TrainingPairs(EpochSource):
+class TrainingPairs(EpochsByKey):
     """Images in epochs, changed as the recipe says, each with one of its captions: a pure function of (seed, number of
     the example in the run).
 
@@ -79,15 +77,10 @@ class TrainingPairs(EpochSource):
         super().__init__(contents, batch, seed)
         self.how = how
 
-    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
-        keys, images = example_keys(self.seed, numbers), self.contents.images
-        how, own = self.how, keys.view(np.uint64)
-        shown = images.shown(chosen) if how is None else images.changed(chosen, own, how)
-        captions = self.contents.captions.fields(chosen, own)
-        return {"inputs": normalized(shown, images.ends), **captions, "key": torch.from_numpy(keys)}
-
-    def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return add_held_out_keys(super().eval_fields(chosen), chosen)
+    def keyed_fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
+        images, how = self.contents.images, self.how
+        shown = images.shown(chosen) if how is None else images.changed(chosen, keys, how)
+        return {"inputs": normalized(shown, images.ends), **self.contents.captions.fields(chosen, keys)}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from thrifty.data.text.token_windows import TokenWindows
 from thrifty.data.train_split import DataSplit
 from thrifty.kernels.keyed_permutation import permute
 
+KEPT = ("split", "documents", "bytes", "tokens", "vocabulary", "bytes_per_token", "unigram_entropy")
+"""What the manifest of the prepared tokens says."""
+
 
 @dataclass(frozen=True)
 class LengthBin:
@@ -57,13 +60,7 @@ def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], Non
     return TextSummary(
         source=settings.source,
         folder=str(prepared.folder),
-        split=manifest["split"],
-        documents=manifest["documents"],
-        bytes=manifest["bytes"],
-        tokens=manifest["tokens"],
-        vocabulary=manifest["vocabulary"],
-        bytes_per_token=manifest["bytes_per_token"],
-        unigram_entropy=manifest["unigram_entropy"],
+        **{name: manifest[name] for name in KEPT},
         duplicates=_duplicates(settings),
         near_duplicates=manifest.get("near_duplicates"),
         lengths=histogram(np.concatenate(lengths)),

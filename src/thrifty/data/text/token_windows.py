@@ -9,8 +9,7 @@ from torch import Tensor
 
 from thrifty.core.batches import ExampleIndex
 from thrifty.core.errors import UsageError
-from thrifty.data.epoch_sampler import EpochSource, HeldOutByKey, add_held_out_keys, fingerprint
-from thrifty.kernels.example_rng import example_keys
+from thrifty.data.epoch_sampler import EpochsByKey, HeldOutByKey, fingerprint
 
 
 class TokenWindows:
@@ -46,7 +45,7 @@ class TokenWindows:
         return fingerprint(self.tokens, also=self.length)
 
 
-class PackedTokens(EpochSource):
+class PackedTokens(EpochsByKey):
     """Training examples: {"tokens": int64 (b, length + 1), "key": int64 (b,)}, in epochs.
 
     The key is random bits of the example's own in this run (see `draws`): a window has another in each epoch.
@@ -62,12 +61,6 @@ class PackedTokens(EpochSource):
                 f"fewer than one batch of {batch}",
                 fix=_smaller(len(tokens), len(self.windows), batch),
             )
-
-    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
-        return {**super().fields(chosen, numbers), "key": torch.from_numpy(example_keys(self.seed, numbers))}
-
-    def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        return add_held_out_keys(super().eval_fields(chosen), chosen)
 
 
 class HeldOutWindows(HeldOutByKey):

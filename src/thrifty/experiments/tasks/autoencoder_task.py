@@ -67,7 +67,8 @@ def masked(
     sizes: AutoencoderSizes, data: str, batch: int, rate: float, seed: int, augment: AugmentationSettings | None = None
 ) -> BaseRun:
     """A plain run that learns to give back what is removed of the images of a set."""
-    images = open_images(DataSettings(source=data, batch=batch, augment=augment), seed, None, _unsaid, labelled=False)
+    settings = DataSettings(source=data, batch=batch, augment=augment)
+    images = open_images(settings, seed, None, lambda text: None, labelled=False)
     ends = images.ends
     objective = MaskedReconstruction(rate=rate, patch=sizes.patch)
     return BaseRun(lambda: sizes.autoencoder(seed, ends.side, ends.channels), images.train, objective)
@@ -85,7 +86,8 @@ class LabelledImages:
         cls, data: str, labels: int, batch: int, seed: int, augment: AugmentationSettings | None = None
     ) -> "LabelledImages":
         """As many labelled images as given, other ones for each seed."""
-        images = open_images(DataSettings(source=data, batch=batch, augment=augment), seed, None, _unsaid)
+        settings = DataSettings(source=data, batch=batch, augment=augment)
+        images = open_images(settings, seed, None, lambda text: None)
         whole = images.parts[DataSplit.TRAIN]
         chosen = permute(np.arange(labels), len(whole), LABELLED_KEY + seed)
         few = replace(whole, pixels=np.asarray(whole.pixels[chosen]), labels=whole.labels[chosen])
@@ -113,10 +115,6 @@ def tuned(
         return vit
 
     return run_to_end(compose(BaseRun(build, labelled.train, objective), techniques, steps), seed)[0], objective
-
-
-def _unsaid(text: str) -> None:
-    pass
 
 
 class EncoderPace:
