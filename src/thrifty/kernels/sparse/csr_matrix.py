@@ -38,8 +38,6 @@ class CsrMatrix:
     rows: Tensor
     """(nnz,) int32: the row of each number, by columns."""
 
-    form = "csr"
-
     @classmethod
     def of(cls, mask: Tensor) -> "CsrMatrix":
         """The places where a mask (m, k) is true."""
@@ -88,16 +86,6 @@ class CsrMatrix:
 
 def _starts(counts: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0))
-
-
-def spmm_reference(x: Tensor, values: Tensor, pattern: CsrMatrix, bias: Tensor | None = None) -> Tensor:
-    """`CsrMatrix.spmm` by a dense product."""
-    return F.linear(x, pattern.place(values), bias)
-
-
-def sddmm_reference(left: Tensor, right: Tensor, pattern: CsrMatrix) -> Tensor:
-    """`CsrMatrix.sddmm` by a dense product."""
-    return pattern.pick(left.T @ right)
 
 
 def vectors_of_tile(inputs: int) -> int:
