@@ -72,15 +72,8 @@ def load_causal_lm(
 
 
 def _with_weights(kind: Any, folder: Path, config: Any) -> nn.Module:
-    lm, report = kind.from_pretrained(
-        folder,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    safely = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **safely)
     if report["missing_keys"] or report["mismatched_keys"]:
         names = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         raise RefusedError(

@@ -43,15 +43,8 @@ class CsrMatrix:
         """The places where a mask (m, k) is true."""
         rows, columns = mask.nonzero(as_tuple=True)
         order = columns.argsort(stable=True)
-        return cls(
-            (mask.shape[0], mask.shape[1]),
-            _starts(mask.sum(1)),
-            columns.int(),
-            rows * mask.shape[1] + columns,
-            order,
-            _starts(mask.sum(0)),
-            rows[order].int(),
-        )
+        by_rows = _starts(mask.sum(1)), columns.int(), rows * mask.shape[1] + columns
+        return cls((mask.shape[0], mask.shape[1]), *by_rows, order, _starts(mask.sum(0)), rows[order].int())
 
     @property
     def density(self) -> float:

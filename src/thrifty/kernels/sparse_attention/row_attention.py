@@ -40,15 +40,8 @@ def csr_of_rows(keys: Tensor, count: int) -> CsrMatrix:
         raise UsageError(
             f"key {len(per_column) - 1} is to be kept of {count}", fix=f"number keys from 0 to {count - 1}"
         )
-    return CsrMatrix(
-        (rows, count),
-        F.pad(kept.sum(-1).cumsum(0), (1, 0)),
-        columns.int(),
-        own_rows * count + columns,
-        order,
-        F.pad(per_column.cumsum(0), (1, 0)),
-        own_rows[order].int(),
-    )
+    by_rows = F.pad(kept.sum(-1).cumsum(0), (1, 0)), columns.int(), own_rows * count + columns
+    return CsrMatrix((rows, count), *by_rows, order, F.pad(per_column.cumsum(0), (1, 0)), own_rows[order].int())
 
 
 def _heads(q: Tensor, k: Tensor, keep: Tensor):
