@@ -366,7 +366,7 @@ class TestSpatten:
 
     def test_local_pruning_keeps_the_largest_weights_of_each_query(self):
         probabilities = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
-        kept = spatten_filter.local_values(probabilities, 2)
+        kept = spatten_filter.highest(probabilities, 2)
         assert torch.equal(kept.sum(-1), torch.full((2, 3, 5), 2))
         assert bool((probabilities.masked_fill(~kept, 9).amin(-1) >= probabilities.masked_fill(kept, 0).amax(-1)).all())
 

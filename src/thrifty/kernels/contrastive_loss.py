@@ -80,14 +80,9 @@ class _ContrastiveLosses(torch.autograd.Function):
                 "the contrastive loss in tiles has no second derivative", fix="use contrastive_losses_reference for it"
             )
         images, everyone, *log_sums = ctx.saved_tensors
-        shares = of_losses
-        if ctx.group is not None:
-            shares = all_gather_single(of_losses.contiguous(), 0, ctx.group)
+        shares = of_losses if ctx.group is None else all_gather_single(of_losses.contiguous(), 0, ctx.group)
         of_images, of_everyone = _gradients(images, everyone, *log_sums, of_losses / 2, shares / 2, ctx.tile)
-        if ctx.group is not None:
-            of_captions = reduce_scatter_single(of_everyone, "sum", 0, ctx.group)
-        else:
-            of_captions = of_everyone
+        of_captions = of_everyone if ctx.group is None else reduce_scatter_single(of_everyone, "sum", 0, ctx.group)
         of_images = of_images - of_losses[:, None] * everyone[ctx.own]
         return of_images, of_captions - of_losses[:, None] * images, None, None
 

@@ -121,13 +121,11 @@ def _encode(
         low, high = (_joined(end).view(outer, count, -1) for end in zip(*ends, strict=True))
         least, step = round_outward(low.amin((0, 2)), high.amax((0, 2)), bits, zeros)
         each = [_of_lines(end, ranges, width) for end in (least, step)]
-        codes = _joined(
-            [
-                _run(quantize_lines, part, *(end[lines] for end in each), *words, lines.start, bits, zeros)
-                for lines, part in _lines(numbers, width)
-            ]
-        )
-        least, step = least.bfloat16(), step.bfloat16()
+        parts = [
+            _run(quantize_lines, part, *(end[lines] for end in each), *words, lines.start, bits, zeros)
+            for lines, part in _lines(numbers, width)
+        ]
+        codes, least, step = _joined(parts), least.bfloat16(), step.bfloat16()
     return codes, least.flatten(), step.flatten(), step.amax() < _TOO_WIDE
 
 

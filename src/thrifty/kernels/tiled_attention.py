@@ -66,8 +66,7 @@ def full_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, 
 def segment_mask(segments: Tensor) -> Tensor:
     """(b, 1, t, t) for texts that share a row, from the number of each token's text (b, t): True where a token may
     look, which is at its own text up to itself."""
-    same = segments[:, :, None] == segments[:, None, :]
-    return same.tril()[:, None]
+    return (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:

@@ -204,5 +204,4 @@ def _causality(module: nn.Module, query: Tensor, key: Tensor, told: bool | None)
         return None
     if not told:
         raise RefusedError(f"{type(module).__name__} is told at a call to look ahead", fix="choose another model")
-    seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-    return seen.tril()[None, None]
+    return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]

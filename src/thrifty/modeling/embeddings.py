@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.run_notes import add_note
-from thrifty.modeling.module_surgery import find_stacks, is_under, weight_layers
+from thrifty.modeling.module_surgery import change_first, find_stacks, is_under, weight_layers
 
 _SCORES = re.compile(r"relative")
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment")
@@ -68,9 +68,8 @@ def multiply(table: nn.Embedding, factor: Tensor | float) -> None:
 
 
 def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, tuple):  # rows and their places, as ProphetNet's table of positions gives
-        return (output[0] * module.multiplier.to(output[0].dtype), *output[1:])
-    return output * module.multiplier.to(output.dtype)
+    # several are rows and their places, as ProphetNet's table of positions gives
+    return change_first(output, lambda x: x * module.multiplier.to(x.dtype))
 
 
 @torch.no_grad()

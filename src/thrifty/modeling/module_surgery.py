@@ -42,15 +42,9 @@ def select(
     Raises RefusedError when nothing matches, naming what there was: a filter that silently finds nothing is worse.
     """
     of_kind = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-    matched, skipped = {}, {}
-    for name, module in of_kind.items():
-        if not re.search(where, name):
-            continue
-        reason = skip(name, module)
-        if reason:
-            skipped[name] = reason
-        else:
-            matched[name] = module
+    reasons = {name: skip(name, module) for name, module in of_kind.items() if re.search(where, name)}
+    matched = {name: of_kind[name] for name, reason in reasons.items() if not reason}
+    skipped = {name: reason for name, reason in reasons.items() if reason}
     if not matched:
         seen = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in of_kind})) or "none of that kind at all"
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
@@ -140,13 +134,14 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
+def change_first(output: Any, change: Callable[[Any], Any]) -> Any:
+    """What a module gives with the first part of it changed, or all where it does not give several."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Each parameter name that is another name's tensor, mapped to the first name it has."""
     first: dict[int, str] = {}
-    aliases = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            aliases[name] = first[id(parameter)]
-        else:
-            first[id(parameter)] = name
-    return aliases
+    named = model.named_parameters(remove_duplicate=False)
+    firsts = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+    return {name: known for name, known in firsts.items() if known != name}

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.run_notes import add_note
-from thrifty.modeling.module_surgery import find_stacks, weight_layers
+from thrifty.modeling.module_surgery import change_first, find_stacks, weight_layers
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.modeling.stream_norms import is_norm
 
@@ -220,6 +220,4 @@ def add_gain(writer: nn.Module, gain: nn.Parameter) -> None:
 
 
 def _times_gain(module: nn.Module, args: Any, output: Any) -> Any:
-    if isinstance(output, tuple):
-        return (output[0] * module.gain.to(output[0].dtype), *output[1:])
-    return output * module.gain.to(output.dtype)
+    return change_first(output, lambda x: x * module.gain.to(x.dtype))

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import is_fake
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import untraced
-from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.module_surgery import change_first, find_stacks
 from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_decoder
 
 TOKENS = 4
@@ -157,9 +157,7 @@ def _unless_cache(value: Any) -> Any:
 def _giving(branches: list[ResidualBranch], factors: Mapping[str, float]) -> Iterator[None]:
     def giving(factor: float) -> Any:
         def give(module: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return (_drawn(output[0], factor), *output[1:])
-            return _drawn(output, factor) if isinstance(output, Tensor) else output
+            return change_first(output, lambda x: _drawn(x, factor) if isinstance(x, Tensor) else x)
 
         return give
 

@@ -27,17 +27,9 @@ def is_norm(module: nn.Module) -> bool:
 def stream_norms(model: nn.Module) -> ModuleSelection:
     """The norms that the residual stream or a branch of it passes: those in blocks, after the embedding and after the
     last block. Norms of queries and keys and norms in the head are named as skipped, with the reason."""
-    stacks = find_stacks(model)
-    matched: dict[str, nn.Module] = {}
-    skipped: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if is_norm(module):
-            reason = _why_it_stays(name, list(stacks))
-            if reason:
-                skipped[name] = reason
-            else:
-                matched[name] = module
-    return ModuleSelection(matched, skipped)
+    stacks, norms = list(find_stacks(model)), {n: module for n, module in model.named_modules() if is_norm(module)}
+    skipped = {name: reason for name in norms if (reason := _why_it_stays(name, stacks))}
+    return ModuleSelection({name: norm for name, norm in norms.items() if name not in skipped}, skipped)
 
 
 def _why_it_stays(name: str, stacks: list[str]) -> str:

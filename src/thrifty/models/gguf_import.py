@@ -33,10 +33,7 @@ SPELLED = {
 }
 """A block's tensors: GGUF's names, and those of transformers."""
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-SPLITTERS = {
-    "gpt-2": lambda: [],
-    "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True)],
-}
+SPLITTERS = {"gpt-2": lambda: [], "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True)]}
 """What cuts a text into words before GPT-2's own pattern does, by `tokenizer.ggml.pre`."""
 CONTROL = 3
 """The type of a token that stands for no text."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.modeling.module_surgery import tied_names
 from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.hf_folder import read_config, special_ids, weight_files, write_tokenizer, written_aside
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
@@ -37,8 +38,14 @@ def load_model(
     UsageError without `transformers` or for a folder without config.json or safetensors, RefusedError for an
     architecture that `transformers` does not know as a model of this kind, or whose tokens see what the task forbids.
     """
-    transformers, wrapper = _transformers(), WRAPPERS[task]
-    content = read_config(folder)
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "models of other families than ours need the package transformers, which is not installed",
+            fix="pip install 'thrifty[huggingface]'",
+        ) from error
+    wrapper, content = WRAPPERS[task], read_config(folder)
     if not fresh:
         weight_files(folder)
     kind = getattr(transformers, wrapper.auto)
@@ -65,15 +72,8 @@ def load_causal_lm(
 
 
 def _with_weights(kind: Any, folder: Path, config: Any) -> nn.Module:
-    lm, report = kind.from_pretrained(
-        folder,
-        config=config,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    safely = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **safely)
     if report["missing_keys"] or report["mismatched_keys"]:
         names = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         raise RefusedError(
@@ -107,21 +107,8 @@ def export_wrapped(
 
 def _untied(lm: nn.Module) -> dict[str, torch.Tensor]:
     """The state with each tensor once: copies of tied weights in another dtype would count as different tensors."""
-    once = {id(parameter): name for name, parameter in reversed(list(lm.named_parameters(remove_duplicate=False)))}
-    kept = set(once.values())
-    tied = {name for name, _ in lm.named_parameters(remove_duplicate=False)} - kept
+    tied = tied_names(lm)
     return {name: value for name, value in lm.state_dict().items() if name not in tied}
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            "models of other families than ours need the package transformers, which is not installed",
-            fix="pip install 'thrifty[huggingface]'",
-        ) from error
-    return transformers
 
 
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "forced_eos_token_id")

@@ -29,7 +29,13 @@ def export_model(
 ) -> None:
     """A model of `build_model_for` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
     if isinstance(model, ContrastiveModel) and shape is not None:
-        _export_towers(model, shape, folder, tokenizer_json, dtype, images)
+        if is_pruned(model):
+            raise RefusedError("a model of two towers that has lost heads or neurons has no Hugging Face format")
+        image, text = model.image.blocks, model.text.blocks
+        sizes = {"depth": len(image), "hidden": _inside(image), "text_depth": len(text), "text_hidden": _inside(text)}
+        with torch.no_grad():  # where transformers has no limit
+            model.logit_scale.clamp_(max=LARGEST_SCALE)
+        export_folder(model, replace(shape, **sizes), folder, tokenizer_json, dtype, images)
         return
     if isinstance(model, EncoderDecoder) and shape is not None:
         shape = replace(shape, depth=len(model.encoder.blocks), decoder_depth=len(model.decoder.blocks))
@@ -55,21 +61,3 @@ def export_model(
 def _inside(blocks: nn.ModuleList) -> int:
     """Inner width of the blocks' feed-forward networks."""
     return blocks[0].mlp.down.in_features  # type: ignore[union-attr,return-value]
-
-
-def _export_towers(
-    model: ContrastiveModel,
-    shape: ModelConfig,
-    folder: Path,
-    tokenizer_json: Path | None,
-    dtype: torch.dtype,
-    images: ImageModelSpec | None,
-) -> None:
-    if is_pruned(model):
-        raise RefusedError("a model of two towers that has lost heads or neurons has no Hugging Face format")
-    image, text = model.image.blocks, model.text.blocks
-    sizes = {"depth": len(image), "hidden": image[0].mlp.down.in_features}
-    sizes |= {"text_depth": len(text), "text_hidden": text[0].mlp.down.in_features}
-    with torch.no_grad():  # where transformers has no limit
-        model.logit_scale.clamp_(max=LARGEST_SCALE)
-    export_folder(model, replace(shape, **sizes), folder, tokenizer_json, dtype, images)

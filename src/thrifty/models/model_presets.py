@@ -153,11 +153,8 @@ def shape_of(
     shape = resized(PRESETS[settings.preset], settings, images)
     if shape.style in ("vit", "mae"):
         return shape
-    return replace(
-        shape,
-        vocabulary=shape.vocabulary if vocabulary is None else vocabulary,
-        length=shape.length if length is None else length,
-    )
+    given = {"vocabulary": vocabulary, "length": length}
+    return replace(shape, **{name: size for name, size in given.items() if size is not None})
 
 
 def build(settings: ModelSettings, vocabulary: int | None = None, length: int | None = None) -> Model:

@@ -152,11 +152,8 @@ def supports_kv_cache(model: nn.Module) -> bool:
         type(block) not in (TransformerBlock, PostNormBlock) for block in model.blocks
     ):
         return False
-    on_the_way = [
-        m
-        for m in model.modules()
-        if isinstance(m, (Transformer, TransformerBlock, Attention, TokenEmbedding, RotaryPositions))
-    ]
+    kinds = (Transformer, TransformerBlock, Attention, TokenEmbedding, RotaryPositions)
+    on_the_way = [module for module in model.modules() if isinstance(module, kinds)]
     attentions = [module for module in on_the_way if isinstance(module, Attention)]
     return (
         len(attentions) == len(model.blocks)

@@ -78,17 +78,10 @@ class Encoder(nn.Module):
 
     task: Task = "masked_token"
 
-    def __init__(
-        self,
-        embedding: nn.Module,
-        blocks: Sequence[nn.Module],
-        transform: nn.Module,
-        head: nn.Linear,
-        law: Law = normal_init,
-    ):
+    def __init__(self, embedding: nn.Module, blocks: Sequence[nn.Module], transform: nn.Module, head: nn.Linear):
         super().__init__()
         self.embedding, self.blocks, self.transform, self.head = embedding, nn.ModuleList(blocks), transform, head
-        self.law = law
+        self.law = normal_init
 
     def forward(self, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         x, mask = self.embedding(tokens, positions), padding_mask(keep)

@@ -1,7 +1,8 @@
 """Gradient transforms side by side: each parameter goes through exactly one of several."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from typing import Any
 
 from torch import Tensor
 
@@ -60,47 +61,37 @@ class ParameterPartition(GradientTransform):
                 slots[f"{label}.{slot}"] = filled
         return slots
 
-    def _own(self, label: str, slots: Slots) -> Slots:
-        own = self.members[label]
-        return {slot: [tensors[i] for i in own] for slot, tensors in without_prefix(label, slots).items()}
+    def _members(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> Iterator[Any]:
+        """Each rule's parameters by number, its transform, and what of slots, parameters and numbers is its own."""
+        for label, (_, transform) in self.rules.items():
+            own = self.members[label]
+            state = {slot: [tensors[i] for i in own] for slot, tensors in without_prefix(label, slots).items()}
+            yield own, transform, state, [parameters[i] for i in own], without_prefix(label, numbers)
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         result = list(updates)
-        for label, (_, transform) in self.rules.items():
-            own = self.members[label]
-            if not own:
-                continue
-            changed = transform.update(
-                [updates[i] for i in own],
-                self._own(label, slots),
-                [parameters[i] for i in own],
-                without_prefix(label, numbers),
-            )
+        for own, transform, *state in self._members(slots, parameters, numbers):
+            changed = transform.update([updates[i] for i in own], *state) if own else []
             for index, update in zip(own, changed, strict=True):
                 result[index] = update
         return result
 
     def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
-        for label, (_, transform) in self.rules.items():
-            own = [parameters[i] for i in self.members[label]]
-            transform.after_step(self._own(label, slots), own, without_prefix(label, numbers))
+        for _, transform, *state in self._members(slots, parameters, numbers):
+            transform.after_step(*state)
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         result, changed = list(parameters), False
-        for label, (_, transform) in self.rules.items():
-            own = self.members[label]
-            values = transform.eval_weights(
-                self._own(label, slots), [parameters[i] for i in own], without_prefix(label, numbers)
-            )
-            if values is not None:
+        for own, transform, *state in self._members(slots, parameters, numbers):
+            if (values := transform.eval_weights(*state)) is not None:
                 changed = True
                 for index, value in zip(own, values, strict=True):
                     result[index] = value
         return result if changed else None
 
     def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
-        for label, (_, transform) in self.rules.items():
-            transform.apply_constraints(self._own(label, slots), [parameters[i] for i in self.members[label]])
+        for _, transform, state, some, _ in self._members(slots, parameters, {}):
+            transform.apply_constraints(state, some)
 
     def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)

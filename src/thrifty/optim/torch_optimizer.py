@@ -137,12 +137,11 @@ class TransformOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Raises UsageError, with nothing changed, for the state of another chain or of other parameters."""
         own, stored = self.state_dict()["slots"], state_dict.get("slots", {})
-        for slot, tensors in own.items():
-            for name, tensor in tensors.items():
-                _check_fits(tensor, stored.get(slot, {}).get(name), f"{slot!r} of {name}")
-        for slot, tensors in own.items():
-            for name, tensor in tensors.items():
-                tensor.copy_(stored[slot][name])
+        places = [(slot, name, tensor) for slot, tensors in own.items() for name, tensor in tensors.items()]
+        for slot, name, tensor in places:
+            _check_fits(tensor, stored.get(slot, {}).get(name), f"{slot!r} of {name}")
+        for slot, name, tensor in places:
+            tensor.copy_(stored[slot][name])
         self.updates, self.born = state_dict["updates"], state_dict["born"]
 
 

@@ -92,8 +92,7 @@ class PromptFormat(_VirtualTokens):
     }  # fmt: skip
 
     def values(self, model: nn.Module) -> tuple[Tensor, int]:
-        table = next(iter(feeding_tables(model).values()))
-        return table.prompt.detach(), 1
+        return next(iter(feeding_tables(model).values())).prompt.detach(), 1
 
     def settings(self, values: Tensor, blocks: int) -> dict[str, Any]:
         return {"token_dim": values.shape[1], "prompt_tuning_init": "RANDOM"}

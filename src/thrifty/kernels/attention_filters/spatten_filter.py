@@ -72,12 +72,6 @@ def cascade(importance: Tensor, alive: Tensor, keep: int | Tensor, always: Tenso
     return highest(ranked, keep) & alive
 
 
-def local_values(probabilities: Tensor, keep: int | Tensor) -> Tensor:
-    """The `keep` (whole numbers (…, t, 1), or one) keys of each query whose values are fetched, by the weights
-    (…, t, s) of its own head: a mask."""
-    return highest(probabilities, keep)
-
-
 def highest(ranked: Tensor, keep: int | Tensor) -> Tensor:
     """The `keep` largest of each row (…, n), one at least and the first ones of equals, as a mask."""
     rank = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
@@ -133,7 +127,7 @@ def cascade_attention(
         with torch.no_grad():
             rounded = progressive_probabilities(q, k, seen, bits, LOW_BITS)[0] if bits else weights
             computed = now.working.mT[..., None]
-            fetched = local_values(rounded, share_of(seen.sum(-1, keepdim=True), keep.values)) & computed
+            fetched = highest(rounded, share_of(seen.sum(-1, keepdim=True), keep.values)) & computed
         weights = weights + (rounded - weights).detach()
         output = (weights * fetched).to(v.dtype) @ v
         with torch.no_grad():

@@ -8,14 +8,13 @@ one batch.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.sparse import compiled_products
 from thrifty.kernels.sparse.csr_matrix import LANES, TILE_BYTES, CsrMatrix
-from thrifty.kernels.sparse.sparsity_pattern import TransposedPattern
+from thrifty.kernels.sparse.sparsity_pattern import TransposedPattern, rows_of
 
 BATCH_BYTES = 2**26
 """Of the products of blocks that torch makes at once."""
@@ -31,8 +30,6 @@ class BlockSparseMatrix:
     block: int
     at: tuple[Tensor, Tensor]
     """(blocks,) int64 each: the block row and block column."""
-
-    form = "blocks"
 
     @classmethod
     def of(cls, mask: Tensor, block: int = LANES) -> "BlockSparseMatrix":
@@ -88,16 +85,6 @@ def kept_blocks(mask: Tensor, block: int) -> Tensor:
     if rows % block or columns % block:
         raise UsageError(f"a matrix {rows} x {columns} is not made of blocks of {block}", fix="use CSR for it")
     return mask.view(rows // block, block, columns // block, block).any(3).any(1)
-
-
-def spmm_reference(x: Tensor, values: Tensor, pattern: BlockSparseMatrix, bias: Tensor | None = None) -> Tensor:
-    """`BlockSparseMatrix.spmm` by a dense product."""
-    return F.linear(x, pattern.place(values), bias)
-
-
-def sddmm_reference(left: Tensor, right: Tensor, pattern: BlockSparseMatrix) -> Tensor:
-    """`BlockSparseMatrix.sddmm` by a dense product."""
-    return pattern.pick(left.T @ right)
 
 
 def tokens_of_tile(inputs: int) -> int:
@@ -167,15 +154,11 @@ def _by_block(x: Tensor, block: int) -> Tensor:
     return x.view(len(x), x.shape[1] // block, block).transpose(0, 1)
 
 
-def _rows(starts: Tensor) -> Tensor:
-    return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
-
-
 def _spmm_by_torch(
     x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tensor | None, rows: int
 ) -> Tensor:
     (tokens, _), block = x.shape, values.shape[1]
-    inputs, at, y = _by_block(x, block), _rows(starts), x.new_zeros(rows, tokens, block)
+    inputs, at, y = _by_block(x, block), rows_of(starts), x.new_zeros(rows, tokens, block)
     most = max(BATCH_BYTES // max(tokens * block * x.element_size(), 1), 1)
     for own, blocks, to in zip(columns.split(most), values.split(most), at.split(most), strict=True):
         y.index_add_(0, to, inputs[own] @ blocks.transpose(1, 2))
@@ -184,7 +167,7 @@ def _spmm_by_torch(
 
 
 def _sddmm_by_torch(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor, block: int) -> Tensor:
-    outputs, inputs, at = _by_block(left, block), _by_block(right, block), _rows(starts)
+    outputs, inputs, at = _by_block(left, block), _by_block(right, block), rows_of(starts)
     most = max(BATCH_BYTES // max(len(left) * block * left.element_size(), 1), 1)
     parts = [outputs[i].transpose(1, 2) @ inputs[j] for i, j in zip(at.split(most), columns.split(most), strict=True)]
     return torch.cat(parts)

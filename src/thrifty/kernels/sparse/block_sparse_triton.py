@@ -5,10 +5,11 @@ float32 in the order of blocks or tokens; products of float32 are exact ones, no
 of two wide.
 """
 
-import torch
 import triton  # pyrefly: ignore[missing-import]
 import triton.language as tl  # pyrefly: ignore[missing-import]
 from torch import Tensor
+
+from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 TOKENS = 64
 """Of a tile of results, and of those that an SDDMM takes at once."""
@@ -69,7 +70,7 @@ def sddmm(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor, block: i
     """`blocks.Blocks.sddmm` of left (n, m) and right (n, k): (blocks, b, b)."""
     values = left.new_empty(len(columns), block, block)
     if len(columns):
-        rows = torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())
+        rows = rows_of(starts)
         sizes = len(left), right.shape[1], left.shape[1]
         _sddmm_kernel[(len(columns),)](left, right, rows, columns, values, *sizes, block, TOKENS)
     return values

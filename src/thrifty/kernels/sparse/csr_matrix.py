@@ -38,22 +38,13 @@ class CsrMatrix:
     rows: Tensor
     """(nnz,) int32: the row of each number, by columns."""
 
-    form = "csr"
-
     @classmethod
     def of(cls, mask: Tensor) -> "CsrMatrix":
         """The places where a mask (m, k) is true."""
         rows, columns = mask.nonzero(as_tuple=True)
         order = columns.argsort(stable=True)
-        return cls(
-            (mask.shape[0], mask.shape[1]),
-            _starts(mask.sum(1)),
-            columns.int(),
-            rows * mask.shape[1] + columns,
-            order,
-            _starts(mask.sum(0)),
-            rows[order].int(),
-        )
+        by_rows = _starts(mask.sum(1)), columns.int(), rows * mask.shape[1] + columns
+        return cls((mask.shape[0], mask.shape[1]), *by_rows, order, _starts(mask.sum(0)), rows[order].int())
 
     @property
     def density(self) -> float:
@@ -88,16 +79,6 @@ class CsrMatrix:
 
 def _starts(counts: Tensor) -> Tensor:
     return F.pad(counts.cumsum(0), (1, 0))
-
-
-def spmm_reference(x: Tensor, values: Tensor, pattern: CsrMatrix, bias: Tensor | None = None) -> Tensor:
-    """`CsrMatrix.spmm` by a dense product."""
-    return F.linear(x, pattern.place(values), bias)
-
-
-def sddmm_reference(left: Tensor, right: Tensor, pattern: CsrMatrix) -> Tensor:
-    """`CsrMatrix.sddmm` by a dense product."""
-    return pattern.pick(left.T @ right)
 
 
 def vectors_of_tile(inputs: int) -> int:

@@ -96,8 +96,7 @@ def _kept(case: BreakevenCase, threads: int) -> DensityTimeFit:
     try:
         return _read(path)
     except (OSError, ValueError, TypeError, LookupError):  # not there, or damaged
-        line = measure(case)
-    return _keep(path, case, line)
+        return _keep(path, case, measure(case))
 
 
 def _read(path: Path) -> DensityTimeFit:

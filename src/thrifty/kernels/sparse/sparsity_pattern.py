@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Protocol, Union
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 class SparsityPattern(Protocol):
     """The kept places of a matrix S (m, k), whose values are given apart: by rows, or, turned, by columns."""
-
-    form: str
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -52,39 +52,29 @@ class TransposedPattern:
     whole: SparsityPattern
 
     @property
-    def form(self) -> str:
-        return self.whole.form
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.whole.shape
-        return columns, rows
-
-    @property
-    def density(self) -> float:
-        return self.whole.density
-
-    @property
     def T(self) -> SparsityPattern:
         return self.whole
-
-    def pick(self, matrix: Tensor) -> Tensor:
-        return self.whole.turn(self.whole.pick(matrix.T))
-
-    def place(self, values: Tensor) -> Tensor:
-        return self.whole.place(self.whole.turn_back(values)).T
 
     def turn(self, values: Tensor) -> Tensor:
         return self.whole.turn_back(values)
 
-    def turn_back(self, turned: Tensor) -> Tensor:
-        return self.whole.turn(turned)
-
     def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.whole.spmm_turned(x, values, bias)
 
-    def spmm_turned(self, x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.whole.spmm(x, turned, bias)
-
     def sddmm(self, left: Tensor, right: Tensor) -> Tensor:
         return self.whole.turn(self.whole.sddmm(right, left))
+
+
+def spmm_reference(x: Tensor, values: Tensor, pattern: SparsityPattern, bias: Tensor | None = None) -> Tensor:
+    """`spmm` by a dense product."""
+    return F.linear(x, pattern.place(values), bias)
+
+
+def sddmm_reference(left: Tensor, right: Tensor, pattern: SparsityPattern) -> Tensor:
+    """`sddmm` by a dense product."""
+    return pattern.pick(left.T @ right)
+
+
+def rows_of(starts: Tensor) -> Tensor:
+    """The row of each kept place, from where rows start."""
+    return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())

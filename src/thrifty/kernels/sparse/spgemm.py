@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.kernels.sparse import compiled_products
+from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 
 def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
     # the place of each partial product among those of its number of A, from where B's row starts
     within = _numbers(of_a) - F.pad(lengths.cumsum(0), (1, 0))[:-1].repeat_interleave(lengths)
     of_b = b_starts[columns][of_a] + within
-    rows = _numbers(starts[1:]).repeat_interleave(starts.diff())
+    rows = rows_of(starts)
     places, back = torch.unique(rows[of_a] * b.shape[1] + b_columns[of_b], return_inverse=True)
     sums = values.new_zeros(len(places)).index_add_(0, back, values[of_a] * b_values[of_b])
     columns_of_b = max(b.shape[1], 1)
@@ -86,7 +87,7 @@ def _partial_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor
 def _by_columns(parts: Sequence[Tensor], columns: int) -> tuple[Tensor, Tensor, Tensor]:
     starts, at, values = parts
     order = at.argsort(stable=True)
-    rows = _numbers(starts[1:]).repeat_interleave(starts.diff())
+    rows = rows_of(starts)
     return F.pad(torch.bincount(at, minlength=columns).cumsum(0), (1, 0)), rows[order], values[order]
 
 

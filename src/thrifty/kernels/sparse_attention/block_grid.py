@@ -35,7 +35,8 @@ def blocks_of(tokens: int, block: int) -> int:
 
 def encode_blocks(kept: Tensor, sight: VisibilityRule, block: int) -> Tensor:
     """Codes of blocks (…, T, S) that are to be kept, if anything of them is visible."""
-    rows, columns = _places(kept)
+    rows = torch.arange(kept.shape[-2], device=kept.device)[:, None]
+    columns = torch.arange(kept.shape[-1], device=kept.device)[None, :]
     some, wholly = sight.visible_blocks(rows, columns, block)
     return torch.where(kept & some, torch.where(wholly, WHOLE, PART), NONE).to(torch.int8)
 
@@ -90,15 +91,6 @@ def check_grid(grid: BlockGrid, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _places(grid: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of block rows (T, 1) and block columns (1, S)."""
-    rows, columns = grid.shape[-2:]
-    return (
-        torch.arange(rows, device=grid.device)[:, None],
-        torch.arange(columns, device=grid.device)[None, :],
-    )
-
-
 def _mixed(numbers: Tensor, seed: int) -> Tensor:
     """Numbers below 2^31 that depend on each number and the seed without any pattern that matters here."""
     mixed = (numbers + 0x9E3779B1 * (seed + 1)) & 0x7FFFFFFF
@@ -112,16 +104,7 @@ def _window_count(side: int, sight: VisibilityRule, block: int) -> int:
     if not sight.window:
         return side * (side + 1) // 2 if sight.causal else side * side
     reach = (sight.window - 1 + block - 1) // block
-    first = blocks_of(sight.first, block)
-    count = 0
-    for row in range(side):
-        last = row if sight.causal else side - 1
-        if row < first:
-            count += last + 1
-            continue
-        begin, end = max(row - reach, 0), min(row + reach, last)
-        count += end - begin + 1 + min(begin, first)
-    return count
+    return _scattered_count(side, reach, blocks_of(sight.first, block), 0, sight.causal)
 
 
 def _scattered_count(side: int, near: int, first: int, drawn: int, causal: bool) -> int:

@@ -15,6 +15,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.autocast_inputs import cast_for_autocast
 from thrifty.kernels.sparse.csr_matrix import CsrMatrix
+from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 
 def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
@@ -22,7 +23,8 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | 
     for each query, no number twice; -1 stands for none. Raises UsageError for a key that is not there."""
     if keys.dtype != torch.int64 or keys.ndim != 4:
         raise UsageError(f"kept keys are {keys.dtype} of {tuple(keys.shape)}", fix="give int64 (b or 1, h or 1, t, m)")
-    return torch.ops.thrifty.row_attention(*cast_for_autocast(q, k, v), keys, _scale(q, scale))[0]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return torch.ops.thrifty.row_attention(*cast_for_autocast(q, k, v), keys, scale)[0]
 
 
 def csr_of_rows(keys: Tensor, count: int) -> CsrMatrix:
@@ -38,19 +40,8 @@ def csr_of_rows(keys: Tensor, count: int) -> CsrMatrix:
         raise UsageError(
             f"key {len(per_column) - 1} is to be kept of {count}", fix=f"number keys from 0 to {count - 1}"
         )
-    return CsrMatrix(
-        (rows, count),
-        F.pad(kept.sum(-1).cumsum(0), (1, 0)),
-        columns.int(),
-        own_rows * count + columns,
-        order,
-        F.pad(per_column.cumsum(0), (1, 0)),
-        own_rows[order].int(),
-    )
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    by_rows = F.pad(kept.sum(-1).cumsum(0), (1, 0)), columns.int(), own_rows * count + columns
+    return CsrMatrix((rows, count), *by_rows, order, F.pad(per_column.cumsum(0), (1, 0)), own_rows[order].int())
 
 
 def _heads(q: Tensor, k: Tensor, keep: Tensor):
@@ -64,11 +55,6 @@ def _heads(q: Tensor, k: Tensor, keep: Tensor):
                 patterns.clear()  # one at a time, unless all share it
                 patterns[at] = csr_of_rows(keep[at], k.shape[2])
             yield (i, j), (i, j // shared), patterns[at]
-
-
-def _row_of(pattern: CsrMatrix) -> Tensor:
-    rows = torch.arange(pattern.shape[0], device=pattern.starts.device)
-    return rows.repeat_interleave(pattern.starts.diff())
 
 
 def _scores(q: Tensor, k: Tensor, pattern: CsrMatrix, scale: float) -> Tensor:
@@ -89,7 +75,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> t
     lse = q.new_zeros(q.shape[:3], dtype=accurate)
     with torch.autocast(q.device.type, enabled=False):
         for at, of_keys, pattern in _heads(q, k, keep):
-            row = _row_of(pattern)
+            row = rows_of(pattern.starts)
             scores = _scores(q[at].to(accurate), k[of_keys].to(accurate), pattern, scale)
             largest = _by_row(scores, pattern.starts, "max", torch.finfo(accurate).min)
             probability = scores.sub_(largest[row]).exp_()
@@ -114,7 +100,7 @@ def _attention_backward(
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=accurate, memory_format=torch.contiguous_format) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
         for at, of_keys, pattern in _heads(q, k, keep):
-            row = _row_of(pattern)
+            row = rows_of(pattern.starts)
             queries, keys, values, upstream = (x.to(accurate) for x in (q[at], k[of_keys], v[of_keys], of_output[at]))
             probability = _scores(queries, keys, pattern, scale).sub_(lse[at][row]).exp_()
             shared = (upstream * output[at].to(accurate)).sum(-1)

@@ -1,6 +1,6 @@
 """GPT-2 (pre-norm) and GPT-1 (post-norm): decoders with learned positions."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -79,17 +79,7 @@ class GPT1(ModelFamily):
                 f"GPT-1 has an inner width of 4 times the width, this model {shape.hidden} for {shape.width}",
                 fix="train without model.hidden to export to this format",
             )
-        return {
-            "n_layer": shape.depth,
-            "n_embd": shape.width,
-            "n_head": shape.heads,
-            "n_positions": shape.length,
-            "layer_norm_epsilon": shape.norm_eps,
-            "afn": "gelu",
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        }
+        return _config(shape, {}, {"afn": "gelu"})
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         yield ParameterPacking("embedding.token.weight", (self.token,))
@@ -117,18 +107,7 @@ class GPT2(GPT1):
         )
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
-        return {
-            "n_layer": shape.depth,
-            "n_embd": shape.width,
-            "n_head": shape.heads,
-            "n_inner": shape.hidden,
-            "n_positions": shape.length,
-            "layer_norm_epsilon": shape.norm_eps,
-            "activation_function": "gelu_new",
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        }
+        return _config(shape, {"n_inner": shape.hidden}, {"activation_function": "gelu_new"})
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         yield ParameterPacking("embedding.token.weight", (self.token,))
@@ -136,6 +115,12 @@ class GPT2(GPT1):
         yield from _blocks_table(shape)
         yield ParameterPacking("norm.weight", ("transformer.ln_f.weight",))
         yield ParameterPacking("norm.bias", ("transformer.ln_f.bias",))
+
+
+def _config(shape: ModelConfig, inner: Mapping[str, int], activation: Mapping[str, str]) -> dict[str, Any]:
+    sizes = {"n_layer": shape.depth, "n_embd": shape.width, "n_head": shape.heads, **inner, "n_positions": shape.length}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return sizes | {"layer_norm_epsilon": shape.norm_eps} | activation | dropout
 
 
 def _blocks_table(shape: ModelConfig) -> Iterator[ParameterPacking]:

@@ -8,16 +8,7 @@ from torch import nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention, CrossAttention, causal_attention, full_attention
-from thrifty.models.families.model_family import (
-    ACTIVATION,
-    READ,
-    SPELLED,
-    Config,
-    ModelFamily,
-    ParameterPacking,
-    flag,
-    number,
-)
+from thrifty.models.families.model_family import ACTIVATION, READ, Config, ModelFamily, ParameterPacking, flag, number
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import BlockStack, EncoderDecoder
 from thrifty.models.transformer_blocks import FeedForward, PostNormBlock, SinusoidalPositions, TokenEmbedding
@@ -52,10 +43,10 @@ def _block(shape: ModelConfig, decoder: bool) -> PostNormBlock:
 
 class Marian(ModelFamily):
     style, model_type, architecture, task = "marian", "marian", "MarianMTModel", "sequence_to_sequence"
+    fields: ClassVar = {"length": ("max_position_embeddings", 1024), "activation": ("activation_function", "gelu")}
     read = frozenset({
-        "d_model", "vocab_size", "decoder_vocab_size", "max_position_embeddings", "encoder_layers", "decoder_layers",
-        "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim",
-        "activation_function", "scale_embedding",
+        "d_model", "vocab_size", "decoder_vocab_size", "encoder_layers", "decoder_layers", "encoder_attention_heads",
+        "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "scale_embedding",
     })  # fmt: skip
     only: ClassVar = {
         "is_decoder": (False,),
@@ -102,11 +93,10 @@ class Marian(ModelFamily):
             kv_heads=heads,
             hidden=hidden,
             vocabulary=vocabulary,
-            length=number(config, "max_position_embeddings", int, 1024),
             tied=True,
-            activation=READ[config.get("activation_function", "gelu")],
             decoder_depth=None if decoder_depth == depth else decoder_depth,
             scaled_embedding=flag(config, "scale_embedding", False),
+            **self.read_fields(config),
         )
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
@@ -119,19 +109,20 @@ class Marian(ModelFamily):
             for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks))
             for key, value in (("layers", depth), ("attention_heads", shape.heads), ("ffn_dim", shape.hidden))
         }
-        return sides | {
-            "d_model": shape.width,
-            "decoder_vocab_size": shape.vocabulary,
-            "max_position_embeddings": shape.length,
-            "activation_function": SPELLED[shape.activation],
-            "scale_embedding": shape.scaled_embedding,
-            "share_encoder_decoder_embeddings": True,
-            "is_encoder_decoder": True,
-            "forced_eos_token_id": None,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-            "activation_dropout": 0.0,
-        }
+        sizes = {"d_model": shape.width, "decoder_vocab_size": shape.vocabulary} | self.written_fields(shape)
+        return (
+            sides
+            | sizes
+            | {
+                "scale_embedding": shape.scaled_embedding,
+                "share_encoder_decoder_embeddings": True,
+                "is_encoder_decoder": True,
+                "forced_eos_token_id": None,
+                "dropout": 0.0,
+                "attention_dropout": 0.0,
+                "activation_dropout": 0.0,
+            }
+        )
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         yield ParameterPacking("embedding.token.weight", (self.token,))

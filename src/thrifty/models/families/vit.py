@@ -54,11 +54,8 @@ class PatchEncoder(ModelFamily):
         return {"kv_heads": values["heads"], "length": 0, "tied": False} | values
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
-        return self.written_fields(shape) | {
-            "qkv_bias": True,
-            "hidden_dropout_prob": 0.0,
-            "attention_probs_dropout_prob": 0.0,
-        }
+        fixed = {"qkv_bias": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return self.written_fields(shape) | fixed
 
 
 class ViT(PatchEncoder):

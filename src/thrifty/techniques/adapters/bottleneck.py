@@ -25,6 +25,7 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive, Rate
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, norm_names, train_only
+from thrifty.modeling.module_surgery import change_first
 from thrifty.modeling.residual_branches import find_branches, out_width
 
 PARTS = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
@@ -55,9 +56,7 @@ def add_bottleneck(writer: nn.Module, d: int, width: int, std: float, generator:
 
 
 def _pass_bottleneck(writer: nn.Module, args: Any, output: Any) -> Any:
-    x, *rest = output if isinstance(output, tuple) else (output,)
-    x = apply_bottleneck(x, *(getattr(writer, name).to(x.dtype) for name in PARTS))
-    return (x, *rest) if isinstance(output, tuple) else x
+    return change_first(output, lambda x: apply_bottleneck(x, *(getattr(writer, name).to(x.dtype) for name in PARTS)))
 
 
 @dataclass(frozen=True)

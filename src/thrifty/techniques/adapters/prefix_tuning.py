@@ -178,10 +178,8 @@ def _cached_blocks(model: nn.Module) -> Places:
     if len(shapes) != len(blocks):
         told = f"{type(model).__name__} has {len(blocks)} blocks and keeps keys and values of {len(shapes)}"
         raise RefusedError(told, fix="use adapters.lora")
-    return {
-        f"{name}.{index}": PrefixSite(block, shape[1], shape[3])
-        for index, (block, shape) in enumerate(zip(blocks, shapes, strict=True))
-    }
+    pairs = enumerate(zip(blocks, shapes, strict=True))
+    return {f"{name}.{index}": PrefixSite(block, shape[1], shape[3]) for index, (block, shape) in pairs}
 
 
 def prepend_prefix(model: nn.Module, places: Places, tokens: int) -> None:

@@ -24,7 +24,7 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, train_only
-from thrifty.modeling.module_surgery import find_stacks, wrap_forward
+from thrifty.modeling.module_surgery import change_first, find_stacks, wrap_forward
 from thrifty.modeling.residual_branches import find_branches, in_width
 
 NAME = "visual_prompt"
@@ -76,11 +76,7 @@ def _with_prompt(
     if hasattr(block, NAME):
         x = insert(x if is_first else cut_out(x, *place), block.visual_prompt, place[1])
     output = inner(x, *args, **kwargs)
-    if not is_last:
-        return output
-    if isinstance(output, tuple):
-        return cut_out(output[0], *place), *output[1:]
-    return cut_out(output, *place)
+    return change_first(output, lambda x: cut_out(x, *place)) if is_last else output
 
 
 def _is_of_tokens(value: Any, x: Tensor) -> bool:

@@ -8,7 +8,7 @@ found, which are plain numbers: the same on all ranks, and the same again when t
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from thrifty.modeling.attention_sites import (
     find_attention_sites,
 )
 
-Phase = Literal["plain", "chosen"]
 PLAIN, CHOSEN = "plain", "chosen"
 PHASE: ModuleNote[Mapping[str, Any]] = ModuleNote("attention_phase")
 """On a model: the phase that is decided, and what calibration found."""

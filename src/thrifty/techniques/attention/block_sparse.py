@@ -56,12 +56,5 @@ class BlockSparseAttention(ReplacedAttention):
 
     def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         seed = seed_of(f"{self.seed}/{place.name}") % 2**16
-        return partial(
-            scattered_attention,
-            self.block,
-            self.window_blocks,
-            self.global_blocks,
-            self.random_blocks,
-            place.causal,
-            seed,
-        )
+        sizes = self.block, self.window_blocks, self.global_blocks, self.random_blocks
+        return partial(scattered_attention, *sizes, place.causal, seed)

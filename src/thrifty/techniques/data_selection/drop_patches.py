@@ -64,11 +64,8 @@ def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     one around it that has no blocks in it. Raises RefusedError where there is none, or where positions are added
     elsewhere, so that patches that are left out would lose theirs."""
     stacks = find_stacks(model)
-    cuts = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride
-    }
+    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    cuts = {name: module for name, module in convolutions.items() if module.kernel_size == module.stride}
     if not cuts:
         raise RefusedError(
             f"no convolution that cuts images into patches was found in {type(model).__name__}",

@@ -76,11 +76,8 @@ def _inner(branch: ResidualBranch) -> Iterator[tuple[str, nn.Module, InnerUnits]
         if rest or not parts:
             raise RefusedError(f"{name} does not give the {units} units that {branch.name} takes", fix="set width=1")
         for own, parameter in layer.named_parameters(recurse=False):
-            yield (
-                f"{name}.{own}",
-                layer,
-                InnerUnits(units, parts, False, parameter.ndim - 1 if is_transposed(layer) else 0),
-            )
+            dim = parameter.ndim - 1 if is_transposed(layer) else 0
+            yield f"{name}.{own}", layer, InnerUnits(units, parts, False, dim)
     yield f"{branch.name}.weight", branch.last, InnerUnits(units, 1, True, 0 if is_transposed(branch.last) else 1)
 
 

@@ -36,6 +36,7 @@ from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Fraction
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.module_surgery import change_first
 from thrifty.modeling.residual_branches import find_branches
 from thrifty.modeling.residual_checks import refuse_normed_branches, refuse_normed_sums
 from thrifty.techniques.growth._block_gates import add_gates, gated_blocks, gates
@@ -101,9 +102,7 @@ def _multiply(block: nn.Module, factor: float | None) -> None:
 def _times_factor(writer: nn.Module, args: Any, output: Any) -> Any:
     if not IS_MULTIPLIED.of(writer):
         return output
-    if isinstance(output, tuple):
-        return (output[0] * writer.kept_factor.to(output[0].dtype), *output[1:])
-    return output * writer.kept_factor.to(output.dtype)
+    return change_first(output, lambda x: x * writer.kept_factor.to(x.dtype))
 
 
 def add_factor(writer: nn.Module, like: Tensor) -> None:

@@ -136,9 +136,8 @@ class QuantizingBackward:
         """For each tensor what it does to the gradient of some of these examples to be kept in 4 bits while all others
         have 8; and how many numbers each has."""
         whole = self.keeper(model, batch, "whole", self.decided())
-        with preserve_gradients(
-            model
-        ):  # which tensors there are is told from as many examples as are trained on at once
+        # which tensors there are is told from as many examples as are trained on at once
+        with preserve_gradients(model):
             QuantizingObjective(objective, lambda *_: whole).predict(model, batch)
         part = batch.rows(0, max(len(batch) // PROBED, 1))
 

@@ -72,11 +72,6 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
                 yield f"{name}.{index}", block, blocks[first]
 
 
-def embed_through(tokens: Any, inner: Callable[[Any], Tensor], projection: Tensor) -> Tensor:
-    """What a thin table gives (…, E), at the model's width (…, d)."""
-    return inner(tokens) @ projection
-
-
 @torch.no_grad()
 def factorise(model: nn.Module, width: int, seed: int) -> None:
     """Each table of tokens (V, d) becomes a product of (V, E) and (E, d), drawn so that it keeps the table's standard
@@ -102,7 +97,7 @@ def factorise(model: nn.Module, width: int, seed: int) -> None:
 
 
 def _embed(table: nn.Module, inner: Any, tokens: Tensor) -> Tensor:
-    return embed_through(tokens, inner, table.projection)
+    return inner(tokens) @ table.projection
 
 
 def _score(head: nn.Module, inner: Any, hidden: Tensor) -> Tensor:

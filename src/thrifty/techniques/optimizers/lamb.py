@@ -58,7 +58,5 @@ class Lamb(Technique):
     """Whether layers that share a matrix (queries, keys, values; gate, value) have ratios of their own."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(
-            lamb(self.lr, self.betas, self.eps, self.weight_decay, self.bias_correction, self.norm_bounds, self.slices),
-            transform,
-        )
+        rates = self.lr, self.betas, self.eps, self.weight_decay
+        return chain(lamb(*rates, self.bias_correction, self.norm_bounds, self.slices), transform)

@@ -55,12 +55,5 @@ class Lars(Technique):
     """Whether the learning rate multiplies the momentum or what is added to it."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return lars(
-            self.lr,
-            self.momentum,
-            self.weight_decay,
-            self.trust_coefficient,
-            self.nesterov,
-            self.learning_rate_placement,
-            transform,
-        )
+        rates = self.lr, self.momentum, self.weight_decay, self.trust_coefficient
+        return lars(*rates, self.nesterov, self.learning_rate_placement, transform)

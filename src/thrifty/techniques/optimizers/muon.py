@@ -201,19 +201,6 @@ class Muon(Technique):
         return model
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(
-            muon(
-                self.lr,
-                self.momentum,
-                self.nesterov,
-                self.weight_decay,
-                self.scale,
-                self.newton_schulz_steps,
-                self.slices,
-                getattr(torch, self.precision),
-                self.adamw_lr,
-                self.adamw_betas,
-                self.adamw_eps,
-            ),
-            transform,
-        )
+        hidden = self.lr, self.momentum, self.nesterov, self.weight_decay, self.scale, self.newton_schulz_steps
+        rest = self.adamw_lr, self.adamw_betas, self.adamw_eps
+        return chain(muon(*hidden, self.slices, getattr(torch, self.precision), *rest), transform)

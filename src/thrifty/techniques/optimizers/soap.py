@@ -48,9 +48,7 @@ def turned(matrix: Tensor, axes: Sides) -> Tensor:
 
 
 def turned_back(matrix: Tensor, axes: Sides) -> Tensor:
-    left, right = axes
-    matrix = matrix if left is None else left @ matrix
-    return matrix if right is None else matrix @ right.mT
+    return turned(matrix, [side if side is None else side.mT for side in axes])
 
 
 def direction(

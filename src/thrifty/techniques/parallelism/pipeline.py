@@ -258,9 +258,8 @@ class PipelineParallel(Technique):
         inside = alive * saved + max(footprint.inside - footprint.saved, 0.0)
         loss = at_end * saved + (at_end - 1) * ends + footprint.passes - footprint.saved
         gradients = fraction * footprint.gradients
-        if (
-            alive >= self.micro_batches
-        ):  # all are in flight before there is one: they appear while the activations of one go
+        # all are in flight before there is one: they appear while the activations of one go
+        if alive >= self.micro_batches:
             gradients = max(gradients - saved, 0.0)
         activations = max(alive * saved, at_end * (saved + ends))
         divided = replace(footprint, activations=activations, passes=max(loss, inside), inside=inside).scale(

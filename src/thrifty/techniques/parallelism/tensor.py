@@ -129,18 +129,11 @@ class TensorParallel(Technique):
         fraction = (footprint.vectors + (footprint.parameters - footprint.vectors) / ranks) / footprint.parameters
         stays = STAYS_ALONG_TOKENS if self.sequence_parallel else STAYS
         blocks = (footprint.parameters - footprint.outside) / footprint.block if footprint.block else 0
-        return footprint.scale(
-            parameters=fraction,
-            outside=fraction,
-            block=fraction,
-            gradients=fraction,
-            optimizer=fraction,
-            activations=stays + (1 - stays) / ranks,
-            saved=stays + (1 - stays) / ranks,
-            passes=stays + (1 - stays) / ranks,
-            inside=stays + (1 - stays) / ranks,
-            temporary=fraction,
-        ).add(traffic=(4 * blocks + 2) * 2 * (1 - 1 / ranks) * footprint.hidden)
+        divided = ("parameters", "outside", "block", "gradients", "optimizer", "temporary")
+        partly = dict.fromkeys(("activations", "saved", "passes", "inside"), stays + (1 - stays) / ranks)
+        return footprint.scale(**dict.fromkeys(divided, fraction), **partly).add(
+            traffic=(4 * blocks + 2) * 2 * (1 - 1 / ranks) * footprint.hidden
+        )
 
     def finish(self, model: nn.Module) -> nn.Module:
         if SPLITTING.get(model) is not None:

@@ -121,10 +121,8 @@ class MatrixMaskTechnique(MaskTechnique):
             )
         dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in chosen]
         left = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in dense))
-        add_note(
-            f"{len(chosen)} matrices, such as {chosen[0]}; norms and biases stay dense"
-            + (f", and {left}" if left else "")
-        )
+        also = f", and {left}" if left else ""
+        add_note(f"{len(chosen)} matrices, such as {chosen[0]}; norms and biases stay dense{also}")
         return model
 
     def masked(self, shapes: Shapes) -> list[str]:

@@ -200,13 +200,9 @@ class SparseProducts(Technique):
             if self.cost_source == "measured" and dtype is not weight.dtype and not has_fast_bfloat16():
                 continue
             name = str(torch.bfloat16 if dtype is torch.float16 else dtype).removeprefix("torch.")
-            cases = {
-                form: BreakevenCase(form, *weight.shape, self.tokens, name, device) for form in forms_of(*weight.shape)
-            }
-            fits[dtype] = {
-                form: case.counted() if self.cost_source == "counted" else case.measured()
-                for form, case in cases.items()
-            }
+            cases = [BreakevenCase(form, *weight.shape, self.tokens, name, device) for form in forms_of(*weight.shape)]
+            counted = self.cost_source == "counted"
+            fits[dtype] = {case.form: case.counted() if counted else case.measured() for case in cases}
         return fits
 
     def _crossovers(self, shape: tuple[int, ...], names: list[str], layer: Any) -> str:
