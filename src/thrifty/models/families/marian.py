@@ -109,20 +109,19 @@ class Marian(ModelFamily):
             for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks))
             for key, value in (("layers", depth), ("attention_heads", shape.heads), ("ffn_dim", shape.hidden))
         }
-        sizes = {"d_model": shape.width, "decoder_vocab_size": shape.vocabulary} | self.written_fields(shape)
-        return (
-            sides
-            | sizes
-            | {
-                "scale_embedding": shape.scaled_embedding,
-                "share_encoder_decoder_embeddings": True,
-                "is_encoder_decoder": True,
-                "forced_eos_token_id": None,
-                "dropout": 0.0,
-                "attention_dropout": 0.0,
-                "activation_dropout": 0.0,
-            }
-        )
+        return {
+            **sides,
+            **self.written_fields(shape),
+            "d_model": shape.width,
+            "decoder_vocab_size": shape.vocabulary,
+            "scale_embedding": shape.scaled_embedding,
+            "share_encoder_decoder_embeddings": True,
+            "is_encoder_decoder": True,
+            "forced_eos_token_id": None,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+        }
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
         yield ParameterPacking("embedding.token.weight", (self.token,))
