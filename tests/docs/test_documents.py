@@ -16,6 +16,7 @@ from thrifty.cli.main import ABOUT
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+DESIGN = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
 
 SMALL = [
     *("--budget", "4steps", "--set", "checkpoints.every=2", "--set", "evaluation.examples=4"),
@@ -97,6 +98,31 @@ def test_the_readme_names_every_technique_there_is() -> None:
 def test_every_link_to_a_file_leads_to_one(document: str) -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8"))
     assert all((ROOT / link).exists() for link in links), links
+
+
+def test_every_file_that_prose_names_is_there() -> None:
+    """In documents, docstrings and comments: a file that moved has taken its mentions along."""
+    pages = [*(ROOT / "src").rglob("*.py"), *(ROOT / name for name in ("README.md", "DESIGN.md", "CONTRIBUTING.md"))]
+    there = {path.name for top in ("src", "tests", "tools", "benchmarks") for path in (ROOT / top).rglob("*.py")}
+    gone = {
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in pages
+        for quoted in re.findall("`([^`\n]+)`", page.read_text(encoding="utf-8"))
+        for name in re.findall(r"\b\w+\.py\b", quoted)
+        if name not in {*there, "_name.py"}
+    }
+    assert not gone
+
+
+def test_every_noun_of_the_design_is_in_the_files_beside_it() -> None:
+    table = re.findall(r"^\| (.+?) \| (.+?) \|", DESIGN.partition("## The seams")[0], flags=re.M)[2:]
+    assert len(table) > 20
+    for nouns, places in table:
+        paths = [ROOT / "src/thrifty" / place for place in re.findall("`([^`]+)`", places)]
+        files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+        source = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        for noun in re.findall("`([^`]+)`", nouns):
+            assert re.search(rf"^((class|def) {noun}\b|{noun} = )", source, flags=re.M), (noun, places)
 
 
 def test_every_card_says_what_it_promises_and_where_it_comes_from() -> None:

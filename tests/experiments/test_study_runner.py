@@ -141,7 +141,9 @@ def test_a_measure_that_fails_is_named_with_its_cell_and_the_others_are_kept(tmp
 
 
 def one_case(measure: object) -> Study:
-    return Study("odd", "Odd.", measure, {"only": {}}, {"height": MeasuredQuantity("how high")}, seeds=1)  # type: ignore[arg-type]
+    return Study(
+        name="odd", measure=measure, cases={"only": {}}, quantities={"height": MeasuredQuantity("how high")}, seeds=1
+    )  # type: ignore[arg-type]
 
 
 def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:

@@ -2,16 +2,16 @@
 
 An element is a function of lists of tensors, one entry per parameter:
 
-    numbers(step, age)                          the scalars of this step (rates, bias corrections)
+    scalars(step, age)                          the numbers of this step (rates, bias corrections)
     init(names, parameters)                     its state: slot name -> one tensor per parameter
     update(updates, slots, parameters, numbers) what it does; it owns `updates` and may overwrite them
-    follow(slots, parameters, numbers)          what it does once the parameters have moved, such as averaging them
-    impose(slots, parameters)                   what its slots demand of the parameters, after others have set values
+    after_step(slots, parameters, numbers)      what it does once the parameters have moved, such as averaging them
+    apply_constraints(slots, parameters)        what its slots demand of the parameters, after others have set values
 
 Numbers are computed apart so that `update` is pure arithmetic that torch.compile can trace once for all steps. State is
 changed in place. How far an element looks (`reach`) says in what pieces it may be run; where a whole run of elements
-is one of torch's fused kernels, `fused.py` calls that, and the elements remain the meaning and the reference.
-`chain` runs elements in order, `partition` (in `partition.py`) gives each parameter to exactly one of several.
+is one of torch's fused kernels, `optim/fused_updates.py` calls that, and the elements remain the meaning and the
+reference. `chain` runs elements in order, `ParameterPartition` gives each parameter to exactly one of several.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +115,7 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 class TransformChain(GradientTransform):
     name = "chain"
     site: Callable | None = None
-    """Makes the `Site` (`optimizer.py`) where a whole chain is run; None is with the parameters."""
+    """Makes the `UpdateLocation` where a whole chain is run; None is with the parameters."""
 
     def __init__(self, elements: Sequence[GradientTransform]):
         self.elements: dict[str, GradientTransform] = {}

@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,12 +56,13 @@ class StudyPlot:
     log_y: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Study:
     """Raises UsageError where the parts do not fit together."""
 
-    name: str
-    about: str
+    name: str = ""
+    """That of the measure's module unless given, and `about` the first sentences of its docstring."""
+    about: str = ""
     measure: Callable[..., Numbers]
     """A function at the top level of a module: it is called as measure(seed=…, **settings) in processes of its own."""
     cases: Mapping[str, Settings]
@@ -75,6 +77,9 @@ class Study:
     """About how long all of it takes on two cores."""
 
     def __post_init__(self) -> None:
+        told = sys.modules[self.measure.__module__].__doc__ or ""
+        object.__setattr__(self, "name", self.name or self.measure.__module__.rpartition(".")[2])
+        object.__setattr__(self, "about", self.about or " ".join(told.partition("\n\n")[0].split()))
         if self.seeds < 1 or not self.cases:
             raise UsageError(f"{self.name}: {len(self.cases)} cases, {self.seeds} seeds", fix="give at least 1 of each")
         if not self.measure.__qualname__.isidentifier() or self.measure.__module__ == "__main__":

@@ -1,4 +1,4 @@
-"""The functions of `group_codes.py` in compiled C++, for lines of numbers on a processor."""
+"""The functions of `groupwise_quantization.py` in compiled C++, for lines of numbers on a processor."""
 
 import torch
 from torch import Tensor

@@ -7,8 +7,8 @@ outwards, so that the group still lies between its ends.
 
 Numbers come as lines (n, w), w a multiple of 8. Byte j of a line holds numbers j, j + w·bits/8 and so on: neighbours
 stay neighbours, and every operation is one on whole vectors. Chance is a hash of the line, the place in it and a seed.
-These are the plain functions; `group_coding.py` beside this runs them in pieces that fit the cache, or what does the
-same faster: `native_codes.py` on a processor, themselves compiled on a GPU.
+These are the plain functions; `quantized_tensors.py` runs them in pieces that fit the cache, or what does the same
+faster: `compiled_quantization.py` on a processor, themselves compiled on a GPU.
 """
 
 from collections.abc import Callable

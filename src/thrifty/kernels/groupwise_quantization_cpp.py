@@ -1,4 +1,4 @@
-"""The C++ of compiled codes: what the functions of `group_codes.py` do, bit for bit, a line at a time.
+"""The C++ of compiled codes: what the functions of `groupwise_quantization.py` do, bit for bit, a line at a time.
 
 A line is in the cache when it is coded, because its extremes were looked for just before. Numbers come as their bits:
 int32_t for float32, int16_t for bfloat16. Contracting a product and a sum would round once instead of twice, and must

@@ -27,7 +27,7 @@ def standardize_patches(pixels: Tensor) -> Tensor:
 
 
 def match_brightness(pixels: Tensor, like: Tensor) -> Tensor:
-    """Standardised patches (…, m) at the mean and the deviation of others: `standardized` undone."""
+    """Standardised patches (…, m) at the mean and the deviation of others: `standardize_patches` undone."""
     variance, mean = torch.var_mean(like, dim=-1, correction=1, keepdim=True)
     return pixels * (variance + 1e-6).sqrt() + mean
 

@@ -1,4 +1,4 @@
-"""Whole tensors in and out of the codes of `group_codes.py`.
+"""Whole tensors in and out of the codes of `groupwise_quantization.py`.
 
 Large tensors go through compiled code where there is a compiler, C++ on a processor and what torch makes of the plain
 functions on a GPU; all others through torch's operations, on a processor in pieces that fit its cache. The results are

@@ -4,8 +4,8 @@ Paper: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3. A rank ma
 All that ranks tell each other are two numbers for each token, the log-sum-exp of a part and the logit of the target
 where it lies in that part; and in the backward pass the sum of the gradients at the hidden states.
 
-Everything else is `cross_entropy.py`'s: chunks of tokens, gradients left in the forward pass for the expected weights.
-What is by the book, `linear_cross_entropy_reference`, serves here too: with the whole head.
+Everything else is that of `chunked_cross_entropy.py`: chunks of tokens, gradients left in the forward pass for the
+expected weights. What is by the book, `linear_cross_entropy_reference`, serves here too: with the whole head.
 """
 
 from functools import partial

@@ -2,17 +2,16 @@
 
     tier = tier_for("auto", tensor)   the host's memory for a tensor of a GPU, a disk for one of a processor
     ticket = tier.send(tensor)        its way out begins; nobody may change the tensor from here on
-    ticket.finish_transfer()                   its memory is free again, if nobody else holds it
+    ticket.finish_transfer()          its memory is free again, if nobody else holds it
     ticket.prefetch()                 its way back begins: memory for it is taken now
     tensor = ticket.get()             waits for it; may be asked again; what was never settled is given as it is
-    tier.allocate(tensors)              the same values on the tier for good, computed on in place by a processor
+    tier.allocate(tensors)            the same values on the tier for good, computed on in place by a processor
     tier.account                      bytes there now, at most, and moved either way
 
 A ticket that is dropped frees its place. Nothing on a tier is a tensor that an operation made, so that whoever counts
 the device's memory (`StepTrace`) need not know of tiers; fake tensors are sent and come back without moving a byte.
-`DiskTier` is in `disk.py`; `SimulatedTier`, with the clock of a link of given bandwidth, in `link.py`; what they share
-in
-`tickets.py`.
+`DiskTier` is in `disk_tier.py`; `SimulatedTier`, with the clock of a link of given bandwidth, in `simulated_tier.py`;
+what they share in `storage_tier.py`.
 """
 
 from collections import defaultdict

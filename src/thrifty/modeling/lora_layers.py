@@ -114,7 +114,7 @@ def attach_adapters(layer: nn.Module) -> LayerAdapters:
 
 
 def detach_adapters(layer: nn.Module) -> None:
-    """Undo `hold`."""
+    """Undo `attach_adapters`."""
     former = LORA.remove(layer).former
     if former is None:
         del layer.forward

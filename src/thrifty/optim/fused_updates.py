@@ -107,7 +107,7 @@ def fused_adamw(
 
 
 class FusedAdamTransform(GradientTransform):
-    """`scale_by_adam` and decay in front of other elements: the kernel makes a step of rate -1 from what decay adds."""
+    """`ScaleByAdam` and decay in front of other elements: the kernel makes a step of rate -1 from what decay adds."""
 
     reach = TransformScope.ROWS
 

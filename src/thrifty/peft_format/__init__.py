@@ -1,6 +1,6 @@
 """Adapters in files of other people: PEFT's folders, written and read without `peft`.
 
-A kind of adapter is one class (`folder.Format`), found here by the `peft_type` that its folders state.
+A kind of adapter is one class (an `AdapterFormat`), found here by the `peft_type` that its folders state.
 """
 
 from collections.abc import Collection

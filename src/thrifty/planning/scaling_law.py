@@ -5,7 +5,8 @@ Compute  C = 6 N D FLOP for N parameters (all of them) and D tokens; the product
 
 The constants are known from a few hundred runs, and the answer is sensitive to them: rounding two exponents to two
 digits moves it from 59 to 93 tokens per parameter. So a law comes with draws of the laws that fit as well, and every
-answer with an interval. `published_laws` has the constants of the literature, `law_fitting` fits those of your runs.
+answer with an interval. `published_laws.py` has the constants of the literature, `scaling_law_fit.py` fits those of
+your runs.
 """
 
 from collections.abc import Sequence

@@ -34,7 +34,7 @@ class CardRow:
 
 
 def card(example: Mapping[str, Any], title: str = "", remarks: tuple[str, ...] = ()) -> ExampleCard:
-    """An example as `data.showing.Shown` spells it; what cannot be a picture is none."""
+    """An example as `data.run_data.ExamplePreview` spells it; what cannot be a picture is none."""
     picture, text, file = (str(example.get(name) or "") for name in ("picture", "text", "file"))
     which = whole(number(example.get("number")))
     where = redact_text(file) if file else f"example {which}"

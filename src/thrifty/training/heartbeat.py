@@ -6,7 +6,7 @@ verdict, which is one for all: the first. A rank that does not end by itself the
 is ended from here. Time limits on collectives, which torch has, cannot tell a rank that hangs from one that compiles.
 
 `THRIFTY_SILENCE` (30): seconds without a beat, or without the store, after which a rank is lost. `THRIFTY_HANG` (600):
-seconds without progress after which one hangs; known steps have less, see `pulse.py`.
+seconds without progress after which one hangs; known steps have less, see `progress_watchdog.py`.
 """
 
 import json

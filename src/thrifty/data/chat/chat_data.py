@@ -1,7 +1,8 @@
 """Conversations ready to learn answers from: tokenised once and kept in the cache, then given as rows.
 
-The prepared folder is that of plain text (see `prepare`), with two differences: a stored token also says whether it
-belongs to an answer and whether a conversation begins with it, and the chat template lies beside the tokenizer.
+The prepared folder is that of plain text (`data/text/token_cache.py`), with two differences: a stored token also says
+whether it belongs to an answer and whether a conversation begins with it, and the chat template lies beside the
+tokenizer.
 """
 
 import json

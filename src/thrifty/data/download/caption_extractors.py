@@ -1,5 +1,6 @@
-"""From the members of packages to images with captions: one small function per named set, as `image_sets.py` has them
-for images with labels. The first caption of an image is its plainest. Nothing of a package is ever run.
+"""From the members of packages to images with captions: one small function per named set, as
+`image_extractors.py` has them for images with labels. The first caption of an image is its plainest. Nothing of a
+package is ever run.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""From the members of a package to images: one small function per named set, as `extracting.py` has them for text.
+"""From the members of a package to images: one small function per named set, as `text_extractors.py` has them for text.
 
 Each takes the members' contents by name and gives the names of the labels and every image with its part and label.
 Nothing of a package is ever run.

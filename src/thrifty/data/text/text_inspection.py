@@ -50,7 +50,7 @@ class TextSummary:
 
 
 def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], None]) -> TextSummary:
-    """Prepare the source if need be and describe it. Raises UsageError as `open_data` does."""
+    """Prepare the source if need be and describe it. Raises UsageError as `open_text` does."""
     prepared = open_token_cache(settings, say)
     manifest, tokenizer = prepared.manifest, prepared.tokenizer
     train = prepared.tokens(DataSplit.TRAIN)

@@ -151,8 +151,6 @@ def a3_babi(
         return numbers == sorted(numbers, reverse=True)
 
     return Study(
-        name="a3_babi",
-        about="What A3 keeps of a memory network's attention to the sentences of stories, and what it costs.",
         measure=measure,
         cases=cases,
         quantities={

@@ -170,8 +170,6 @@ def attention_filters(
 
     of_scores = ("ELSA", "A3", "Sanger", "DOTA", "SpAtten")
     return Study(
-        name="attention_filters",
-        about="What models lose that are trained with attention over fewer pairs, by which pairs those are.",
         measure=measure,
         cases=cases,
         quantities={

@@ -108,8 +108,6 @@ def batch_scaling(
         return cells[_label(method, batch)]["accuracy"]
 
     return Study(
-        name="batch_scaling",
-        about="Larger batches at one rate, at a scaled one, and at one of each layer (Goyal et al., You et al. 2017).",
         measure=measure,
         cases={
             _label(method, batch): {"method": method, "batch": batch, **fixed}

@@ -100,8 +100,6 @@ def chinchilla_refit(
         return cells[name]["tokens_per_parameter"]
 
     return Study(
-        name="chinchilla_refit",
-        about="The constants of a known law, recovered by the sum of the losses and missed by their mean.",
         measure=measure,
         cases=cases,
         quantities={

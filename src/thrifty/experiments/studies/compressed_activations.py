@@ -78,8 +78,6 @@ def compressed_activations(
         "2 bits": {"bits": 2},
     }
     return Study(
-        name="compressed_activations",
-        about="Activations in 8 and 4 bits train as in 32; in 2 bits it begins to cost.",
         measure=measure,
         cases={label: fixed | variant for label, variant in variants.items()},
         quantities={

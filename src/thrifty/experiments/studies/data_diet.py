@@ -171,8 +171,6 @@ def data_diet(
         return cells[way]["accuracy"]
 
     return Study(
-        name="data_diet",
-        about="Half of a set of digits, some under wrong labels, kept by what scores say of each.",
         measure=measure,
         cases={way: {"way": way, **settings} for way in (*WAYS, SCORES)},
         quantities={

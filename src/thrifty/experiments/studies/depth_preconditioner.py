@@ -94,8 +94,6 @@ def depth_preconditioner(
         return cells[f"p {p}, depth {depth} against 1"]["speedup"]
 
     return Study(
-        name="depth_preconditioner",
-        about="Depth accelerates linear regression in l4 and not in l2 (Arora, Cohen & Hazan 2018).",
         measure=measure,
         cases=cases,
         quantities={

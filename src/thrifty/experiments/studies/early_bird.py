@@ -109,8 +109,6 @@ def early_bird(
         return cells[kind]["loss"]
 
     return Study(
-        name="early_bird",
-        about="Which heads and neurons to keep is known early (You et al. 2020; Chen et al. 2021).",
         measure=measure,
         cases={kind: {"kind": kind, **fixed} for kind in kinds},
         quantities={

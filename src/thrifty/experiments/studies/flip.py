@@ -141,8 +141,6 @@ def flip(
         return cells[label_of(way, work)]["recall_10"]
 
     return Study(
-        name="flip",
-        about="Contrastive training on part of each image, against whole images at equal work.",
         measure=measure,
         cases={label_of(way, work): {"way": way, "whole_steps": work, **sizes} for work in budgets for way in WAYS},
         quantities={

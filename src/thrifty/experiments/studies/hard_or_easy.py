@@ -146,8 +146,6 @@ def hard_or_easy(
         return error(cells, "hardest", data, images) / error(cells, "easiest", data, images)
 
     return Study(
-        name="hard_or_easy",
-        about="Half of few and of many real images: by chance, the hardest, the easiest.",
         measure=measure,
         cases=cases,
         quantities={

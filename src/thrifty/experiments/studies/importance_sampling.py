@@ -122,8 +122,6 @@ def importance_sampling(
         return cells[label_of(way, data)][name]
 
     return Study(
-        name="importance_sampling",
-        about="Choosing examples at equal work, scoring included: sampling by gradient norms, and pruning.",
         measure=measure,
         cases=cases,
         quantities={

@@ -85,8 +85,6 @@ def isoflop(
         return [cells[_optimum(flops)]["optimal_parameters"] for flops in budgets]
 
     return Study(
-        name="isoflop",
-        about="The model size of least loss grows with the compute budget (Hoffmann et al. 2022, approach 2).",
         measure=measure,
         cases=cases,
         quantities={

@@ -92,8 +92,6 @@ def lamb_batch(
         return cells[_comparison(batch)]["lamb_gain"]
 
     return Study(
-        name="lamb_batch",
-        about="LAMB gains on AdamW as batches grow (You et al. 2020).",
         measure=measure,
         cases={
             _label(optimizer, batch, rate): {"optimizer": optimizer, "batch": batch, "rate": rate, **fixed}

@@ -79,8 +79,6 @@ def layer_drop(
         }
 
     return Study(
-        name="layer_drop",
-        about="Dropping blocks over time and depth gains nothing at equal work.",
         measure=measure,
         cases={label: {**level, **fixed} for label, level in levels.items()},
         quantities=QUANTITIES,

@@ -78,8 +78,6 @@ def lion_rate(
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     return Study(
-        name="lion_rate",
-        about="Lion wants a rate 3 to 10 times lower than AdamW (Chen et al. 2023).",
         measure=measure,
         cases={
             _label(optimizer, rate): {"optimizer": optimizer, "rate": rate, **fixed}

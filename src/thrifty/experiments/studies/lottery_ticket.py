@@ -112,8 +112,6 @@ def lottery_ticket(
     most = [number for number in rounds if 0.1 < (1 - prune) ** number <= 0.2] or [rounds[0]]
     few = [number for number in rounds if (1 - prune) ** number <= 0.1] or [last]
     return Study(
-        name="lottery_ticket",
-        about="A ticket needs its own first values (Frankle and Carbin 2019).",
         measure=measure,
         cases=cases,
         quantities={

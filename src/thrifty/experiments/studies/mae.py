@@ -128,8 +128,6 @@ def mae(
         for name, words in (("tuned", "all weights tuned on"), ("probe", "a head alone trained on"))
     }
     return Study(
-        name="mae",
-        about="Masked autoencoders: what dropped patches save, and what pre-training gives with few labels.",
         measure=measure,
         cases=cases,
         quantities={

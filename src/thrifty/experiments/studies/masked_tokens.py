@@ -138,8 +138,6 @@ def masked_tokens(
         return max(cells[label_of(way, paid)][number] for way in ways)
 
     return Study(
-        name="masked_tokens",
-        about="Half of a text hidden and left out of the encoder (3ML), against masks in it, at equal work.",
         measure=measure,
         cases={UNTRAINED: {"way": UNTRAINED, "steps": 0, **fixed}} | trained_ways,
         quantities={

@@ -71,8 +71,6 @@ def n_of_m(
         ESTIMATED: {**weak, "transposable": True, "mvue": True},
     }
     return Study(
-        name="n_of_m",
-        about="Linear layers learn with half of their weights masked; which half is chosen anew at each step.",
         measure=measure,
         cases={label: {**fixed, **variant} for label, variant in variants.items()},
         quantities={

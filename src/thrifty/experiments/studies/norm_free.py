@@ -114,8 +114,6 @@ def norm_free(
     }
     cases = {label: {"style": "gpt", "warmup": 0, **fixed, **variant} for label, variant in variants.items()}
     return Study(
-        name="norm_free",
-        about="24 blocks without norms and without warm-up learn by their first values alone.",
         measure=measure,
         cases=cases,
         quantities={

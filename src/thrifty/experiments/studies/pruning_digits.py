@@ -90,8 +90,6 @@ def pruning_digits(
         return cells[label_of(method, density)]["accuracy"]
 
     return Study(
-        name="pruning_digits",
-        about="Keeping 10, 2 or 0.5 % of a network's weights: by chance, by size, by gradients, and while training.",
         measure=measure,
         cases=cases,
         quantities={

@@ -70,8 +70,6 @@ def resolution(
         return cells[f"way {way}, steps {steps:g}"][name]
 
     return Study(
-        name="resolution",
-        about="Small images first: accuracy against seconds.",
         measure=measure,
         cases={label: {**level, **fixed} for label, level in levels.items()},
         quantities={

@@ -120,8 +120,6 @@ def sparse_vit(
         return 100 - cell["flops"], 100 * (1 - cell["seconds"] / dense["seconds"])
 
     return Study(
-        name="sparse_vit",
-        about="A Vision Transformer under fixed and moving masks: accuracy, FLOPs saved, time saved.",
         measure=measure,
         cases=cases,
         quantities={

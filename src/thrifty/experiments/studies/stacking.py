@@ -77,8 +77,6 @@ def stacking(
         }
 
     return Study(
-        name="stacking",
-        about="Stacking gains much in a short run and little in a long one, at equal work.",
         measure=measure,
         cases=cases,
         quantities=QUANTITIES,

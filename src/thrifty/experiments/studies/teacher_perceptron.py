@@ -85,8 +85,6 @@ def teacher_perceptron(
         return cells[label_of(kept, many)]["error"]
 
     return Study(
-        name="teacher_perceptron",
-        about="Keeping a quarter of a perceptron's examples: the hardest where there are many, the easiest where few.",
         measure=measure,
         cases=cases,
         quantities={

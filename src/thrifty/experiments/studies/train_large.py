@@ -93,8 +93,6 @@ def train_large(
         return at_most(cells, width)["halved_loss"] - at_most(cells, width)["loss"]
 
     return Study(
-        name="train_large",
-        about="Wider models win as compute grows, and bear pruning better (Li et al. 2020).",
         measure=measure,
         cases=cases,
         quantities={

@@ -117,8 +117,6 @@ def weight_averaging(
         return [value(cells, schedule, at, name) for name in ("lawa_gain", "ema_gain")]
 
     return Study(
-        name="weight_averaging",
-        about="The mean of the latest weights gains much at a constant rate, and nothing at a decayed one.",
         measure=measure,
         cases={label: {**level, **fixed} for label, level in levels.items()},
         quantities={

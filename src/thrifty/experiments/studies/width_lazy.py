@@ -96,8 +96,6 @@ def width_lazy(
         return values == sorted(values, reverse=True)
 
     return Study(
-        name="width_lazy",
-        about="Wider networks fit random labels in fewer steps and move their weights less (Allen-Zhu et al. 2019).",
         measure=measure,
         cases=cases,
         quantities={

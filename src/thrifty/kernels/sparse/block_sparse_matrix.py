@@ -23,7 +23,7 @@ SDDMM_TOKENS = 128
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseMatrix:
-    """A `Pattern` of whole blocks; values (blocks, b, b)."""
+    """A `SparsityPattern` of whole blocks; values (blocks, b, b)."""
 
     grid: CsrMatrix
     """Their places in the matrix of blocks (m / b, k / b)."""

@@ -1,4 +1,4 @@
-"""Block-sparse products in Triton, for GPUs: the same functions as `blocks.py` has, one program for each tile.
+"""Block-sparse products in Triton, for GPUs: the functions of `block_sparse_matrix.py`, one program for each tile.
 
 Imported only where Triton is there. Run so far in Triton's interpreter alone, never on a GPU. Numbers are added up in
 float32 in the order of blocks or tokens; products of float32 are exact ones, not TF32. Blocks are 16 or a larger power

@@ -23,7 +23,7 @@ SDDMM_TOKENS = 8 * LANES
 
 @dataclass(frozen=True, eq=False)
 class CsrMatrix:
-    """A `Pattern` of single weights, 24 bytes for each."""
+    """A `SparsityPattern` of single weights, 24 bytes for each."""
 
     shape: tuple[int, int]
     starts: Tensor

@@ -2,7 +2,7 @@
 
 A block is plain (autograd keeps what it saves), streamed (some of it waits elsewhere and comes back tensor by tensor),
 planned (those of its operations that are needed run again before its backward pass), or made again as a whole.
-Which one it is follows from what is decided for its items. `memory_program` and `chain_plan` find plans.
+Which one it is follows from what is decided for its items. `memory_milp.py` and `chain_plan.py` find plans.
 """
 
 from collections.abc import Mapping, Sequence

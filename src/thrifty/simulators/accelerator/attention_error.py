@@ -1,7 +1,7 @@
 """What attention over fewer pairs costs in accuracy, beside the cycles that it saves.
 
 Of exact softmax over all visible pairs, the share that the kept ones have; and the outputs, softmax over the kept pairs
-alone, against the exact ones. What a model makes of that is another matter: `replaying.py` computes its loss.
+alone, against the exact ones. What a model makes of that is another matter: `masked_replay.py` computes its loss.
 """
 
 from dataclasses import dataclass

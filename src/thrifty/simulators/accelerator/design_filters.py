@@ -1,9 +1,9 @@
 """Each design's own filter on a recorded trace, set so that all keep the same share of the pairs.
 
 The filters are those of `kernels/attention_filters`; what is found here is only the threshold that keeps the share, or
-the share at which outputs are off by so much. `accuracy.py` tells what is lost, without which speed says little. A
-filter that is trained with its model (DOTA's detector) is not trained here, and one that learns from a training set
-(ViTCoD's average maps) has the examples of the trace alone.
+the share at which outputs are off by so much. `attention_error.py` tells what is lost, without which speed says
+little. A filter that is trained with its model (DOTA's detector) is not trained here, and one that learns from a
+training set (ViTCoD's average maps) has the examples of the trace alone.
 """
 
 from collections.abc import Callable

@@ -5,7 +5,7 @@ A station begins an item when it has arrived, when the one before has left, and 
     start[s, i] = max(end[s-1, i], end[s, i-1], start[s+1, i-B_s])        end[s, i] = start[s, i] + service[s, i]
 
 which is exact for deterministic service and memories that never make anybody wait. All units (heads of examples) go
-through it together; where buffers have no limit, so do all items. `events.py` is the other engine.
+through it together; where buffers have no limit, so do all items. `event_engine.py` is the other engine.
 """
 
 from collections.abc import Sequence
