@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from counted_products import MEASURED, count_products
 from folder_budgets import measure_folders
 from hypothesis import settings
 from rank_processes import in_a_group_of_one
@@ -16,6 +17,7 @@ from table_samples import outside_of_samples
 from tiny_runs import DEVICE
 
 from thrifty.core.tensor_tracing import gc_frozen
+from thrifty.kernels.sparse.sparse_breakeven import BreakevenCase
 from thrifty.machine.cpu_features import cpp_compiler
 from thrifty.training.determinism import deterministic_kernels
 
@@ -93,6 +95,19 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         del os.environ["THRIFTY_CACHE"]
     else:
         os.environ["THRIFTY_CACHE"] = before
+
+
+@pytest.fixture(scope="session", autouse=True)
+def counted_products() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        count_products(patch)
+        yield
+
+
+@pytest.fixture
+def measured_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sparse products cost on this machine after all."""
+    monkeypatch.setattr(BreakevenCase, "measured", MEASURED)
 
 
 @pytest.fixture

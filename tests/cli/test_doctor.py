@@ -95,6 +95,7 @@ def test_exit_code_is_1_where_no_run_folder_can_be_made(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_products")
 def test_it_tells_from_which_density_on_sparse_products_pay(tmp_path, monkeypatch):
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
     done = CliRunner().invoke(command, ["--quick", "--json", "--sparse", "32x48"])

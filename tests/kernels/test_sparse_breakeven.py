@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thrifty.kernels.sparse import sparse_breakeven
 from thrifty.kernels.sparse.sparse_breakeven import BreakevenCase, DensityTimeFit, best_form, measure
 
+pytestmark = pytest.mark.usefixtures("measured_products")
 CASE = BreakevenCase("csr", 64, 48, 32)
 
 
@@ -99,9 +100,3 @@ def test_other_machines_threads_and_dtypes_have_files_of_their_own(monkeypatch: 
 def test_it_is_measured_for_real_among_fake_tensors(kept: Path) -> None:
     with FakeTensorMode():
         assert CASE.measured().dense > 0
-
-
-def test_counted_costs_know_only_shapes() -> None:
-    line = BreakevenCase("csr", 4096, 1024, 2048).counted()
-    assert line == BreakevenCase("csr", 4096, 1024, 7).counted()
-    assert 0.3 < line.crossover < 0.5 < BreakevenCase("blocks", 4096, 1024, 7).counted().crossover

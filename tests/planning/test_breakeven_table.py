@@ -8,6 +8,7 @@ from thrifty.kernels.sparse import sparse_breakeven
 from thrifty.planning.breakeven_table import BreakevenRow, crossover_table
 
 
+@pytest.mark.usefixtures("measured_products")
 def test_each_layer_has_a_row_for_each_form_and_dtype_and_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+from counted_products import count_products
 from tiny_runs import advance, losses, plain_run, with_optimizer
 
 from thrifty.composition.compose import compose
@@ -10,6 +12,7 @@ from thrifty.core.technique import Technique
 
 def train(strategies: Sequence[Sequence[Technique]], steps: int) -> list[tuple[list[float], float]]:
     """For each strategy the losses, and how many layers used sparse products in the last step."""
+    count_products(pytest.MonkeyPatch())
     found = []
     for chosen in strategies:
         run = compose(plain_run(), with_optimizer(chosen), steps)

@@ -82,7 +82,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "sparsity.set": {"every": 2, "density": 0.5},
     "sparsity.snip": {"density": 0.5},
-    "sparsity.sparse_products": {"cost_source": "counted"},
     "sparsity.static": {"density": 0.5},
 }
 """Only where the defaults make no sense in a run of a few steps of a tiny model."""

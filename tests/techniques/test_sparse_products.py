@@ -274,10 +274,9 @@ def test_a_pattern_without_a_layer_is_refused(where: str, words: str) -> None:
         SparseProducts(where=where).model(plain_run().build())
 
 
-def test_measured_costs_decide_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("measured_products")
+def test_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_breakeven.measure, "__defaults__", (0.0,))  # as short as can be
-    run = compose(
-        plain_run(), with_optimizer([technique("sparsity.sparse_products", cost_source="measured", tokens=64)]), 1
-    )
+    run = compose(plain_run(), with_optimizer([technique("sparsity.sparse_products", tokens=64)]), 1)
     state = run.start()
     assert all(line.dense > 0 for product in products(state).values() for line in product.lines[torch.float32].values())

@@ -65,7 +65,6 @@ SETTINGS = {
     "precision.optimizer_state": {"smallest": "min_elements"},
     "sparsity.early_bird": {"draw": "criterion"},
     "sparsity.gradual": {"initial": "initial_density"},
-    "sparsity.sparse_products": {"costs": "cost_source"},
     "sparsity.static": {"by": "criterion"},
 }
 """Renamed settings of each technique, by its name of today."""
@@ -76,6 +75,8 @@ OBJECTIVES = {
     "reconstruct": "masked_reconstruction",
 }
 VALUES = {"objective.name": OBJECTIVES, "techniques.parallelism.shard.gather_dtype": {"as kept": "parameter"}}
+GONE = {"techniques.sparsity.sparse_products.costs": "measured"}
+"""Settings that no longer are, with the value that says what is always so today; any other is refused as unknown."""
 RECIPE_KEYS = {"model": {"fresh": "reinitialize"}, "checkpoints": {"also": "extra_steps"}}
 
 _OLD_TECHNIQUES = {new: old for old, new in TECHNIQUES.items()}
@@ -145,6 +146,8 @@ def rename_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     for path, value in _leaves(tables, ()):
         *groups, key = path = _renamed(path)
+        if GONE.get(".".join(path)) == value:
+            continue
         table: Any = renamed
         for name in groups:
             table = table.setdefault(name, {}) if isinstance(table, dict) else None

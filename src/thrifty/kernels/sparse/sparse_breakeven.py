@@ -35,9 +35,6 @@ DENSITIES = (0.02, 0.2)
 """Where the line is measured."""
 FLOPS = 2e10
 """Of the dense products that are timed, at most: a fraction of a second."""
-COUNTED = {"csr": 2.5, "blocks": 1.2}
-"""By how much a kept number costs more than one of a dense product, where costs are counted: about what a processor
-with vectors of 512 bits showed."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +66,6 @@ class BreakevenCase:
     dtype: str = "float32"
     """Of dense products; sparse ones compute in float32 and convert."""
     device: str = "cpu"
-
-    def counted(self) -> DensityTimeFit:
-        """From shapes alone, the same on every machine: a pass over inputs and results, and the kept numbers."""
-        passes = LANES * (1 / self.inputs + 1 / self.outputs) / 4
-        return DensityTimeFit(1.0, min(passes, 0.2), COUNTED[self.form])
 
     def measured(self) -> DensityTimeFit:
         """On this machine: as kept by it, else timed now and kept."""

@@ -25,7 +25,7 @@ Note      a step that moves masks has the dense gradient, as growing needs; in a
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -170,8 +170,6 @@ class SparseProducts(Technique):
     """Pattern of the names of layers that may use sparse products; those of numbered blocks by default."""
     tokens: Positive = 2048
     """Rows of a product for which times are compared: about the tokens of a micro-batch."""
-    cost_source: Literal["measured", "counted"] = "measured"
-    """Of products: timed on this machine, or told from their shapes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -197,12 +195,11 @@ class SparseProducts(Technique):
         """The times of a layer's products over density, for each dtype in which it may compute them."""
         device, fits = weight.device.type, {}
         for dtype in dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16)):
-            if self.cost_source == "measured" and dtype is not weight.dtype and not has_fast_bfloat16():
+            if dtype is not weight.dtype and not has_fast_bfloat16():
                 continue
             name = str(torch.bfloat16 if dtype is torch.float16 else dtype).removeprefix("torch.")
             cases = [BreakevenCase(form, *weight.shape, self.tokens, name, device) for form in forms_of(*weight.shape)]
-            counted = self.cost_source == "counted"
-            fits[dtype] = {case.form: case.counted() if counted else case.measured() for case in cases}
+            fits[dtype] = {case.form: case.measured() for case in cases}
         return fits
 
     def _crossovers(self, shape: tuple[int, ...], names: list[str], layer: Any) -> str:
