@@ -77,10 +77,7 @@ def divided(model: Llama, mesh: DeviceMesh) -> Llama:
     parallelize_module(
         model,
         mesh,
-        {
-            "token": rows(input_layouts=Replicate()),
-            "head": columns(output_layouts=Shard(-1), use_local_output=False),
-        },
+        {"token": rows(input_layouts=Replicate()), "head": columns(output_layouts=Shard(-1), use_local_output=False)},
     )
     for block in model.blocks:
         split = {f"attention.{name}": columns() for name in ("q", "k", "v")} | {"attention.out": rows()}

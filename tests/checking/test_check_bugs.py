@@ -4,14 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from careless_techniques import (
-    Forgetful,
-    HalfMasked,
-    MeanOfMeans,
-    ReentrantRecompute,
-    Shrinking,
-    Splitting,
-)
+from careless_techniques import Forgetful, HalfMasked, MeanOfMeans, ReentrantRecompute, Shrinking, Splitting
 from check_work import as_rank_that_divides_twice
 from rank_processes import on_ranks
 from small_recipes import sharded_digits

@@ -124,10 +124,7 @@ def test_an_interrupted_race_goes_on_where_it_was_and_comes_to_the_same(tmp_path
 def test_arms_in_another_order_keep_their_runs(tmp_path: Path) -> None:
     """Their budgets and rates as well, which differ from one another's."""
     texts = ("batch 16: --set data.batch=16", "batch 8: --set data.batch=8")
-    start = Simulated(
-        step_time=lambda recipe: 0.02 if is_arm(recipe) else 0.01,
-        effect=off_its_best_rate,
-    )
+    start = Simulated(step_time=lambda recipe: 0.02 if is_arm(recipe) else 0.01, effect=off_its_best_rate)
     terms = ComparisonProtocol(seeds=3)
     whole = compare(arms(*texts), terms, tmp_path / "whole", workers=[start])
     cut = replace(start, stops_at="arm-2-seed-1", started=[])
@@ -138,10 +135,7 @@ def test_arms_in_another_order_keep_their_runs(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_failed_is_not_tried_again_once_its_arm_runs_at_the_rate_of_another(tmp_path: Path) -> None:
-    start = Simulated(
-        fails={"arm-1-trial-2", "arm-1-seed-1"},
-        effect=off_its_best_rate,
-    )
+    start = Simulated(fails={"arm-1-trial-2", "arm-1-seed-1"}, effect=off_its_best_rate)
     first = compare(
         arms("batch 16: --set data.batch=16"), ComparisonProtocol(seeds=2), tmp_path / "race", workers=[start]
     )

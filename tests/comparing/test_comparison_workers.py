@@ -101,11 +101,7 @@ def test_workers_are_read_as_they_are_typed() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "words"),
-    [
-        (["here", "here"], "take time from each other"),
-        ([" "], "a worker is empty"),
-        (["srun 'a"], "is no command"),
-    ],
+    [(["here", "here"], "take time from each other"), ([" "], "a worker is empty"), (["srun 'a"], "is no command")],
 )
 def test_workers_that_cannot_be_are_refused(texts: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):

@@ -23,9 +23,7 @@ SMALL = [
     *("--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2"),
 ]
 """Put behind every `train`, `explain`, `check` and `lottery` of the README, so that they run in seconds."""
-TEXT = [
-    *("--data", "my.txt", "--model", "llama-nano", "--set", "data.vocabulary=300", "--set", "data.length=32"),
-]
+TEXT = [*("--data", "my.txt", "--model", "llama-nano", "--set", "data.vocabulary=300", "--set", "data.length=32")]
 """And behind those that are not about images, so that they fetch nothing."""
 
 

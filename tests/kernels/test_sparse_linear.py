@@ -58,17 +58,9 @@ def assert_equal_products(mask: Tensor, tokens: int, dtype: torch.dtype, toleran
         near = {"rtol": tolerance, "atol": tolerance * max(tokens, mask.shape[1]) ** 0.5}
         for found, dense, reference in (
             (pattern.spmm(x, values), x @ weight.T, spmm_reference(x, values, pattern)),
-            (
-                pattern.spmm(x, values, bias),
-                F.linear(x, weight, bias),
-                spmm_reference(x, values, pattern, bias),
-            ),
+            (pattern.spmm(x, values, bias), F.linear(x, weight, bias), spmm_reference(x, values, pattern, bias)),
             (pattern.T.spmm(upstream, pattern.turn(values)), upstream @ weight, None),
-            (
-                pattern.sddmm(upstream, x),
-                pattern.pick(upstream.T @ x),
-                sddmm_reference(upstream, x, pattern),
-            ),
+            (pattern.sddmm(upstream, x), pattern.pick(upstream.T @ x), sddmm_reference(upstream, x, pattern)),
         ):
             torch.testing.assert_close(found, dense, **near)
             if reference is not None:

@@ -29,13 +29,7 @@ TINY = (
 def recipe(text: Path, name: str, axes: str) -> RecipeLayers:
     """A run of one step with three blocks, two of which are on the same stage where there are two."""
     layers = build_recipe(
-        "text",
-        data=str(text),
-        model="llama-nano",
-        budget="1steps",
-        name=name,
-        removals=FAST,
-        mesh=axes,
+        "text", data=str(text), model="llama-nano", budget="1steps", name=name, removals=FAST, mesh=axes
     )
     layers.apply_changes((), (), (*TINY, *["techniques.parallelism.shard.zero=1"] * ("shard" in axes)))
     return layers

@@ -58,11 +58,7 @@ def formula(run: Run) -> Footprint:
 
 
 def searching(
-    memory: float,
-    allow: Numerics = Numerics.ROUNDING,
-    base: Sequence[Technique] = (),
-    ranks: int = 1,
-    **how: Any,
+    memory: float, allow: Numerics = Numerics.ROUNDING, base: Sequence[Technique] = (), ranks: int = 1, **how: Any
 ) -> PlanSearch:
     """A search over the tiny recipe, for so many MB, that counts by the formula."""
     plain, planned = plain_run(batch=BATCH), recipe(*base)

@@ -34,11 +34,7 @@ from thrifty.memory.quantized_store import QuantizedStore, few_values
 from thrifty.memory.saved_tensor_hooks import use_activation_store
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.techniques.memory._gradient_sensitivity import sensitivities
-from thrifty.techniques.memory.compress_activations import (
-    CompressActivations,
-    QuantizingBackward,
-    QuantizingObjective,
-)
+from thrifty.techniques.memory.compress_activations import CompressActivations, QuantizingBackward, QuantizingObjective
 
 DRAWS = 2000
 

@@ -26,10 +26,7 @@ from thrifty.models.transformer import Encoder, initialize
 from thrifty.models.weight_conversion import export_folder, import_folder
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.planning.allocator_trace import measure_allocations
-from thrifty.techniques.data_selection.drop_masked_tokens import (
-    DecoderCrossAttention,
-    DropMaskedTokens,
-)
+from thrifty.techniques.data_selection.drop_masked_tokens import DecoderCrossAttention, DropMaskedTokens
 
 transformers = pytest.importorskip("transformers")
 

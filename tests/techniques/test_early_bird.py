@@ -27,14 +27,7 @@ from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.structural_change import StructuralChange
 from thrifty.modeling.structured_pruning import coefficients_of, find_units
-from thrifty.techniques.sparsity.early_bird import (
-    EarlyBird,
-    as_hex,
-    from_hex,
-    kept_of_all,
-    kept_of_each,
-    mask_distance,
-)
+from thrifty.techniques.sparsity.early_bird import EarlyBird, as_hex, from_hex, kept_of_all, kept_of_each, mask_distance
 from thrifty.training import checkpoint
 
 SCORES = some.lists(

@@ -8,10 +8,7 @@ from tiny_runs import technique
 
 from thrifty.core.errors import UsageError
 
-TICKETS = {
-    "early bird": ("sparsity.early_bird", {"latest": 3}),
-    "ticket": ("sparsity.mask_from_file", {}),
-}
+TICKETS = {"early bird": ("sparsity.early_bird", {"latest": 3}), "ticket": ("sparsity.mask_from_file", {})}
 
 
 @pytest.mark.sampled(1)

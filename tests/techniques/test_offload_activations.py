@@ -57,10 +57,7 @@ def test_so_it_is_on_two_ranks(strategy: str) -> None:
     offload = ("memory.offload_activations", EARLY)
     assert on_ranks(
         2, differences, strategy, offload, [[], ["memory.recompute"], ["large_batch.gradient_accumulation"]]
-    ) == [
-        [],
-        [],
-    ]
+    ) == [[], []]
 
 
 def saved_products(keeper: OffloadingStore, weights: list[Tensor]) -> Tensor:

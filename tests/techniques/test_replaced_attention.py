@@ -342,8 +342,7 @@ class TestModelsOfTransformers:
         assert same.tolist() == [False] * 3 + [True] * 9  # two blocks reach one token further each
 
     @pytest.mark.parametrize(
-        "name",
-        ["attention.elsa", "attention.sanger", "attention.block_sparse", "attention.a3", "attention.spatten"],
+        "name", ["attention.elsa", "attention.sanger", "attention.block_sparse", "attention.a3", "attention.spatten"]
     )
     def test_filters_calibrate_and_train_in_them(self, name: str) -> None:
         plain = plain_run()

@@ -140,9 +140,7 @@ def assert_share(mask: np.ndarray, share: float) -> None:
     assert np.mean(mask) == pytest.approx(share, abs=4 * (share * (1 - share) / mask.size) ** 0.5)
 
 
-def test_masks_are_equal_where_activations_are_whole_and_differ_elsewhere(
-    two: list[dict[str, Any]],
-) -> None:
+def test_masks_are_equal_where_activations_are_whole_and_differ_elsewhere(two: list[dict[str, Any]]) -> None:
     for along_tokens in (False, True):
         first, second = (rank["dropped"][along_tokens, False][0] for rank in two)
         for name, masks in first.items():

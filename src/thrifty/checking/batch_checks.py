@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
-from thrifty.checking.observed_runs import (
-    DRAWING,
-    CheckSubject,
-    farthest,
-    gradients_of,
-    relative,
-    without_dropout,
-)
+from thrifty.checking.observed_runs import DRAWING, CheckSubject, farthest, gradients_of, relative, without_dropout
 from thrifty.composition.compose import Run
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource

@@ -28,8 +28,7 @@ def test_a_trace_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     given = whole_layer()
     layer = layer_of("first", **given, bits=8)
     save_trace(
-        AttentionTrace("some", (layer, layer_of("second", mask=given["mask"])), {"model": "mine"}),
-        tmp_path / "t",
+        AttentionTrace("some", (layer, layer_of("second", mask=given["mask"])), {"model": "mine"}), tmp_path / "t"
     )
     found = load_trace(tmp_path / "t")
     assert (found.name, found.provenance) == ("some", {"model": "mine"})

@@ -84,11 +84,7 @@ def measure(seed: int, kind: Kind, depth: int, width: int, length: int, batch: i
 
 
 def _numbers(trained: TrainedLanguageModel) -> dict[str, float]:
-    return {
-        "parameters": parameters_of(trained.model),
-        "loss": trained.held_out_loss(),
-        "seconds": trained.seconds,
-    }
+    return {"parameters": parameters_of(trained.model), "loss": trained.held_out_loss(), "seconds": trained.seconds}
 
 
 def early_bird(

@@ -193,7 +193,7 @@ def hard_or_easy(
                 y="accuracy",
                 by="kept_of",
                 log_x=True,
-            ),
+            )
         ],
         minutes=6,
     )

@@ -124,8 +124,6 @@ def lamb_batch(
                 lambda c: all(gain(c, one) < gain(c, other) for one, other in pairwise(batches)),
             ),
         ],
-        plots=[
-            StudyPlot("gain", "How far LAMB is below AdamW, nats per byte", x="batch", y="lamb_gain", log_x=True),
-        ],
+        plots=[StudyPlot("gain", "How far LAMB is below AdamW, nats per byte", x="batch", y="lamb_gain", log_x=True)],
         minutes=15,
     )

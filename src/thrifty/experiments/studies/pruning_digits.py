@@ -53,11 +53,7 @@ def measure(seed: int, method: str, density: float, width: int, steps: int, batc
     run = compose(plain, [*decayed_sgd(), *masking(method, density, every, seed)], steps)
     model, state = run_to_end(run, seed, may_diverge=True)
     kept = [float(mask.float().mean()) for mask in masks_in(state).values()]
-    return {
-        "accuracy": accuracy(model),
-        "least_density": min(kept, default=1.0),
-        "seconds": state.counters["seconds"],
-    }
+    return {"accuracy": accuracy(model), "least_density": min(kept, default=1.0), "seconds": state.counters["seconds"]}
 
 
 def label_of(method: str, density: float) -> str:

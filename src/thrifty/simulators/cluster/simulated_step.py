@@ -7,13 +7,7 @@ optimizer. A collective inside a block holds up its rank; messages between stage
 
 from collections.abc import Sequence
 
-from thrifty.simulators.cluster.cluster_mesh import (
-    ClusterMesh,
-    StepSettings,
-    check_ranks,
-    cut_stages,
-    micro_batches,
-)
+from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings, check_ranks, cut_stages, micro_batches
 from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
 from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.pipeline_events import PipelineTimeline, play

@@ -26,7 +26,7 @@ from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_on
 @dataclass(frozen=True)
 class HeadOnly(AdapterTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.PARAMETER_SHARDING: "they are gathered and freed by the gradient of what the model gives, which has none",
+        Claim.PARAMETER_SHARDING: "they are gathered and freed by the gradient of what the model gives, which has none"
     }
 
     def model(self, model: nn.Module) -> nn.Module:

@@ -109,7 +109,7 @@ class ScaleByParameterFactor(GradientTransform):
 class LayerwiseLearningRateDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.SHARED_PARAMETERS: "what blocks of all depths share has no depth of its own",
+        Claim.SHARED_PARAMETERS: "what blocks of all depths share has no depth of its own"
     }
 
     decay: Fraction = 0.75
