@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
-from thrifty.cli.verb_output import open_table, print_json, progress, wide_console
+from thrifty.cli.verb_output import open_table, print_result, progress, wide_console
 
 
 @click.command()
@@ -27,10 +27,7 @@ def command(steps: int, examples: int, length: int | None, ranks: bool, as_json:
     recipe = build_recipe(**options).recipe()
     say = progress(as_json, "checking: ")
     checked = check(recipe, steps=steps, examples=examples, length=length, ranks=ranks, say=say)
-    if as_json:
-        print_json(checked.as_dict())
-    else:
-        _tell(checked)
+    print_result(checked.as_dict(), lambda: _tell(checked), as_json)
     sys.exit(checked.exit_code)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
-from thrifty.cli.verb_output import open_table, print_json, progress, wide_console
+from thrifty.cli.verb_output import open_table, print_result, progress, wide_console
 
 
 @click.command()
@@ -94,10 +94,7 @@ def command(
     read = read_variants(variants, baseline, lambda other: build_recipe(other, **options))
     folder = runs / (name or f"{read[0].recipe.name}-comparison")
     result = compare(read, protocol, folder, retry=retry, workers=launchers, say=progress(quiet))
-    if as_json:
-        print_json(result)
-    elif not quiet:
-        _tell(result)
+    print_result(result, lambda: _tell(result), as_json, quiet)
     if keep and result["status"] == "finished":
         save_comparison(result, keep)
     sys.exit(result["exit_code"])

@@ -46,7 +46,7 @@ def command(as_json: bool, quick: bool, with_compile: bool, sparse: tuple[str, .
     """
     from rich.console import Console
 
-    from thrifty.cli.verb_output import print_json
+    from thrifty.cli.verb_output import print_result
     from thrifty.machine.machine_info import probe, try_compile
     from thrifty.planning.breakeven_table import crossover_table
 
@@ -55,19 +55,18 @@ def command(as_json: bool, quick: bool, with_compile: bool, sparse: tuple[str, .
     trial = try_compile() if with_compile else None
     findings = diagnose(machine, runs_writable(), trial)
     rows = list(crossover_table(shapes, dtypes=("float32", "bfloat16")))
-    if as_json:
-        print_json(
-            {
-                "machine": asdict(machine) | {"cores": machine.cores},
-                "compile": None if trial is None else asdict(trial),
-                "findings": [asdict(finding) for finding in findings],
-                "sparse": [asdict(row) | {"crossover": row.crossover} for row in rows],
-            }
-        )
-    else:
+    facts = {
+        "machine": asdict(machine) | {"cores": machine.cores},
+        "compile": None if trial is None else asdict(trial),
+        "findings": [asdict(finding) for finding in findings],
+        "sparse": [asdict(row) | {"crossover": row.crossover} for row in rows],
+    }
+
+    def words() -> str | None:
         print_findings(Console(highlight=False), machine, trial, findings)
-        for row in rows:
-            click.echo(row)
+        return "\n".join(map(str, rows)) or None
+
+    print_result(facts, words, as_json)
     raise SystemExit(1 if any(finding.fatal for finding in findings) else 0)
 
 

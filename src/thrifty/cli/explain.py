@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
-from thrifty.cli.verb_output import open_table, print_json, wide_console
+from thrifty.cli.verb_output import open_table, print_result, wide_console
 
 
 @click.command()
@@ -18,10 +18,7 @@ def command(as_json: bool, **options: Any) -> None:
     With a mesh, such as --mesh tensor=2,replicate=2, it is what each rank will hold, compute and send; no ranks are
     started."""
     facts = explain_recipe(build_recipe(**options))
-    if as_json:
-        print_json(facts)
-    else:
-        _tell(facts)
+    print_result(facts, lambda: _tell(facts), as_json)
 
 
 def explain_recipe(layers: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from thrifty.cli.verb_output import print_json, run_path
+from thrifty.cli.verb_output import print_result, run_path
 
 
 @click.command()
@@ -60,19 +60,14 @@ def command(
             export_model(model, shape, folder, path / "tokenizer.json", getattr(torch, dtype), images)
     said = [text for text in notes if FILLED_UP in text]
     files = sorted(file.name for file in folder.iterdir())
-    if as_json:
-        print_json({"run": str(path), "folder": str(folder), "files": files, "notes": said})
-        return
-    for text in said:
-        click.echo(text)
-    click.echo(f"{folder}: {', '.join(files)}")
+    told = {"run": str(path), "folder": str(folder), "files": files, "notes": said}
+    print_result(told, lambda: "\n".join([*said, f"{folder}: {', '.join(files)}"]), as_json)
 
 
 def _export_masks(run: Path, file: Path, step: int | None, as_json: bool) -> None:
     from thrifty.experiments.mask_export import export_masks
 
     density, sha256 = export_masks(run, file, step)
-    if as_json:
-        print_json({"run": str(run), "file": str(file), "density": density, "sha256": sha256})
-    else:
-        click.echo(f"{file}: density {density:.4g}\n--with 'sparsity.mask_from_file:file=\"{file}\",sha256={sha256}'")
+    words = f"{file}: density {density:.4g}\n--with 'sparsity.mask_from_file:file=\"{file}\",sha256={sha256}'"
+    told = {"run": str(run), "file": str(file), "density": density, "sha256": sha256}
+    print_result(told, lambda: words, as_json)

@@ -10,16 +10,13 @@ KINDS = ("techniques", "recipes", "studies", "presets", "objectives")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(kind: str, as_json: bool) -> None:
     """List techniques (the default), recipes, studies, presets or objectives; `thrifty data list` lists data."""
-    from thrifty.cli.verb_output import print_json
+    from thrifty.cli.verb_output import print_result
 
     kinds = {"techniques": _techniques, "recipes": _recipes, "studies": _studies, "presets": _presets}
     rows = {**kinds, "objectives": _objectives}[kind]()
-    if as_json:
-        print_json([{"name": name, "about": about} for name, about in rows])
-        return
     width = max(len(name) for name, _ in rows)
-    for name, about in rows:
-        click.echo(f"{name:<{width}}  {about}")
+    words = "\n".join(f"{name:<{width}}  {about}" for name, about in rows)
+    print_result([{"name": name, "about": about} for name, about in rows], lambda: words, as_json)
 
 
 def _first_line(text: str | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, read_moment, recipe_options
-from thrifty.cli.verb_output import print_json, progress
+from thrifty.cli.verb_output import print_result, progress
 
 
 @click.command()
@@ -63,10 +63,7 @@ def command(
     layers = build_recipe(**options)
     say, origins = progress(quiet), layers.changed()
     result = run_lottery(layers.recipe(), lottery, runs, origins=origins, quiet=quiet, say=say)
-    if as_json:
-        print_json(result)
-    elif not quiet:
-        click.echo(table(result))
+    print_result(result, lambda: table(result), as_json, quiet)
     sys.exit(result["exit_code"])
 
 

@@ -12,10 +12,10 @@ def command(run: str, as_json: bool, show: bool) -> None:
 
     RUN is a run folder, or the name of one under ./runs. A run that is still going on can be reported too.
     """
-    import json
     import webbrowser
     from dataclasses import asdict
 
+    from thrifty.cli.verb_output import print_result
     from thrifty.reporting.key_figures import key_figures, verdict
     from thrifty.reporting.run_page import write_page
     from thrifty.reporting.run_record import find_run, read_run
@@ -23,12 +23,10 @@ def command(run: str, as_json: bool, show: bool) -> None:
     record = read_run(find_run(run))
     page = write_page(record)
     key = key_figures(record)
-    if as_json:
-        plots = sorted(str(path) for path in (page.parent / "plots").glob("*.png"))
-        derived = {"share_of_peak": key.share_of_peak, "memory_error": key.memory_error, "perplexity": key.perplexity}
-        about = {"run": record.name, "report": str(page), "plots": plots, "verdict": verdict(key)}
-        click.echo(json.dumps({**about, **asdict(key), **derived, "damage": record.damage}, indent=2))
-    else:
-        click.echo(f"{record.name}: {verdict(key)}\n{page}")
+    plots = sorted(str(path) for path in (page.parent / "plots").glob("*.png"))
+    derived = {"share_of_peak": key.share_of_peak, "memory_error": key.memory_error, "perplexity": key.perplexity}
+    about = {"run": record.name, "report": str(page), "plots": plots, "verdict": verdict(key)}
+    facts = {**about, **asdict(key), **derived, "damage": record.damage}
+    print_result(facts, lambda: f"{record.name}: {verdict(key)}\n{page}", as_json)
     if show:
         webbrowser.open(page.as_uri())

@@ -47,7 +47,7 @@ def command(
     if not isinstance(model, ContrastiveModel):
         raise UsageError(
             f"the model of {run} learned {recipe.objective.name} and does not compare images with captions",
-            fix="name a run whose objective was contrast, such as one of the recipe flip-emoji",
+            fix="name a run with the objective contrastive, such as one of the recipe flip-emoji",
         )
     device = choose_device(recipe.device)
     data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]

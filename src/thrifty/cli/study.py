@@ -39,7 +39,7 @@ def command(
     """
     from dataclasses import replace
 
-    from thrifty.cli.verb_output import print_json, progress
+    from thrifty.cli.verb_output import print_result, progress
     from thrifty.core.errors import UsageError
     from thrifty.experiments import saved_study, studies
     from thrifty.experiments.study_result import read_result
@@ -60,10 +60,7 @@ def command(
     # what has been measured is not measured again, but may still be saved or compared
     if result is None or not is_measured(result, cases) or not (save_result or baseline):
         result = run_study(made, folder, only=cases, jobs=jobs, say=progress(quiet))
-    if as_json:
-        print_json(result.as_data())
-    elif not quiet:
-        click.echo(f"{table(result)}\n{folder / 'report.html'}")
+    print_result(result.as_data(), lambda: f"{table(result)}\n{folder / 'report.html'}", as_json, quiet)
     if save_result:
         saved_study.save_study(result, save_result)
     if baseline is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from thrifty.cli.verb_output import print_json, run_path
+from thrifty.cli.verb_output import print_result, run_path
 from thrifty.core.errors import RefusedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -58,13 +58,11 @@ def command(
         trace = with_dtype(_recorded(source, examples, length, data, seed), dtype)
     save_trace(trace, out)
     facts = describe_trace(trace) | {"path": str(out), "bytes": out.stat().st_size}
-    if as_json:
-        print_json(facts)
-        return
-    click.echo(
+    words = (
         f"{facts['layers']} layers, {facts['units']} heads of examples, {facts['queries']} x {facts['keys']} tokens, "
         f"head width {facts['width']}, density {facts['density']:.3f}\nwrote {out}, {facts['bytes']:,} bytes"
     )
+    print_result(facts, lambda: words, as_json)
 
 
 def describe_trace(trace: AttentionTrace) -> dict[str, Any]:

@@ -30,6 +30,14 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
+def print_result(value: Any, words: Callable[[], str | None], as_json: bool, quiet: bool = False) -> None:
+    """As JSON, or in words: what is returned, or printed, by the function that has them."""
+    if as_json:
+        print_json(value)
+    elif not quiet and (text := words()) is not None:
+        click.echo(text)
+
+
 def wide_console() -> "Console":
     """As wide as a terminal; where there is none, wide enough for tables."""
     from rich.console import Console

@@ -9,7 +9,7 @@ import click
 
 from thrifty.cli.data.image_output import print_image_inspection
 from thrifty.cli.data.score_verbs import choice_options, print_suspicious_examples, prune, score
-from thrifty.cli.verb_output import print_json, progress
+from thrifty.cli.verb_output import print_json, print_result, progress
 from thrifty.reporting.number_format import percent, scaled, significant, whole
 
 if TYPE_CHECKING:
@@ -102,10 +102,8 @@ def inspect_source(
     if print_image_inspection(settings, examples, as_json):
         return
     seen = look_into(settings, examples, say=progress())
-    if as_json:
-        print_json(asdict(seen))
-    else:
-        click.echo("\n".join([*_counts(seen), *_left_out(seen), "", *_bars(seen), *_titled(seen.examples)]))
+    lines = [*_counts(seen), *_left_out(seen), "", *_bars(seen), *_titled(seen.examples)]
+    print_result(asdict(seen), lambda: "\n".join(lines), as_json)
 
 
 @command.command()
@@ -143,10 +141,7 @@ def preview(
     seen = look_into(
         settings, ChatLearningSettings(everything=learn_questions, template=template), examples, say=progress()
     )
-    if as_json:
-        print_json(asdict(seen))
-    else:
-        click.echo("\n".join(_learned(seen)))
+    print_result(asdict(seen), lambda: "\n".join(_learned(seen)), as_json)
 
 
 def _refuse(options: dict[str, Any], when: str, why: str) -> None:

@@ -3,9 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import click
-
-from thrifty.cli.verb_output import print_json
+from thrifty.cli.verb_output import print_result
 from thrifty.reporting.number_format import percent, significant, whole
 
 if TYPE_CHECKING:
@@ -30,10 +28,7 @@ def print_image_inspection(settings: "DataSettings", examples: int, as_json: boo
         rows = _of_images(seen)
     else:
         return False
-    if as_json:
-        print_json(asdict(seen))
-    else:
-        click.echo("\n".join(rows))
+    print_result(asdict(seen), lambda: "\n".join(rows), as_json)
     return True
 
 

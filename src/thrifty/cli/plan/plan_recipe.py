@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
-from thrifty.cli.verb_output import print_json
+from thrifty.cli.verb_output import print_result
 from thrifty.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -98,10 +98,8 @@ def plan_recipe(
     try:
         written += write_exports(exports, plan, out) if out is not None else []
     finally:  # a plan that took minutes is told, whatever becomes of its exports
-        if as_json:
-            print_json(plan.as_dict() | {"written": [str(path) for path in written]})
-        else:
-            print_plan(plan, written, _start(model, plan.chosen.ranks))
+        facts = plan.as_dict() | {"written": [str(path) for path in written]}
+        print_result(facts, lambda: print_plan(plan, written, _start(model, plan.chosen.ranks)), as_json)
 
 
 def _start(model: UserModel | None, ranks: int = 1) -> str:
@@ -151,10 +149,8 @@ def _on_cluster(
         )
     plan = plan_on_cluster(recipe, wanted, place, ranks, model, quiet=as_json)
     written = _written(plan.recipe, [*format_cluster_plan(plan), *_named(model)], out)
-    if as_json:
-        print_json(plan.as_dict() | {"written": [str(path) for path in written]})
-    else:
-        print_cluster_plan(plan, written)
+    facts = plan.as_dict() | {"written": [str(path) for path in written]}
+    print_result(facts, lambda: print_cluster_plan(plan, written), as_json)
 
 
 def _refuse_misspelled_command(word: str) -> None:
