@@ -125,6 +125,16 @@ def test_renaming_takes_every_old_name_and_leaves_todays_as_they_are() -> None:
         assert renamed[section].keys() == set(keys.values())
 
 
+def test_a_setting_that_is_gone_is_left_out_where_it_said_what_is_so_today() -> None:
+    def told(**settings: object) -> dict:
+        return {"techniques": {"sparsity": {"sparse_products": settings}}}
+
+    assert rename_recipe(told(costs="measured")) == told()
+    assert rename_recipe(told(costs="measured", tokens=64)) == told(tokens=64)
+    with pytest.raises(UsageError, match="costs"):
+        recipe_from_data(rename_recipe(told(costs="counted")))
+
+
 @pytest.mark.parametrize(
     ("word", "name"),
     [

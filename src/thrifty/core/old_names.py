@@ -146,12 +146,11 @@ def rename_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
     renamed: dict[str, Any] = {}
     for path, value in _leaves(tables, ()):
         *groups, key = path = _renamed(path)
-        if GONE.get(".".join(path)) == value:
-            continue
         table: Any = renamed
         for name in groups:
             table = table.setdefault(name, {}) if isinstance(table, dict) else None
-        if isinstance(table, dict):  # anything else is a damaged file, which is told where it is read
+        # anything but a table is a damaged file, which is told where it is read
+        if isinstance(table, dict) and GONE.get(".".join(path), ...) != value:
             table[key] = VALUES.get(".".join(path), {}).get(value, value) if isinstance(value, str) else value
     return renamed
 
