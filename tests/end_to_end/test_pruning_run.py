@@ -79,26 +79,24 @@ def test_a_page_shows_the_files_that_are_likely_mislabelled(
     assert shown == [names[number] for number in told["first"][:24]]
 
 
+PRUNE = ("data", "prune", "scores.safetensors", "--keep-fraction", "0.5", "--drop-hardest", "0.05")
+
+
+def test_a_choice_is_counted_and_written_as_a_recipe(desk: CommandLine, scored: dict[str, Any]) -> None:
+    told = desk(*PRUNE, "--write", "chosen.toml").stdout
+    assert f"{scored['examples']:,}" in told and "left out as the very hardest: " in told
+    assert "written: thrifty train chosen.toml" in told and scored["sha256"] in told
+    settings = tomllib.loads((desk.folder / "chosen.toml").read_text())["techniques"]["data_selection"]["prune"]
+    assert settings["sha256"] == scored["sha256"] and Path(settings["scores"]).is_absolute()
+    again = desk(*PRUNE, "--write", "chosen.toml", exit_code=2).stderr
+    assert "chosen.toml exists already" in again
+
+
 @pytest.mark.slow
 def test_pruned_and_trained_the_report_shows_what_was_kept_and_left_out(
     desk: CommandLine, scored: dict[str, Any]
 ) -> None:
-    words = [
-        "prune",
-        "scores.safetensors",
-        "--keep-fraction",
-        "0.5",
-        "--drop-hardest",
-        "0.05",
-        "--write",
-        "pruned.toml",
-    ]
-    told = desk("data", *words).stdout
-    assert f"{scored['examples']:,}" in told and "left out as the very hardest: " in told
-    assert "written: thrifty train pruned.toml" in told and scored["sha256"] in told
-    settings = tomllib.loads((desk.folder / "pruned.toml").read_text())["techniques"]["data_selection"]["prune"]
-    assert settings["sha256"] == scored["sha256"] and Path(settings["scores"]).is_absolute()
-
+    desk(*PRUNE, "--write", "pruned.toml")
     desk("train", "pruned.toml", "--name", "pruned", "--budget", "4steps")
     selection = json.loads((desk.run("pruned") / "selection.json").read_text())
     assert selection["kept"] == round(0.5 * scored["examples"])
@@ -111,8 +109,6 @@ def test_pruned_and_trained_the_report_shows_what_was_kept_and_left_out(
     (told,) = (each["touched"] for each in notes if each["name"] == "data_selection.prune")
     assert any(line.startswith("scoring cost") for line in told) and any("kept of each class" in line for line in told)
     assert desk.records("pruned", "evaluation")[-1]["step"] == 4
-    again = desk("data", *words, exit_code=2).stderr
-    assert "pruned.toml exists already" in again
 
 
 def test_scores_are_refused_where_the_data_is_other_data(desk: CommandLine, scored: dict[str, Any]) -> None:

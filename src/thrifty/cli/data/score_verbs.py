@@ -110,8 +110,8 @@ def prune(scores: Path, recipe: str | None, write: Path | None, as_json: bool, *
     lines = [f"{'':24}{'all':>10}{'kept':>10}{'left out':>10}"]
     for row in [*rows, score_selection.LabelCount("all", len(table), len(kept))] if table.labels is not None else rows:
         lines.append(f"{row.label or 'examples':<24}{row.there:>10,}{row.kept:>10,}{row.there - row.kept:>10,}")
-    if chosen.offset:
-        lines.append(f"of these left out as the very hardest: {round(chosen.offset * len(table)):,}")
+    if chosen.drop_hardest:
+        lines.append(f"of these left out as the very hardest: {round(chosen.drop_hardest * len(table)):,}")
     lines += ["", "on the command line:", f"  --with {score_selection.format_option(chosen)}", "", "in a recipe:"]
     tables = {"techniques": {"data_selection": {"prune": changed}}}
     lines += [f"  {line}" for line in tomli_w.dumps(tables).splitlines()]
