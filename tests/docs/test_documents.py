@@ -13,6 +13,7 @@ from command_line import CommandLine
 
 from thrifty import techniques
 from thrifty.cli.main import ABOUT
+from thrifty.objectives import OBJECTIVES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -121,6 +122,13 @@ def test_every_noun_of_the_design_is_in_the_files_beside_it() -> None:
         source = "\n".join(file.read_text(encoding="utf-8") for file in files)
         for noun in re.findall("`([^`]+)`", nouns):
             assert re.search(rf"^((class|def) {noun}\b|{noun} = )", source, flags=re.M), (noun, places)
+
+
+def test_a_setting_of_objectives_says_of_which_by_their_names() -> None:
+    source = (ROOT / "src/thrifty/core/recipe.py").read_text(encoding="utf-8")
+    settings = source.partition("class ObjectiveSettings:")[2].partition("\n\n\n")[0]
+    named = re.findall(r"(?:\"\"\"|; |;\n {4})(\w+):", settings)
+    assert len(named) > 8 and set(named) <= set(OBJECTIVES)
 
 
 def test_every_card_says_what_it_promises_and_where_it_comes_from() -> None:

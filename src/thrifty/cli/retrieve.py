@@ -33,7 +33,7 @@ def command(
 ) -> None:
     """Measure the model of RUN on all held-out images and captions of its data: R@1, R@5 and R@10 both ways.
 
-    RUN is a run folder, or the name of one under ./runs, whose objective was contrast.
+    RUN is a run folder, or the name of one under ./runs, whose objective was contrastive.
     """
     from thrifty.models.contrastive_model import ContrastiveModel
     from thrifty.objectives.retrieval_metrics import chance_retrieval, embed_pairs, retrieval
@@ -47,7 +47,7 @@ def command(
     if not isinstance(model, ContrastiveModel):
         raise UsageError(
             f"the model of {run} learned {recipe.objective.name} and does not compare images with captions",
-            fix="name a run with the objective contrastive, such as one of the recipe flip-emoji",
+            fix="name a run whose objective was contrastive, such as one of the recipe flip-emoji",
         )
     device = choose_device(recipe.device)
     data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]

@@ -75,11 +75,11 @@ class AugmentationSettings:
 class DataSettings:
     source: str = "python-stdlib"
     """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name; for
-    sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"; for answer a .jsonl or
-    .json of conversations, or a known set of them; for classify "digits", a known set of images, or a folder with a
-    folder of images for each label; for reconstruct any of these and any folder of images; for contrast a known set of
-    images with captions, a .jsonl, .tsv or .parquet that names them, or a folder with such a table, or with a text
-    beside each image."""
+    sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"; for chat_answers a
+    .jsonl or .json of conversations, or a known set of them; for classification "digits", a known set of images, or a
+    folder with a folder of images for each label; for masked_reconstruction any of these and any folder of images; for
+    contrastive a known set of images with captions, a .jsonl, .tsv or .parquet that names them, or a folder with such a
+    table, or with a text beside each image."""
     column: str = "text"
     """Where a row of .jsonl or .parquet keeps its text; of images with captions, where their captions are, which are
     otherwise looked for under the usual names."""
@@ -108,9 +108,9 @@ class ObjectiveSettings:
     name: str = "next_token"
     rate: float | None = None
     """masked_token: the share of tokens that is predicted; sequence_to_sequence: the share cut out of plain text;
-    mass: the share that the hidden span is; reconstruct: the share of patches that is removed."""
+    mass: the share that the hidden span is; masked_reconstruction: the share of patches that is removed."""
     normalize: bool | None = None
-    """reconstruct: whether each patch is given back less its mean, over its deviation."""
+    """masked_reconstruction: whether each patch is given back less its mean, over its deviation."""
     mask_share: float | None = None
     """masked_token: of the predicted tokens, the share that is hidden behind the mask."""
     random_share: float | None = None
@@ -118,11 +118,11 @@ class ObjectiveSettings:
     mean_span: float | None = None
     """sequence_to_sequence: tokens in a span cut out of plain text, on average."""
     label_smoothing: float | None = None
-    """classify: the share of each label that is spread evenly over all classes."""
+    """classification: the share of each label that is spread evenly over all classes."""
     trained_on: str | None = None
-    """answer: what is learned of a conversation, "answers" or "everything"."""
+    """chat_answers: what is learned of a conversation, "answers" or "everything"."""
     weigh_by: str | None = None
-    """answer: what counts alike, "tokens" or "conversations"."""
+    """chat_answers: what counts alike, "tokens" or "conversations"."""
     packed: bool | None = None
     """answer: whether conversations share rows."""
     template: str | None = None

@@ -7,7 +7,7 @@ Promise   an encoder that goes through 25 % of the patches at a rate of 0.75, an
           CPU at 12 blocks of width 192, before a decoder of 2 of width 96.
 Does not  change what is learned from: which patches are removed, what the decoder is given and the loss are the
           objective's. Held-out losses are judged in the same way: an encoder that never saw a blank is shown none.
-Avoid     a heavy decoder, which still goes through all patches; objectives other than reconstruct.
+Avoid     a heavy decoder, which still goes through all patches; objectives other than masked_reconstruction.
 Note      the positions of patches are added before some are taken away, so each keeps its own. Nothing that is made
           here depends on the pixels of removed patches, nor does it in the plain run, where they are blank.
 """

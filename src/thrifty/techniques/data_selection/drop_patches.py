@@ -122,7 +122,7 @@ class PatchDropObjective(WrappedObjective):
         if "visible" in batch.fields:
             raise RefusedError(
                 "data_selection.drop_patches: the examples of this objective say themselves which patches are visible",
-                fix="--with data_selection.drop_masked_patches in its place, or choose classify or contrast",
+                fix="--with data_selection.drop_masked_patches in its place, or choose classification or contrastive",
             )
         if FIELD not in batch.fields:
             return super().predict(model, batch)
