@@ -124,9 +124,9 @@ class ObjectiveSettings:
     weigh_by: str | None = None
     """chat_answers: what counts alike, "tokens" or "conversations"."""
     packed: bool | None = None
-    """answer: whether conversations share rows."""
+    """chat_answers: whether conversations share rows."""
     template: str | None = None
-    """answer: a chat template by name ("chatml", "alpaca") or file; the tokenizer's own unless given."""
+    """chat_answers: a chat template by name ("chatml", "alpaca") or file; the tokenizer's own unless given."""
 
 
 @dataclass(frozen=True)
