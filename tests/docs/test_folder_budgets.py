@@ -23,5 +23,10 @@ def test_a_folder_above_its_share_is_marked_on_fast_and_slow_processors() -> Non
     assert lines[0].split()[1:7] == ["270", "of", "30", "59%", "of", "33%"]
 
 
+def test_a_run_of_few_folders_is_held_against_their_budgets_alone() -> None:
+    lines = budget_lines({"pairs": 40.0, "collection": 20.0}, {"pairs": 60.0, "collection": 30.0, "techniques": 300.0})
+    assert not any(line.endswith("more than its share") for line in lines)
+
+
 def test_all_budgets_together_are_eleven_minutes_of_two_cores() -> None:
     assert sum(BUDGETS.values()) <= 2 * 11 * 60

@@ -74,9 +74,9 @@ def family_seconds() -> float:
 def budget_lines(seconds: Mapping[str, float], budgets: Mapping[str, float]) -> list[str]:
     """Return a line for each folder, longest first, and one for all.
 
-    Shares are compared, since processors differ in speed: a folder whose share grew by half is marked.
+    Shares of the folders that ran are compared, since processors differ in speed: one that grew by half is marked.
     """
-    total, budget_total = sum(seconds.values()), sum(budgets.values())
+    total, budget_total = sum(seconds.values()), sum(budgets.get(folder, 0.0) for folder in seconds) or 1.0
     rows = [(folder, seconds[folder], budgets.get(folder, 0.0)) for folder in seconds]
     rows.sort(key=lambda row: -row[1])
     lines = []
