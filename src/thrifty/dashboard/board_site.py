@@ -41,8 +41,8 @@ Listed = tuple[str, str, str, str, str]
 class BoardSite:
     """The pages over a folder of runs and one of kept results.
 
-    `told` tells of each technique what `cards.card_from` takes, and may take seconds; `evidence` gives lines on what
-    was measured of one, by its name.
+    `told` tells of each technique what `technique_cards.card_from` takes, and may take seconds; `evidence` gives lines
+    on what was measured of one, by its name.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Charts that grow: Vega-Lite with named data, so that a browser changes the data and draws nothing anew.
 
-They look as those of the report do; colours come from `palette.chart_look` in the page.
+They look as those of the report do; colours come from `color_theme.chart_look` in the page.
 """
 
 import functools

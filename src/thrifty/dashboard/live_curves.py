@@ -1,6 +1,6 @@
 """Numbers by step, kept so that a growing run is drawn again without being read again.
 
-What is drawn is what `report.curves` would draw of the whole records: of every stretch its lowest and highest value,
+What is drawn is what `loss_curves.py` would draw of the whole records: of every stretch its lowest and highest value,
 and a centred moving mean. Here it is computed on arrays, so that a hundred thousand steps take milliseconds.
 """
 

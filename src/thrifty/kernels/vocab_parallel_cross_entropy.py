@@ -70,8 +70,8 @@ def linear_cross_entropy(
     bias: "DTensor | None" = None,
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy.linear_cross_entropy` for a head divided along the vocabulary over a mesh of one axis. All ranks
-    come here with the same hidden states, targets and weights, and get the same losses."""
+    """`chunked_cross_entropy.linear_cross_entropy` for a head divided along the vocabulary over a mesh of one axis. All
+    ranks come here with the same hidden states, targets and weights, and get the same losses."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
@@ -93,7 +93,7 @@ def linear_cross_entropy(
 def gradient_norm_scores(
     hidden: Tensor, weight: "DTensor", targets: Tensor, *, bias: "DTensor | None" = None, chunk: int = 512
 ) -> Tensor:
-    """`cross_entropy.gradient_norm_scores` for such a head."""
+    """`chunked_cross_entropy.gradient_norm_scores` for such a head."""
     group, first = weight.device_mesh.get_group(), _first(weight)
     here = weight.to_local().to(hidden.dtype)
     here_bias = None if bias is None else bias.to_local().to(hidden.dtype)

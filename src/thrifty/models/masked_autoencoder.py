@@ -50,7 +50,7 @@ class PatchDecoder(nn.Module):
 
 class MaskedAutoencoder(nn.Module):
     """Images (b, c, h, w) to the decoder's hidden states (b, t, e); `head` maps those to pixels (b, t, p · p · c), or
-    `logits` does both. Pixels are as `kernels.patches.patchify` orders them.
+    `logits` does both. Pixels are as `kernels.image_patches.patchify` orders them.
 
     Of an image only the `visible` patches (b, n) are known, all of them unless they are given. The encoder is given
     those alone, or with `blanks` all patches, the unknown ones with zeros for pixels.

@@ -1,9 +1,9 @@
-"""Answer: in conversations, the cross-entropy of each token of the answers (instruction tuning).
+"""Chat answers: the cross-entropy of each token of the answers in conversations (instruction tuning).
 
 Paper     Ouyang et al. 2022, Training language models to follow instructions with human feedback (arXiv 2203.02155),
           section 3.5, its first step; data and settings after Stanford Alpaca (Taori et al. 2023) and Alpaca-LoRA.
-Fields    "tokens" and "targets" (b, t), "segments" (b, t), "share" (b, t) and "amount" (b,) as `data.packs.Rows` has
-          them. An example is a row, which may hold several conversations that see nothing of each other.
+Fields    "tokens" and "targets" (b, t), "segments" (b, t), "share" (b, t) and "amount" (b,) as `PackedConversations`
+          has them. An example is a row, which may hold several conversations that see nothing of each other.
 Note      Stanford Alpaca learns answers only, Alpaca-LoRA also the questions: `trained_on`. By default every token of
           the effective batch counts alike, as if all its answers were one text: the gradient then does not depend on
           how conversations were put together into rows. By conversations, short answers count as much as long ones.

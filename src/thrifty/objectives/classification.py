@@ -1,4 +1,4 @@
-"""Classify: the cross-entropy of an example's label.
+"""Classification: the cross-entropy of an example's label.
 
 Fields    "inputs" (b, …); "labels" (b,), or (b, c) where an example has several in shares that sum to 1, as mixed
           images have.

@@ -1,4 +1,4 @@
-"""Contrast: which caption belongs to which image, among all pairs of the effective batch.
+"""Contrastive: which caption belongs to which image, among all pairs of the effective batch.
 
 Paper     Radford et al. 2021, CLIP (arXiv 2103.00020), section 2.3.
 Fields    "inputs" (b, c, h, w); "tokens" (b, t); where captions are padded, "keep" (b, t), False on the padding.

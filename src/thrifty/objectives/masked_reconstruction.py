@@ -1,4 +1,4 @@
-"""Reconstruct: most patches of an image are removed, and their pixels are given back from the others.
+"""Masked reconstruction: most patches of an image are removed, and their pixels are given back from the others.
 
 Paper     He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (MAE, arXiv 2111.06377), sections 3 and 4.1:
           75 % of the patches are removed; the mean squared error of each removed patch's pixels, averaged over the

@@ -2,7 +2,7 @@
 
 The first two rows are one fit: its constants were printed with two digits, and the source of the paper has five. Epoch
 AI read 245 runs off a figure of the paper, left out the five of highest loss and fitted again; the last row is the
-converged minimum of that fit, found with `law_fitting.fit` from all 4500 starts of the paper.
+converged minimum of that fit, found with `scaling_law_fit.fit` from all 4500 starts of the paper.
 
 Of the first two no errors of the constants were published. Epoch AI published one standard error per constant and no
 correlations, but A and alpha are almost one number, and so are B and beta: taken as independent, the errors would put
@@ -73,7 +73,7 @@ PUBLISHED = (
     PublishedLaw(
         "re-fit",
         ScalingLaw(E=1.8172, A=477.8, B=2143.4, alpha=0.3473, beta=0.3672),
-        "the 240 runs of Besiroglu et al. 2024, fitted to convergence with `law_fitting.fit`",
+        "the 240 runs of Besiroglu et al. 2024, fitted to convergence with `scaling_law_fit.fit`",
         "computed twice, by separate programs",
         BOOTSTRAP,
     ),

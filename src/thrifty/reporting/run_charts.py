@@ -1,4 +1,4 @@
-"""Records of a run as Altair charts. Colours come later, from `palette.chart_look`."""
+"""Records of a run as Altair charts. Colours come later, from `color_theme.chart_look`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

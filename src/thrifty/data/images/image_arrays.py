@@ -46,7 +46,7 @@ def denormalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
 
 @dataclass(frozen=True)
 class ImageArrays:
-    """The images of one part, each to be had by itself (see `epochs.Examples`)."""
+    """The images of one part, each to be had by itself (see `IndexedExamples`)."""
 
     pixels: np.ndarray
     """uint8 (n, c, h, w), from 0 to `brightest`."""
@@ -65,7 +65,7 @@ class ImageArrays:
         return self._scaled(self._stored(indices))
 
     def changed(self, indices: np.ndarray, keys: np.ndarray, how: AugmentationSettings) -> Tensor:
-        """The same, each changed by its own of the keys uint64 (b,), see `augment.changed`."""
+        """The same, each changed by its own of the keys uint64 (b,), see `augmentation.augment`."""
         pixels = self._stored(indices)
         if pixels.shape[-1] == self.ends.side and (how.crop or how.flip):  # bytes are moved faster, to the same effect
             pixels, how = crop_and_flip(pixels, keys, how.crop, how.flip), replace(how, crop=0, flip=False)

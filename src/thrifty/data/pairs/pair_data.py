@@ -42,7 +42,7 @@ def holds_image_pairs(source: str) -> bool:
 
 @dataclass(frozen=True)
 class CaptionedImages:
-    """The images of one part, each with a caption (see `epochs.Examples`)."""
+    """The images of one part, each with a caption (see `IndexedExamples`)."""
 
     images: ImageArrays
     captions: CaptionRows

@@ -34,7 +34,7 @@ NOT_SCORED_BY = ("name", "about", "seed", "evaluation", "checkpoints")
 @dataclass(frozen=True)
 class ScoringSettings:
     by: str = "el2n"
-    """One of `methods.METHODS`."""
+    """One of `scoring_methods.METHODS`."""
     runs: int | None = None
     """How many, each with a seed of its own from the recipe's on; 5 unless given, 1 where nothing is trained."""
     steps: int | float = 0.2

@@ -56,7 +56,7 @@ def _sddmm_kernel(
 
 
 def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """`blocks.Blocks.spmm` of x (n, k) and values (blocks, b, b), `rows` block rows: (n, rows · b)."""
+    """`BlockSparseMatrix.spmm` of x (n, k) and values (blocks, b, b), `rows` block rows: (n, rows · b)."""
     tokens, inputs, block = *x.shape, values.shape[1]
     y = x.new_empty(tokens, rows * block)
     if y.numel():
@@ -67,7 +67,7 @@ def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tenso
 
 
 def sddmm(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor, block: int) -> Tensor:
-    """`blocks.Blocks.sddmm` of left (n, m) and right (n, k): (blocks, b, b)."""
+    """`BlockSparseMatrix.sddmm` of left (n, m) and right (n, k): (blocks, b, b)."""
     values = left.new_empty(len(columns), block, block)
     if len(columns):
         rows = rows_of(starts)

@@ -170,7 +170,7 @@ def _dense(x: Tensor, upstream: Tensor, weight: Tensor) -> None:
 
 
 def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPattern) -> None:
-    """As `products.sparse_linear` computes them."""
+    """As `sparse_linear` computes them."""
     dtype = x.dtype
     wide, wide_upstream = x.float(), upstream.float()
     pattern.spmm(wide, pattern.pick(weight)).to(dtype)

@@ -2,7 +2,7 @@
 
 Stations may have several servers, take items out of order, and transfer through a memory with banks, a crossbar,
 latency and a limit of requests under way. With one server each, in order, and a memory that answers at once the times
-are those of `engine.scan`.
+are those of `scan_engine.scan`.
 """
 
 import heapq
