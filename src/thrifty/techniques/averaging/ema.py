@@ -1,4 +1,4 @@
-"""Exponential average: EMA, a decaying mean of the weights is judged, the weights train on.
+"""EMA: an exponential moving average of the weights is evaluated and exported, the weights train on.
 
 Paper     Polyak & Juditsky 1992, Acceleration of Stochastic Approximation by Averaging; the exponential form and its
           habits in Morales-Brotons et al. 2024, Exponential Moving Average of Weights (arXiv 2411.18704).

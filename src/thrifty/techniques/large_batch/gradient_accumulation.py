@@ -1,4 +1,4 @@
-"""Accumulate: the effective batch in several smaller ones, gradients summed.
+"""Gradient accumulation: the effective batch in several smaller ones, gradients summed.
 
 Paper     the delayed updates of Ott et al. 2018, Scaling Neural Machine Translation (arXiv 1806.00187).
 Promise   activation memory of one micro-batch at the statistics of the whole batch. Example weights are fixed for the

@@ -1,4 +1,4 @@
-"""Ticket: train under masks that were drawn before, from a file.
+"""Mask from a file: train under masks that were drawn before, from a file.
 
 Paper     Frankle & Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635); late rewinding after Frankle et al.
           2019, Stabilizing the Lottery Ticket Hypothesis (arXiv 1903.01611).
