@@ -329,3 +329,15 @@ def test_lines_by_themselves_are_a_kernel_for_anybodys_loop() -> None:
     packed, least, step = pack_lines(lines, *words, 8, False)
     found = unpack_lines(packed, least, step, *words, 8, False, torch.float32)
     assert ((found - lines).abs() <= step.float()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("under", [torch.float16, torch.bfloat16])
+def test_codes_are_the_same_under_autocast(dtype: torch.dtype, under: torch.dtype) -> None:
+    for zeros in (False, True):
+        numbers = drawn(3, 257).to(dtype)
+        plain, mask = quantize_tensor(numbers, 4, 0, zeros=zeros), pack_mask((numbers > 0).to(dtype))
+        with torch.autocast("cpu", under):
+            coded, packed = quantize_tensor(numbers, 4, 0, zeros=zeros), pack_mask((numbers > 0).to(dtype))
+            assert plain is not None and coded is not None
+            assert torch.equal(coded.decode(), plain.decode()) and torch.equal(packed.decode(), mask.decode())

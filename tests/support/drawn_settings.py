@@ -2,20 +2,32 @@
 
 import random
 import typing
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from tiny_runs import SETTINGS
+from tiny_runs import SETTINGS, technique
 
 from thrifty import techniques
+from thrifty.core.errors import UsageError
 from thrifty.core.setting_bounds import SettingBound, hints_of
 
-NOT_DRAWN = {"batch", "cost_source", "kernel", "offload", "to"}
+NOT_DRAWN = {"batch", "cost_source", "kernel", "offload", "time_source", "to"}
 """What the run fills in, what is measured, and what depends on the machine."""
 ATTEMPTS = 12
 """Draws of which at least one must be accepted."""
 CHANGED = 2
 """Settings of a technique that a draw changes."""
+
+
+def fitting_settings(name: str, seed: object) -> dict[str, Any]:
+    """Return the first draw that a technique accepts for itself."""
+    for attempt in range(ATTEMPTS):
+        settings = draw_settings(name, (seed, attempt))
+        with suppress(UsageError):
+            technique(name, **settings)
+            return settings
+    raise AssertionError(f"{name} accepts none of {ATTEMPTS} draws")
 
 
 def draw_settings(name: str, seed: object) -> dict[str, Any]:

@@ -337,3 +337,14 @@ def test_a_run_is_kept_in_16_bits_and_comes_back_in_32(tmp_path: Path, monkeypat
 def test_one_technique_decides_the_format_of_products() -> None:
     with pytest.raises(UsageError, match="both decide the precision"):
         compose(plain_run(), [technique("optimizers.adamw"), Bfloat16Weights(), technique("precision.mixed")], 2)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("optimizer", ["muon", "lamb", "adafactor", "schedule_free"])
+def test_nothing_is_kept_of_what_is_outside_a_mask(optimizer: str, rounding: Rounding) -> None:
+    chosen = [technique(f"optimizers.{optimizer}"), Bfloat16Weights(rounding), technique("sparsity.static")]
+    run = compose(plain_run(), chosen, 3)
+    state = run.start()
+    for _ in range(3):
+        advance(run, state, 1)
+        run.verify(state)

@@ -30,6 +30,8 @@ T = TypeVar("T")
 MASK_MOVE = "move"
 """A number of this name is not 0 in an update that decides anew where there may be values, after which whoever promised
 something of them is asked."""
+COMPENSATION = "compensation"
+"""The slot of what rounding has cut off weights, which masks go for as they do for the weights."""
 
 
 class TransformScope(IntEnum):

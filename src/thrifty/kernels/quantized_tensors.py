@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.kernels import compiled_quantization
+from thrifty.kernels.autocast_inputs import without_autocast
 from thrifty.kernels.groupwise_quantization import (
     decode_mask_lines,
     encode_mask_lines,
@@ -107,6 +108,7 @@ def memory_order(tensor: Tensor) -> Tensor:
 
 @torch.library.custom_op("thrifty::encode_groups", mutates_args=())
 @torch.no_grad()
+@without_autocast
 def _encode(
     numbers: Tensor, ranges: list[int], width: int, bits: int, zeros: bool, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -139,6 +141,7 @@ def _(numbers: Tensor, ranges: list[int], width: int, bits: int, zeros: bool, se
 
 @torch.library.custom_op("thrifty::decode_groups", mutates_args=())
 @torch.no_grad()
+@without_autocast
 def _decode(
     codes: Tensor, least: Tensor, step: Tensor, ranges: list[int], bits: int, zeros: bool, seed: int, dtype: torch.dtype
 ) -> Tensor:
@@ -163,6 +166,7 @@ def _(
 
 @torch.library.custom_op("thrifty::encode_mask", mutates_args=())
 @torch.no_grad()
+@without_autocast
 def _encode_mask(numbers: Tensor, high: float) -> Tensor:
     value = torch.tensor(high, dtype=numbers.dtype, device=numbers.device)
     return _joined([_run(encode_mask_lines, part, value) for _, part in _lines(numbers, GROUP)])
@@ -175,6 +179,7 @@ def _(numbers: Tensor, high: float) -> Tensor:
 
 @torch.library.custom_op("thrifty::decode_mask", mutates_args=())
 @torch.no_grad()
+@without_autocast
 def _decode_mask(codes: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor:
     values = [torch.tensor(value, dtype=dtype, device=codes.device) for value in (low, high)]
     if _is_compiled(codes.device, dtype, len(codes) * GROUP):

@@ -16,6 +16,7 @@ from torch import Tensor
 from thrifty.core.dtensors import is_dtensor
 from thrifty.core.errors import IntegrityError
 from thrifty.core.gradient_transform import (
+    COMPENSATION,
     MASK_MOVE,
     Content,
     GradientTransform,
@@ -109,9 +110,12 @@ class MaskedUpdate(GradientTransform):
             self.move(updates, slots, parameters, int(numbers[MASK_MOVE]) - 1)
             if self.masking.replaces_update:
                 return [torch.zeros_like(parameter) for parameter in parameters]
+        own = without_prefix("rest", slots)
         self._apply(updates, slots["mask"])
-        updates = self.rest.update(updates, without_prefix("rest", slots), parameters, without_prefix("rest", numbers))
-        self._apply(updates, slots["mask"])
+        updates = self.rest.update(updates, own, parameters, without_prefix("rest", numbers))
+        # products of whole matrices, as Muon's, give places outside the mask updates too, which are rounded with them
+        for tensors in (updates, *(own[slot] for slot in own if slot.endswith(COMPENSATION))):
+            self._apply(tensors, slots["mask"])
         return updates
 
     def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import (
+    COMPENSATION,
     Content,
     GradientTransform,
     Scalars,
@@ -74,7 +75,7 @@ class Float32Update(GradientTransform):
     """
 
     name = "in_float32"
-    weights = frozenset({"compensation"})
+    weights = frozenset({COMPENSATION})
 
     def __init__(self, inner: TransformChain, rounding: Rounding):
         self.inner, self.rounding = inner, rounding
@@ -92,13 +93,13 @@ class Float32Update(GradientTransform):
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots = self.inner.init(names, [stand_in_for(each, each.detach().float()) for each in parameters])
         if self.rounding == "kahan":
-            slots["compensation"] = [torch.zeros_like(parameter) for parameter in parameters]
+            slots[COMPENSATION] = [torch.zeros_like(parameter) for parameter in parameters]
         return slots
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         sums = [parameter.float() for parameter in parameters]
         if self.rounding == "kahan":
-            torch._foreach_add_(sums, slots["compensation"])
+            torch._foreach_add_(sums, slots[COMPENSATION])
         changes = self.before.update([update.float() for update in updates], slots, sums, numbers)
         if self.kernel is None:
             torch._foreach_add_(sums, changes)
@@ -135,7 +136,7 @@ class Float32Update(GradientTransform):
         """Each sum as bfloat16 will hold it, still in float32."""
         seed = numbers["rounding_seed"]
         seed = seed.to(torch.int16) if isinstance(seed, Tensor) else int(seed)
-        kept = local_tensors(slots["compensation"]) if self.rounding == "kahan" else []
+        kept = local_tensors(slots[COMPENSATION]) if self.rounding == "kahan" else []
         for index, sum_here in enumerate(local_tensors(sums)):
             if self.rounding == "kahan":
                 near, cut = round_with_compensation(sum_here, seed)
