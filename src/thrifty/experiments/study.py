@@ -61,7 +61,7 @@ class Study:
     """Raises UsageError where the parts do not fit together."""
 
     name: str = ""
-    """That of the measure's module unless given, and `about` the first sentences of its docstring."""
+    """The name of the measure's module unless given; `about` is then the first paragraph of its docstring."""
     about: str = ""
     measure: Callable[..., Numbers]
     """A function at the top level of a module: it is called as measure(seed=…, **settings) in processes of its own."""

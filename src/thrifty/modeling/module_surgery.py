@@ -135,7 +135,7 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 
 
 def change_first(output: Any, change: Callable[[Any], Any]) -> Any:
-    """What a module gives with the first part of it changed, or all where it does not give several."""
+    """Change the first of what a module returned, or all of it where that is no tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 

@@ -14,7 +14,7 @@ from thrifty.data.train_split import DataSplit
 from thrifty.kernels.keyed_permutation import permute
 
 KEPT = ("split", "documents", "bytes", "tokens", "vocabulary", "bytes_per_token", "unigram_entropy")
-"""What the manifest of the prepared tokens says."""
+"""Fields of the manifest of prepared tokens that a summary repeats."""
 
 
 @dataclass(frozen=True)

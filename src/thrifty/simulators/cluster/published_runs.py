@@ -34,9 +34,9 @@ class PublishedRun:
     measure: Measure
     measured: float
     evidence: str
-    """How the numbers were checked."""
+    """The way the numbers were checked."""
     note: str = ""
-    """What the paper leaves out and had to be assumed."""
+    """Assumptions where the paper leaves something out."""
     tolerance: float | None = None
     """By what share of it the simulation may be off, checked by a test: what it is off by, rounded up. None where the
     simulation does not describe the run at all."""

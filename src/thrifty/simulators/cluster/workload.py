@@ -1,4 +1,4 @@
-"""What training a model asks of a machine, as values: traced from a model, or in closed form from its sizes.
+"""The work of a training step, as values: traced from a model, or in closed form from its sizes.
 
 Everything is for one example (one row of tokens) and one part of the model, before any of it is divided among ranks.
 Tensor parallelism after Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3) divides what happens between a
