@@ -31,7 +31,7 @@ def print_json(value: Any) -> None:
 
 
 def print_result(value: Any, words: Callable[[], str | None], as_json: bool, quiet: bool = False) -> None:
-    """As JSON, or in words: what is returned, or printed, by the function that has them."""
+    """Print a result as JSON, or as the text that `words` returns or prints itself."""
     if as_json:
         print_json(value)
     elif not quiet and (text := words()) is not None:

@@ -76,7 +76,7 @@ OBJECTIVES = {
 }
 VALUES = {"objective.name": OBJECTIVES, "techniques.parallelism.shard.gather_dtype": {"as kept": "parameter"}}
 GONE = {"techniques.sparsity.sparse_products.costs": "measured"}
-"""Settings that no longer are, with the value that says what is always so today; any other is refused as unknown."""
+"""Removed settings, each with the value that is the only behaviour today; another one is refused as unknown."""
 RECIPE_KEYS = {"model": {"fresh": "reinitialize"}, "checkpoints": {"also": "extra_steps"}}
 
 _OLD_TECHNIQUES = {new: old for old, new in TECHNIQUES.items()}
@@ -149,7 +149,7 @@ def rename_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
         table: Any = renamed
         for name in groups:
             table = table.setdefault(name, {}) if isinstance(table, dict) else None
-        # anything but a table is a damaged file, which is told where it is read
+        # anything but a table comes from a damaged file, which its reader refuses
         if isinstance(table, dict) and GONE.get(".".join(path), ...) != value:
             table[key] = VALUES.get(".".join(path), {}).get(value, value) if isinstance(value, str) else value
     return renamed

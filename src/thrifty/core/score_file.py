@@ -54,7 +54,7 @@ class ScoreProvenance:
     method: str
     """What was scored by: el2n, grand, …"""
     fingerprint: str
-    """Of the examples; see `core.batches.ExampleIndex`."""
+    """Fingerprint of the examples, see `core.batches.ExampleIndex`."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The recipe of the scoring runs, as tables; its seed is that of the first."""
     recipe_sha256: str = ""

@@ -128,7 +128,7 @@ class EpochsByKey(EpochSource):
         return {**self.keyed_fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
 
     def keyed_fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
-        """The examples at these places (b,), with what their keys uint64 (b,) draw."""
+        """Return the examples at these places (b,), changed by what their keys, uint64 (b,), draw."""
         return self.contents.fields(chosen)
 
     def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:

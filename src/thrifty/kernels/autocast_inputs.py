@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 def without_autocast(operation: Callable[P, T]) -> Callable[P, T]:
-    """An operation that computes in the formats of its tensors, of which the first decides the device: under autocast
-    to float16 torch refuses, among others, to join tensors of bfloat16."""
+    """Run an operation in the dtypes of its tensors, the first of which gives the device: under autocast to float16,
+    torch refuses to concatenate tensors of bfloat16."""
 
     @wraps(operation)
     def as_they_are(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,4 +1,4 @@
-"""Which numbers of a tensor share a range in the codes of `groupwise_quantization.py`: neighbours, heads, or channels.
+"""Ranges shared by the numbers of a tensor in the codes of `groupwise_quantization.py`: neighbours, heads or channels.
 
 A range for each head after Pan et al. 2021, Mesa (arXiv 2111.11124).
 """

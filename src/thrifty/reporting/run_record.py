@@ -37,7 +37,7 @@ class RunRecord:
     damage: tuple[str, ...]
     """Sentences about what could not be read."""
     selection: Mapping[str, Any] = field(default_factory=dict)
-    """Of a run on some of its examples: which, for `example_gallery.py`. Not redacted yet, since pictures are text."""
+    """Selected examples of a pruned run, for `example_gallery.py`. Not redacted yet, since pictures are text."""
     pictures: Mapping[str, Any] = field(default_factory=dict)
     """What can be seen of a model's predictions, likewise."""
 

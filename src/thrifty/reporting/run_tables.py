@@ -13,7 +13,7 @@ from thrifty.reporting.run_record import RunRecord, mapping, mappings, number
 CHART_ROWS = 24
 TIMELINE_ROWS = 300
 TOLD = ("name", "stage", "numerics", "settings", "touched")
-"""Of each technique, as it stands in the record."""
+"""Fields of a technique that the report copies from the record."""
 COMPONENTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary")
 
 

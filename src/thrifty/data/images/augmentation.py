@@ -212,4 +212,4 @@ def warp(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tupl
 OPERATIONS: tuple[Operation, ...] = (
     same, brightness, contrast, saturation, stretch, posterize, solarize, rotate, shear_x, shear_y,
 )  # fmt: skip
-"""What `apply_operations` chooses from; moving is what crops do."""
+"""Operations that `apply_operations` draws from; translation is left to crops."""

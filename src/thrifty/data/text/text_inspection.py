@@ -43,7 +43,7 @@ class TextSummary:
     duplicates: float
     """Share of documents whose exact text came before."""
     near_duplicates: dict | None
-    """What was left out as being nearly the same as what came before (`DeduplicatedSource.report`)."""
+    """Near-duplicate documents that were left out, as `DeduplicatedSource.report` lists them."""
     lengths: list[LengthBin]
     examples: list[str]
     """Decoded training examples, as a model would see them."""

@@ -76,5 +76,5 @@ def sddmm_reference(left: Tensor, right: Tensor, pattern: SparsityPattern) -> Te
 
 
 def rows_of(starts: Tensor) -> Tensor:
-    """The row of each kept place, from where rows start."""
+    """Return the row number of each kept weight, (nnz,), from the row starts (m + 1,)."""
     return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())

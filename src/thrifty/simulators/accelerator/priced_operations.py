@@ -17,11 +17,11 @@ class PricedOperation(NamedTuple):
 
 
 Operations = Mapping[PricedOperation, float]
-"""How often each occurs."""
+"""Operations with their counts."""
 
 
 def add_up(*counted: Mapping[Key, float]) -> dict[Key, float]:
-    """What is counted by operation, or by anything else, together; nothing that does not occur."""
+    """Add counts by key, leaving out those that are zero."""
     total: dict[Key, float] = {}
     for part in counted:
         for what, count in part.items():

@@ -10,7 +10,7 @@ from thrifty.simulators.cluster.rank_memory import RankMemory
 from thrifty.simulators.cluster.workload import Workload
 
 RATES = ("model_flops", "hardware_flops", "mfu", "hfu", "tokens_per_second")
-"""Properties of a report that are told with it."""
+"""Properties that a report prints beside its fields."""
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class QuantizingBackward:
         """For each tensor what it does to the gradient of some of these examples to be kept in 4 bits while all others
         have 8; and how many numbers each has."""
         whole = self.keeper(model, batch, "whole", self.decided())
-        # which tensors there are is told from as many examples as are trained on at once
+        # the list of saved tensors comes from a forward pass of a whole micro-batch
         with preserve_gradients(model):
             QuantizingObjective(objective, lambda *_: whole).predict(model, batch)
         part = batch.rows(0, max(len(batch) // PROBED, 1))
