@@ -106,6 +106,7 @@ def test_every_chunk_has_the_same_shape_so_that_a_compiled_step_is_compiled_once
     assert len(set(calls)) == 1 and n <= sum(calls) < n + 16 * len(calls)
 
 
+@pytest.mark.slow
 def test_a_compiled_step_gives_the_same_values_and_gradients():
     case = Case(100, 16, 50, dtype=torch.float32)
     step = torch.compile(chunk_step, dynamic=False)

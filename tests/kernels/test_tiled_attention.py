@@ -91,7 +91,7 @@ def test_views_of_one_projection_are_taken_as_the_model_hands_them_over():
     torch.testing.assert_close(tiled_causal_attention(*qkv, tile=8), causal_attention_reference(*qkv))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nothing_of_size_tokens_squared_is_kept_for_the_backward_pass(compiled):
     b, h, t, k = 2, 2, 256, 16
     qkv = inputs(b, h, h, t, k, torch.bfloat16)
