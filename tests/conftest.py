@@ -15,6 +15,7 @@ from hypothesis import settings
 from rank_processes import in_a_group_of_one
 from table_samples import outside_of_samples
 from tiny_runs import DEVICE
+from worker_results import FOLDER
 
 from thrifty.core.tensor_tracing import gc_frozen
 from thrifty.kernels.sparse.sparse_breakeven import BreakevenCase
@@ -71,12 +72,15 @@ def settled_session() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def native_libraries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled once, not in each of some hundred processes."""
+def shared_by_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Native libraries, compiled once and not in each of some hundred processes, and results of long computations."""
     own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "libraries"
-    folder.mkdir(exist_ok=True)
+    common = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder, results = common / "libraries", common / "results"
+    for each in (folder, results):
+        each.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(results))
         compiler = cpp_compiler()
         if compiler and Path(compiler).name == "g++":
             patch.setenv("THRIFTY_TEST_COMPILER", compiler)

@@ -8,6 +8,7 @@ from parallel_work import STEPS, Run, alone, masks_and_copies, plain_with, predi
 from rank_processes import on_ranks
 from table_samples import sample_of, whole_tables
 from tiny_runs import plain_run, technique, with_optimizer
+from worker_results import computed_once
 
 from thrifty import techniques
 from thrifty.composition.compose import compose
@@ -53,7 +54,9 @@ seen yet. In 8 bits each rank scales the first step by its own share."""
 
 @cache
 def together(strategy: str) -> list[dict[str, Run]]:
-    return on_ranks(2, train_with_each, STRATEGIES[strategy], goes_with(strategy))
+    return computed_once(
+        f"parallelism, {strategy}", lambda: on_ranks(2, train_with_each, STRATEGIES[strategy], goes_with(strategy))
+    )
 
 
 def goes_with(strategy: str) -> list[str]:

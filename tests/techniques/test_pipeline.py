@@ -1,5 +1,6 @@
 """Pipelines on real ranks: every schedule is the single process, and what a stage holds is what it should."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from table_samples import sample_of
 from technique_runs import RUNS
 from tiny_runs import advance, snapshot, tiny_model
 from torch import nn
+from worker_results import computed_once
 
 from thrifty import techniques
 from thrifty.core.errors import RefusedError
@@ -89,31 +91,37 @@ ALL_AT_ONCE = {
 
 @cache
 def split() -> dict[str, list[Found]]:
-    return by_name(SPLIT, on_ranks(4, on_mesh, {"pipeline": 2, "tensor": 2}, list(SPLIT.values())))
+    return on_mesh_once("split", SPLIT, {"pipeline": 2, "tensor": 2})
 
 
 @pytest.fixture(scope="module")
 def divided() -> dict[str, list[Found]]:
-    return by_name(DIVIDED, on_ranks(4, on_mesh, {"pipeline": 2, "shard": 2}, list(DIVIDED.values())))
+    return on_mesh_once("divided", DIVIDED, {"pipeline": 2, "shard": 2})
 
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Found]]:
-    return by_name(TWO_STAGES, on_ranks(2, on_mesh, {"pipeline": 2}, list(TWO_STAGES.values())))
+    return on_mesh_once("two_stages", TWO_STAGES, {"pipeline": 2})
 
 
 @cache
 def four() -> dict[str, list[Found]]:
-    return by_name(FOUR, on_ranks(4, on_mesh, {"pipeline": 4}, list(FOUR.values())))
+    return on_mesh_once("four", FOUR, {"pipeline": 4})
 
 
 @cache
 def two_by_two() -> dict[str, list[Found]]:
-    return by_name(REPLICATED, on_ranks(4, on_mesh, {"pipeline": 2, "replicate": 2}, list(REPLICATED.values())))
+    return on_mesh_once("replicated", REPLICATED, {"pipeline": 2, "replicate": 2})
 
 
-def by_name(cases: Mapping[str, Case], ranks: Sequence[Sequence[Found]]) -> dict[str, list[Found]]:
-    return {name: [rank[index] for rank in ranks] for index, name in enumerate(cases)}
+def on_mesh_once(key: str, cases: Mapping[str, Case], mesh: Mapping[str, int]) -> dict[str, list[Found]]:
+    """What each rank of a mesh found in each case, by the case's name."""
+
+    def ranks() -> list[Sequence[Found]]:
+        return on_ranks(math.prod(mesh.values()), on_mesh, mesh, list(cases.values()))
+
+    found_by_rank = computed_once(f"pipeline, {key}", ranks)
+    return {name: [rank[index] for rank in found_by_rank] for index, name in enumerate(cases)}
 
 
 def assert_the_single_process(ranks: Sequence[Found], case: Case, tolerance: float = 1e-10) -> None:
@@ -259,7 +267,7 @@ LOOSE = {
 
 @pytest.fixture(scope="module")
 def with_each() -> dict[str, list[Found]]:
-    return by_name(WITH_EACH, on_ranks(2, on_mesh, {"pipeline": 2}, list(WITH_EACH.values())))
+    return on_mesh_once("with_each", WITH_EACH, {"pipeline": 2})
 
 
 WITH_EACH = {

@@ -24,6 +24,7 @@ from shard_work import (
 )
 from tiny_runs import plain_run, technique
 from torch import nn
+from worker_results import computed_once
 
 from thrifty.composition.compose import compose
 from thrifty.core.backward import BackwardResult
@@ -59,12 +60,13 @@ PARTS = 2
 
 @pytest.fixture(scope="module")
 def two() -> list[tuple[dict[str, Trained], Trained, Formats, Formats]]:
-    return on_ranks(2, on_two, FLAT, low(3))
+    return computed_once("shard, two", lambda: on_ranks(2, on_two, FLAT, low(3)))
 
 
 @pytest.fixture(scope="module")
 def four() -> list[tuple[dict[str, Trained], dict[str, Bytes], list[list[str]]]]:
-    return on_ranks(4, on_four, FLAT | HYBRID, {name: way for name, (way, _) in BYTES.items()}, PARTS)
+    ways = {name: way for name, (way, _) in BYTES.items()}
+    return computed_once("shard, four", lambda: on_ranks(4, on_four, FLAT | HYBRID, ways, PARTS))
 
 
 @cache

@@ -14,6 +14,7 @@ from table_samples import sample_of
 from technique_runs import RUNS
 from tensor_work import GROWING, LAMB, MODELS, Run, loss_problem, loss_values, model, trained
 from torch import nn
+from worker_results import computed_once, shared_folder
 
 from thrifty import techniques
 from thrifty.kernels.chunked_cross_entropy import linear_cross_entropy_reference
@@ -48,23 +49,24 @@ LOOSE = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
+def folder() -> Path:
+    (path := shared_folder() / "tensor-checkpoints").mkdir(exist_ok=True)
+    return path
 
 
 @pytest.fixture(scope="module")
 def of_one(folder: Path) -> dict[str, str]:
-    return work.written(folder, "of one", ())
+    return computed_once("tensor, one", lambda: work.written(folder, "of one", ()))
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path, of_one: dict[str, str]) -> list[dict[str, Any]]:
-    return on_ranks(2, work.all_on_two, folder, OTHERS)
+    return computed_once("tensor, two", lambda: on_ranks(2, work.all_on_two, folder, OTHERS))
 
 
 @pytest.fixture(scope="module")
 def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return on_ranks(4, work.all_on_four, folder)
+    return computed_once("tensor, four", lambda: on_ranks(4, work.all_on_four, folder))
 
 
 def assert_same_run(found: list[Run], alone: Run) -> None:

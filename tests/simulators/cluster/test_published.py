@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worker_results import computed_once
 
 from thrifty.cli.simulate.simulate_verb import anchors
 from thrifty.models.model_presets import PRESETS
@@ -23,7 +24,7 @@ def label(run: PublishedRun) -> str:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return json.loads(json.dumps(anchors()))
+    return computed_once("published runs", lambda: json.loads(json.dumps(anchors())))
 
 
 @pytest.fixture(scope="module")
