@@ -16,6 +16,7 @@ from thrifty.cli.recipe_options import MESH
 @MESH
 @click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out; needs --fork.")
 @click.option("--fork", metavar="NAME", help="Go on as a new run of this name with the changed recipe.")
+@click.option("--drop-weights", is_flag=True, help="With --fork: leave weights behind that the new recipe has not.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
 def command(
@@ -25,6 +26,7 @@ def command(
     removals: tuple[str, ...],
     mesh: str | None,
     fork: str | None,
+    drop_weights: bool,
     quiet: bool,
     as_json: bool,
 ) -> Any:
@@ -40,6 +42,6 @@ def command(
     if mesh is not None:
         layers.apply_mesh(mesh)
     origins = {where: origin for where, origin in layers.origins.items() if origin.startswith("--")}
-    summary = resume(path, layers.recipe(), fork=fork, origins=origins, quiet=quiet)
+    summary = resume(path, layers.recipe(), fork=fork, drop_weights=drop_weights, origins=origins, quiet=quiet)
     print_summary(summary, as_json, quiet)
     sys.exit(summary["exit_code"])

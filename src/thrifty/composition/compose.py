@@ -151,7 +151,7 @@ class Run:
     def _restructure(self, state: TrainState, decision: StructureLogEntry, change: StructuralChange) -> None:
         old = {name: full_value(tensor) for name, tensor in state.tensors().items()}
         assert state.optimizer is not None
-        updates, born = state.optimizer.updates, state.optimizer.born
+        updates, born, births = state.optimizer.updates, state.optimizer.born, state.optimizer.births
         state.log.append(decision)
         placed = self.init_state(state.log)
         transfer_state(change, old, placed)
@@ -159,6 +159,7 @@ class Run:
         assert state.optimizer is not None
         state.optimizer.updates = updates
         state.optimizer.born = updates if change.moments == "reset" else born
+        state.optimizer.births = {} if change.moments == "reset" else births
         # what started afresh (an average) knows nothing of masks that were carried along
         state.optimizer.apply_constraints()
         gc.collect()  # the old model is in cycles with what was wrapped around its modules

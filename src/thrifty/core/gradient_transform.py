@@ -34,6 +34,28 @@ COMPENSATION = "compensation"
 """The slot of what rounding has cut off weights, which masks go for as they do for the weights."""
 
 
+class StateAge(int):
+    """Updates since the state was last fresh. What was fresh later, such as an average that a fork adds, has an age of
+    its own: `younger`, by the path of keys of an element. `base` is that of everything else below a path."""
+
+    base: int
+    younger: Mapping[str, int]
+
+    def __new__(cls, age: int, younger: Mapping[str, int] | None = None, base: int | None = None) -> "StateAge":
+        self = super().__new__(cls, age)
+        self.base, self.younger = age if base is None else base, younger or {}
+        return self
+
+    def below(self, key: str) -> "StateAge":
+        """The age of an inner transform."""
+        return StateAge(self.younger.get(key, self.base), without_prefix(key, self.younger), self.base)
+
+    def less(self, updates: int) -> "StateAge":
+        """With so many of the first updates not counted."""
+        base = self.base - updates
+        return StateAge(min(self, base), {key: min(age, base) for key, age in self.younger.items()}, base)
+
+
 class TransformScope(IntEnum):
     """What an element must see at once to be right."""
 
@@ -85,6 +107,10 @@ class GradientTransform:
             return "weights"
         return "squares" if slot in self.squares else "moments"
 
+    def owner(self, slot: str) -> str:
+        """The element whose slot it is, by its path of keys below this transform; "" for this one itself."""
+        return ""
+
     def rate(self, numbers: Scalars) -> float:
         """By how much this element multiplies what passes through it, where that is a learning rate."""
         return 1.0
@@ -103,6 +129,17 @@ def with_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
 def without_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
     """The inner transform's entries again."""
     return {key[len(prefix) + 1 :]: value for key, value in mapping.items() if key.startswith(prefix + ".")}
+
+
+def inner_scalars(key: str, transform: GradientTransform, step: int, age: int) -> dict[str, float]:
+    """The numbers of an inner transform as entries of an outer one's."""
+    whole = age if isinstance(age, StateAge) else StateAge(age)
+    return with_prefix(key, transform.scalars(step, whole.below(key)))
+
+
+def inner_owner(key: str, transform: GradientTransform, slot: str) -> str:
+    """The owner of an inner transform's slot, as a path below the outer one."""
+    return f"{key}.{inner}" if (inner := transform.owner(slot)) else key
 
 
 def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -136,11 +173,10 @@ class TransformChain(GradientTransform):
         return max((element.reach for element in self.elements.values()), default=TransformScope.ROWS)
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        return {
-            name: value
-            for key, element in self.elements.items()
-            for name, value in with_prefix(key, element.scalars(step, age)).items()
-        }
+        numbers: dict[str, float] = {}
+        for key, element in self.elements.items():
+            numbers |= inner_scalars(key, element, step, age)
+        return numbers
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {
@@ -187,6 +223,10 @@ class TransformChain(GradientTransform):
     def slot_kind(self, slot: str) -> Content:
         key, _, own = slot.partition(".")
         return self.elements[key].slot_kind(own)
+
+    def owner(self, slot: str) -> str:
+        key, _, own = slot.partition(".")
+        return inner_owner(key, self.elements[key], own)
 
     def rate(self, numbers: Scalars) -> float:
         rate = 1.0

@@ -23,12 +23,13 @@ class StructureLogEntry:
 
 
 class StatefulOptimizer(Protocol):
-    """Optimizer that a checkpoint can hold: slots of named parameters and two counters (`TransformOptimizer`)."""
+    """Optimizer that a checkpoint can hold: slots of named parameters and counters (`TransformOptimizer`)."""
 
     names: list[str]
     parameters: list[Tensor]
     updates: int
     born: int
+    births: dict[str, int]
 
     @property
     def slots(self) -> Slots: ...
@@ -82,6 +83,7 @@ class TrainState:
             "step": self.step,
             "updates": self.optimizer.updates,
             "born": self.optimizer.born,
+            "births": dict(self.optimizer.births),
             "counters": self.counters,
             "log": [asdict(entry) for entry in self.log],
         }
@@ -90,6 +92,7 @@ class TrainState:
         assert self.optimizer is not None
         self.step = scalars["step"]
         self.optimizer.updates, self.optimizer.born = scalars["updates"], scalars["born"]
+        self.optimizer.births = dict(scalars.get("births", {}))  # earlier versions had one age for all
         self.counters = dict(scalars["counters"])
         self.log = read_log(scalars)
 

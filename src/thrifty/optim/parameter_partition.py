@@ -14,7 +14,8 @@ from thrifty.core.gradient_transform import (
     Scalars,
     Slots,
     TransformScope,
-    with_prefix,
+    inner_owner,
+    inner_scalars,
     without_prefix,
 )
 
@@ -33,11 +34,10 @@ class ParameterPartition(GradientTransform):
         return max(transform.reach for _, transform in self.rules.values())
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        return {
-            name: value
-            for label, (_, transform) in self.rules.items()
-            for name, value in with_prefix(label, transform.scalars(step, age)).items()
-        }
+        numbers: dict[str, float] = {}
+        for label, (_, transform) in self.rules.items():
+            numbers |= inner_scalars(label, transform, step, age)
+        return numbers
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         self.members = {label: [] for label in self.rules}
@@ -105,6 +105,10 @@ class ParameterPartition(GradientTransform):
     def slot_kind(self, slot: str) -> Content:
         label, _, own = slot.partition(".")
         return self.rules[label][1].slot_kind(own)
+
+    def owner(self, slot: str) -> str:
+        label, _, own = slot.partition(".")
+        return inner_owner(label, self.rules[label][1], own)
 
     def rate(self, numbers: Scalars) -> float:
         """The first rule's: that of what the optimizer is named after."""

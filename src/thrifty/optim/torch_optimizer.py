@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.core.gradient_transform import MASK_MOVE, GradientTransform, Scalars, Slots, TransformChain, chain
+from thrifty.core.gradient_transform import (
+    MASK_MOVE,
+    GradientTransform,
+    Scalars,
+    Slots,
+    StateAge,
+    TransformChain,
+    chain,
+)
 from thrifty.optim.fused_updates import FusedUpdate
 from thrifty.optim.update_plan import split_chain
 
@@ -60,7 +68,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     Only parameters that require a gradient take part; a missing gradient counts as zero, and gradients may be
     overwritten. The state is `slots`, one tensor per parameter under each slot name, and two counters: `updates`
-    finished, and `born`, the update at which the state was last fresh.
+    finished, and `born`, the update at which the state was last fresh; `births` has the elements of the transform that
+    were fresh later, by their paths (see `GradientTransform.owner`).
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: GradientTransform):
@@ -70,6 +79,11 @@ class TransformOptimizer(torch.optim.Optimizer):
         self.transform = transform if type(transform) is TransformChain else chain(transform)
         self.site = (self.transform.site or UpdateLocation)(self.transform, self.names, self.parameters)
         self.updates, self.born = 0, 0
+        self.births: dict[str, int] = {}
+
+    @property
+    def age(self) -> StateAge:
+        return StateAge(self.updates - self.born, {path: self.updates - born for path, born in self.births.items()})
 
     @property
     def slots(self) -> Slots:
@@ -82,7 +96,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def scalars(self) -> dict[str, float]:
         """The numbers of the update that comes next."""
-        return self.transform.scalars(self.updates, self.updates - self.born)
+        return self.transform.scalars(self.updates, self.age)
 
     def will_move_masks(self) -> bool:
         """Whether the update that comes next decides anew where there may be values, as when masks move."""
@@ -95,7 +109,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        self.site.update(gradients, self.updates, self.updates - self.born)
+        self.site.update(gradients, self.updates, self.age)
         self.updates += 1
         return loss
 
@@ -132,7 +146,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         slots = {slot: dict(zip(self.names, tensors, strict=True)) for slot, tensors in self.slots.items()}
-        return {"slots": slots, "updates": self.updates, "born": self.born}
+        return {"slots": slots, "updates": self.updates, "born": self.born, "births": dict(self.births)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Raises UsageError, with nothing changed, for the state of another chain or of other parameters."""
@@ -143,13 +157,19 @@ class TransformOptimizer(torch.optim.Optimizer):
         for slot, name, tensor in places:
             tensor.copy_(stored[slot][name])
         self.updates, self.born = state_dict["updates"], state_dict["born"]
+        self.births = dict(state_dict.get("births", {}))
 
 
 def _check_fits(tensor: Tensor, stored: Tensor | None, where: str) -> None:
-    if stored is None or stored.shape != tensor.shape:
-        how = "is missing" if stored is None else f"has shape {tuple(stored.shape)}, not {tuple(tensor.shape)}"
+    is_other = stored is not None and tensor.dtype.is_floating_point != stored.dtype.is_floating_point
+    if stored is None or stored.shape != tensor.shape or is_other:
+        how = "is missing" if stored is None else f"is {_described(stored)}, not {_described(tensor)}"
         fix = "load it into an optimizer of the same transforms and the same parameters"
         raise UsageError(f"this state is another optimizer's: {where} {how}", fix=fix)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of {tuple(tensor.shape)}".removeprefix("torch.")
 
 
 @torch.no_grad()

@@ -22,6 +22,8 @@ from thrifty.core.gradient_transform import (
     GradientTransform,
     Scalars,
     Slots,
+    inner_owner,
+    inner_scalars,
     with_prefix,
     without_prefix,
 )
@@ -84,7 +86,7 @@ class MaskedUpdate(GradientTransform):
     def scalars(self, step: int, age: int) -> dict[str, float]:
         # the step counted from 1, so that 0 is a step in which masks stay
         move = float(step + 1) if self.masking.moves_at(step) else 0.0
-        return {MASK_MOVE: move, **with_prefix("rest", self.rest.scalars(step, age))}
+        return {MASK_MOVE: move, **inner_scalars("rest", self.rest, step, age)}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         named = dict(zip(names, parameters, strict=True))
@@ -127,6 +129,10 @@ class MaskedUpdate(GradientTransform):
     def slot_kind(self, slot: str) -> Content:
         kind, _, own = slot.partition(".")
         return self.rest.slot_kind(own) if kind == "rest" else "moments"
+
+    def owner(self, slot: str) -> str:
+        kind, _, own = slot.partition(".")
+        return inner_owner(kind, self.rest, own) if kind == "rest" else ""
 
     def rate(self, numbers: Scalars) -> float:
         return self.rest.rate(without_prefix("rest", numbers))

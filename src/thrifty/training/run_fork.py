@@ -1,6 +1,6 @@
-"""A new run from an old one's state: what has the same name and shape is taken over, the rest starts fresh."""
+"""A new run from an old one's state: what is the same in both is taken over, the rest starts fresh or stays behind."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -11,32 +11,36 @@ from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import SLOT
 from thrifty.training import checkpoint
 
+WEIGHTS = "parameters/"
 OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss")
 """Counters that say nothing of a run with another recipe."""
 
 
-def copy_matching_state(run: Run, state: TrainState, stored: checkpoint.FoundCheckpoint, *, rewound: bool) -> list[str]:
+def copy_matching_state(
+    run: Run, state: TrainState, stored: checkpoint.FoundCheckpoint, *, rewound: bool, drop_weights: bool = False
+) -> list[str]:
     """Fills the state of a new run with what a checkpoint holds and says what came of it. A run that is rewound has
     masks of its own, and nothing else of it starts fresh for that.
 
-    Raises UsageError where the new recipe promises what the old state does not keep.
+    Raises UsageError where the new recipe promises what the old state does not keep, and where it has no place for
+    weights of the old one, unless they are to be dropped.
     """
-
-    def own(name: str) -> bool:
-        return rewound and _is_mask(name)
-
     loaded = checkpoint.load(stored.path.parent, stored.step).tensors
-    tensors = {name: tensor for name, tensor in loaded.items() if not own(name)}
-    _fill(state.tensors(), tensors)
+    tensors = {name: tensor for name, tensor in loaded.items() if not (rewound and _is_mask(name))}
+    own = state.tensors()
+    behind = [name for name, tensor in tensors.items() if name not in own or not _is_alike(own[name], tensor)]
+    behind.sort(key=lambda name: not name.startswith(WEIGHTS))
+    _refuse_lost_weights([name for name in behind if name.startswith(WEIGHTS)], stored, drop_weights)
+    _fill(own, tensors)
     # once more, since what starts fresh (masks, averages) starts from the weights that were taken over
     assert state.model is not None
     state.optimizer = TransformOptimizer(state.model.named_parameters(), run.transform())
-    fresh = [name for name in _fill(state.tensors(), tensors) if not own(name)]
     state.load_scalars(stored.scalars)
+    own = state.tensors()
+    fresh = _start_fresh(state.optimizer, own, tensors)
+    _fill(own, {name: tensor for name, tensor in tensors.items() if name not in fresh})
     for name in OF_THE_OLD_RUN:
         state.counters.pop(name, None)
-    if any(name.startswith("optimizer/") for name in fresh):
-        state.optimizer.born = state.optimizer.updates
     state.optimizer.apply_constraints()
     try:
         run.verify(state)
@@ -46,20 +50,61 @@ def copy_matching_state(run: Run, state: TrainState, stored: checkpoint.FoundChe
             fix="leave that technique out of the fork, or start a new run with it",
         ) from None
     taken = f"{'rewound to' if rewound else 'forked from'} {stored.path} at step {stored.step}"
-    return [*stored.notices, taken + (f"; {len(fresh)} tensors start fresh, such as {fresh[0]}" if fresh else "")]
+    started = [name for name in own if name in fresh and not (rewound and _is_mask(name))]
+    told = [_counted(started, "start fresh"), _counted(behind, "stay behind")]
+    return [*stored.notices, "; ".join([taken, *filter(None, told)])]
+
+
+def _start_fresh(optimizer: TransformOptimizer, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
+    """The names of what starts fresh, and the age of the optimizer's elements accordingly.
+
+    Where some parameters are new to an element that keeps moments, all its moments start fresh, since it has one age:
+    under that of the old ones the first updates of the new ones would be several times too large, and the other way
+    round.
+    """
+    fresh = {name for name, tensor in own.items() if name not in tensors or not _is_alike(tensor, tensors[name])}
+    elements: dict[str, list[str]] = {}
+    for name in own:
+        if name.startswith("optimizer/") and not _is_mask(name):
+            elements.setdefault(optimizer.transform.owner(_slot(name)), []).append(name)
+    for path, names in elements.items():
+        moments = [name for name in names if optimizer.transform.slot_kind(_slot(name)) != "weights"]
+        if fresh.issuperset(names) or not fresh.isdisjoint(moments):
+            fresh |= {*names}
+            optimizer.births[path] = optimizer.updates
+    return fresh
+
+
+def _refuse_lost_weights(names: Sequence[str], stored: checkpoint.FoundCheckpoint, dropped: bool) -> None:
+    if names and not dropped:
+        first = names[0].removeprefix(WEIGHTS)
+        raise UsageError(
+            f"the changed recipe has no place for {len(names)} parameters of {stored.path}, such as {first}: what they "
+            "learned would be lost",
+            fix="keep the technique that they belong to, or drop them: --drop-weights",
+        )
+
+
+def _counted(names: Sequence[str], what: str) -> str:
+    return f"{len(names)} tensors {what}, such as {names[0]}" if names else ""
+
+
+def _slot(name: str) -> str:
+    return name.split("/")[1]
 
 
 def _is_mask(name: str) -> bool:
     """Whether a tensor of a state is the mask of a weight."""
-    return name.startswith("optimizer/") and name.split("/")[1].endswith(SLOT)
+    return name.startswith("optimizer/") and _slot(name).endswith(SLOT)
 
 
-def _fill(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
-    """Fills tensors with what was found by the same name and shape; the names of the rest."""
-    fresh = []
+def _is_alike(tensor: Tensor, loaded: Tensor) -> bool:
+    """Whether values of one mean the same in the other: numbers in any format, codes and masks only in their own."""
+    formats = {tensor.dtype, loaded.dtype}
+    return loaded.shape == tensor.shape and (len(formats) == 1 or all(dtype.is_floating_point for dtype in formats))
+
+
+def _fill(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        if name in loaded and loaded[name].shape == tensor.shape:
+        if name in loaded and _is_alike(tensor, loaded[name]):
             fill_tensor(tensor, loaded[name])
-        else:
-            fresh.append(name)
-    return fresh

@@ -76,6 +76,7 @@ def resume(
     recipe: Recipe,
     *,
     fork: str | None = None,
+    drop_weights: bool = False,
     model: BuildModel | None = None,
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
@@ -83,12 +84,14 @@ def resume(
     """Go on from the newest undamaged checkpoint of a run folder, or from the first step if it ended before its first.
 
     The recipe must be the one that the run was started with; UsageError says what differs. With `fork` the run goes
-    on as a new one of that name beside the old, by the changed recipe: what the old state has by the same name and
-    shape is taken over, everything else starts fresh and is named. `origins` says where changed values came from.
+    on as a new one of that name beside the old, by the changed recipe: what is the same in both is taken over, the
+    rest starts fresh or stays behind and is counted; weights stay behind only if `drop_weights`. `origins` says where
+    changed values came from.
     """
     with process_group():
         if fork is not None:
-            return _fork(folder, replace(recipe, name=fork), folder.parent / fork, model, origins or {}, quiet)
+            changed, target = replace(recipe, name=fork), folder.parent / fork
+            return _fork(folder, changed, target, model, origins or {}, quiet, drop_weights=drop_weights)
         with claim_run_folder(folder, lambda path, agents: RunFolder.open(path).lock(agents)) as opened:
             return _resume(opened, recipe, model, origins or {}, quiet)
 
@@ -166,11 +169,13 @@ def _fork(
     origins: Mapping[str, str],
     quiet: bool,
     rewound_to: int | None = None,
+    drop_weights: bool = False,
 ) -> dict[str, Any]:
     saved = checkpoint.find(old / "checkpoints", rewound_to, ranks=process_group_sync())
 
     def fill(state: TrainState) -> list[str]:
-        return copy_matching_state(prepared.run, state, saved, rewound=rewound_to is not None)
+        rewound = rewound_to is not None
+        return copy_matching_state(prepared.run, state, saved, rewound=rewound, drop_weights=drop_weights)
 
     with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if process_group_sync().run_first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):

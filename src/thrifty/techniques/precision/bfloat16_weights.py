@@ -129,6 +129,9 @@ class Float32Update(GradientTransform):
     def slot_kind(self, slot: str) -> Content:
         return "moments" if slot in self.weights else self.inner.slot_kind(slot)
 
+    def owner(self, slot: str) -> str:
+        return "" if slot in self.weights else self.inner.owner(slot)
+
     def rate(self, numbers: Scalars) -> float:
         return self.inner.rate(numbers)
 

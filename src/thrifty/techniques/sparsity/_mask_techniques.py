@@ -15,7 +15,7 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
-from thrifty.core.gradient_transform import MASK_MOVE, GradientTransform, Scalars, Slots
+from thrifty.core.gradient_transform import MASK_MOVE, GradientTransform, Scalars, Slots, StateAge
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
@@ -214,7 +214,8 @@ class SaliencyMaskedUpdate(MaskedUpdate):
     def scalars(self, step: int, age: int) -> dict[str, float]:
         # moments begin when scoring is over: until then there is nothing in them whose age could count
         scored = max(min(step, self.steps) - (step - age), 0)
-        return {"scoring": float(step < self.steps), **super().scalars(step, age - scored)}
+        whole = age if isinstance(age, StateAge) else StateAge(age)
+        return {"scoring": float(step < self.steps), **super().scalars(step, whole.less(scored))}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots = super().init(names, parameters)
