@@ -114,7 +114,7 @@ class PipelineRunner:
         """A block's forward pass, which is run again in the backward pass unless its activations are kept."""
         if self.keeping or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        return recompute(inner, args, kwargs)
+        return recompute(inner, args, kwargs, module)
 
     @contextmanager
     def _as(self, stage: StageModel, received: Tensor | None) -> Iterator[StageIO]:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.tensor_tracing import tensors_in
 from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
+from thrifty.memory.written_buffers import BufferSnapshot
 
 
 class BlockChain:
@@ -56,7 +57,8 @@ class BlockChain:
         if do is RecomputeAction.KEEP_ALL:
             self._latest = None
             return inner(*args, **kwargs)
-        call = BlockCall(inner, place, schedule, args, kwargs, before if do is RecomputeAction.PASS else None)
+        buffers = BufferSnapshot(module)
+        call = BlockCall(inner, place, schedule, args, kwargs, before if do is RecomputeAction.PASS else None, buffers)
         result = call.make(*args, **kwargs)
         self._latest = weakref.ref(call)
         return result
@@ -73,8 +75,9 @@ class BlockCall:
         args: tuple,
         kwargs: dict,
         before: "BlockCall | None",
+        buffers: BufferSnapshot,
     ):
-        self.inner, self.place, self.schedule = inner, place, schedule
+        self.inner, self.place, self.schedule, self.buffers = inner, place, schedule, buffers
         leaves, self.form = tree_flatten((args, kwargs))
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         self.constants = [None if number in tensors else leaf for number, leaf in enumerate(leaves)]
@@ -97,6 +100,7 @@ class BlockCall:
         """The first time: its result, with the tensors that autograd would save left out."""
         with saved_tensors_hooks(self._leave_out, _give):
             result = self.inner(*args, **kwargs)
+        self.buffers.forget_constant()
         self.outputs = [weakref.ref(tensor) for tensor in tensors_in(result)]
         return result
 
@@ -143,7 +147,8 @@ class BlockCall:
                     raise _StopRecompute
 
         outputs: list[Tensor] = []
-        with self.surroundings.restored(), saved_tensors_hooks(pack, _gone), suppress(_StopRecompute):
+        around = self.surroundings.restored(), self.buffers.restored(), saved_tensors_hooks(pack, _gone)
+        with around[0], around[1], around[2], suppress(_StopRecompute):
             result = self._call(linked)
             outputs = [tensor.detach() for tensor in tensors_in(result)]
         if keep:

@@ -3,19 +3,41 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from thrifty.memory.written_buffers import BufferSnapshot
 
-def recompute(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **how: Any) -> Any:
+
+def recompute(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    module: nn.Module | None = None,
+    **how: Any,
+) -> Any:
     """`function(*args, **kwargs)`, whose intermediate tensors are dropped and computed again when the backward pass
-    needs them. `how` are further arguments of torch's `checkpoint`.
+    needs them. `how` are further arguments of torch's `checkpoint`; of `module` buffers are written once.
 
     Everything goes to torch by position: it puts back the random state of those devices only that it finds tensors of
     there, and with a block called by name alone dropout on a GPU would be another one the second time.
     """
     names, count = tuple(kwargs), len(args)
+    before = None if module is None or torch.compiler.is_compiling() else BufferSnapshot(module)
+    is_first = True
 
     def by_position(*values: Any) -> Any:
-        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+        nonlocal is_first
+        given = dict(zip(names, values[count:], strict=True))
+        if before is None:
+            return function(*values[:count], **given)
+        if is_first:
+            is_first = False
+            result = function(*values[:count], **given)
+            before.forget_constant()
+            return result
+        with before.restored():
+            return function(*values[:count], **given)
 
     return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False, **how)

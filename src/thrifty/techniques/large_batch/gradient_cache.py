@@ -28,6 +28,7 @@ from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.memory.written_buffers import BufferSnapshot
 
 
 class VectorGradientObjective(WrappedObjective):
@@ -42,16 +43,19 @@ class VectorGradientObjective(WrappedObjective):
         return (prediction.hidden.to(self.gradient.dtype) * self.gradient).flatten(1).sum(1)
 
 
-def vectors_of(model: nn.Module, objective: Objective, parts: list[Batch]) -> tuple[Prediction, list[Tensor]]:
-    """What a model predicts of several micro-batches as one, without gradients, and the random states they began
-    with."""
+def vectors_of(
+    model: nn.Module, objective: Objective, parts: list[Batch]
+) -> tuple[Prediction, list[tuple[Tensor, BufferSnapshot]]]:
+    """The prediction of several micro-batches as one, without gradients, and the random states and buffers that they
+    began with."""
     states, hidden = [], []
     with torch.no_grad():
         for part in parts:
-            states.append(_random_state(part))
+            states.append((_random_state(part), BufferSnapshot(model)))
             prediction = objective.predict(model, part)
             assert prediction.hidden is not None
             hidden.append(prediction.hidden)
+            states[-1][1].forget_constant()
     return replace(prediction, hidden=torch.cat(hidden)), states
 
 
@@ -69,14 +73,15 @@ def cached(backward: Backward, micro_batches: int) -> Backward:
         loss = (losses * batch.weight).sum()
         (gradient,) = torch.autograd.grad(loss, vectors)
         total = BackwardResult(torch.zeros((), device=batch.weight.device))
-        for index, (part, state) in enumerate(zip(split, states, strict=True)):
+        for index, (part, (state, buffers)) in enumerate(zip(split, states, strict=True)):
             _restore_random_state(part, state)
             own = VectorGradientObjective(objective, gradient[index * rows : (index + 1) * rows])
             # the weights are in the gradient already
             unweighted = replace(
                 part.weighted(torch.ones_like(part.weight)), last=batch.last and index == len(split) - 1
             )
-            total = total + backward(model, own, unweighted)
+            with buffers.restored():
+                total = total + backward(model, own, unweighted)
         return replace(total, loss=loss.detach())
 
     return in_parts

@@ -38,12 +38,13 @@ from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 def run_block_again(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     """A block's forward pass whose intermediate tensors are computed again when the backward pass needs them."""
-    return recompute(inner, args, kwargs)
+    return recompute(inner, args, kwargs, module)
 
 
 def run_again_between_products(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     """The same, except that results of matrix products and attention stay."""
-    return recompute(inner, args, kwargs, context_fn=partial(create_selective_checkpoint_contexts, keep_products))
+    contexts = partial(create_selective_checkpoint_contexts, keep_products)
+    return recompute(inner, args, kwargs, module, context_fn=contexts)
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
