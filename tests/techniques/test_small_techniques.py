@@ -13,11 +13,13 @@ from thrifty.core.backward import plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective, Prediction
+from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.curriculum._size_schedule import phased_size
 from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
 from thrifty.techniques.growth._depth_growth import stacked_origin
 from thrifty.techniques.initializations.layer_scale import LayerScale, initial_gain
 from thrifty.techniques.large_batch.gradient_accumulation import accumulated
+from thrifty.techniques.losses.z_loss import ZLoss
 from thrifty.techniques.memory.recompute import Recompute
 
 TOKENS = torch.arange(16)[None]
@@ -120,6 +122,37 @@ def test_the_z_loss_and_its_gradient_are_those_of_autograd(tied: bool) -> None:
     assert float(outcome.loss) == pytest.approx(losses.mean().item(), rel=1e-6)
     for found, wanted in zip(state.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=1e-4, atol=1e-6)
+
+
+class Weighed(NextToken):
+    """Next tokens of which most do not count, and the others unequally."""
+
+    def shares(self, batch: Batch) -> Tensor:
+        weights = torch.rand(batch["tokens"][:, 1:].shape, generator=torch.Generator().manual_seed(0))
+        weights = weights * (weights > 0.7)
+        return weights / weights.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("as_logits", [False, True])
+def test_the_z_loss_counts_predictions_as_the_loss_does(as_logits: bool) -> None:
+    plain = plain_run()
+    model, batch = plain.build(), plain.source.at(0)
+    logits = model.head(model(batch["tokens"][:, :-1]))
+    given = Prediction(given=logits) if as_logits else Prediction(model(batch["tokens"][:, :-1]), model.head)
+    objective = Weighed()
+    wanted = (0.1 * logits.logsumexp(-1).square() * objective.shares(batch)).sum(1)
+    losses = objective.losses(given, batch).detach()
+    found = ZLoss(coefficient=0.1).objective(objective).losses(given, batch)
+    torch.testing.assert_close(found - losses, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_normalizers_of_logits_are_computed_for_those_who_ask() -> None:
+    plain = plain_run()
+    model, batch = plain.build(), plain.source.at(0)
+    given = Prediction(given=model.head(model(batch["tokens"][:, :-1])))
+    NextToken().losses(given, batch)
+    assert given.normalizers is None
+    torch.testing.assert_close(NextToken().normalizers(given, batch), given.logits.logsumexp(-1))
 
 
 class Doubles(Objective):

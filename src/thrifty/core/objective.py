@@ -23,6 +23,8 @@ class Prediction:
     given: Tensor | None = field(default=None, repr=False)
     normalizers: Tensor | None = field(default=None, repr=False)
     """Left here by a loss that computes them anyway, for terms that need them too."""
+    shares: Tensor | None = field(default=None, repr=False)
+    """Left here likewise: how much each prediction counts for its example; None where all count alike."""
 
     @cached_property
     def logits(self) -> Tensor:

@@ -70,15 +70,19 @@ class TokenCrossEntropy(Objective):
         else:
             logits = prediction.logits.float().flatten(0, 1)
             losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
-            normalizers = torch.where(targets.flatten() != IGNORED, logits.logsumexp(-1), 0.0)
-        prediction.normalizers = normalizers.view_as(targets)
+            normalizers = None  # which would keep the logits a second time, for those who do not ask
+        prediction.normalizers = None if normalizers is None else normalizers.view_as(targets)
+        prediction.shares = shares
         losses = losses.view_as(targets)
         return losses.mean(1) if shares is None else (losses * shares).sum(1)
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
         """(b, k), 0 where a prediction does not count."""
-        if prediction.normalizers is None:
+        if prediction.normalizers is None and _is_plain_linear(prediction.head):
             self.losses(prediction, batch)
+        elif prediction.normalizers is None:
+            targets, prediction.shares = self._counted_targets(batch)
+            prediction.normalizers = torch.where(targets != IGNORED, prediction.logits.float().logsumexp(-1), 0.0)
         assert prediction.normalizers is not None
         return prediction.normalizers
 

@@ -18,7 +18,8 @@ from thrifty.core.technique import Numerics, Technique
 
 
 class ZLossObjective(WrappedObjective):
-    """Another objective plus coefficient · mean over the example's predictions of log(normaliser)²."""
+    """Another objective plus coefficient · mean of log(normaliser)² over the example's predictions, each counted as in
+    the loss itself."""
 
     def __init__(self, inner: Objective, coefficient: float):
         super().__init__(inner)
@@ -26,7 +27,8 @@ class ZLossObjective(WrappedObjective):
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         losses = super().losses(prediction, batch)
-        return losses + self.coefficient * self.normalizers(prediction, batch).square().mean(-1)
+        squares, shares = self.normalizers(prediction, batch).square(), prediction.shares
+        return losses + self.coefficient * (squares.mean(-1) if shares is None else (squares * shares).sum(-1))
 
 
 @dataclass(frozen=True)
