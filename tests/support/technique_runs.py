@@ -33,7 +33,9 @@ RUNS: Mapping[str, Callable[..., BaseRun]] = {
     "data_selection.drop_masked_patches": autoencoder_run,
     "data_selection.drop_masked_tokens": masked_run,
     "data_selection.drop_patches": image_run,
+    "curriculum.low_frequency": image_run,
     "curriculum.patch_size": image_run,
+    "curriculum.resolution": image_run,
     "large_batch.gradient_cache": pair_run,
 }
 """By technique, for those that are for other data. Each takes `batch`, `repeated` and `dropout` like `plain_run`."""

@@ -111,12 +111,10 @@ def test_grey_images_without_colours_are_images_too(one: Technique) -> None:
 
 
 @pytest.mark.parametrize("one", [ResolutionCurriculum(), LowFrequencyCurriculum()])
-def test_texts_stay_as_they_are_and_that_is_said(one: Technique) -> None:
-    source = plain_run().source
-    with collect_notes() as notes:
-        batch = one.batches(source).at(0)
-    assert torch.equal(batch["tokens"], source.at(0)["tokens"])
-    assert notes == ["batches of key and tokens have no images and stay as they are"]
+def test_texts_are_refused(one: Technique) -> None:
+    with pytest.raises(RefusedError, match=rf"{one.name} needs batches of images; these have tokens") as refused:
+        one.batches(plain_run().source).at(0)
+    assert f"--without {one.name}" in refused.value.fix
 
 
 @pytest.mark.parametrize(

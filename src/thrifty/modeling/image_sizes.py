@@ -29,17 +29,20 @@ def replace_images(batch: Batch, images: Tensor) -> Batch:
 
 
 def resized_images(
-    source: BatchSource, side_at: Callable[[int, int], int], resized: Callable[[Tensor, int, int], Tensor]
+    source: BatchSource, who: str, side_at: Callable[[int, int], int], resized: Callable[[Tensor, int, int], Tensor]
 ) -> BatchSource:
     """A source whose images at each step are `resized(images, height, width)`, `side_at(step, side)` being what each
-    full side is then. Batches without images stay as they are, which is noted: nothing of theirs has a resolution. So
-    is it where the first images are full already."""
+    full side is then. It is noted where the first images are full already.
+
+    Its batches raise RefusedError, in the name of `who`, where they have no images."""
 
     def change(step: int, batch: Batch) -> Batch:
         images = images_of(batch)
         if images is None:
-            add_note(f"batches of {' and '.join(sorted(batch.fields))} have no images and stay as they are")
-            return batch
+            fields = " and ".join(sorted(batch.fields.keys() - {"key"}))
+            raise RefusedError(
+                f"{who} needs batches of images; these have {fields}", fix=f"train on images, or --without {who}"
+            )
         sides = images.shape[-2:]
         if all(side_at(0, side) == side for side in sides):
             add_note(

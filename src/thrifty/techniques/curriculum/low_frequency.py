@@ -5,8 +5,8 @@ Paper     Wang et al. 2022, EfficientTrain (arXiv 2211.09703), section 4: sides 
 Promise   cheaper early steps that lose no information below the new resolution: cutting the middle out of the spectrum
           is an ideal low-pass and a sampling at its rate, with no aliasing. Evaluation always sees full images.
 Cost      two Fourier transforms an image on the processor that loads data; with `compile` each size is compiled once.
-Does not  touch batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which is noted; change the model,
-          which must take smaller images: a ViT interpolates its positions.
+Does not  work on batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which are refused; change the
+          model, which must take smaller images: a ViT interpolates its positions.
 Avoid     where edges must stay sharp: an ideal low-pass rings beside them, and values may leave [0, 1].
 Note      the paper's second half, augmentation that grows stronger, is a matter of the data's settings. Sides are
           multiples of `multiple`: let it be the side of a patch, or a multiple of it.
@@ -51,4 +51,4 @@ class LowFrequencyCurriculum(Technique):
         return scaled_side(side, share, self.multiple)
 
     def batches(self, source: BatchSource) -> BatchSource:
-        return resized_images(source, self.side_at, crop_spectrum)
+        return resized_images(source, self.name, self.side_at, crop_spectrum)

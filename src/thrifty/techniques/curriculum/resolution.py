@@ -5,8 +5,8 @@ Paper     the resizing of Tan & Le 2021, EfficientNetV2 (arXiv 2104.00298), sect
 Promise   cheaper early steps: an image of half the side is a quarter of the patches. Whatever is finer than a pixel of
           the small image is averaged out before it is sampled. Evaluation always sees full images.
 Cost      with `compile` each size is compiled once.
-Does not  touch batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which is noted; change the model,
-          which must take smaller images: a ViT interpolates its positions.
+Does not  work on batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which are refused; change the
+          model, which must take smaller images: a ViT interpolates its positions.
 Avoid     where fine detail is all there is: images of a few pixels.
 Note      sides are multiples of `multiple`: let it be the side of a patch, or a multiple of it.
 """
@@ -40,4 +40,4 @@ class ResolutionCurriculum(Technique):
         return phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)
 
     def batches(self, source: BatchSource) -> BatchSource:
-        return resized_images(source, self.side_at, resize)
+        return resized_images(source, self.name, self.side_at, resize)
