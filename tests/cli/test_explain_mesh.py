@@ -70,3 +70,16 @@ def test_a_technique_that_refuses_on_a_stage_is_named_and_left_out(text: Path) -
     found = explain_recipe(layers)
     assert "1f1b needs as many micro-batches as stages" in found["refused"]["parallelism.pipeline"]
     assert "parallelism.pipeline" not in [row["name"] for row in found["techniques"]]
+
+
+def test_what_is_refused_stands_first_and_decides_the_exit_code(
+    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = recipe(text, "said", "pipeline=2")
+    layers.apply_changes((), (), ("techniques.parallelism.pipeline.micro_batches=1",))
+    found = explain_recipe(layers)
+    monkeypatch.setattr("thrifty.cli.explain.explain_recipe", lambda layers: found)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["text", "--data", str(text), "--mesh", "pipeline=2"], standalone_mode=False)
+    told = capsys.readouterr().out
+    assert ended.value.code == 2 and told.index("refused parallelism.pipeline") < told.index("plain run")

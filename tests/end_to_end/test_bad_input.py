@@ -281,3 +281,9 @@ def test_a_disk_of_few_megabytes_that_fills_up_stops_the_run_with_its_last_check
     process = kept.start("resume", "kept")
     assert wait_until(lambda: len((thrifty.folder / "kept/records.jsonl").read_bytes()) > 0, process)
     kill(process)
+
+
+def test_a_mesh_of_more_ranks_than_there_are_is_refused(thrifty: CommandLine) -> None:
+    says = ("needs 2 ranks, and this start has 1", "torchrun --nproc-per-node 2", "--mesh tensor=1")
+    refused(thrifty, *thrifty.recipe("run", "--mesh", "tensor=2"), says=says)
+    assert not thrifty.run("run").exists()

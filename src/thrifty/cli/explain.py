@@ -1,5 +1,6 @@
 """`thrifty explain`: what a recipe will do, stage by stage, before it runs."""
 
+import sys
 from typing import Any
 
 import click
@@ -16,9 +17,11 @@ def command(as_json: bool, **options: Any) -> None:
     it, what is refused and why, and where every value that is not a default came from. Nothing is trained.
 
     With a mesh, such as --mesh tensor=2,replicate=2, it is what each rank will hold, compute and send; no ranks are
-    started."""
+    started. The exit code is 2 where a technique is refused."""
     facts = explain_recipe(build_recipe(**options))
     print_result(facts, lambda: _tell(facts), as_json)
+    if facts["refused"]:
+        sys.exit(2)
 
 
 def explain_recipe(layers: Any) -> dict[str, Any]:
@@ -75,6 +78,8 @@ def _without_refused(run: Any, look: Any) -> tuple[Any, dict[str, str], Any]:
 def _tell(facts: dict[str, Any]) -> None:
     console = wide_console()
     console.print(f"{facts['recipe']}: {facts['parameters']:,} parameters, {_in_words(facts['data'])}\n")
+    for name, reason in facts["refused"].items():
+        console.print(f"refused {name}: {reason.partition(': ')[2]}", markup=False)
     table = open_table("stage", "technique", "numerics", "touched", "memory", "activations", "GFLOP")
     plain = facts["plain"]
     table.add_row("", "plain run", "", "", _bytes(plain["memory"]), _bytes(plain["activations"]), _giga(plain["flops"]))
@@ -101,8 +106,6 @@ def _tell(facts: dict[str, Any]) -> None:
         console.print("\ndecided when the first batch is seen")
     for decision in facts["decisions"]:
         console.print(f"  {decision}", markup=False)
-    for name, reason in facts["refused"].items():
-        console.print(f"refused {name}: {reason.partition(': ')[2]}", markup=False)
     console.print("\nvalues that are not defaults")
     for path, origin in facts["origins"].items():
         console.print(f"  {path}  from {origin}", markup=False)

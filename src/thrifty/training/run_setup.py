@@ -70,6 +70,19 @@ def process_group() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def ranks_of(recipe: Recipe) -> Iterator[None]:
+    """The process group that a recipe's mesh is for. Raises UsageError where it has too few ranks."""
+    with process_group():
+        if ranks() < (least := recipe.mesh.least_ranks):
+            alone = ",".join(f"{name}=1" for name, size in vars(recipe.mesh).items() if size > 1)
+            raise UsageError(
+                f"the mesh of {recipe.mesh.label} needs {least} ranks, and this start has {ranks()}",
+                fix=f"start with torchrun --nproc-per-node {least} -m thrifty …, or without ranks by --mesh {alone}",
+            )
+        yield
+
+
 def _leave_group() -> None:
     mesh.clear_mesh()
     if dist.is_initialized():

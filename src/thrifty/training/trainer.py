@@ -29,7 +29,7 @@ from thrifty.training.rendezvous import current_agent
 from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_fork import copy_matching_state
-from thrifty.training.run_setup import BuildModel, PreparedRun, prepare_run, process_group
+from thrifty.training.run_setup import BuildModel, PreparedRun, prepare_run, ranks_of
 from thrifty.training.train_session import TrainSession
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
@@ -65,7 +65,7 @@ def train(
     `model` builds a model of your own in place of the recipe's: a module with a list of blocks that maps tokens (b, t)
     to hidden states (b, t, d) and has a linear `head`, or that maps them to logits.
     """
-    with process_group(), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
+    with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
         if process_group_sync().run_first(folder.recipe.is_file):
             return _resume(folder, recipe, model, origins or {}, quiet)
         return _run(prepare_run(recipe, model, quiet=quiet), folder, quiet, origins or {})
@@ -88,7 +88,7 @@ def resume(
     rest starts fresh or stays behind and is counted; weights stay behind only if `drop_weights`. `origins` says where
     changed values came from.
     """
-    with process_group():
+    with ranks_of(recipe):
         if fork is not None:
             changed, target = replace(recipe, name=fork), folder.parent / fork
             return _fork(folder, changed, target, model, origins or {}, quiet, drop_weights=drop_weights)
@@ -107,7 +107,7 @@ def rewind_run(
 ) -> dict[str, Any]:
     """A new run beside an old one that goes on from its checkpoint of a step: weights, optimizer, data order and
     schedule as they were then, under the masks of its own recipe. A run of that name that was started so goes on."""
-    with process_group():
+    with ranks_of(recipe):
         return _fork(folder, recipe, folder.parent / recipe.name, model, origins or {}, quiet, step)
 
 
