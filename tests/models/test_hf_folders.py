@@ -77,6 +77,16 @@ def test_export_is_what_transformers_loads(architecture, tokenizer_json, tmp_pat
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "ours").eos_token_id == 0
 
 
+@pytest.mark.parametrize(("base", "exported"), [(5, 0), ([5, 7], 0), ([5, 0], [5, 0]), (None, 0)])
+def test_generation_of_an_export_stops_where_its_tokenizer_says(base, exported, save, tokenizer_json, tmp_path):
+    folder, theirs = save(ARCHITECTURES["llama"]())
+    theirs.generation_config.eos_token_id = base
+    theirs.generation_config.save_pretrained(folder)
+    export_model(load_causal_lm(folder), None, tmp_path / "ours", tokenizer_json)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert again.generation_config.eos_token_id == exported
+
+
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "gemma2"])
 def test_greedy_text_is_that_of_transformers(name, save, tokens):
     folder, theirs = save(ARCHITECTURES[name]())

@@ -4,6 +4,7 @@ Only architectures that `transformers` itself knows are built: code from the fol
 never opened, and nothing is fetched from the network.
 """
 
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from torch import nn
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.modeling.module_surgery import tied_names
 from thrifty.modeling.structured_pruning import is_pruned
-from thrifty.models.hf_folder import read_config, special_ids, weight_files, write_tokenizer, written_aside
+from thrifty.models.hf_folder import (
+    read_config,
+    read_json,
+    special_ids,
+    weight_files,
+    write_json,
+    write_tokenizer,
+    written_aside,
+)
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
 from thrifty.models.pad_pruned import pad_pruned_wrapper
 from thrifty.models.transformer import Task
@@ -98,11 +107,25 @@ def export_wrapped(
         model.lm.save_pretrained(aside, state_dict=values)
         config.dtype = dtype
         if tokenizer_json is not None:
-            for name, number in special_ids(tokenizer_json, model.task).items():
-                if name != "pad_token_id":  # some architectures count positions by it: it is part of the arithmetic
-                    setattr(config, name, number)
+            ids = special_ids(tokenizer_json, model.task)
+            ids.pop("pad_token_id", None)  # some architectures count positions by it: it is part of the arithmetic
+            for name, number in ids.items():
+                setattr(config, name, number)
+            _write_generation(aside / "generation_config.json", ids)
             write_tokenizer(aside, tokenizer_json, getattr(config, "max_position_embeddings", None) or 1024)
         config.save_pretrained(aside)
+
+
+def _write_generation(path: Path, ids: Mapping[str, int | None]) -> None:
+    """Let `generate` stop where the tokenizer's texts and turns end, and not only where those of the base model did."""
+    if not path.is_file():
+        return
+    kept = read_json(path)
+    for name, number in ids.items():
+        known = kept.get(name)
+        if number is not None and number != known and not (isinstance(known, list) and number in known):
+            kept[name] = number
+    write_json(path, kept)
 
 
 def _untied(lm: nn.Module) -> dict[str, torch.Tensor]:
