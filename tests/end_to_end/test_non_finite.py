@@ -141,3 +141,39 @@ def test_what_was_learned_before_a_run_of_skipped_steps_can_still_be_used(recipe
     assert all(torch.equal(good[name], last[name]) for name in good)
     restored, _ = load_trained_model(tmp_path / "short")
     assert all(parameter.isfinite().all() for parameter in restored.parameters())
+
+
+@dataclass(frozen=True)
+class LoseWeights(Technique):
+    """Makes a weight infinite in one step, whose own loss is still finite."""
+
+    stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
+
+    step: int = 5
+
+    def backward(self, backward: Backward) -> Backward:
+        steps = iter(range(1, 100))
+
+        def losing(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+            outcome = backward(model, objective, batch)
+            if next(steps) == self.step:
+                with torch.no_grad():
+                    next(model.parameters()).fill_(torch.inf)
+            return outcome
+
+        return losing
+
+
+@pytest.mark.parametrize(("step", "newest"), [(5, 4), (7, 6), (1, None)])
+def test_weights_without_a_finite_loss_are_not_the_newest_checkpoint(
+    recipe: Recipe, tmp_path: Path, step: int, newest: int | None
+) -> None:
+    lost = replace(recipe, techniques=(*recipe.techniques, LoseWeights(step=step)))
+    with pytest.raises(ThriftyError, match=r"give no finite loss: nan in training, nan on held-out"):
+        train(lost, tmp_path, quiet=True)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("stopped", 1)
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert (saved[-1] if saved else None) == (newest and f"step-{newest:08}")
+    if newest:
+        assert all(t.isfinite().all() for t in load(tmp_path / "run" / "checkpoints").tensors.values())

@@ -102,9 +102,10 @@ class _Observer:
             stopping = stop.agreed()
             due = done or record.step % self.recipe.checkpoints.every == 0 or record.step in self.also
             # what is saved by plan is evaluated first, so that the best checkpoint is the one that was measured
-            if due or record.step % self.recipe.evaluation.every == 0:
+            if due or record.step % self.recipe.evaluation.every == 0 or (stopping and record.skipped):
                 self.evaluate()
             if due or stopping:
+                self.refuse_lost_weights(record)
                 self.save()
             if stopping and not done:
                 self.display.say(f"stopped by signal {stop.signal} at step {record.step}, which is saved")
@@ -114,6 +115,18 @@ class _Observer:
         if self.held_out is None:  # the run was killed between its last checkpoint and its end
             self.evaluate()
         return "finished"
+
+    def refuse_lost_weights(self, record: Record) -> None:
+        """Raises ThriftyError where neither the last step nor the evaluation has a finite loss: a checkpoint of such
+        weights would stand in for the last good one."""
+        if record.skipped and self.held_out is not None and not math.isfinite(self.held_out):
+            kept = f"the newest checkpoint is that of step {self.saved_step}" if self.saved_step else "none was saved"
+            raise ThriftyError(
+                f"the weights of step {record.step} give no finite loss: {record.loss} in training, {self.held_out} on "
+                f"held-out examples; they are not saved, and {kept}",
+                fix="lower the learning rate, or switch on gradients.clip, and go on with: thrifty resume "
+                f"{self.folder.path} --fork NAME",
+            )
 
     def record(self, record: Record) -> None:
         for change in record.changes:
