@@ -1,6 +1,7 @@
 """From Python: a model of one's own, and the optimizer in a loop of one's own."""
 
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from command_line import assert_equal
 from torch import Tensor, nn
 
+from thrifty.core.errors import ThriftyError
 from thrifty.core.gradient_transform import chain
 from thrifty.core.recipe import Budget, DataSettings, Recipe
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -83,6 +85,31 @@ def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
     assert summary["status"] == "interrupted" and summary["exit_code"] == 143 and 0 < summary["steps"] < 30
     assert resume(tmp_path / "cut", recipe, model=kind, quiet=True)["status"] == "finished"
     assert_equal(load(tmp_path / "cut" / "checkpoints").tensors, load(tmp_path / "whole" / "checkpoints").tensors)
+
+
+@pytest.mark.parametrize("what", ["moved", "deleted"])
+def test_a_run_whose_folder_goes_away_ends_and_says_so(what: str, common_folder: Path, tmp_path: Path) -> None:
+    recipe = Recipe(
+        name="run",
+        data=DataSettings(source=str(common_folder / "corpus"), vocabulary=VOCABULARY, length=16, batch=8),
+        budget=Budget(steps=30),
+        techniques=(AdamW(lr=3e-2),),
+    )
+
+    def losing() -> nn.Module:
+        model, calls = Logits(), iter(range(1000))
+
+        def lose(module: nn.Module, *_: object) -> None:
+            if (tmp_path / "run" / "records.jsonl").exists() and next(calls) == 9:
+                move = shutil.rmtree if what == "deleted" else lambda path: path.rename(tmp_path / "elsewhere")
+                move(tmp_path / "run")
+
+        model.register_forward_hook(lose)
+        return model
+
+    with pytest.raises(ThriftyError, match="was moved or deleted while the run went on"):
+        train(recipe, tmp_path, model=losing, quiet=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_optimizer_works_in_a_loop_of_ones_own_with_torchs_schedulers_left_out() -> None:

@@ -234,3 +234,20 @@ def test_small_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
         (run.path / "summary.json").mkdir()
         with pytest.raises(ThriftyError, match=r"summary\.json cannot be written"):
             run.write_json("summary", {})
+
+
+@pytest.mark.parametrize("what", ["moved", "deleted", "replaced"])
+def test_nothing_is_written_once_the_folder_is_somewhere_else(what: str, tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as run:
+        run.append({"kind": "step", "step": 1})
+        if what == "deleted":
+            shutil.rmtree(tmp_path / "run")
+        else:
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+        if what == "replaced":
+            shutil.copytree(tmp_path / "elsewhere", tmp_path / "run")
+        there = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        for write in (lambda: run.append({"kind": "step", "step": 2}), lambda: run.write_json("summary", {})):
+            with pytest.raises(ThriftyError, match="was moved or deleted while the run went on"):
+                write()
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == there

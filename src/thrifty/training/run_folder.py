@@ -131,8 +131,18 @@ class RunFolder:
     def plots(self) -> Path:
         return self.path / "plots"
 
+    def refuse_moved(self) -> None:
+        """Raises ThriftyError where the folder that is locked is no longer at its path, so that nothing is written
+        into another one, or into none, as if all were well."""
+        if self._lock is not None and not self._lock.is_in_place:
+            raise ThriftyError(
+                f"{self.path} was moved or deleted while the run went on, which is stopped",
+                fix="move it back, or `thrifty resume` it where it is now: it goes on from its newest checkpoint",
+            )
+
     def append(self, record: Record) -> None:
         """Adds a record as one line, at once visible to readers. Numbers that are not finite become null."""
+        self.refuse_moved()
         line = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
         if self._records is None:
             self._records = _opened_at_whole_lines(self.records)
@@ -174,6 +184,7 @@ class RunFolder:
 
     def write_text(self, file: str, text: str) -> None:
         """Replaces a file as a whole."""
+        self.refuse_moved()
         try:
             AtomicFiles().swap_text(self.path / file, text)
         except OSError as error:

@@ -58,6 +58,16 @@ class RunLock:
             fix = f"if it no longer runs there, remove {self.file}"
         return UsageError(f"{self.file.parent} is in use by {who}", fix)
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its path still leads to the file that is held, and not to another one or to none."""
+        held = os.fstat(self._descriptor)
+        try:
+            there = os.stat(self.file)
+        except OSError:
+            return False
+        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+
     def release(self) -> None:
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)

@@ -221,6 +221,7 @@ class _Observer:
     def save(self) -> None:
         if self.saved_step == self.state.step:
             return
+        self.folder.refuse_moved()
         best = self._is_best_saved()
         heartbeat.at(f"the checkpoint of step {self.state.step}")
         saved = checkpoint.save(
