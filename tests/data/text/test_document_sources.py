@@ -1,6 +1,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -167,3 +168,20 @@ def test_a_hub_data_set_is_read_by_name(tmp_path, monkeypatch):
 def test_hub_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'thrifty[hub]'" in refused("hub:owner/name")
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_folder_that_datasets_has_saved_is_read_as_its_rows(splits: bool, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", "", "two"], "body": [1, 2, 3]})
+    saved = datasets.DatasetDict({"train": rows, "test": rows.select([0])}) if splits else rows
+    saved.save_to_disk(tmp_path / "saved")
+    assert read(str(tmp_path / "saved")) == ["one", "two"]
+    assert "no column 'texts'" in refused(str(tmp_path / "saved"), "texts")
+    assert "column 'body' holds int, not text" in refused(str(tmp_path / "saved"), "body")
+    before = open_source(str(tmp_path / "saved")).identity()
+    datasets.Dataset.from_dict({"text": ["three"], "body": [1]}).save_to_disk(tmp_path / "other")
+    assert open_source(str(tmp_path / "other")).identity() != before
+    # beside other things it is named, not read as the JSON files that describe it
+    (tmp_path / "more.txt").write_text("more")
+    assert f"in {tmp_path}" in (said := refused(str(tmp_path))) and "a data set of the datasets package" in said

@@ -6,10 +6,11 @@ changed.
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Any, Protocol
 
 from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_STDLIB, CatalogueEntry, entries
@@ -49,6 +50,8 @@ def open_source(source: str, column: str = "text") -> DocumentSource:
     if source in entries():
         return _named(entries()[source])
     path = Path(source).expanduser()
+    if path.is_dir() and is_saved_dataset(path):
+        return SavedDataset(str(path), column)
     if path.is_dir():
         return FileSource(_files_below(path), column, folder=True)
     if path.is_file():
@@ -75,10 +78,7 @@ class FileSource:
                 yield from whole_text(path) if self.folder else text_passages(path)
 
     def identity(self) -> str:
-        """From each file's path, size and time of change: quick for any amount of text."""
-        states = ((path.absolute(), path.stat()) for path in self.files)
-        listing = [f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states]
-        return _hash("\n".join(listing))
+        return _file_states(self.files)
 
 
 @dataclass(frozen=True)
@@ -103,35 +103,62 @@ class HubSource:
     dataset: str
     column: str
 
+    @property
+    def label(self) -> str:
+        return HUB + self.dataset
+
     def documents(self) -> Iterator[str]:
         try:
             import datasets
         except ImportError:
             raise UsageError(
-                f"{HUB}{self.dataset} needs the datasets package, which is not installed",
-                fix="pip install 'thrifty[hub]'",
+                f"{self.label} needs the datasets package, which is not installed", fix="pip install 'thrifty[hub]'"
             ) from None
         try:
-            rows = datasets.load_dataset(self.dataset, split="train")
+            rows = self.training_rows(datasets)
         except Exception as error:  # the library raises errors of a dozen packages; all mean that the set cannot be had
             raise UsageError(
-                f"{HUB}{self.dataset} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}",
-                fix="check the name, that it has a split called train, and that the hub can be reached",
+                f"{self.label} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}",
+                fix="check the name, that it has a split called train, and that it can be reached",
             ) from error
-        check_column(self.column, rows.column_names, HUB + self.dataset)
+        check_column(self.column, rows.column_names, self.label)
         for number, row in enumerate(rows.select_columns(self.column)):
             text = row[self.column]
             if text is not None and not isinstance(text, str):
                 raise UsageError(
-                    f"{HUB}{self.dataset}, row {number}: column {self.column!r} holds {type(text).__name__}, not text",
+                    f"{self.label}, row {number}: column {self.column!r} holds {type(text).__name__}, not text",
                     fix="set data.column to a text one",
                 )
             if text and text.strip():
                 yield text
 
+    def training_rows(self, datasets: ModuleType) -> Any:
+        return datasets.load_dataset(self.dataset, split="train")
+
     def identity(self) -> str:
         """The name alone: what was prepared once is used without asking the network again."""
-        return _hash(HUB + self.dataset)
+        return _hash(self.label)
+
+
+@dataclass(frozen=True)
+class SavedDataset(HubSource):
+    """A folder that `datasets` wrote by `save_to_disk`: the data set, or its training split."""
+
+    @property
+    def label(self) -> str:
+        return self.dataset
+
+    def training_rows(self, datasets: ModuleType) -> Any:
+        rows = datasets.load_from_disk(self.dataset)
+        return rows["train"] if isinstance(rows, dict) else rows
+
+    def identity(self) -> str:
+        return _file_states(sorted(path for path in Path(self.dataset).rglob("*") if path.is_file()))
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    parts = ("dataset_info.json", "state.json")
+    return (folder / "dataset_dict.json").is_file() or all((folder / part).is_file() for part in parts)
 
 
 _NO_TEXT = {
@@ -164,6 +191,9 @@ def _files_below(folder: Path) -> tuple[Path, ...]:
     """Every file below the folder in sorted order, without hidden ones and binary ones (except .parquet)."""
     files: list[Path] = []
     for root, inner, names in os.walk(folder):
+        if is_saved_dataset(Path(root)):
+            what = f"{folder} holds a data set of the datasets package in {root}, beside other files or sets"
+            raise UsageError(what, fix=f"--data {root}")
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
     text = tuple(path for path in files if path.suffix.lower() in TABLES or not looks_binary(path))
@@ -179,6 +209,12 @@ def _nothing_there(source: str) -> UsageError:
         return UsageError(f"{source}: no such file or folder", fix="check data.source")
     texts = [entry.name for entry in entries().values() if entry.kind == "text"]
     return UsageError(f"{source!r} is neither a file, a folder nor a known set", fix=did_you_mean(source, texts))
+
+
+def _file_states(files: Iterable[Path]) -> str:
+    """A hash of each file's path, size and time of change: quick for any amount of text."""
+    states = ((path.absolute(), path.stat()) for path in files)
+    return _hash("\n".join(f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states))
 
 
 def _hash(text: str) -> str:
