@@ -2,7 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,11 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
 HASHED = 200_000_000
-"""Up to this many bytes the files' hashes are verified at each opening, beyond only their sizes."""
+"""Up to this many bytes the files' hashes are verified at each opening; beyond it once a day and when one is touched."""
+
+VERIFIED = ".verified.json"
+VERIFIED_FOR = 24 * 3600
+"""Seconds."""
 
 TRAINING_TEXT = 16_000_000
 """Characters of training text that a tokenizer is trained on; more of it hardly changes the tokens found."""
@@ -102,16 +109,42 @@ def _damage(folder: Path) -> str:
     """What is wrong with a prepared folder, absence included, or nothing."""
     try:
         files = read_manifest(folder)["files"]
-        small = sum(file["size"] for file in files.values()) < HASHED
+        is_large = sum(file["size"] for file in files.values()) >= HASHED
         for name, file in files.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != file["size"]:
                 return f"{name} has not its size"
-            if small and file_sha256(path) != file["sha256"]:
+        if is_large and _is_verified(folder, files):
+            return ""
+        for name, file in files.items():
+            if file_sha256(folder / name) != file["sha256"]:
                 return f"{name} has not its sha256"
+        if is_large:
+            _keep_verified(folder, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return ""
+
+
+def _is_verified(folder: Path, names: Iterable[str]) -> bool:
+    """Whether the hashes of files were right within the last day, and none was touched since."""
+    try:
+        kept = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
+        return 0 <= time.time() - kept["at"] < VERIFIED_FOR and kept["states"] == _states(folder, names)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _keep_verified(folder: Path, names: Iterable[str]) -> None:
+    aside = folder / f"{VERIFIED}.{os.getpid()}"
+    with suppress(OSError):  # of a cache that is only read, files are hashed at each start
+        aside.write_text(json.dumps({"at": time.time(), "states": _states(folder, names)}), encoding="utf-8")
+        aside.replace(folder / VERIFIED)
+
+
+def _states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    facts = {name: (folder / name).stat() for name in names}
+    return {name: [each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for name, each in facts.items()}
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
+from thrifty.data import prepared_cache
 from thrifty.data.text.token_cache import open_token_cache
 from thrifty.data.train_split import DataSplit
 
@@ -139,6 +140,36 @@ def test_a_damaged_file_is_noticed_and_built_again(stories, name, harm):
     again = open_token_cache(settings(stories), said.append)
     assert len(said) == 1 and "again, since" in said[0] and name in said[0]
     assert digests(again.folder) == before
+
+
+@pytest.mark.parametrize("is_dated_back", [False, True])
+def test_large_files_are_hashed_once_a_day_and_when_they_were_touched(stories, monkeypatch, is_dated_back):
+    monkeypatch.setattr(prepared_cache, "HASHED", 0)
+    hashed = []
+    plain = prepared_cache.file_sha256
+    monkeypatch.setattr(prepared_cache, "file_sha256", lambda path: (hashed.append(path.name), plain(path))[1])
+    folder = open_token_cache(settings(stories), quiet).folder
+    open_token_cache(settings(stories), quiet)  # looked at for the first time
+    hashed.clear()
+    open_token_cache(settings(stories), quiet)
+    assert not hashed
+    state = (folder / "train.bin").stat()
+    with (folder / "train.bin").open("r+b") as file:
+        file.seek(state.st_size // 2)
+        byte = file.read(1)
+        file.seek(state.st_size // 2)
+        file.write(bytes([byte[0] ^ 0x80]))
+    if is_dated_back:
+        os.utime(folder / "train.bin", ns=(state.st_atime_ns, state.st_mtime_ns))
+    said = []
+    open_token_cache(settings(stories), said.append)
+    assert len(said) == 1 and "again, since train.bin has not its sha256" in said[0]
+    open_token_cache(settings(stories), quiet)
+    hashed.clear()
+    now = prepared_cache.time.time() + prepared_cache.VERIFIED_FOR + 1
+    monkeypatch.setattr(prepared_cache.time, "time", lambda: now)
+    open_token_cache(settings(stories), quiet)
+    assert "train.bin" in hashed
 
 
 @pytest.mark.slow
