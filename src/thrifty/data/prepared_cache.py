@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
 HASHED = 200_000_000
-"""Up to this many bytes the files' hashes are verified at each opening; beyond it once a day and when one is touched."""
+"""Up to this many bytes the files' hashes are verified at each opening; beyond it once a day and when touched."""
 
 VERIFIED = ".verified.json"
 VERIFIED_FOR = 24 * 3600

@@ -20,6 +20,7 @@ import psutil
 import torch.distributed as dist
 
 from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.machine.process_start import is_running, process_start
 
 _CURRENT = "thrifty/meeting"
 _CONNECTING = timedelta(seconds=60)
@@ -38,7 +39,8 @@ class ProcessIdentity:
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
         space = Path("/proc/self/ns/pid")
-        return cls(socket.gethostname(), space.stat().st_ino if space.exists() else 0, pid, born=_born(pid) or 0.0)
+        number = space.stat().st_ino if space.exists() else 0
+        return cls(socket.gethostname(), number, pid, born=process_start(pid) or 0.0)
 
     @classmethod
     def from_json(cls, text: bytes) -> "ProcessIdentity":
@@ -59,16 +61,7 @@ class ProcessIdentity:
     @property
     def is_gone(self) -> bool:
         """Of a process that is near: whether it has ended."""
-        born = _born(self.pid)
-        return born is None or abs(born - self.born) > 2
-
-
-def _born(pid: int) -> float | None:
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.Error:
-        return None
+        return not is_running(self.pid, self.born)
 
 
 def current_agent() -> str:

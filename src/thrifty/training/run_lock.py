@@ -12,9 +12,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from thrifty.core.errors import UsageError
+from thrifty.machine.process_start import is_running, process_start
 
 
 class RunLock:
@@ -44,7 +43,7 @@ class RunLock:
             raise self._taken(owner)
         if owner:
             self.notice = f"process {owner['pid']} ended without giving this run back; taken over from it"
-        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
+        mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": process_start(os.getpid())}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(mine).encode(), 0)
 
@@ -97,7 +96,4 @@ def _read_owner(content: bytes) -> dict[str, Any]:
 
 def _is_alive(owner: dict[str, Any]) -> bool:
     """Whether the very process is there, not a later one with the same number."""
-    try:
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 2
-    except (psutil.Error, ValueError, OverflowError):  # as for a number that no process can have
-        return False
+    return is_running(owner["pid"], owner["started"])
