@@ -1,6 +1,7 @@
 """A run folder is made once, written by one process, and readable after a crash at any moment."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -251,3 +252,35 @@ def test_nothing_is_written_once_the_folder_is_somewhere_else(what: str, tmp_pat
             with pytest.raises(ThriftyError, match="was moved or deleted while the run went on"):
                 write()
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == there
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_no_obstacle_and_is_told(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with RunFolder.create(tmp_path / "run") as run:
+        assert "has no locks" in run.notice
+        run.append({"kind": "step", "step": 1})
+        with pytest.raises(UsageError, match="is in use by process"):  # by what the file says, if not by the lock
+            RunFolder(tmp_path / "run").lock()
+
+
+@pytest.mark.parametrize(("name", "code"), [("pwrite", errno.ENOSPC), ("pwrite", errno.EDQUOT), ("open", errno.EROFS)])
+def test_a_lock_that_cannot_be_written_is_told(
+    name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = getattr(os, name)
+
+    def refused(*args: Any) -> Any:
+        if name == "pwrite" or str(args[0]).endswith("lock"):
+            raise OSError(code, os.strerror(code))
+        return plain(*args)
+
+    monkeypatch.setattr(os, name, refused)
+    with pytest.raises(ThriftyError, match=f"lock cannot be written: {os.strerror(code)}") as told:
+        RunFolder.create(tmp_path / "run")
+    assert ("free some space" in told.value.fix) == (code != errno.EROFS)

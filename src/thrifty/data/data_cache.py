@@ -5,7 +5,6 @@ others wait to use the result; it is released by the operating system when its h
 """
 
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.file_locks import lock_file
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -40,7 +40,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
             fix="set the environment variable THRIFTY_CACHE to a folder of your own",
         ) from None
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_file(file.fileno())  # without locks several may build it: each aside, and all the same
         yield
 
 

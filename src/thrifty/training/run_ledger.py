@@ -1,6 +1,5 @@
 """Append runs and forecasts to the ledger of this machine."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.cache_dir import cache_folder
+from thrifty.core.file_locks import lock_file
 from thrifty.machine.cpu_features import usable_cores
 from thrifty.machine.machine_info import machine_identity
 
@@ -110,7 +110,8 @@ def _lock(handle: int) -> None:
     until = time.monotonic() + PATIENCE
     while True:
         try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(handle, wait=False)
+            return
         except BlockingIOError:
             if time.monotonic() > until:
                 raise

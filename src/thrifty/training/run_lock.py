@@ -5,15 +5,16 @@ file left by a process that died is taken over and said; one left on another mac
 left by the same job.
 """
 
-import fcntl
 import json
 import os
 import socket
 from pathlib import Path
 from typing import Any
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.file_locks import lock_file
 from thrifty.machine.process_start import is_running, process_start
+from thrifty.training.atomic_files import NO_ROOM
 
 
 class RunLock:
@@ -25,17 +26,27 @@ class RunLock:
     def __init__(self, file: Path, ours: bool = False):
         self.file, self.ours = file, ours
         self.notice = ""
-        """What was found of an earlier owner, if anything worth saying."""
-        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        """What was found of an earlier owner, or of the file system, if anything worth saying."""
+        try:
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise _unwritable(file, error) from error
         try:
             self._take()
+        except OSError as error:
+            os.close(self._descriptor)
+            raise _unwritable(file, error) from error
         except BaseException:
             os.close(self._descriptor)
             raise
 
     def _take(self) -> None:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock_file(self._descriptor, wait=False):
+                self.notice = (
+                    f"the file system of {self.file.parent} has no locks: a second start at the same moment as this "
+                    "one would not be noticed"
+                )
         except BlockingIOError as error:
             raise self._taken(self._owner()) from error
         owner = self._owner()
@@ -70,6 +81,12 @@ class RunLock:
     def release(self) -> None:
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
+
+
+def _unwritable(file: Path, error: OSError) -> ThriftyError:
+    room = error.errno in NO_ROOM
+    fix = "free some space there" if room else "check the folder's permissions, or choose another with --runs"
+    return ThriftyError(f"{file} cannot be written: {error.strerror}", fix=fix)
 
 
 def holder(file: Path) -> dict[str, Any]:
