@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from technique_runs import RUNS
-from tiny_runs import advance, losses, plain_run, technique, with_optimizer
+from tiny_runs import advance, evaluated_loss, losses, plain_run, technique, with_optimizer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -36,6 +36,8 @@ class Run:
     """A digest of every tensor that this rank holds whole; of the others that they are divided."""
     sharded: int
     """How many parameters are held in part only."""
+    evaluated: float
+    """The loss of the values that are evaluated, which an average may be, on the first batch."""
 
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -76,7 +78,8 @@ def trained(run: Composition) -> Run:
     run.verify(state)
     assert state.model is not None
     parts = [p for p in state.model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
-    return Run(losses(records), [record.gradient_norm for record in records], digests(state.tensors()), len(parts))
+    norms, tensors = [record.gradient_norm for record in records], digests(state.tensors())
+    return Run(losses(records), norms, tensors, len(parts), evaluated_loss(run, state))
 
 
 @cache

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from table_samples import sample_of
-from tiny_runs import advance, losses, plain_run, technique, with_optimizer
+from tiny_runs import advance, evaluated_loss, losses, plain_run, technique, with_optimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -104,6 +104,8 @@ class Run:
     norms: list[float]
     tensors: dict[str, np.ndarray]
     """Every whole tensor of the state at the end."""
+    evaluated: float
+    """The loss of the values that are evaluated, which an average may be, on the first batch."""
 
 
 def composed(build: Callable[[], nn.Module], chosen: Chosen, steps: int) -> Composition:
@@ -116,7 +118,7 @@ def trained(build: Callable[[], nn.Module], chosen: Chosen = (), steps: int = ST
     state = run.start()
     records = advance(run, state)
     run.verify(state)
-    return Run(losses(records), [record.gradient_norm for record in records], whole(state))
+    return Run(losses(records), [record.gradient_norm for record in records], whole(state), evaluated_loss(run, state))
 
 
 def whole(state: TrainState) -> dict[str, np.ndarray]:
@@ -299,7 +301,7 @@ def masks(settings: Mapping[str, Any], again: bool) -> tuple[dict[str, list[np.n
     advance(run, state, 1)
     made = {name: list(each) for name, each in seen.items()}
     records = advance(run, state)
-    return made, Run(losses(records), [], whole(state))
+    return made, Run(losses(records), [], whole(state), evaluated_loss(run, state))
 
 
 def dropped_on_two() -> dict[tuple[bool, bool], tuple[dict[str, list[np.ndarray]], Run]]:
@@ -434,7 +436,7 @@ def with_one(name: str) -> Run:
     run.verify(state)
     tensors = {key: np.empty(tensor.shape) for key, tensor in state.tensors().items()}
     assert state.model is not None and any(isinstance(p, DTensor) for p in state.model.parameters())
-    return Run(losses(records), [record.gradient_norm for record in records], tensors)
+    return Run(losses(records), [record.gradient_norm for record in records], tensors, evaluated_loss(run, state))
 
 
 def all_on_two(folder: Path, names: Sequence[str]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from thrifty.data.text.token_windows import PackedTokens
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
+from thrifty.training.evaluation import held_out_loss
 from thrifty.training.loop import Record, train
 
 DEVICE = torch.device(os.environ.get("THRIFTY_TEST_DEVICE", "cpu"))
@@ -176,6 +177,13 @@ def advance(run: Run, state: TrainState, steps: int | None = None) -> list[Recor
             if record.step == steps:
                 break
     return records
+
+
+def evaluated_loss(run: Run, state: TrainState) -> float:
+    """The loss of the values that are evaluated, which an average may be, on the first batch."""
+    assert state.model is not None and state.optimizer is not None
+    with state.optimizer.use_eval_weights():  # type: ignore[attr-defined]
+        return held_out_loss(state.model, run.eval_objective, [run.plain.source.at(0)], run.device)
 
 
 def losses(records: Iterable[Record]) -> list[float]:

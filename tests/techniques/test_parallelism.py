@@ -77,6 +77,7 @@ def test_two_ranks_are_the_single_process(strategy: str, name: str) -> None:
         return
     single, loose = alone(name, *STRATEGIES[strategy][1:]), LOOSE.get(name, 1e-5)
     assert first[name].losses == pytest.approx(single.losses, rel=loose)
+    assert first[name].evaluated == second[name].evaluated == pytest.approx(single.evaluated, rel=loose)
     assert first[name].norms == pytest.approx(single.norms, rel=30 * loose)
     assert list(first[name].tensors) == list(single.tensors)
 

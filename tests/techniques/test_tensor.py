@@ -244,4 +244,5 @@ def test_it_goes_together_with_each_other_technique_or_says_why_not(two: list[di
     assert (first.losses, first.norms) == (second.losses, second.norms)
     assert first.losses == pytest.approx(single.losses, rel=loose)
     assert first.norms == pytest.approx(single.norms, rel=30 * loose)
+    assert first.evaluated == second.evaluated == pytest.approx(single.evaluated, rel=loose)
     assert list(first.tensors) == list(single.tensors)

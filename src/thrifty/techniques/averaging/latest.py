@@ -16,7 +16,6 @@ Note      means are taken over what is there until `copies` are. Buffers are not
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from thrifty.core.claims import Claim
@@ -30,11 +29,14 @@ from thrifty.optim.weight_average import high_precision_copy
 
 def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The mean of several models' weights, each given as a list of tensors in one and the same order."""
-    total = [tensor.clone() for tensor in copies[0]]
-    for other in copies[1:]:
-        torch._foreach_add_(total, list(other))
-    torch._foreach_div_(total, len(copies))
-    return total
+    # one by one: some may be divided over ranks, and torch's operations on lists take no mixed ones
+    means = []
+    for first, *others in zip(*copies, strict=True):
+        total = first.clone()
+        for other in others:
+            total.add_(other)
+        means.append(total.div_(len(copies)))
+    return means
 
 
 def moments_passed(updates: int, start: int, every: int) -> int:

@@ -88,7 +88,8 @@ class ScheduleFreeTransform(GradientTransform):
         return schedule_free_update(updates, slots["ahead"], numbers["rate"], numbers["share"], self.beta)
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
-        return list(torch._foreach_add(parameters, slots["ahead"], alpha=1 - 1 / self.beta))
+        pairs = zip(parameters, slots["ahead"], strict=True)  # of which some may be divided over ranks
+        return [parameter.add(ahead, alpha=1 - 1 / self.beta) for parameter, ahead in pairs]
 
     def rate(self, numbers: Scalars) -> float:
         return float(numbers["rate"])
