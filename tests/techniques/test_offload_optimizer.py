@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -244,3 +245,37 @@ def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:
     with pytest.raises(RefusedError, match="runs on the processor") as refused:
         compose(plain_run(), with_optimizer([technique("memory.offload_optimizer", to="host")]), 2).start()
     assert 'to="disk"' in refused.value.fix
+
+
+CHANGING = [
+    ("growth.stacking", {"moments": "copy"}), ("growth.stacking", {"moments": "mean"}), ("growth.compound", {}),
+    ("growth.auto_grow", {}), ("growth.layer_drop", {}), ("sparsity.gradual", {}), ("sparsity.snip", {}),
+    ("sparsity.grasp", {}), ("sparsity.rigl", {}), ("sparsity.set", {}), ("sparsity.early_bird", {}),
+    ("sparsity.n_of_m", {}), ("sparsity.static", {}), ("attention.dota", {}), ("averaging.ema", {}),
+    ("curriculum.sequence_length", {}), ("optimizers.schedule_free", {}), ("precision.optimizer_state", {}),
+]  # fmt: skip
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize(("name", "settings"), CHANGING)
+def test_a_delayed_update_goes_with_what_changes_models_and_masks(
+    name: str, settings: dict[str, Any], after: int
+) -> None:
+    delayed = technique("memory.offload_optimizer", **DELAYED | {"after": after})
+    chosen = with_optimizer([technique(name, **settings), delayed])
+    try:
+        run = compose(plain_run(), chosen, 6)
+        state = run.start()
+    except UsageError as refused:
+        assert refused.fix
+        return
+    advance(run, state, 3)
+    saved = snapshot(state)
+    advance(run, state)
+    run.verify(state)
+    again = compose(plain_run(), chosen, 6)
+    resumed = restored(again, saved)
+    again.verify(resumed)
+    advance(again, resumed)
+    assert_same(snapshot(resumed), snapshot(state))

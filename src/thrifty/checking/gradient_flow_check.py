@@ -114,7 +114,7 @@ class ZeroWeightWatcher:
         assert state.optimizer is not None
         optimizer, worst = state.optimizer, ""
         for slot, tensors in optimizer.slots.items():
-            if slot.endswith(SLOT) or optimizer.transform.slot_kind(slot) == "weights":
+            if slot.endswith(SLOT) or optimizer.site.slot_kind(slot) == "weights":
                 continue
             for name, tensor in zip(optimizer.names, tensors, strict=True):
                 zero = self.zeros.get(name)

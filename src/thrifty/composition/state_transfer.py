@@ -51,7 +51,7 @@ def _carried(change: StructuralChange, name: str, value: Tensor, shape: torch.Si
     content = "weights" if kind == "parameters" else ""
     if kind == "optimizer" and value.numel() and value.is_floating_point():
         assert placed.optimizer is not None
-        content = placed.optimizer.transform.slot_kind(slot)
+        content = placed.optimizer.site.slot_kind(slot)
     if content == "weights":
         return change.value(parameter, value)
     if content == "squares" and change.moments == "mean" and change.adds(parameter):

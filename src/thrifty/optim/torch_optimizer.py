@@ -13,6 +13,7 @@ from torch import Tensor
 from thrifty.core.errors import UsageError
 from thrifty.core.gradient_transform import (
     MASK_MOVE,
+    Content,
     GradientTransform,
     Scalars,
     Slots,
@@ -40,6 +41,13 @@ class UpdateLocation:
     def slots(self) -> Slots:
         """All that a checkpoint must hold of it."""
         return self.state
+
+    def slot_kind(self, slot: str) -> Content:
+        return self.transform.slot_kind(slot)
+
+    def owner(self, slot: str) -> str:
+        """The element whose slot it is, see `GradientTransform.owner`."""
+        return self.transform.owner(slot)
 
     def compile(self, **options: Any) -> None:
         if not isinstance(self.tail, FusedUpdate):

@@ -168,7 +168,10 @@ def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -
     of the optimizer that has a weight's shape, the weight itself or the values that are judged, is not zero outside its
     mask."""
     assert state.model is not None and state.optimizer is not None
-    parameters, optimizer, masks = dict(state.model.named_parameters()), state.optimizer, masks_in(state)
+    optimizer, masks = state.optimizer, masks_in(state)
+    parameters = dict(state.model.named_parameters())
+    if optimizer.site.behind:  # what a mask has just taken out is still there until the update is
+        parameters |= dict(zip(optimizer.names, optimizer.site.parameters, strict=True))
     for name, most in allowed.items():
         nonzero = int(full_value(parameters[name]).count_nonzero())
         if nonzero > most:

@@ -66,9 +66,9 @@ def _start_fresh(optimizer: TransformOptimizer, own: Mapping[str, Tensor], tenso
     elements: dict[str, list[str]] = {}
     for name in own:
         if name.startswith("optimizer/") and not _is_mask(name):
-            elements.setdefault(optimizer.transform.owner(_slot(name)), []).append(name)
+            elements.setdefault(optimizer.site.owner(_slot(name)), []).append(name)
     for path, names in elements.items():
-        moments = [name for name in names if optimizer.transform.slot_kind(_slot(name)) != "weights"]
+        moments = [name for name in names if optimizer.site.slot_kind(_slot(name)) != "weights"]
         if fresh.issuperset(names) or not fresh.isdisjoint(moments):
             fresh |= {*names}
             optimizer.births[path] = optimizer.updates

@@ -31,6 +31,7 @@ from thrifty.core.dtensors import is_dtensor
 from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.gradient_transform import (
+    Content,
     GradientTransform,
     Scalars,
     Slots,
@@ -50,6 +51,7 @@ from thrifty.modeling.parameter_kinds import stand_in_for
 from thrifty.optim.torch_optimizer import UpdateLocation
 from thrifty.optim.update_plan import update_tail
 
+NEXT = "next"
 TILE = 4 * 1024 * 1024
 """Numbers, about, whose new values go back together while the next are computed."""
 
@@ -155,7 +157,7 @@ class HostCopyUpdate(UpdateLocation):
 class DelayedUpdate(HostCopyUpdate):
     """From step `after` on an update is made while the next step is computed, and reaches the parameters after it.
 
-    The copies, ahead of the parameters by an update, are state then: slot `next`. Updates keep the numbers of the step
+    The copies, ahead of the parameters by an update, are state then: slot `NEXT`. Updates keep the numbers of the step
     whose gradients they are made of.
     """
 
@@ -178,7 +180,13 @@ class DelayedUpdate(HostCopyUpdate):
     @property
     def slots(self) -> Slots:
         self.join()
-        return {**self.state, "next": self.parameters}
+        return {**self.state, NEXT: self.parameters}
+
+    def slot_kind(self, slot: str) -> Content:
+        return "weights" if slot == NEXT else super().slot_kind(slot)
+
+    def owner(self, slot: str) -> str:
+        return NEXT if slot == NEXT else super().owner(slot)
 
     def update(self, gradients: list[Tensor], step: int, age: int) -> None:
         self.join()
