@@ -31,3 +31,11 @@ def test_a_run_that_measured_its_noise_scale_ends_with_where_larger_batches_stop
 def test_a_run_that_did_not_measure_says_nothing_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_summary(summary(tmp_path / "plain", ""), as_json=False, quiet=False)
     assert "noise" not in capsys.readouterr().out
+
+
+def test_of_a_budget_in_seconds_it_is_said_how_much_was_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = summary(tmp_path / "timed", "") | {"seconds": 24.2, "budget_seconds": 60.0}
+    print_summary(told, as_json=False, quiet=False)
+    assert capsys.readouterr().out.startswith("finished after 2 steps, 24 s of training of the 60 s of its budget\n")

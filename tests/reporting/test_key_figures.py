@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import pytest
 
@@ -62,3 +63,15 @@ def test_before_the_first_evaluation_there_is_no_verdict_on_learning(write_run):
     records = [{"kind": "step", "step": 1, "loss": 8.3}]
     key = key_figures(read_run(write_run(records=records, summary=None)))
     assert verdict(key).startswith("Nothing has been measured on held-out text yet")
+
+
+def test_a_finished_run_on_a_budget_in_seconds_says_how_much_of_it_was_used(write_run):
+    folder = write_run()
+    recipe = folder / "recipe.toml"
+    recipe.write_text(re.sub(r"\[budget\]\n[^\[]*", "[budget]\nseconds = 180.0\n\n", recipe.read_text()))
+    summary = json.loads((folder / "summary.json").read_text()) | {"status": "finished", "seconds": 122.0}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    said = verdict(key_figures(read_run(folder)))
+    assert said.endswith(" Training took 2 min 02 s of the 3 min 00 s of its budget.")
+    (folder / "summary.json").write_text(json.dumps(summary | {"status": "interrupted"}))
+    assert "of its budget" not in verdict(key_figures(read_run(folder)))

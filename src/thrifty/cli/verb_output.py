@@ -66,7 +66,8 @@ def print_summary(summary: dict[str, Any], as_json: bool, quiet: bool) -> None:
     if quiet:
         return
     loss, unigram = summary.get("held_out_loss"), summary.get("unigram_entropy")
-    click.echo(f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training")
+    budget = f" of the {summary['budget_seconds']:g} s of its budget" if "budget_seconds" in summary else ""
+    click.echo(f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training{budget}")
     if loss is not None and unigram is not None:
         size = summary["bytes_per_token"]
         bits = f" ({loss / math.log(2) / size:.2f} bits/byte)" if size else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from thrifty.reporting.number_format import percent, significant
+from thrifty.reporting.number_format import duration, percent, significant
 from thrifty.reporting.run_record import RunRecord, mapping, number
 
 
@@ -42,6 +42,8 @@ class KeyFigures:
     unit: str = "tokens"
     """What examples are counted in."""
     loss_in: str = "nats"
+    budget_seconds: float | None = None
+    """What a budget in seconds gave."""
 
     @property
     def nats(self) -> str:
@@ -103,11 +105,20 @@ def key_figures(record: RunRecord) -> KeyFigures:
         label_entropy=number(summary.get("label_entropy")),
         unit="images" if summary.get("unit") == "images" else "tokens",
         loss_in=str(summary.get("loss_in", "nats")),
+        budget_seconds=number(mapping(record.recipe.get("budget")).get("seconds")),
     )
 
 
 def verdict(key: KeyFigures) -> str:
-    """One sentence: held-out loss against what frequencies of single tokens would give."""
+    """One sentence: held-out loss against what frequencies of single tokens would give; and of a finished run on a
+    budget in seconds another, on how much of that it used."""
+    used = ""
+    if key.status == "finished" and key.budget_seconds and key.seconds is not None:
+        used = f" Training took {duration(key.seconds)} of the {duration(key.budget_seconds)} of its budget."
+    return _verdict_on_loss(key) + used
+
+
+def _verdict_on_loss(key: KeyFigures) -> str:
     if key.unit != "tokens":
         return _verdict_on_labels(key)
     loss, entropy = key.held_out_loss, key.unigram_entropy

@@ -225,6 +225,7 @@ def _run(
         **known,
         **({"measured": list(run.eval_objective.measured)} if run.eval_objective.measured else {}),
         **({"loss_in": plain.loss_in} if (plain := run.plain.objective).loss_in != "nats" else {}),
+        **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
         "predicted_memory": explained["footprint"]["memory"],
         "flops_per_step": explained["plain"]["flops"],
         "peak_flops_per_second": peak,
