@@ -46,13 +46,14 @@ def test_two_processes_train_the_same_tokenizer(tmp_path):
     for seed in (0, 1):
         lines = random.Random(seed).sample(TEXTS, len(TEXTS))  # nor does the order of documents matter
         (tmp_path / "texts").write_text("\n".join(lines))
-        subprocess.run([sys.executable, "-c", program, tmp_path / "texts", tmp_path / f"{seed}.json"], check=True)
-        digests.add(hashlib.sha256((tmp_path / f"{seed}.json").read_bytes()).hexdigest())
+        (folder := tmp_path / str(seed)).mkdir()
+        subprocess.run([sys.executable, "-c", program, tmp_path / "texts", folder], check=True)
+        digests.add(hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest())
     assert len(digests) == 1
 
 
 def test_a_saved_tokenizer_is_read_back(tmp_path):
-    TRAINED.save(tmp_path / "tokenizer.json")
+    TRAINED.save(tmp_path)
     again = read_tokenizer(tmp_path / "tokenizer.json")
     assert again.encode_batch(TEXTS[:5]) == TRAINED.encode_batch(TEXTS[:5])
     assert (again.end_of_text, again.vocabulary) == (TRAINED.end_of_text, TRAINED.vocabulary)
@@ -99,7 +100,7 @@ def test_special_tokens_are_set_apart_only_when_asked_for():
 
 def test_a_saved_tokenizer_still_has_its_special_tokens(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 400, ("<mask>",))
-    tokenizer.save(tmp_path / "tokenizer.json")
+    tokenizer.save(tmp_path)
     again = read_tokenizer(tmp_path / "tokenizer.json")
     assert again.special == tokenizer.special and again.number_of("<mask>") == tokenizer.number_of("<mask>")
 

@@ -1,6 +1,7 @@
 """What a run is tied to: its data, its tokenizer, its model; and what a fork may change."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,16 @@ def test_a_run_is_not_resumed_on_other_data(thrifty: CommandLine) -> None:
     refused = thrifty("resume", "run", exit_code=4)
     assert "is not what this run was trained on" in refused.stderr
     assert (thrifty.run("run") / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_what_a_trained_model_is_used_with_is_replaced_as_a_whole(thrifty: CommandLine) -> None:
+    cut_off(thrifty, "run")
+    tokenizer = thrifty.run("run") / "tokenizer.json"
+    content = tokenizer.read_bytes()
+    tokenizer.unlink()
+    os.mkfifo(tokenizer)  # to write into it would be to wait for a reader
+    thrifty("resume", "run")
+    assert tokenizer.is_file() and tokenizer.read_bytes() == content
 
 
 @pytest.mark.slow

@@ -16,12 +16,10 @@ from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import file_sha256, lock_folder
-from thrifty.data.tokenizer import TextTokenizer, check_vocabulary, read_tokenizer
+from thrifty.data.tokenizer import TOKENIZER, TextTokenizer, check_vocabulary, read_tokenizer
 from thrifty.data.train_split import DataSplit
 
 MANIFEST = "manifest.json"
-
-TOKENIZER = "tokenizer.json"
 
 HASHED = 200_000_000
 """Up to this many bytes the files' hashes are verified at each opening; beyond it once a day and when touched."""

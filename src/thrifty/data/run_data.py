@@ -58,8 +58,8 @@ class RunData(Protocol):
         """Draw a model's inputs (b, c, h, w) as addresses that hold a picture each. Raises RefusedError where the data
         are no images."""
 
-    def write_metadata(self, folder: Path) -> None:
-        """Write into a run folder what a trained model is used with."""
+    def metadata(self) -> dict[str, str]:
+        """The texts of the files of a run folder that a trained model is used with, by name."""
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         """Raises UsageError where a model's inputs and outputs would mean something else than in the run folder `old`,

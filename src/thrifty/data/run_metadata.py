@@ -7,14 +7,14 @@ from pathlib import Path
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec
-from thrifty.data.prepared_cache import TOKENIZER
-from thrifty.data.tokenizer import read_tokenizer
+from thrifty.data.tokenizer import TOKENIZER, read_tokenizer
 
 LABELS = "images.json"
 
 
-def write_image_metadata(folder: Path, ends: ImageModelSpec) -> None:
-    (folder / LABELS).write_text(json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def image_metadata(ends: ImageModelSpec) -> dict[str, str]:
+    """The text of the file that says what a model of images is given and answers."""
+    return {LABELS: json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n"}
 
 
 def read_model_spec(folder: Path, length: int) -> ModelSpec:

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from thrifty.core.errors import UsageError
 
 END_OF_TEXT = "<|endoftext|>"
+TOKENIZER = "tokenizer.json"
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>", "[SEP]")
 """What known families of tokenizers call the end of a text, the surest first."""
 SMALLEST = 257
@@ -76,8 +77,13 @@ class TextTokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         return self.inner.decode(list(tokens), skip_special_tokens=False)
 
-    def save(self, path: Path) -> None:
-        self.inner.save(str(path))
+    def files(self) -> dict[str, str]:
+        """The texts of the files in which it is kept, by name."""
+        return {TOKENIZER: self.inner.to_str(pretty=True)}
+
+    def save(self, folder: Path) -> None:
+        for name, text in self.files().items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def read_tokenizer(path: Path) -> TextTokenizer:

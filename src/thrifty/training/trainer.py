@@ -236,7 +236,8 @@ def _run(
         folder.write_json("origins", {**before["origins"], **origins})
         folder.write_json("environment", here | first)
         folder.write_json("explanation", explained)
-        data.write_metadata(folder.path)
+        for name, text in data.metadata().items():
+            folder.write_text(name, text)
         if run.source.selected_subset is not None:
             folder.write_json("selection", selection(data, run.source.selected_subset))
         for text in notices:

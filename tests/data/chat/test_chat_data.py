@@ -85,7 +85,7 @@ def test_the_seed_orders_training_and_leaves_evaluation_alone(file):
 
 def test_a_given_tokenizer_brings_its_template(file, tmp_path):
     source = CHATML.replace("{% for", "{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% for", 1)
-    small_tokenizer(source).save(tmp_path / "tokenizer.json")
+    small_tokenizer(source).save(tmp_path)
     data = opened(file, tokenizer=str(tmp_path / "tokenizer.json"))
     assert all("Be kind." in text for text in conversations(data, data.train.at(0)))
     assert data.tokenizer.template.source == source

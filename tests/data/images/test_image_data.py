@@ -117,7 +117,8 @@ def test_what_is_known_beforehand_is_the_entropy_of_the_labels():
 
 def test_a_run_folder_keeps_what_a_model_is_used_with(tmp_path):
     data = opened(size=12)
-    data.write_metadata(tmp_path)
+    for name, text in data.metadata().items():
+        (tmp_path / name).write_text(text)
     assert read_model_spec(tmp_path, 99) == data.ends
     (tmp_path / "images.json").write_text('{"labels": ["a"], "colour": 3}')
     with pytest.raises(IntegrityError, match=r"images.json is damaged"):

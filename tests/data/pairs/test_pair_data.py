@@ -161,7 +161,8 @@ def test_images_are_changed_by_the_recipe_and_cannot_be_mixed(shades):
 
 def test_a_run_folder_keeps_what_a_model_of_both_is_used_with(shades, tmp_path):
     data = opened(shades)
-    data.write_metadata(tmp_path)
+    for name, text in data.metadata().items():
+        (tmp_path / name).write_text(text)
     assert (
         read_model_spec(tmp_path, LENGTH)
         == data.ends

@@ -42,7 +42,7 @@ from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.text.text_data import TextData, print_to_stderr, text_data
 from thrifty.data.text.token_files import unigram_entropy
-from thrifty.data.tokenizer import train_tokenizer
+from thrifty.data.tokenizer import TOKENIZER, train_tokenizer
 from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
 FORMAT = 1
@@ -58,7 +58,7 @@ def open_instructions(
     Raises UsageError where the source or a setting is not what it must be, or there is less than one batch.
     """
     prepared = prepare_instructions(settings, learning.template, say)
-    tokenizer = read_chat_tokenizer(prepared.folder / prepared_cache.TOKENIZER)
+    tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
     learned = {
         part: StoredConversations(prepared.tokens(part), settings.length, learning.everything) for part in DataSplit
     }
@@ -119,7 +119,7 @@ def _build(
         )
     tokenizer = chat_tokenizer or _trained(settings, source, split, template)
     with build_folder(folder) as aside:
-        tokenizer.save(aside / prepared_cache.TOKENIZER)
+        tokenizer.save(aside)
         counted = _write(split.parts(documents(source)), tokenizer, settings.source, aside)
         train, held_out = (counted[part] for part in DataSplit)
         manifest = {

@@ -11,7 +11,7 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.chat.chat_data import prepare_instructions
 from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 from thrifty.data.chat.conversation_packing import StoredConversations
-from thrifty.data.prepared_cache import TOKENIZER
+from thrifty.data.tokenizer import TOKENIZER
 from thrifty.data.train_split import DataSplit
 from thrifty.kernels.keyed_permutation import permute
 

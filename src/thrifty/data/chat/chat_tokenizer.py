@@ -94,13 +94,12 @@ class ChatTokenizer(TextTokenizer):
         """What a model is given to answer the last of these messages."""
         return next(self.encode_pieces([self.pieces(messages, prompt=True)])).tokens
 
-    def save(self, path: Path) -> None:
+    def files(self) -> dict[str, str]:
         """tokenizer.json, and beside it the template and the spelling of special tokens, as transformers reads them."""
-        super().save(path)
         words = dict(self.template.words) | {"eos_token": self.inner.id_to_token(self.end_of_turn)}
-        path.with_name(TEMPLATE_FILE).write_text(self.template.source, encoding="utf-8")
-        kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        path.with_name(CONFIG_FILE).write_text(json.dumps(kind | words, indent=2) + "\n", encoding="utf-8")
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | words
+        beside = {TEMPLATE_FILE: self.template.source, CONFIG_FILE: json.dumps(settings, indent=2) + "\n"}
+        return super().files() | beside
 
     def _answers(self, marked: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
         """Where answers begin and end in the whole."""

@@ -27,7 +27,7 @@ from thrifty.data.images.image_listing import has_image_files, image_share
 from thrifty.data.images.image_previews import input_pictures, picture
 from thrifty.data.prepared_cache import check_settings, read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
-from thrifty.data.run_metadata import write_image_metadata
+from thrifty.data.run_metadata import image_metadata
 from thrifty.data.train_split import DataSplit
 
 DIGITS = "digits"
@@ -136,8 +136,8 @@ class ImageData:
     def pictures(self, inputs: Tensor) -> list[str]:
         return input_pictures(inputs, self.ends)
 
-    def write_metadata(self, folder: Path) -> None:
-        write_image_metadata(folder, self.ends)
+    def metadata(self) -> dict[str, str]:
+        return image_metadata(self.ends)
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         if before.get(LABELS) != self.identity[LABELS]:

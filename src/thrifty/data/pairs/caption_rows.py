@@ -20,7 +20,7 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.images.augmentation import PER_PURPOSE, AugmentationDraw
 from thrifty.data.pairs.captioned_arrays import captions_file, clean_caption, read_captions
-from thrifty.data.prepared_cache import TOKENIZER, TokenCache, cache_key, open_or_build_tokens, write_manifest
+from thrifty.data.prepared_cache import TokenCache, cache_key, open_or_build_tokens, write_manifest
 from thrifty.data.text.token_files import token_type
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 from thrifty.data.train_split import DataSplit
@@ -55,7 +55,7 @@ def _build(folder: Path, file: Path | None, vocabulary: int, into: Path) -> None
         texts = (text for own in read_captions(folder, DataSplit.TRAIN) for text in own)
         tokenizer = train_tokenizer(texts, vocabulary)
     with build_folder(into) as aside:
-        tokenizer.save(aside / TOKENIZER)
+        tokenizer.save(aside)
         written = {part: _write(read_captions(folder, part), tokenizer, aside, part) for part in DataSplit}
         about = {"format": FORMAT, "type": token_type(tokenizer), "vocabulary": tokenizer.vocabulary}
         write_manifest(aside, {**about, "captions": written})

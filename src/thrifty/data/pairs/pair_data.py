@@ -28,9 +28,9 @@ from thrifty.data.images.image_previews import input_pictures
 from thrifty.data.pairs.caption_rows import CaptionRows, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
-from thrifty.data.prepared_cache import TOKENIZER, check_settings, read_manifest, refuse_less_than_a_batch
+from thrifty.data.prepared_cache import check_settings, read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
-from thrifty.data.run_metadata import refuse_other_tokenizer, write_image_metadata
+from thrifty.data.run_metadata import image_metadata, refuse_other_tokenizer
 from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import DataSplit
 
@@ -124,9 +124,8 @@ class PairData:
     def pictures(self, inputs: Tensor) -> list[str]:
         return input_pictures(inputs, self.ends.images)
 
-    def write_metadata(self, folder: Path) -> None:
-        write_image_metadata(folder, self.ends.images)
-        self.tokenizer.save(folder / TOKENIZER)
+    def metadata(self) -> dict[str, str]:
+        return image_metadata(self.ends.images) | self.tokenizer.files()
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         refuse_other_tokenizer(before, self.identity, old)

@@ -16,7 +16,7 @@ from thrifty.core.objective import Objective
 from thrifty.core.recipe import DataSettings
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples
-from thrifty.data.prepared_cache import TOKENIZER, TokenCache, refuse_less_than_a_batch
+from thrifty.data.prepared_cache import TokenCache, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import refuse_other_tokenizer
 from thrifty.data.text.text_pairs import TextPairs, holds_pairs
@@ -80,8 +80,8 @@ class TextData:
     def pictures(self, inputs: Tensor) -> list[str]:
         raise RefusedError("there are no images in these data", fix="look at images")
 
-    def write_metadata(self, folder: Path) -> None:
-        self.tokenizer.save(folder / TOKENIZER)
+    def metadata(self) -> dict[str, str]:
+        return self.tokenizer.files()
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         refuse_other_tokenizer(before, self.identity, old)

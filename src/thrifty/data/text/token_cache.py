@@ -15,7 +15,6 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.prepared_cache import (
-    TOKENIZER,
     TRAINING_TEXT,
     TokenCache,
     cache_key,
@@ -74,7 +73,7 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
     texts = (piece for text in split.sample(source.documents(), TRAINING_TEXT) for piece in pieces(text))
     tokenizer = own_tokenizer or train_tokenizer(texts, settings.vocabulary, special)
     with build_folder(folder) as aside:
-        tokenizer.save(aside / TOKENIZER)
+        tokenizer.save(aside)
         streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)
         train, held_out = streams[DataSplit.TRAIN], streams[DataSplit.HELD_OUT]
         manifest = {

@@ -8,9 +8,9 @@ from thrifty.core.errors import UsageError
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.data.data_cache import file_sha256
-from thrifty.data.prepared_cache import TOKENIZER
 from thrifty.data.run_data import RunData
 from thrifty.data.run_metadata import read_model_spec
+from thrifty.data.tokenizer import TOKENIZER
 from thrifty.models import build_model_for
 from thrifty.training.trained_model import load_trained_model
 
