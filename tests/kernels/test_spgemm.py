@@ -1,5 +1,9 @@
 """Sparse times sparse against torch's dense products and scipy's sparse ones."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import scipy.sparse
 import torch
@@ -73,3 +77,32 @@ def test_what_is_no_product_of_sparse_matrices_is_refused() -> None:
         spgemm_rows(a, a)
     with pytest.raises(UsageError, match=r"to_sparse_csr\(\)"):
         spgemm_outer(a, torch.ones(5, 2))
+
+
+LITTLE_MEMORY = """
+import resource, torch
+from thrifty.core.errors import ThriftyError
+from thrifty.kernels.sparse import compiled_products
+from thrifty.kernels.sparse.spgemm import spgemm_outer, spgemm_rows
+
+wide = 2**28
+one = torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1), (1, 1))
+row = torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([5]), torch.ones(1), (1, wide))
+assert spgemm_rows(one, one).values().tolist() == [1.0]  # compiled now
+if compiled_products.PRODUCTS.is_there():
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, used + 2**30))
+    for product in spgemm_rows, spgemm_outer:
+        try:
+            product(one, row)
+        except ThriftyError as told:
+            print(told.what)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
+def test_memory_that_is_not_there_is_told_and_ends_no_process() -> None:
+    done = subprocess.run([sys.executable, "-c", LITTLE_MEMORY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = f"SpGEMM has no memory for a row of {2**28:,} columns in each thread, 17 bytes a column\n"
+    assert done.stdout in ("", 2 * said)

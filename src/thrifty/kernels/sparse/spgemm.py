@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.kernels.sparse import compiled_products
 from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
@@ -96,6 +96,11 @@ def _merged(name: str, arguments: Sequence[Tensor | int], counts: Tensor, a: Ten
     columns, values = counts.new_empty(int(rooms[-1])), torch.empty(int(rooms[-1]), dtype=torch.float64)
     merged_counts = torch.zeros_like(counts)
     compiled_products.PRODUCTS.run(name, (*arguments, rooms, columns, values, merged_counts), len(counts))
+    if bool((merged_counts < 0).any()):
+        raise ThriftyError(
+            f"SpGEMM has no memory for a row of {b.shape[1]:,} columns in each thread, 17 bytes a column",
+            fix="use fewer threads (torch.set_num_threads), or multiply by some columns of B at a time",
+        )
     starts = F.pad(merged_counts.cumsum(0), (1, 0))
     closed = columns.new_empty(int(starts[-1])), values.new_empty(int(starts[-1]))
     compiled_products.PRODUCTS.run("spgemm_close_up", (rooms, columns, values, starts, *closed), len(counts))

@@ -43,12 +43,15 @@ struct Row {  // numbers of one row of a result by column, and which columns it 
     }
 };
 
+// an exception that left a thread would end the process: rows without their memory count -1 numbers instead
+static void no_memory(int64_t* counts, int64_t first, int64_t last) { std::fill(counts + first, counts + last, -1); }
+
 // Gustavson: row by row of A, the rows of B that its numbers point to. `rooms` is where each row may write, with room
 // for as many numbers as it adds up; `counts` what it wrote
 extern "C" void spgemm_rows(const int64_t* a_starts, const int64_t* a_columns, const double* a_values,
                             const int64_t* b_starts, const int64_t* b_columns, const double* b_values, int64_t n,
                             const int64_t* rooms, int64_t* columns, double* values, int64_t* counts, int64_t first,
-                            int64_t last) {
+                            int64_t last) try {
     Row row(n);
     for (int64_t i = first; i < last; i++) {
         row.expect(rooms[i + 1] - rooms[i]);
@@ -57,6 +60,8 @@ extern "C" void spgemm_rows(const int64_t* a_starts, const int64_t* a_columns, c
                 row.add(b_columns[q], a_values[p] * b_values[q]);
         counts[i] = row.leave(columns + rooms[i], values + rooms[i]);
     }
+} catch (...) {
+    no_memory(counts, first, last);
 }
 
 // Outer products: column of A after column, times the row of B of the same number, dealt out to the rows of the result;
@@ -64,7 +69,7 @@ extern "C" void spgemm_rows(const int64_t* a_starts, const int64_t* a_columns, c
 extern "C" void spgemm_outer(const int64_t* a_starts, const int64_t* a_rows, const double* a_values,
                              const int64_t* b_starts, const int64_t* b_columns, const double* b_values, int64_t k,
                              int64_t n, const int64_t* rooms, int64_t* columns, double* values, int64_t* counts,
-                             int64_t first, int64_t last) {
+                             int64_t first, int64_t last) try {
     std::vector<int64_t> next(rooms + first, rooms + last);
     for (int64_t c = 0; c < k; c++) {
         const int64_t* end = a_rows + a_starts[c + 1];
@@ -81,6 +86,8 @@ extern "C" void spgemm_outer(const int64_t* a_starts, const int64_t* a_rows, con
         for (int64_t p = rooms[i]; p < next[i - first]; p++) row.add(columns[p], values[p]);
         counts[i] = row.leave(columns + rooms[i], values + rooms[i]);
     }
+} catch (...) {
+    no_memory(counts, first, last);
 }
 
 // what each row wrote at the front of its room, one row behind the other
