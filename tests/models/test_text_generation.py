@@ -62,9 +62,10 @@ def test_text_longer_than_the_context_looks_back_on_the_newest_tokens(preset, to
     assert torch.equal(generate(model, longer, 5, greedy=True, context=30), read_again(model, longer, 5, context=30))
 
 
-def test_learned_positions_bound_the_context_unasked(tokens):
-    model = sharp_model("gpt-nano", length=30)
-    assert torch.equal(generate(model, tokens, 20, greedy=True), read_again(model, tokens, 20, context=30))
+@pytest.mark.parametrize("preset", ["gpt-nano", "llama-nano"])
+def test_positions_bound_the_context_unasked(preset, tokens):
+    model = sharp_model(preset, length=16)
+    assert torch.equal(generate(model, tokens, 30, greedy=True), read_again(model, tokens, 30, context=16))
 
 
 def test_model_is_afterwards_as_it_was(tokens):

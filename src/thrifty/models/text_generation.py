@@ -74,10 +74,12 @@ def sample_token(
 
 
 def context_limit(model: nn.Module) -> int | None:
-    """How many tokens the model can take at once: its learned positions, or what a transformers config says."""
+    """How many tokens the model can take at once: its positions, or what a transformers config says."""
     for module in model.modules():
         if isinstance(module, TokenEmbedding) and module.position is not None:
             return module.position.num_embeddings
+        if isinstance(module, RotaryPositions):
+            return len(module.cos)
     config = getattr(getattr(model, "lm", None), "config", None)
     return getattr(config, "max_position_embeddings", None)
 
