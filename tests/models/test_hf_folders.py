@@ -1,3 +1,5 @@
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,17 @@ def test_export_is_what_transformers_loads(architecture, tokenizer_json, tmp_pat
     for name, value in theirs.state_dict().items():
         assert torch.equal(value.to(dtype), again.state_dict()[name]), name
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "ours").eos_token_id == 0
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_whoever_may_read_the_folder_may_read_the_weights(mask, mode, save, tokenizer_json, tmp_path):
+    folder, _ = save(ARCHITECTURES["llama"]())
+    before = os.umask(mask)
+    try:
+        export_model(load_causal_lm(folder), None, tmp_path / "ours", tokenizer_json)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "ours").iterdir()} == {mode}
 
 
 @pytest.mark.parametrize(("base", "exported"), [(5, 0), ([5, 7], 0), ([5, 0], [5, 0]), (None, 0)])

@@ -122,8 +122,11 @@ def written_aside(folder: Path) -> Iterator[Path]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()
         yield aside
-        for path in (*aside.iterdir(), aside):
+        readable = aside.stat().st_mode & 0o666  # as the user's umask has it; safetensors lets its owner alone read
+        for path in aside.iterdir():
+            path.chmod(readable)
             _flush(path)
+        _flush(aside)
         aside.replace(folder)
         _flush(folder.parent)
     except (OSError, SafetensorError) as error:
