@@ -1,5 +1,9 @@
 """`python -m thrifty`, which is what `torchrun -m thrifty` starts on every rank."""
 
-from thrifty.cli.main import main
+from thrifty.core.child_python import leave_working_folder
+
+leave_working_folder()
+
+from thrifty.cli.main import main  # noqa: E402
 
 main()

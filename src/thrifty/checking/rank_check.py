@@ -23,6 +23,7 @@ from torch import Tensor
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.exactness_check import GRADIENTS, IN_16_BITS, LATER, MOST
 from thrifty.checking.observed_runs import DRAWING, CheckSubject, farthest, one_line_error, relative, train_observed
+from thrifty.core.child_python import child_environment
 from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import read_recipe, write_recipe
@@ -125,8 +126,7 @@ def read_seen(folder: Path, count: int) -> RankObservation | None:
 
 def start_processes(folder: Path, count: int) -> str:
     """Ranks as processes of their own, on one thread each."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    variables = child_environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     command = [sys.executable, "-m", __name__, str(folder)]
     processes = [
         subprocess.Popen([*command, str(rank), str(count)], env=variables, stderr=subprocess.DEVNULL)

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from thrifty.cli import __path__ as _folder
+from thrifty.core.child_python import SAFE
 from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
 
 # A thread that waits for its fellows looks for them some microseconds and then sleeps. Spinning, as OpenMP does by
@@ -74,6 +75,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """Runs a verb. Exit codes: 0 fine, 1 a run failed, 2 usage, 3 infeasible, 4 integrity, 130 and 143 signals."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
+    os.environ[SAFE] = "1"  # for all that torch may start, too
     try:
         return thrifty(arguments, prog_name="thrifty")
     except ThriftyError as error:

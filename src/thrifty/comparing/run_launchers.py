@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from threading import Event
 from typing import Any, Protocol
 
 from thrifty.comparing.run_process import read_exit, run_to_end, summary_of
+from thrifty.core.child_python import child_environment
 from thrifty.core.errors import ThriftyError
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact_command
@@ -121,9 +121,7 @@ class Worker:
 
     def _run(self, command: list[str], meter: EnergyMeter) -> tuple[int, str]:
         """Its exit code and, where it failed, the last thing it said."""
-        variables = {"PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-        if self.threads:
-            variables["OMP_NUM_THREADS"] = str(self.threads)
+        threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         with tempfile.TemporaryFile("w+", errors="replace") as said:
             # an interrupt at the terminal is for this process, which ends the other in order
             process = self._process = subprocess.Popen(
@@ -131,7 +129,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,
-                env=os.environ | variables,
+                env=child_environment(**threads),
                 start_new_session=True,
             )
             try:

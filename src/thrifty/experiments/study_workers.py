@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
+from thrifty.core.child_python import child_environment
 from thrifty.core.errors import ThriftyError
 from thrifty.experiments.study import Settings
 
@@ -45,14 +46,12 @@ class CellWorker:
     """A process that measures one cell at a time."""
 
     def __init__(self) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | variables,
+            env=child_environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE"),
         )
 
     def measure(self, task: CellTask) -> CellResult:

@@ -1,7 +1,6 @@
 """This machine: what it has, what of that this process may use, and what is installed."""
 
 import importlib.metadata
-import os
 import platform
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ import torch
 import torch.distributed
 
 import thrifty
+from thrifty.core.child_python import child_environment
 from thrifty.machine.cgroup_limits import cgroup_limits
 from thrifty.machine.cpu_features import cpp_compiler, has_python_headers, usable_cores
 from thrifty.machine.measured_rates import MeasuredRate, disk_rate, matmul_rate, memory_rate
@@ -159,7 +159,7 @@ def try_compile(timeout: float = 120.0) -> CompileTrial:
         try:
             done = subprocess.run(
                 [sys.executable, "-c", program],
-                env=os.environ | settings,
+                env=child_environment(**settings),
                 timeout=timeout,
                 capture_output=True,
                 text=True,

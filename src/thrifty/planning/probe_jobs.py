@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from thrifty.core.cache_dir import cache_folder
+from thrifty.core.child_python import child_environment
 from thrifty.core.errors import ThriftyError
 from thrifty.machine.machine_info import machine_identity
 from thrifty.planning.cost_estimates import StepTiming
@@ -144,7 +145,7 @@ def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=settings(ranks) | os.environ,
+        env=settings(ranks) | child_environment(),
     )
     try:
         said = process.communicate(timeout=limit)[1]

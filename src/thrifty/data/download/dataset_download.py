@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from thrifty.core.cache_dir import cache_folder
+from thrifty.core.child_python import child_environment
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.data.catalogue import ALWAYS_HERE, CatalogueEntry, CataloguePackage
 from thrifty.data.data_cache import build_folder, file_sha256, lock_folder
@@ -171,6 +172,7 @@ def _download(package: CataloguePackage, into: Path, say: Callable[[str], None])
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
+            env=child_environment(),
         )
     except FileNotFoundError:
         raise ThriftyError(f"{command[0]} is not installed") from None
