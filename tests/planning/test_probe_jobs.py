@@ -1,6 +1,5 @@
 """Probes in processes of their own: what they answer, and what is said of those that do not."""
 
-import sys
 import time
 from pathlib import Path
 
@@ -44,7 +43,7 @@ def job(ranks: int) -> ProbeJob:
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that a probe's process runs as the module `a_probe`."""
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+    monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "a_probe.py"
 
 

@@ -4,8 +4,8 @@ import os
 import sys
 
 SAFE = "PYTHONSAFEPATH"
-"""Set, Python does not look for modules in the working folder: `torch.py` or `pip.py` there would run in the place of
-the installed ones."""
+"""Set, Python does not look for modules in the working folder: a file there named like torch or pip would run in the
+place of the installed one."""
 
 
 def child_environment(**variables: str) -> dict[str, str]:
