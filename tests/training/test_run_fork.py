@@ -57,7 +57,7 @@ def test_moments_are_taken_over_as_numbers_and_codes_only_as_the_same_codes(
     state, told = forked(tmp_path, run(goes_on_in))
     is_alike = kept_in == goes_on_in or "int8" not in (kept_in, goes_on_in)
     assert ("start fresh" in told) == (not is_alike)
-    assert ("stay behind" in told) == (not is_alike)
+    assert ("are left out" in told) == (not is_alike)
     assert update_norm(run(goes_on_in), state) < 3 * update_norm(run(kept_in), old)
 
 
@@ -73,7 +73,7 @@ def test_what_is_added_is_young_and_what_was_there_keeps_its_age(old: str, added
     run, other = run_of(optimizer), run_of(optimizer, *map(technique, added))
     before = trained(tmp_path, run)
     state, told = forked(tmp_path, other)
-    assert "start fresh" in told and "stay behind" not in told
+    assert "start fresh" in told and "are left out" not in told
     assert update_norm(other, state) == pytest.approx(update_norm(run, before), rel=1e-5)
     assert state.optimizer is not None and set(state.optimizer.births.values()) == {6}
 
@@ -111,4 +111,4 @@ def test_weights_stay_behind_only_if_they_are_to(left_out: str, tmp_path: Path) 
         forked(tmp_path, run_of(adamw))
     assert "--drop-weights" in str(refused.value.fix)
     _, told = forked(tmp_path, run_of(adamw), drop_weights=True)
-    assert "stay behind, such as parameters/" in told
+    assert "are left out, such as parameters/" in told

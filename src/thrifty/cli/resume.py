@@ -16,7 +16,7 @@ from thrifty.cli.recipe_options import MESH
 @MESH
 @click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out; needs --fork.")
 @click.option("--fork", metavar="NAME", help="Go on as a new run of this name with the changed recipe.")
-@click.option("--drop-weights", is_flag=True, help="With --fork: leave weights behind that the new recipe has not.")
+@click.option("--drop-weights", is_flag=True, help="With --fork: drop weights for which the new recipe has no place.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
 def command(

@@ -108,7 +108,7 @@ class GradientTransform:
         return "squares" if slot in self.squares else "moments"
 
     def owner(self, slot: str) -> str:
-        """The element whose slot it is, by its path of keys below this transform; "" for this one itself."""
+        """Return the path of keys, below this transform, of the element that owns a slot; "" for this transform."""
         return ""
 
     def rate(self, numbers: Scalars) -> float:
@@ -138,7 +138,7 @@ def inner_scalars(key: str, transform: GradientTransform, step: int, age: int) -
 
 
 def inner_owner(key: str, transform: GradientTransform, slot: str) -> str:
-    """The owner of an inner transform's slot, as a path below the outer one."""
+    """Return the owner of an inner transform's slot, as a path below the outer transform."""
     return f"{key}.{inner}" if (inner := transform.owner(slot)) else key
 
 

@@ -125,7 +125,7 @@ def _damage(folder: Path) -> str:
 
 
 def _is_verified(folder: Path, names: Iterable[str]) -> bool:
-    """Whether the hashes of files were right within the last day, and none was touched since."""
+    """Return True if the hashes were verified within the last day and no file was touched since."""
     try:
         kept = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
         return 0 <= time.time() - kept["at"] < VERIFIED_FOR and kept["states"] == _states(folder, names)

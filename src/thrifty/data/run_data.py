@@ -59,7 +59,7 @@ class RunData(Protocol):
         are no images."""
 
     def metadata(self) -> dict[str, str]:
-        """The texts of the files of a run folder that a trained model is used with, by name."""
+        """Return the texts, by file name, of the metadata files of a run folder that inference needs."""
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         """Raises UsageError where a model's inputs and outputs would mean something else than in the run folder `old`,

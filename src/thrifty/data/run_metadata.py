@@ -13,7 +13,7 @@ LABELS = "images.json"
 
 
 def image_metadata(ends: ImageModelSpec) -> dict[str, str]:
-    """The text of the file that says what a model of images is given and answers."""
+    """Return the text of the file that describes the inputs and outputs of a model of images."""
     return {LABELS: json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n"}
 
 

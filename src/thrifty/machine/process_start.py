@@ -1,4 +1,4 @@
-"""When a process was started, which tells it apart from a later one with the same number."""
+"""Start time of a process, which distinguishes it from a later one with the same number."""
 
 import os
 from pathlib import Path
@@ -27,6 +27,6 @@ def process_start(pid: int) -> float | None:
 
 
 def is_running(pid: int, start: float) -> bool:
-    """Whether the very process is there that was started then."""
+    """Return True if the process with this number and start time exists."""
     now = process_start(pid)
     return now is not None and abs(now - start) < TOLERANCE

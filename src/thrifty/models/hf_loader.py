@@ -117,7 +117,7 @@ def export_wrapped(
 
 
 def _write_generation(path: Path, ids: Mapping[str, int | None]) -> None:
-    """Let `generate` stop where the tokenizer's texts and turns end, and not only where those of the base model did."""
+    """Make `generate` stop at the tokenizer's ends of texts and turns, in addition to the base model's."""
     if not path.is_file():
         return
     kept = read_json(path)

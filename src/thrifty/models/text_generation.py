@@ -74,7 +74,7 @@ def sample_token(
 
 
 def context_limit(model: nn.Module) -> int | None:
-    """How many tokens the model can take at once: its positions, or what a transformers config says."""
+    """Return the longest sequence, in tokens: the model's positions, or the limit in its transformers config."""
     for module in model.modules():
         if isinstance(module, TokenEmbedding) and module.position is not None:
             return module.position.num_embeddings

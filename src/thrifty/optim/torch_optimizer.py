@@ -46,7 +46,7 @@ class UpdateLocation:
         return self.transform.slot_kind(slot)
 
     def owner(self, slot: str) -> str:
-        """The element whose slot it is, see `GradientTransform.owner`."""
+        """Return the element that a slot belongs to, see `GradientTransform.owner`."""
         return self.transform.owner(slot)
 
     def compile(self, **options: Any) -> None:

@@ -43,7 +43,7 @@ class KeyFigures:
     """What examples are counted in."""
     loss_in: str = "nats"
     budget_seconds: float | None = None
-    """What a budget in seconds gave."""
+    """The budget, if it is one in seconds."""
 
     @property
     def nats(self) -> str:

@@ -133,11 +133,11 @@ class RunFolder:
 
     def refuse_moved(self) -> None:
         """Raises ThriftyError where the folder that is locked is no longer at its path, so that nothing is written
-        into another one, or into none, as if all were well."""
+        into another one, or into none, without notice."""
         if self._lock is not None and not self._lock.is_in_place:
             raise ThriftyError(
-                f"{self.path} was moved or deleted while the run went on, which is stopped",
-                fix="move it back, or `thrifty resume` it where it is now: it goes on from its newest checkpoint",
+                f"{self.path} was moved or deleted during the run, which stops",
+                fix="move it back, or `thrifty resume` it where it is now: it continues from its newest checkpoint",
             )
 
     def append(self, record: Record) -> None:

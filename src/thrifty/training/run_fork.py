@@ -1,4 +1,4 @@
-"""A new run from an old one's state: what is the same in both is taken over, the rest starts fresh or stays behind."""
+"""Fork of a run: tensors that both runs have are copied, the others are initialized or left out."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,8 +19,8 @@ OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss")
 def copy_matching_state(
     run: Run, state: TrainState, stored: checkpoint.FoundCheckpoint, *, rewound: bool, drop_weights: bool = False
 ) -> list[str]:
-    """Fills the state of a new run with what a checkpoint holds and says what came of it. A run that is rewound has
-    masks of its own, and nothing else of it starts fresh for that.
+    """Fill the state of a new run from a checkpoint; return the notices. A rewound run has masks of its own, and
+    nothing else of it starts fresh because of them.
 
     Raises UsageError where the new recipe promises what the old state does not keep, and where it has no place for
     weights of the old one, unless they are to be dropped.
@@ -28,9 +28,9 @@ def copy_matching_state(
     loaded = checkpoint.load(stored.path.parent, stored.step).tensors
     tensors = {name: tensor for name, tensor in loaded.items() if not (rewound and _is_mask(name))}
     own = state.tensors()
-    behind = [name for name, tensor in tensors.items() if name not in own or not _is_alike(own[name], tensor)]
-    behind.sort(key=lambda name: not name.startswith(WEIGHTS))
-    _refuse_lost_weights([name for name in behind if name.startswith(WEIGHTS)], stored, drop_weights)
+    dropped = [name for name, tensor in tensors.items() if name not in own or not _is_alike(own[name], tensor)]
+    dropped.sort(key=lambda name: not name.startswith(WEIGHTS))
+    _refuse_lost_weights([name for name in dropped if name.startswith(WEIGHTS)], stored, drop_weights)
     _fill(own, tensors)
     # once more, since what starts fresh (masks, averages) starts from the weights that were taken over
     assert state.model is not None
@@ -50,13 +50,13 @@ def copy_matching_state(
             fix="leave that technique out of the fork, or start a new run with it",
         ) from None
     taken = f"{'rewound to' if rewound else 'forked from'} {stored.path} at step {stored.step}"
-    started = [name for name in own if name in fresh and not (rewound and _is_mask(name))]
-    told = [_counted(started, "start fresh"), _counted(behind, "stay behind")]
-    return [*stored.notices, "; ".join([taken, *filter(None, told)])]
+    fresh_names = [name for name in own if name in fresh and not (rewound and _is_mask(name))]
+    counts = [_counted(fresh_names, "start fresh"), _counted(dropped, "are left out")]
+    return [*stored.notices, "; ".join([taken, *filter(None, counts)])]
 
 
 def _start_fresh(optimizer: TransformOptimizer, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
-    """The names of what starts fresh, and the age of the optimizer's elements accordingly.
+    """Return the names of tensors that start fresh, and set the ages of the optimizer's elements accordingly.
 
     Where some parameters are new to an element that keeps moments, all its moments start fresh, since it has one age:
     under that of the old ones the first updates of the new ones would be several times too large, and the other way
@@ -94,12 +94,12 @@ def _slot(name: str) -> str:
 
 
 def _is_mask(name: str) -> bool:
-    """Whether a tensor of a state is the mask of a weight."""
+    """Return True if a tensor of a state is the mask of a weight."""
     return name.startswith("optimizer/") and _slot(name).endswith(SLOT)
 
 
 def _is_alike(tensor: Tensor, loaded: Tensor) -> bool:
-    """Whether values of one mean the same in the other: numbers in any format, codes and masks only in their own."""
+    """Return True if the values can be copied: numbers between any float formats, codes and masks in one."""
     formats = {tensor.dtype, loaded.dtype}
     return loaded.shape == tensor.shape and (len(formats) == 1 or all(dtype.is_floating_point for dtype in formats))
 

@@ -26,7 +26,7 @@ class RunLock:
     def __init__(self, file: Path, ours: bool = False):
         self.file, self.ours = file, ours
         self.notice = ""
-        """What was found of an earlier owner, or of the file system, if anything worth saying."""
+        """A notice about an earlier owner or about the file system, or ""."""
         try:
             self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
@@ -70,7 +70,7 @@ class RunLock:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether its path still leads to the file that is held, and not to another one or to none."""
+        """Return True if the path still leads to the locked file."""
         held = os.fstat(self._descriptor)
         try:
             there = os.stat(self.file)

@@ -72,7 +72,7 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def ranks_of(recipe: Recipe) -> Iterator[None]:
-    """The process group that a recipe's mesh is for. Raises UsageError where it has too few ranks."""
+    """Open the process group of a recipe's mesh. Raises UsageError if it has too few ranks."""
     with process_group():
         if ranks() < (least := recipe.mesh.least_ranks):
             alone = ",".join(f"{name}=1" for name, size in vars(recipe.mesh).items() if size > 1)

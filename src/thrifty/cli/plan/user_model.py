@@ -36,7 +36,7 @@ def own_model(name: str) -> UserModel:
 
     module_name, _, function = name.partition(":")
     if "" not in sys.path:
-        sys.path.append("")  # last: a torch.py beside the model is not torch
+        sys.path.append("")  # last: a torch.py next to the model is not torch
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's own code raises
