@@ -1,6 +1,6 @@
 """What composing refuses, and what it shares."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -8,9 +8,11 @@ import torch
 from tiny_runs import advance, plain_run, run_through, technique
 from torch import Tensor, nn
 
+from thrifty import techniques
 from thrifty.composition.compose import compose
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
@@ -32,6 +34,16 @@ def test_a_clash_is_refused_with_its_reason() -> None:
     for order in (chosen, chosen[::-1]):
         with pytest.raises(UsageError, match=r"cannot go together: it moves weights that adapters keep frozen"):
             compose(plain_run(), order, 10)
+
+
+def test_what_would_take_away_what_trained_weights_compute_is_refused_on_them() -> None:
+    refused = [name for name in techniques.names() if Claim.TRAINED_START in technique(name).clashes]
+    for name in refused:
+        with pytest.raises(RefusedError, match=f"^{name} is not for trained weights: ") as error:
+            compose(replace(plain_run(), is_trained=True), [ADAMW, technique(name)], 10)
+        assert f"--without {name}" in error.value.fix
+        compose(plain_run(), [ADAMW, technique(name)], 10)
+    assert {name for name in techniques.names() if name.startswith("initializations.")} <= {*refused}
 
 
 def test_one_technique_twice_is_refused() -> None:

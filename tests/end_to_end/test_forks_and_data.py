@@ -64,6 +64,17 @@ def test_a_fork_with_a_longer_budget_keeps_the_depth_that_stacking_had(thrifty: 
     assert [json.loads(line)["step"] for line in changes] == [6, 18]
 
 
+def test_what_would_take_away_what_was_learned_is_no_fork_and_no_fine_tuning(thrifty: CommandLine) -> None:
+    cut_off(thrifty, "run")
+    zeroed = ("--with", "initializations.rezero")
+    refused = thrifty("resume", "run", "--fork", "zeroed", *zeroed, exit_code=2).stderr
+    assert "initializations.rezero is not for trained weights" in refused and "--without" in refused
+    thrifty("export", "run", "start")
+    for verb in ("explain", "train"):
+        refused = thrifty(verb, "text", "--data", "corpus", "--model", "start", *zeroed, exit_code=2)
+        assert "is not for trained weights" in refused.stderr
+
+
 @pytest.mark.slow
 def test_a_fork_whose_technique_cannot_keep_its_promise_says_so(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")

@@ -31,11 +31,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class BaseRun:
-    """The run before any technique. `build` gives the plain model with its first values, the same at every call."""
+    """The run before any technique. `build` returns the plain model with its initial values, the same at every call."""
 
     build: Callable[[], nn.Module]
     source: BatchSource
     objective: Objective
+    is_trained: bool = False
+    """True if the initial values are trained ones."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +188,22 @@ def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device:
     irrelevant."""
     ordered = sorted(techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
     refuse_illegal(ordered)
+    if plain.is_trained:
+        refuse_trained_start(ordered)
     resolved = (resolve_moments(technique, steps, plain.source.batch) for technique in ordered)
     run = Run(plain, tuple(resolved), steps, device)
     _ = run.objective  # a technique that cannot serve it says so before anything is built
     return run
+
+
+def refuse_trained_start(techniques: Sequence[Technique]) -> None:
+    """Raise RefusedError if a technique would take away what trained weights compute."""
+    for technique in techniques:
+        if reason := technique.clashes.get(Claim.TRAINED_START):
+            raise RefusedError(
+                f"{technique.name} is not for trained weights: {reason}",
+                fix=f"--without {technique.name}, or a new run from random weights: --set model.reinitialize=true",
+            )
 
 
 def refuse_illegal(techniques: Sequence[Technique]) -> None:

@@ -70,6 +70,8 @@ class Claim(StrEnum):
     """Parts of each layer on each rank along the tensor axis."""
     TOKENS_OF_BLOCKS = "tokens of some blocks"
     """Tokens that only some blocks read."""
+    TRAINED_START = "trained initial values"
+    """Weights that a run starts from and continues to train. The run claims it, and no technique."""
     TRAINED_VECTORS = "trained vectors alone"
     """Training of vectors only, without any matrix."""
     WEIGHT_MASKS = "weight masks"

@@ -121,7 +121,8 @@ def prepare_run(
             return check_builder(model)
         return build_model_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
-    plain = BaseRun(build, data.train, objective)
+    is_trained = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
+    plain = BaseRun(build, data.train, objective, is_trained)
     steps = steps or _steps(recipe, plain, device, data.example_unit)
     return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
 

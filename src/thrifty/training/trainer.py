@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from thrifty.composition.compose import refuse_trained_start
 from thrifty.composition.explain import explain
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.mesh import AXES, axis
@@ -85,7 +86,7 @@ def resume(
 
     The recipe must be the one that the run was started with; UsageError says what differs. With `fork` the run goes
     on as a new one of that name beside the old, by the changed recipe: what is the same in both is taken over, the
-    rest starts fresh or stays behind and is counted; weights stay behind only if `drop_weights`. `origins` says where
+    rest starts fresh or is left out and is counted; weights are left out only if `drop_weights`. `origins` holds where
     changed values came from.
     """
     with ranks_of(recipe):
@@ -186,6 +187,8 @@ def _fork(
                 f"the budget of {prepared.run.steps} steps is used up: {old} has made {saved.step}",
                 fix=f"--set budget.steps={2 * saved.step}, counted from the first step of {old.name}",
             )
+        known = {technique.name for technique in recipe_from_data(saved.scalars["recipe"]).techniques}
+        refuse_trained_start([technique for technique in prepared.run.techniques if technique.name not in known])
         prepared.data.check_meaning(saved.scalars["data"], old)
         inherited = {**rename_origins(_kept(RunFolder(old), "origins")), **origins}
         return _run(prepared, folder, quiet, inherited, read_log(saved.scalars), fill)

@@ -136,6 +136,7 @@ class AutoGrow(Technique):
     claims = frozenset({Claim.DEPTH, Claim.SEQUENCE_LENGTH, Claim.RESOLUTION})
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it copies weights that adapters keep frozen",
+        Claim.TRAINED_START: "a run starts with the smallest model",
         Claim.WEIGHT_MASKS: "the average that added blocks start from is not under the masks",
         Claim.RANK_WIDE_PLAN: "what a block does is planned once, and a search leaves blocks out",
         Claim.PIPELINE_PARALLELISM: "no stage of a pipeline has all blocks that a size is counted of",

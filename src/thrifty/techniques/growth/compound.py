@@ -56,6 +56,7 @@ class CompoundGrowth(Technique):
     claims = frozenset({Claim.DEPTH, Claim.WIDTH, Claim.SEQUENCE_LENGTH})
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it copies weights that adapters keep frozen",
+        Claim.TRAINED_START: "a run starts with the smallest model",
         Claim.WEIGHT_MASKS: "a layer that grows wider would have another density than was promised for its shape",
         Claim.SHARED_PARAMETERS: "what blocks share is not made of one block's units",
     }

@@ -48,7 +48,7 @@ def written_by(model: nn.Module) -> set[str]:
 class ProgressiveStacking(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.DEPTH})
-    clashes: ClassVar[Mapping[Claim, str]] = {}
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_START: "a run starts with the first blocks alone"}
 
     at: tuple[StepOrFraction, ...] = (0.125, 0.3)
     """When the depth doubles, of each stack where a model has several."""

@@ -117,7 +117,8 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Fixup(NormFreeTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen"
+        Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen",
+        Claim.TRAINED_START: "the weights of its blocks are redrawn",
     }
 
     scalar_rate: Fraction = 0.1

@@ -48,7 +48,10 @@ def fold(model: nn.Module) -> nn.Module:
 class LayerScale(Technique):
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESIDUAL_GAINS})
-    clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "its gains would stay as small as they start"}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "its gains would stay as small as they start",
+        Claim.TRAINED_START: "the output of each branch would shrink to where the gains start",
+    }
 
     initial_value: Rate = 0.0
     """First value of every gain; 0 takes the paper's value for the model's depth."""

@@ -41,7 +41,8 @@ def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"
 @dataclass(frozen=True)
 class ReZero(NormFreeTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "its α would stay zero, and with them every block"
+        Claim.FROZEN_BASE_WEIGHTS: "its α would stay zero, and with them every block",
+        Claim.TRAINED_START: "each block would start as the identity",
     }
 
     shared: Literal["block", "branch"] = "block"

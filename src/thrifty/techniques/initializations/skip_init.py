@@ -38,7 +38,8 @@ def largest_start(blocks: int) -> float:
 @dataclass(frozen=True)
 class SkipInit(NormFreeTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "its scalars would stay as small as they start"
+        Claim.FROZEN_BASE_WEIGHTS: "its scalars would stay as small as they start",
+        Claim.TRAINED_START: "each block would start next to the identity",
     }
 
     initial_value: Rate = 0.0

@@ -78,7 +78,8 @@ def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
 @dataclass(frozen=True)
 class TFixup(NormFreeTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen"
+        Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen",
+        Claim.TRAINED_START: "all weights but positions are redrawn",
     }
 
     multiplier: Rate = 0.0

@@ -138,6 +138,7 @@ class ShareParameters(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "blocks start as copies of the first, and frozen ones could not learn to be",
         Claim.DEPTH: "which block begins a group would change with the depth",
+        Claim.TRAINED_START: "the first block's weights would replace those of the others",
         Claim.PARAMETER_SHARDING: "each block is cut into pieces of its own, which would untie them",
     }
 
