@@ -21,7 +21,7 @@ DESIGN = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
 
 SMALL = [
     *("--budget", "4steps", "--set", "checkpoints.every=2", "--set", "evaluation.examples=4"),
-    *("--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2"),
+    *("--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=4"),
 ]
 """Put behind every `train`, `explain`, `check` and `lottery` of the README, so that they run in seconds."""
 TEXT = [*("--data", "my.txt", "--model", "llama-nano", "--set", "data.vocabulary=300", "--set", "data.length=32")]
