@@ -19,8 +19,8 @@ class SettingBound:
     most: float | None = None
     below: float | None = None
 
-    def admits(self, value: float) -> bool:
-        return (
+    def admits(self, value: float | None) -> bool:
+        return value is None or (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.most is None or value <= self.most)
@@ -37,6 +37,10 @@ Natural = Annotated[int, SettingBound(least=0)]
 Fraction = Annotated[float, SettingBound(above=0, most=1)]
 Probability = Annotated[float, SettingBound(least=0, most=1)]
 Rate = Annotated[float, SettingBound(least=0)]
+LEAST_EPSILON = SettingBound(least=1e-20)
+"""For what keeps a root from dividing by zero: with a smaller one 0 / 0 is left where no gradient arrives, and where the
+square of a gradient is too small for float32."""
+Epsilon = Annotated[float, LEAST_EPSILON]
 Betas = Annotated[tuple[float, float], SettingBound(least=0, below=1)]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from thrifty.core.claims import Claim
 from thrifty.core.dtensors import is_dtensor, with_partial_sums_added
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
-from thrifty.core.setting_bounds import Rate, SettingBound
+from thrifty.core.setting_bounds import LEAST_EPSILON, Rate, SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.chunked_update import chunks_like, row_chunks
@@ -139,7 +139,7 @@ class Adafactor(Technique):
     """How slowly the second moment forgets: its newest value weighs step^decay."""
     clip_threshold: Annotated[float, SettingBound(above=0)] = 1.0
     """Largest root mean square of an update before it is multiplied by the relative step."""
-    eps1: float | None = None
+    eps1: Annotated[float | None, LEAST_EPSILON] = None
     """The paper's ε₁, below which no root of a second moment counts; if not given, the precision of the gradients."""
     eps2: Rate = 1e-3
     """The paper's ε₂, below which no size of a parameter counts."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
-from thrifty.core.setting_bounds import Betas, Rate
+from thrifty.core.setting_bounds import Betas, Epsilon, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
@@ -31,7 +31,7 @@ class AdamW(Technique):
 
     lr: Rate = 1e-3
     betas: Betas = (0.9, 0.95)
-    eps: Rate = 1e-8
+    eps: Epsilon = 1e-8
     weight_decay: Rate = 0.1
 
     def update(self, transform: GradientTransform) -> GradientTransform:

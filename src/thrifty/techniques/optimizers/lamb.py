@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
-from thrifty.core.setting_bounds import Betas, Rate
+from thrifty.core.setting_bounds import Betas, Epsilon, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, ScaleByTrustRatio, scale_by_learning_rate
@@ -48,7 +48,7 @@ class Lamb(Technique):
 
     lr: Rate = 1e-3
     betas: Betas = (0.9, 0.999)
-    eps: Rate = 1e-6
+    eps: Epsilon = 1e-6
     weight_decay: Rate = 0.01
     bias_correction: bool = True
     """Whether the moments are corrected for having started at zero, as in the paper."""

@@ -26,7 +26,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.dtensors import is_dtensor
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_notes import add_note
-from thrifty.core.setting_bounds import Betas, Positive, Probability, Rate
+from thrifty.core.setting_bounds import Betas, Epsilon, Positive, Probability, Rate
 from thrifty.core.shard_layout import order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -192,7 +192,7 @@ class Muon(Technique):
     adamw_lr: Rate = 1e-3
     """AdamW's rate, for what is no hidden matrix."""
     adamw_betas: Betas = (0.9, 0.95)
-    adamw_eps: Rate = 1e-8
+    adamw_eps: Epsilon = 1e-8
 
     def model(self, model: nn.Module) -> nn.Module:
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -20,7 +20,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_relative_settings import StepOrFraction
-from thrifty.core.setting_bounds import Betas, Rate
+from thrifty.core.setting_bounds import Betas, Epsilon, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, add_multiple
@@ -124,7 +124,7 @@ class ScheduleFreeAdamW(Technique):
     lr: Rate = 2.5e-3
     betas: Betas = (0.9, 0.999)
     """Where y stands between z and x, and how slowly the second moment forgets."""
-    eps: Rate = 1e-8
+    eps: Epsilon = 1e-8
     weight_decay: Rate = 0.1
     warmup: StepOrFraction = 0.05
     power: Rate = 0.0

@@ -21,7 +21,7 @@ from torch import Tensor
 from thrifty.core.claims import Claim
 from thrifty.core.dtensors import is_dtensor
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
-from thrifty.core.setting_bounds import Betas, Positive, Rate
+from thrifty.core.setting_bounds import Betas, Epsilon, Positive, Rate
 from thrifty.core.shard_layout import local_tensors, order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -164,7 +164,7 @@ class Soap(Technique):
     lr: Rate = 3e-3
     betas: Betas = (0.95, 0.95)
     """Of both moments; the second also of what the axes are found from."""
-    eps: Rate = 1e-8
+    eps: Epsilon = 1e-8
     weight_decay: Rate = 0.01
     every: Positive = 10
     """Steps after which the axes follow the gradients."""

@@ -34,7 +34,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError
+from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.ranks import mean_over_ranks
@@ -183,7 +183,10 @@ class NOfM(Technique):
 
     @property
     def pattern(self) -> NOfMPattern:
-        return NOfMPattern(self.n, self.m, self.transposable)
+        try:
+            return NOfMPattern(self.n, self.m, self.transposable)
+        except ThriftyError as error:
+            raise type(error)(f"{self.name}: {error.what}", fix=error.fix) from None
 
     def model(self, model: nn.Module) -> nn.Module:
         on_units = has_sparse_units(next(model.parameters()).device, self.pattern)
