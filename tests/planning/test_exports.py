@@ -1,5 +1,6 @@
 """Plans for other trainers: their own packages read them, and the plain script gives the losses of our run."""
 
+import ast
 import inspect
 import io
 import json
@@ -13,17 +14,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from command_line import write_corpus
 from planned_runs import CATALOGUE
 
 from thrifty.cli.plan.plan_exports import write_exports
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.mesh import Mesh
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.planning.exports import accelerate, deepspeed, torchtitan
 from thrifty.planning.exports.portable_recipe import PortableRecipe
+from thrifty.planning.exports.pytorch_script import script
 from thrifty.training.loop import train
 from thrifty.training.run_setup import prepare_run
 
@@ -225,3 +228,40 @@ def test_what_torchtitan_is_told_is_toml_and_says_what_it_lacks() -> None:
     assert read["activation_checkpoint"]["mode"] == "full" and read["training"]["steps"] == STEPS
     assert "attention.tiled" in text.splitlines()[0]
     assert torch.tensor(read["lr_scheduler"]["decay_ratio"]) == 0.5
+
+
+HOSTILE = (
+    'a"""\nimport os\nos.system("x")\n"""',
+    "a'; import os #",
+    "a\\",
+    "$(touch x)",
+    "`touch x`",
+    "a\ndebug: true",
+    "a\u2028debug: true",
+    "a\x85debug: true",
+    "a\rdebug: true",
+    "a\x00",
+    "-rf",
+    "..",
+    "a/b",
+    "",
+)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_is_never_more_than_a_value_in_an_export(name: str) -> None:
+    with pytest.raises(UsageError, match="name is"):
+        Recipe(name=name)
+
+    plain, hostile = elsewhere(), replace(elsewhere(), name=name, unsaid=(name,))
+    tree = ast.parse(script(hostile, "", f"{name}/train.py"))
+    [literal] = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAME"
+    ]
+    assert ast.literal_eval(literal) == name
+    literal.value = plain.name  # type: ignore[attr-defined]
+    assert ast.dump(tree) == ast.dump(ast.parse(script(plain, "", "plain/train.py")))
+    read = yaml.safe_load(accelerate.configuration(hostile))
+    assert read == yaml.safe_load(accelerate.configuration(plain))
+    table = tomllib.loads(torchtitan.configuration(hostile))
+    assert table == tomllib.loads(torchtitan.configuration(plain)) | {"job": {"description": name}}

@@ -81,6 +81,7 @@ def command(
     from thrifty.comparing.comparison_workers import read_workers
     from thrifty.comparing.saved_comparison import refuse_existing_comparison, save_comparison
     from thrifty.comparing.variants import read_variants
+    from thrifty.core.file_names import check_name
     from thrifty.core.plain_values import build
 
     values = {field.name: options.pop(field.name) for field in fields(ComparisonProtocol)}
@@ -92,7 +93,7 @@ def command(
         refuse_existing_comparison(keep)
     baseline = build_recipe(recipe, **options)
     read = read_variants(variants, baseline, lambda other: build_recipe(other, **options))
-    folder = runs / (name or f"{read[0].recipe.name}-comparison")
+    folder = runs / check_name(name or f"{read[0].recipe.name}-comparison", "--name")
     result = compare(read, protocol, folder, retry=retry, workers=launchers, say=progress(quiet))
     print_result(result, lambda: _tell(result), as_json, quiet)
     if keep and result["status"] == "finished":

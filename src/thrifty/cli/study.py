@@ -41,6 +41,7 @@ def command(
 
     from thrifty.cli.verb_output import print_result, progress
     from thrifty.core.errors import UsageError
+    from thrifty.core.file_names import check_name
     from thrifty.experiments import saved_study, studies
     from thrifty.experiments.study_result import read_result
     from thrifty.experiments.study_runner import is_measured, read_folder, run_study
@@ -55,7 +56,7 @@ def command(
     if save_result:
         saved_study.refuse_existing_study(save_result)
     baseline = read_result(baseline_result) if baseline_result else None
-    folder = runs / (folder_name or study)
+    folder = runs / check_name(folder_name or study, "--name")
     result = read_folder(made, folder)
     # what has been measured is not measured again, but may still be saved or compared
     if result is None or not is_measured(result, cases) or not (save_result or baseline):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from thrifty.core.errors import UsageError
+from thrifty.core.file_names import check_name
 from thrifty.core.mesh import Mesh
 from thrifty.core.old_names import order_key
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -193,7 +194,6 @@ class Recipe:
     """In order of stage, whatever the order given."""
 
     def __post_init__(self) -> None:
-        if not self.name or self.name in (".", "..") or "/" in self.name or "\\" in self.name:
-            raise UsageError(f"name is {self.name!r}: it names a folder under runs/", fix="use letters, digits and -")
+        check_name(self.name)
         ordered = sorted(self.techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
         object.__setattr__(self, "techniques", tuple(ordered))

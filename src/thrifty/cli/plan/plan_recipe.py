@@ -209,9 +209,9 @@ def _written(recipe: Recipe, forecast: Iterable[str], out: Path | None) -> list[
     if out is None:
         return []
 
+    from thrifty.core.file_names import comment_lines
     from thrifty.recipes.recipe_toml import write_recipe
 
-    head = "".join(f"# {line}\n" for line in forecast)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(head + "\n" + write_recipe(recipe), encoding="utf-8")
+    out.write_text(comment_lines(forecast) + "\n" + write_recipe(recipe), encoding="utf-8")
     return [out]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from thrifty.core.file_names import comment_lines
 from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
@@ -44,7 +45,7 @@ def configuration(run: PortableRecipe) -> str:
         f"Accelerator(gradient_accumulation_steps={run.parts}){clipped}{again}",
         *run.notes(),
     ]
-    return "".join(f"# {comment}\n" for comment in comments) + yaml(values)
+    return comment_lines(comments) + yaml(values)
 
 
 def yaml(values: Mapping[str, Any], indent: str = "") -> str:

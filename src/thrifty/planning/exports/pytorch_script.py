@@ -1,13 +1,17 @@
 """A plain PyTorch script: the same model, data, order and update, with nothing of ours imported."""
 
+import shlex
+
 from thrifty.core.errors import RefusedError
+from thrifty.core.file_names import comment_lines
 from thrifty.planning.exports.portable_recipe import PortableRecipe
 
-TEMPLATE = '''"""{name}, in plain PyTorch. Beside this file: the model with its first weights, and the tokens.
+TEMPLATE = '''"""A run in plain PyTorch: needs torch, transformers and numpy.
 
-    python {file}          (needs torch, transformers, numpy)
-{notes}"""
+The folder of this file also has the model with its initial weights, and the tokens.
+"""
 
+{comments}
 import math
 from pathlib import Path
 
@@ -17,6 +21,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
+NAME = {name!r}
 BATCH, PARTS, LENGTH, STEPS, SEED = {batch}, {parts}, {length}, {steps}, {seed}
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = {lr!r}, {betas!r}, {eps!r}, {weight_decay!r}, {clip!r}
 SCHEDULE, WARMUP, UNTIL, FLOOR = {schedule!r}, {warmup}, {until}, {floor!r}
@@ -100,6 +105,6 @@ def script(run: PortableRecipe, permutation: str, file: str) -> str:
             "script: it is written for AdamW on one device, in float32 or bfloat16",
             fix="--with optimizers.adamw, --set techniques.precision.mixed.format=bfloat16, and no mesh",
         )
-    notes = "".join(f"    {note}\n" for note in run.notes())
+    comments = comment_lines([f"python {shlex.quote(file)}", *run.notes()])
     values = vars(run) | {"recompute": run.recompute != "none", "on_gpu": run.device != "cpu"}
-    return TEMPLATE.format(**values | {"notes": notes, "permutation": permutation, "file": file})
+    return TEMPLATE.format(**values | {"comments": comments, "permutation": permutation, "file": file})

@@ -2,6 +2,7 @@
 
 import tomli_w
 
+from thrifty.core.file_names import comment_lines
 from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 AGAIN = {"none": "none", "every": "full", "selective": "selective"}
@@ -42,4 +43,4 @@ def configuration(run: PortableRecipe) -> str:
         "activation_checkpoint": {"mode": AGAIN[run.recompute]},
         "compile": {"enable": run.compiled},
     }  # fmt: skip
-    return "".join(f"# {note}\n" for note in run.notes()) + tomli_w.dumps(values)
+    return comment_lines(run.notes()) + tomli_w.dumps(values)

@@ -1,0 +1,27 @@
+"""Names that become folders and stand in exported files, and text that becomes comments there."""
+
+from collections.abc import Iterable
+
+from thrifty.core.errors import UsageError
+
+_LONGEST = 200
+_ALLOWED = frozenset(" -_.+=,@%()[]:")
+
+
+def check_name(name: str, subject: str = "name") -> str:
+    """Return a name that is safe as a folder, in a shell command and in source code.
+
+    Raises UsageError unless it has at most 200 letters, digits and characters of ` -_.+=,@%()[]:`, begins with a
+    letter, a digit or "_", and does not end with a space.
+    """
+    safe = all(character.isalnum() or character in _ALLOWED for character in name)
+    if safe and name and len(name) <= _LONGEST and (name[0].isalnum() or name[0] == "_") and name[-1] != " ":
+        return name
+    limit = f"a name begins with a letter or digit and has at most {_LONGEST} letters, digits and - _ ."
+    raise UsageError(f"{subject} is {name[:_LONGEST]!r}: {limit}", fix="use letters, digits and -")
+
+
+def comment_lines(texts: Iterable[str]) -> str:
+    """Return each text as one comment line of Python, YAML or TOML; unprintable characters become spaces."""
+    lines = ("".join(character if character.isprintable() else " " for character in text) for text in texts)
+    return "".join(f"# {line}\n" for line in lines)
