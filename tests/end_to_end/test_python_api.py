@@ -107,7 +107,7 @@ def test_a_run_whose_folder_goes_away_ends_and_says_so(what: str, common_folder:
         model.register_forward_hook(lose)
         return model
 
-    with pytest.raises(ThriftyError, match="was moved or deleted while the run went on"):
+    with pytest.raises(ThriftyError, match="was moved or deleted during the run"):
         train(recipe, tmp_path, model=losing, quiet=True)
     assert not (tmp_path / "run").exists()
 

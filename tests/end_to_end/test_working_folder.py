@@ -37,7 +37,7 @@ VERBS = {
     "doctor": ("doctor", "--quick", "--compile"),
     "train": ("train", *TEXT, "--name", "run"),
     "explain": ("explain", *TEXT),
-    "check": ("check", *TEXT, "--ranks", "2"),
+    "check": ("check", *TEXT),
     "compare": ("compare", *TEXT, "--variant", "--without gradients.clip", "--seeds", "1"),
     "plan": ("plan", *TEXT),
     "study": ("study", "width_lazy", "--set", "widths=[8]", "--seeds", "1", "--jobs", "1"),

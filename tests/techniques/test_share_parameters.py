@@ -162,6 +162,14 @@ def test_blocks_stay_one_while_they_are_trained() -> None:
         run.verify(state)
 
 
+def test_a_parameter_that_a_block_uses_twice_is_shared_in_both_places() -> None:
+    chosen = [technique(name) for name in ("initializations.rezero", "memory.share_parameters", "optimizers.adamw")]
+    state = compose(plain_run(), chosen, 4).start()
+    assert state.model is not None
+    gains = [p for name, p in state.model.named_parameters(remove_duplicate=False) if name.endswith("gain")]
+    assert len(gains) == 8 and len({*gains}) == 1
+
+
 def test_what_saves_nothing_is_refused() -> None:
     with pytest.raises(RefusedError, match="embedding 32 saves nothing at width 32"):
         ShareParameters(embedding=32).model(tiny_model())

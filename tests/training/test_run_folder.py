@@ -249,7 +249,7 @@ def test_nothing_is_written_once_the_folder_is_somewhere_else(what: str, tmp_pat
             shutil.copytree(tmp_path / "elsewhere", tmp_path / "run")
         there = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         for write in (lambda: run.append({"kind": "step", "step": 2}), lambda: run.write_json("summary", {})):
-            with pytest.raises(ThriftyError, match="was moved or deleted while the run went on"):
+            with pytest.raises(ThriftyError, match="was moved or deleted during the run"):
                 write()
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == there
 

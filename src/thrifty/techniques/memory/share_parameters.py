@@ -50,15 +50,15 @@ def first_of_group(block: int, depth: int, groups: int) -> int:
 
 
 def share(block: nn.Module, leader: nn.Module, chosen: Callable[[str], bool]) -> int:
-    """Let a block use another's parameters where their paths are chosen; how many numbers that saves."""
-    saved = 0
-    theirs = dict(leader.named_parameters())
-    for path, parameter in list(block.named_parameters()):
+    """Replace a block's parameters by another's where their paths are chosen; return the number of elements saved."""
+    replaced = set()
+    theirs = dict(leader.named_parameters(remove_duplicate=False))
+    for path, parameter in list(block.named_parameters(remove_duplicate=False)):
         if chosen(path) and path in theirs and theirs[path].shape == parameter.shape:
             owner, _, last = path.rpartition(".")
             setattr(block.get_submodule(owner), last, theirs[path])
-            saved += parameter.numel()
-    return saved
+            replaced.add(parameter)
+    return sum(parameter.numel() for parameter in replaced)
 
 
 def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Module, nn.Module]]:
@@ -188,8 +188,8 @@ class ShareParameters(Technique):
         assert state.model is not None
         chosen = self._chosen(state.model)
         for name, block, leader in shared_blocks(state.model, self.groups):
-            theirs = dict(leader.named_parameters())
-            for path, parameter in block.named_parameters():
+            theirs = dict(leader.named_parameters(remove_duplicate=False))
+            for path, parameter in block.named_parameters(remove_duplicate=False):
                 fits = f"{name}.{path}" in chosen and path in theirs and theirs[path].shape == parameter.shape
                 if fits and parameter is not theirs[path]:
                     raise IntegrityError(f"{self.name}: {name}.{path} is no longer the parameter of its group")
