@@ -91,9 +91,7 @@ BUDGETS = some.one_of(
 TECHNIQUES: some.SearchStrategy[tuple[Technique, ...]] = some.lists(
     some.sampled_from(techniques.names()), unique=True, max_size=6
 ).flatmap(lambda names: some.tuples(*(any_legal(techniques.find(name)) for name in names)))
-NAMES = some.text("abcdefghijklmnopqrstuvwxyz0123456789-_é .", min_size=1, max_size=12).filter(
-    lambda name: name not in (".", "..")
-)
+NAMES = some.from_regex(r"[A-Za-z0-9_é]([-A-Za-z0-9_.+=,@%()\[\]: é]{0,20}[a-z0-9])?", fullmatch=True)
 ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES, name=NAMES)
 
 
