@@ -118,6 +118,11 @@ def test_a_page_that_fails_says_so_and_the_board_goes_on(serve, site, monkeypatc
     assert asked(server)[0] == 200
 
 
+def test_an_address_with_too_many_fields_is_a_bad_request(serve):
+    status, _, body = asked(serve(), f"/{TOKEN}/?" + "&".join(["a=1"] * 9000))
+    assert status == 400 and b"at most" in body
+
+
 def test_a_port_that_is_taken_is_a_usage_error(serve, site):
     server = serve()
     with pytest.raises(UsageError, match="--port"):
@@ -132,7 +137,7 @@ def test_tokens_cannot_be_guessed():
 def test_an_address_that_makes_no_sense_has_an_answer_too(serve):
     server = serve()
     many = "&".join(f"a{number}=" for number in range(50))
-    for path, status in (("http://[/", "403"), (f"{PATHS[0]}?{many}", "500")):
+    for path, status in (("http://[/", "403"), (f"{PATHS[0]}?{many}", "400")):
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
             host = f"Host: 127.0.0.1:{server.server_port}"
             connection.sendall(f"GET {path} HTTP/1.1\r\n{host}\r\nConnection: close\r\n\r\n".encode())

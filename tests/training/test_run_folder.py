@@ -18,6 +18,7 @@ from rank_processes import PROCESSES
 from run_starters import append_forever, go_on, start
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.run_folder import RunFolder
 
 
@@ -192,6 +193,7 @@ FULL_DISK = """
 import subprocess, sys
 from pathlib import Path
 from thrifty.core.errors import ThriftyError
+from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.run_folder import RunFolder
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", sys.argv[1]], check=True)
 with RunFolder.create(Path(sys.argv[1]) / "mine") as run:
@@ -284,3 +286,16 @@ def test_a_lock_that_cannot_be_written_is_told(
     with pytest.raises(ThriftyError, match=f"lock cannot be written: {os.strerror(code)}") as told:
         RunFolder.create(tmp_path / "run")
     assert ("free some space" in told.value.fix) == (code != errno.EROFS)
+
+
+@pytest.mark.parametrize("name", ["lock", "records.jsonl", "tokenizer.json", "checkpoints", "plots", "report.html"])
+def test_a_run_folder_with_a_link_is_refused_and_what_it_names_is_untouched(tmp_path: Path, name: str) -> None:
+    path, outside = existing_run(tmp_path / "mine"), tmp_path / "outside"
+    outside.write_text("precious, without a last line")
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(outside)
+    with pytest.raises(UsageError, match=f"{name} is a symbolic link"):
+        RunFolder.open(path).lock()
+    with pytest.raises(OSError, match="symbolic links"):
+        AtomicFiles().create_file(path / name)
+    assert outside.read_text() == "precious, without a last line"

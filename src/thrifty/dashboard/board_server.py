@@ -15,6 +15,8 @@ from thrifty.dashboard.page_responses import OWN_POLICY, PageResponse
 HOST = "127.0.0.1"
 SILENCE = 30.0
 """Seconds after which a connection on which nothing is asked is closed."""
+MOST_FIELDS = 8
+"""Fields in the query of an address."""
 OURS = ("same-origin", "none")
 """Where a browser says that a request comes from: a page of the board, or the person."""
 HEADERS = {
@@ -83,7 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
             return refused
         _, path, query = self._asked()
         try:
-            asked = {name: values[-1] for name, values in parse_qs(query, max_num_fields=8).items()}
+            asked = {name: values[-1] for name, values in parse_qs(query, max_num_fields=MOST_FIELDS).items()}
+        except ValueError:
+            return _plain(HTTPStatus.BAD_REQUEST, f"An address has at most {MOST_FIELDS} fields.")
+        try:
             return self.server.site.answer(path, asked)
         except Exception as error:  # a page that fails must not take the others with it
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, f"This page could not be made: {type(error).__name__}.")

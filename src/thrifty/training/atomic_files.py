@@ -35,7 +35,7 @@ class AtomicFiles:
         path.mkdir(exist_ok=True)
 
     def create_file(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         return os.write(descriptor, data)

@@ -69,7 +69,9 @@ class RunFolder:
         return run
 
     def lock(self, agents: Collection[str] = ()) -> "RunFolder":
-        """Raises `UsageError` if another process has the run. See `notice` for what was taken over."""
+        """Raises `UsageError` if another process has the run, or if something in its folder is a link. See `notice`
+        for what was taken over."""
+        self.refuse_links()
         if self._lock is None:
             self.again = self._is_of(agents)
             self._lock = RunLock(self.path / "lock", ours=self.again)
@@ -130,6 +132,13 @@ class RunFolder:
     @property
     def plots(self) -> Path:
         return self.path / "plots"
+
+    def refuse_links(self) -> None:
+        """Raises UsageError if a file or folder of the run is a symbolic link, which would lead writes out of it."""
+        links = [path for path in (*self.path.glob("*"), *self.checkpoints.glob("*")) if path.is_symlink()]
+        if links:
+            what = f"{links[0]} is a symbolic link, and nothing outside a run folder is written"
+            raise UsageError(what, fix="remove the link, or put a copy of what it names in its place")
 
     def refuse_moved(self) -> None:
         """Raises ThriftyError where the folder that is locked is no longer at its path, so that nothing is written
@@ -210,7 +219,7 @@ def _refuse_full(path: Path) -> None:
 
 def _opened_at_whole_lines(file: Path) -> int:
     """Open for appending, after cutting what a crash left of a last line."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     os.ftruncate(descriptor, file.read_bytes().rfind(b"\n") + 1)
     return descriptor
 

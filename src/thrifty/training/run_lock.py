@@ -28,7 +28,7 @@ class RunLock:
         self.notice = ""
         """A notice about an earlier owner or about the file system, or ""."""
         try:
-            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise _unwritable(file, error) from error
         try:
