@@ -372,7 +372,14 @@ def test_other_factors_multiply_the_steps_of_schedule_free_before_they_are_avera
     assert_close(trained(halved), trained(schedule_free(0.01, warmup=3)), 1e-14)
 
 
-WITH_EPS = {"adafactor": "eps1", "adamw": "eps", "lamb": "eps", "muon": "adamw_eps", "schedule_free": "eps", "soap": "eps"}
+WITH_EPS = {
+    "adafactor": "eps1",
+    "adamw": "eps",
+    "lamb": "eps",
+    "muon": "adamw_eps",
+    "schedule_free": "eps",
+    "soap": "eps",
+}
 
 
 @pytest.mark.parametrize(("name", "eps"), WITH_EPS.items())

@@ -38,8 +38,8 @@ Fraction = Annotated[float, SettingBound(above=0, most=1)]
 Probability = Annotated[float, SettingBound(least=0, most=1)]
 Rate = Annotated[float, SettingBound(least=0)]
 LEAST_EPSILON = SettingBound(least=1e-20)
-"""For what keeps a root from dividing by zero: with a smaller one 0 / 0 is left where no gradient arrives, and where the
-square of a gradient is too small for float32."""
+"""For the eps of a root: a smaller one leaves 0 / 0 where no gradient arrives, and where its square is too small for
+float32."""
 Epsilon = Annotated[float, LEAST_EPSILON]
 Betas = Annotated[tuple[float, float], SettingBound(least=0, below=1)]
 
