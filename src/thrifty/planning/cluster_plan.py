@@ -22,7 +22,6 @@ from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Estimate, count_foot
 from thrifty.planning.forecast import PlanRequest, refuse_no_step
 from thrifty.planning.search_space import Catalogue
 from thrifty.simulators.cluster.network_topology import Cluster
-from thrifty.simulators.cluster.published_runs import RUNS
 from thrifty.simulators.cluster.workload import Recompute, Workload
 
 ALTERNATIVES, COUNTS, MOST_COUNTS = 4, 24, 48
@@ -65,9 +64,8 @@ class ClusterPlan:
     price: float | None
 
     def step(self, placed: PlacedLayout) -> Estimate:
-        """Seconds, simulated: as far off as published runs may be from what is simulated of them."""
-        off = max(run.tolerance or 0.0 for run in RUNS.values())
-        return Estimate.within(placed.layout.seconds, 1 - off, 1 + off)
+        """Seconds, simulated: with the interval of published runs on the device."""
+        return Estimate(placed.layout.seconds, *placed.layout.report.interval("step_seconds"))
 
     @property
     def seconds(self) -> Estimate:

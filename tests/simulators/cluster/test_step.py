@@ -12,7 +12,7 @@ from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.simulators.cluster import collective_times
 from thrifty.simulators.cluster.closed_form_workload import transformer
 from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings, cut_stages
-from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency, seconds
+from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency, find_efficiency, seconds
 from thrifty.simulators.cluster.network_topology import Cluster, find_cluster
 from thrifty.simulators.cluster.published_runs import GPT3, MODELS, gpt
 from thrifty.simulators.cluster.simulated_step import simulate
@@ -22,6 +22,7 @@ from thrifty.simulators.cluster.workload import DividedAmount, PassWork, Workloa
 
 SMALL = transformer("small", gpt(16, 1024, 16))
 A100 = find_cluster("selene-a100")
+HALF = DeviceEfficiency(products=0.5, attention=0.25, float8=0.5)
 NOTHING = WorkloadPart(
     "nothing", DividedAmount(), PassWork(), PassWork(), DividedAmount(), SMALL.blocks[0].entry, is_block=False
 )
@@ -35,7 +36,7 @@ def step(
 
 
 def test_on_one_device_a_step_is_its_products_its_bytes_and_the_optimizer() -> None:
-    rates, device = DeviceEfficiency(products=0.5, memory=0.9, kernel=0.0), A100.device
+    rates, device = replace(HALF, memory=0.9, kernel=0.0), A100.device
     report = step(ClusterMesh(), StepSettings(8, 2), rates=rates)
     moved = sum((part.forward.moved + part.backward.moved).total for part in SMALL.parts) * 8
     weights = 2 * 3 * 4 * (sum(part.parameters.total for part in (*SMALL.blocks, SMALL.head)))
@@ -51,16 +52,30 @@ def test_on_one_device_a_step_is_its_products_its_bytes_and_the_optimizer() -> N
 
 def test_small_work_waits_for_kernels_to_be_started() -> None:
     work = PassWork(DividedAmount(1e3), kernels=20)
-    taken = seconds(work, 1, A100.device, DeviceEfficiency(kernel=5e-6), number_format="bfloat16")
+    taken = seconds(work, 1, A100.device, HALF, number_format="bfloat16")
     assert taken == pytest.approx(1e-4)
     large = seconds(
         PassWork(DividedAmount(1e15), kernels=20),
         1,
         A100.device,
-        DeviceEfficiency(products=0.5),
+        HALF,
         number_format="bfloat16",
     )
     assert large == pytest.approx(1e15 / 156e12)
+
+
+def test_attention_and_products_are_priced_apart_and_attention_stays_in_16_bits() -> None:
+    work = PassWork(DividedAmount(3e15), attention=DividedAmount(1e15))
+    device = find_cluster("h100-box").device
+    wide, narrow = (seconds(work, 1, device, HALF, number_format=name) for name in ("bfloat16", "float8"))
+    assert wide == pytest.approx(2e15 / (0.5 * 989.4e12) + 1e15 / (0.25 * 989.4e12))
+    assert narrow == pytest.approx(2e15 / (0.5 * 1978.9e12) + 1e15 / (0.25 * 989.4e12))
+
+
+def test_every_figure_of_time_has_the_interval_of_its_device() -> None:
+    report = step(ClusterMesh(), StepSettings(8, 2))
+    for name, (low, high) in report.as_dict()["intervals"].items():
+        assert low < getattr(report, name) < high
 
 
 @settings(max_examples=25)
@@ -84,7 +99,7 @@ def test_the_pieces_of_a_step_are_none_negative_and_leave_nothing_out(
     assert pieces.total - pieces.optimizer >= report.timeline.makespan - 1e-12
     assert pieces.compute + pieces.tensor <= busiest + 1e-12
     assert (pieces.tensor > 0) == (tensor > 1)
-    assert 0 < report.mfu <= report.hfu < DeviceEfficiency().products
+    assert 0 < report.mfu <= report.hfu < find_efficiency("a100-80gb").products
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -109,7 +124,7 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
     """Qi et al. 2023, table 2: ZB-H1 waits (p - 1)(F + I - W) seconds with the same work."""
     mesh, chosen = ClusterMesh(pipeline=4), StepSettings(16, 1, "zero_bubble")
     filled, plain = step(mesh, chosen, ONLY_BLOCKS).seconds, step(mesh, StepSettings(16), ONLY_BLOCKS).seconds
-    actions = LayoutCosts(A100.of(4), mesh, chosen, DeviceEfficiency()).actions(cut_stages(ONLY_BLOCKS, 4)[1])
+    actions = LayoutCosts(A100.of(4), mesh, chosen, find_efficiency("a100-80gb")).actions(cut_stages(ONLY_BLOCKS, 4)[1])
     forward, inputs, weights = (actions[kind].total for kind in "FIW")
     assert filled.bubble == pytest.approx(3 * (forward + inputs - weights)) and filled.bubble < plain.bubble
     assert filled.compute == pytest.approx(plain.compute) == pytest.approx(16 * (forward + inputs + weights))
@@ -148,9 +163,7 @@ def test_data_collectives_hide_behind_the_backward_pass() -> None:
 
 def slowed(ranks: int) -> Cluster:
     cluster = A100.of(ranks)
-    return replace(
-        cluster, between=replace(cluster.between, bandwidth=cluster.between.bandwidth * DeviceEfficiency().links)
-    )
+    return replace(cluster, between=replace(cluster.between, bandwidth=cluster.between.bandwidth * HALF.links))
 
 
 def test_zero_3_gathers_each_part_for_each_pass_of_each_micro_batch() -> None:

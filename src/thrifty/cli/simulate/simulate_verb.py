@@ -88,13 +88,13 @@ def cluster(
 @command.command("published")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def print_published_runs(as_json: bool) -> None:
-    """Runs that were published, against what is simulated for them, all with the same constants."""
+    """Runs that were published, against what is simulated for them, each device with its fitted efficiencies."""
     published = anchors()
     if as_json:
         print_json(published)
         return
     print_table(
-        ["run", "table", "ranks", "quantity", "measured", "simulated", "off"],
+        ["run", "table", "ranks", "quantity", "measured", "simulated", "interval", "off"],
         [
             [
                 row["run"],
@@ -103,6 +103,7 @@ def print_published_runs(as_json: bool) -> None:
                 row["quantity"],
                 f"{row['measured']:.4g}",
                 f"{row['simulated']:.4g}",
+                " to ".join(f"{bound:.4g}" for bound in row["interval"]),
                 f"{row['off']:+.1%}",
             ]
             for row in published["runs"]
@@ -117,10 +118,13 @@ def print_published_runs(as_json: bool) -> None:
 def anchors() -> dict[str, Any]:
     """Every published run with what is simulated for it, as plain data, and the constants."""
 
-    from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
+    from thrifty.simulators.cluster.device_efficiency import find_efficiency
+    from thrifty.simulators.cluster.network_topology import find_cluster
     from thrifty.simulators.cluster.published_runs import RUNS
 
-    return {"rates": asdict(DeviceEfficiency()), "runs": [_compared(run, run.simulate()) for run in RUNS.values()]}
+    devices = sorted({find_cluster(run.cluster).device.name for run in RUNS.values()})
+    rates = {device: asdict(find_efficiency(device)) for device in devices}
+    return {"rates": rates, "runs": [_compared(run, run.simulate()) for run in RUNS.values()]}
 
 
 def _compared(run: PublishedRun, report: StepReport) -> dict[str, Any]:
@@ -133,6 +137,7 @@ def _compared(run: PublishedRun, report: StepReport) -> dict[str, Any]:
         "quantity": run.measure,
         "measured": run.measured,
         "simulated": simulated,
+        "interval": list(report.interval(run.measure)),
         "off": simulated / run.measured - 1,
         "tolerance": run.tolerance,
         "fits": report.fits,
@@ -178,7 +183,12 @@ def _tell(report: StepReport, cluster: str) -> None:
     click.echo(
         f"\n{scaled(report.model_flops, 'FLOP/s')} a device, MFU {percent(report.mfu)}; with what is recomputed "
         f"{scaled(report.hardware_flops, 'FLOP/s')}, HFU {percent(report.hfu)}; "
-        f"{scaled(report.tokens_per_second)} tokens/s\n"
+        f"{scaled(report.tokens_per_second)} tokens/s"
+    )
+    steps, mfu, rate = (report.interval(name) for name in ("step_seconds", "mfu", "tokens_per_second"))
+    click.echo(
+        f"nine times out of ten: {duration(steps[0])} to {duration(steps[1])} a step, MFU {percent(mfu[0])} to "
+        f"{percent(mfu[1])}, {scaled(rate[0])} to {scaled(rate[1])} tokens/s (from {report.rates.basis})\n"
     )
     chosen = {report.memory[0].rank: "first", report.memory[-1].rank: "last", report.fullest.rank: "fullest"}
     print_table(

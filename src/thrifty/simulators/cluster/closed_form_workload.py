@@ -135,9 +135,7 @@ def _attention(z: DecoderSizes) -> tuple[PassWork, PassWork, PassWork]:
     product = 2.0 * s * s * h
     rows, key_rows = float(ITEM * s * h), float(ITEM * s * g)
     if z.flash:
-        forward = PassWork(DividedAmount(2 * product), *(DividedAmount(2 * rows + 2 * key_rows),) * 2, kernels=1)
-        backward = PassWork(DividedAmount(5 * product), *(DividedAmount(4 * rows + 4 * key_rows),) * 2, kernels=1)
-        return forward, PassWork(), backward
+        return _fused(2 * product, 2 * (rows + key_rows)), PassWork(), _fused(5 * product, 4 * (rows + key_rows))
     drop, drop_again = ((ITEM + ITEM + 1), (ITEM + 1 + ITEM)) if z.dropout else (0, 0)
     core = PassWork(
         DividedAmount(product),
@@ -155,6 +153,12 @@ def _attention(z: DecoderSizes) -> tuple[PassWork, PassWork, PassWork]:
         kernels=6 if z.dropout else 5,
     )
     return core + values, core, backward
+
+
+def _fused(flops: float, moved: float) -> PassWork:
+    """A pass of attention in one kernel."""
+    products, bytes_moved = DividedAmount(flops), DividedAmount(moved)
+    return PassWork(products, bytes_moved, bytes_moved, kernels=1, attention=products)
 
 
 def _embedding(z: DecoderSizes) -> WorkloadPart:

@@ -61,6 +61,8 @@ class TracedOperation:
     core: bool
     is_gradient: bool
     """A product that makes the gradient of a weight."""
+    is_attention: bool
+    """A fused attention kernel."""
     reads: list[tuple[int, float]]
     writes: list[tuple[int, float]]
     reduced: list[float]
@@ -151,6 +153,7 @@ class OperationTracer(TorchDispatchMode):
             ends_chain=name in WITHIN_A_ROW,
             core=core,
             is_gradient=is_gradient,
+            is_attention="scaled_dot_product" in name,
             reads=[(_key(t), _seen_bytes(t)) for t in inputs if self.held[_key(t)].place is not TensorPlacement.WEIGHT],
             writes=[],
             reduced=reduced,
@@ -205,10 +208,11 @@ class OperationTracer(TorchDispatchMode):
             for number, op in enumerate(self.operations)
             if op.section == section and (op.core or not only_core)
         ]
-        moved, unfused, flops = DividedAmount(), DividedAmount(), DividedAmount()
+        moved, unfused, flops, attention = (DividedAmount() for _ in range(4))
         kernels = 0
         for number, operation in chosen:
             flops += _placed(operation.flops, operation.place)
+            attention += _placed(operation.flops * operation.is_attention, operation.place)
             free = [self._is_free(key, number) for key, _ in operation.reads]
             kernels += not (any(free) and (operation.chained or operation.ends_chain))
             for (key, size), is_free in zip(operation.reads, free, strict=True):
@@ -218,7 +222,7 @@ class OperationTracer(TorchDispatchMode):
                 unfused += _placed(size, self.held[key].place)
                 moved += DividedAmount() if self._never_written(key) else _placed(size, self.held[key].place)
         sums = [] if only_core else [size for _, operation in chosen for size in operation.reduced]
-        return PassWork(flops, moved, unfused, kernels, sum(sums), len(sums))
+        return PassWork(flops, moved, unfused, kernels, sum(sums), len(sums), attention)
 
     def _is_free(self, key: int, reader: int) -> bool:
         """Whether an operation finds a tensor in registers: its maker is elementwise and in the same kernel."""

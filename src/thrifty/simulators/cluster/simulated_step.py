@@ -8,7 +8,7 @@ optimizer. A collective inside a block holds up its rank; messages between stage
 from collections.abc import Sequence
 
 from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings, check_ranks, cut_stages, micro_batches
-from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
+from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency, find_efficiency
 from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.pipeline_events import PipelineTimeline, play
 from thrifty.simulators.cluster.pipeline_schedules import placement, schedule
@@ -35,7 +35,7 @@ def simulate(
     """One step of a workload on a cluster. Raises UsageError or InfeasibleError for sizes that do not go together; what
     does not fit a device's memory is reported, not refused."""
     check_ranks(mesh, cluster)
-    return _Step(workload, cluster, mesh, settings, rates or DeviceEfficiency()).report()
+    return _Step(workload, cluster, mesh, settings, rates or find_efficiency(cluster.device.name)).report()
 
 
 class _Step:
@@ -63,6 +63,7 @@ class _Step:
             tuple(self._memory(timeline, rank, stage_bytes) for rank in range(self.mesh.pipeline)),
             timeline,
             stage_bytes,
+            self.costs.rates,
         )
 
     def _play(self, transfer: float) -> PipelineTimeline:

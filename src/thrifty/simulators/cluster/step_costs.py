@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from thrifty.simulators.cluster import collective_times
 from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, SimulatedStage, StepSettings
-from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency, seconds
+from thrifty.simulators.cluster.device_efficiency import SIXTEEN_BITS, DeviceEfficiency, seconds
 from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.rank_memory import MOMENTS, WEIGHT
 from thrifty.simulators.cluster.workload import PassWork, WorkloadPart
@@ -66,12 +66,13 @@ class LayoutCosts:
 
     def _computing(self, part: WorkloadPart, work: PassWork, touches: int) -> float:
         weights = part.parameters.per_rank(self.mesh.tensor) * WEIGHT * touches if work.flops.total else 0.0
+        number_format = self.settings.number_format
         return seconds(
             work,
             self.settings.micro_batch,
             self.device,
             self.rates,
-            number_format=self.settings.number_format,
+            number_format=number_format if part.is_block else SIXTEEN_BITS.get(number_format, number_format),
             tensor=self.mesh.tensor,
             sequence_parallel=self.settings.sequence_parallel,
             weights=weights,

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
+from thrifty.simulators.cluster.device_efficiency import DeviceEfficiency
 from thrifty.simulators.cluster.pipeline_events import PipelineTimeline
 from thrifty.simulators.cluster.rank_memory import RankMemory
 from thrifty.simulators.cluster.workload import Workload
@@ -47,6 +48,7 @@ class StepReport:
     timeline: PipelineTimeline
     stage_bytes: tuple[float, ...]
     """Activations that one micro-batch leaves on each stage."""
+    rates: DeviceEfficiency
 
     @cached_property
     def model_flops(self) -> float:
@@ -77,6 +79,11 @@ class StepReport:
     def tokens_per_second(self) -> float:
         return self.settings.batch * self.workload.length / self.step_seconds
 
+    def interval(self, name: str) -> tuple[float, float]:
+        """Between which values a figure of time is expected nine times out of ten: "step_seconds" or one of `RATES`."""
+        value, low, high = getattr(self, name), self.rates.low, self.rates.high
+        return (value * low, value * high) if name == "step_seconds" else (value / high, value / low)
+
     @property
     def fullest(self) -> RankMemory:
         return max(self.memory, key=lambda rank: rank.total)
@@ -101,5 +108,7 @@ class StepReport:
             "seconds": asdict(self.seconds),
             "bubble": self.timeline.bubble,
             **{name: getattr(self, name) for name in RATES},
+            "intervals": {name: self.interval(name) for name in ("step_seconds", *RATES)},
+            "interval_basis": self.rates.basis,
             "memory": [{**asdict(rank), "total": rank.total, "fits": rank.fits} for rank in self.memory],
         }

@@ -55,6 +55,8 @@ class PassWork:
     """Bytes of activations that the ranks of a tensor group sum up."""
     reduces: int = 0
     """In how many collectives they do."""
+    attention: DividedAmount = field(default_factory=DividedAmount)
+    """Of `flops`, those of fused attention kernels. Unfused attention is products whose scores go through memory."""
 
     def __add__(self, other: Self) -> "PassWork":
         return PassWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
