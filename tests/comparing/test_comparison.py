@@ -2,13 +2,14 @@
 runs pretend (see `simulated_runs`)."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from simulated_runs import Simulated, arms, by_kind
 
-from thrifty.comparing.comparison import PILOTS, compare
+from thrifty.comparing.comparison import MOST_PILOTS, PILOTS, compare
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.comparison_summary import seconds_to_loss
 from thrifty.comparing.equal_budgets import StepCost, steady, steps_of_variants
@@ -51,6 +52,40 @@ def test_pilots_in_a_slow_moment_make_no_finding(tmp_path: Path) -> None:
     result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
     verdict = result["outcome"]["arms"]["batch 16"]["verdict"]
     assert verdict["verdict"] == "undecided" and "it used 2.00 times as much" in verdict["sentence"]
+
+
+def test_two_equal_variants_with_a_pilot_that_is_2_percent_off_are_not_worse(tmp_path: Path) -> None:
+    """All pairs make 2 % fewer steps of a loss that falls with the logarithm of its steps."""
+    start = Simulated(
+        step_time=lambda recipe: 0.0102 if recipe.name.startswith("arm-1-pilot") else 0.01,
+        effect=lambda recipe: -0.5 * math.log((recipe.budget.steps or 0) / 1000) * ("seed" in recipe.name),
+        spread=0.0005,
+    )
+    result = compare(arms("batch 16: --set data.batch=16", steps=1000), SHORT, tmp_path / "race", workers=[start])
+    arm = result["outcome"]["arms"]["batch 16"]
+    assert arm["used"] == pytest.approx(0.98, abs=0.002)
+    assert arm["verdict"]["verdict"] == "no difference" and arm["verdict"]["found"]["low"] < 0
+    assert "because budgets differed" in arm["verdict"]["sentence"]
+
+
+def test_seeds_are_not_started_while_pilots_disagree(tmp_path: Path) -> None:
+    def unsteady(recipe: Recipe) -> float:
+        return 0.01 * (1 + 0.1 * (int(recipe.name[-1]) % 2)) if "arm-1-pilot" in recipe.name else 0.01
+
+    start = Simulated(step_time=unsteady)
+    pair = arms("batch 16: --set data.batch=16")
+    with pytest.raises(InfeasibleError, match=r"batch 16: a step took .* in two pilots"):
+        compare(pair, SHORT, tmp_path / "race", workers=[start])
+    assert len(start.started) == 2 * MOST_PILOTS and not any("seed" in name for name in start.started)
+    flops = replace(SHORT, equal="flops")
+    assert compare(pair, flops, tmp_path / "flops", workers=[start])["status"] == "finished"
+
+
+def test_pilots_that_agree_in_the_end_are_the_ones_that_count(tmp_path: Path) -> None:
+    start = Simulated(step_time=lambda recipe: 0.012 if recipe.name == "arm-1-pilot-1" else 0.01)
+    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
+    assert len(by_kind(result, "pilot")) == 2 * (PILOTS + 1)
+    assert result["budgets"]["batch 16"]["steps"] == 100
 
 
 def test_arms_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:

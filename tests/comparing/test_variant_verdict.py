@@ -25,6 +25,49 @@ def test_of_200_races_of_equals_at_least_95_percent_say_no_difference() -> None:
     assert share_of_equals_that_differ(200, seed=1) <= 0.05
 
 
+def losses_on_mistimed_budgets(random: np.random.Generator, effect: float) -> tuple[list[float], list[float], float]:
+    """Losses that fall by 1 per factor e of budget; one pilot error of 2 % for all pairs; what was used, as timed."""
+    error = 0.02 * random.normal()
+    baseline, variant = losses(random, effect, spread=0.002)
+    return baseline, [loss - np.log1p(error) for loss in variant], (1 + error) * (1 + 0.001 * random.normal())
+
+
+def words_on_mistimed_budgets(effect: float, slope: float = 1.0) -> list[str]:
+    random = np.random.default_rng(3)
+    races = (losses_on_mistimed_budgets(random, effect) for _ in range(200))
+    return [judge(baseline, variant, used=used, slope=slope).verdict for baseline, variant, used in races]
+
+
+def test_a_pilot_error_that_all_pairs_share_is_no_finding() -> None:
+    found = words_on_mistimed_budgets(effect=0.0)
+    assert found.count("better") + found.count("worse") <= 0.03 * 200
+    assert words_on_mistimed_budgets(0.0, slope=0.0).count("no difference") < 100  # what the margin is for
+
+
+def test_an_effect_larger_than_the_pilot_error_is_found_nevertheless() -> None:
+    found = words_on_mistimed_budgets(effect=0.04)
+    assert found.count("worse") >= 0.9 * 200 and "better" not in found
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("used", [0.96, 0.99, 1.0, 1.01, 1.04])
+def test_a_verdict_never_contradicts_its_interval_and_p(used: float) -> None:
+    random = np.random.default_rng(4)
+    for effect in (-0.03, -0.01, 0.0, 0.01, 0.03):
+        found = judge(*losses(random, effect, spread=0.004), used=used, slope=1.0)
+        test = found.found
+        assert test is not None
+        assert (test.p <= found.alpha and test.low > 0) == (found.verdict == "worse")
+        assert (test.p <= found.alpha and test.high < 0) == (found.verdict == "better")
+        assert test.high - test.low >= 2 * abs(used - 1)
+
+
+def test_a_finding_below_the_effect_asked_about_is_said_to_be_smaller_than_worth_knowing() -> None:
+    random = np.random.default_rng(5)
+    sentences = [judge(*losses(random, effect, spread=0.001), effect=0.01).sentence for effect in (0.005, 0.02)]
+    assert ["smaller than the 1 % of --min-effect" in sentence for sentence in sentences] == [True, False]
+
+
 @pytest.mark.slow
 def test_of_many_races_of_equals_97_percent_say_no_difference() -> None:
     """So that 200 of them hardly ever have more than 5 % that differ."""

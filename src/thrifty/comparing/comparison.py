@@ -25,7 +25,7 @@ from thrifty.comparing.comparison_workers import run_on_workers
 from thrifty.comparing.equal_budgets import StepCost, mean_cost, step_cost, steps_of_variants
 from thrifty.comparing.run_launchers import RunLauncher, Worker
 from thrifty.comparing.variants import Variant
-from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
@@ -36,6 +36,10 @@ from thrifty.training.run_folder import RunFolder
 PILOTS = 3
 """Pilot runs of each variant, in turn, so that a slow moment of the machine does not fall on one alone. The first pilot
 sets how many steps the others make; those are timed."""
+MOST_PILOTS = 6
+"""Where the last two pilots of a variant disagree, all variants take another turn, up to so many."""
+PILOTS_APART = 0.05
+"""Step times of two pilots of one variant that are further apart are no budget of equal time."""
 PILOT_SECONDS = 5.0
 """At least so long are steps timed in a pilot, where the budget has as many."""
 EVALUATIONS = 20
@@ -137,13 +141,27 @@ class _Race:
     def pilots(self) -> dict[str, StepCost]:
         """Measure the cost of a step of each variant. Raises UsageError for a variant that fails."""
         steps, costs_by_arm = self.protocol.pilot, {variant.label: [] for variant in self.variants}
-        for turn in range(PILOTS):
+        turn = 0
+        while turn < PILOTS or self.apart(costs_by_arm):
+            if turn == MOST_PILOTS:
+                fix = "end other processes, or --equal-budget flops; in both cases under another --name"
+                raise InfeasibleError(self.apart(costs_by_arm), fix=fix)
             for variant in _turned(self.variants, turn):
                 costs_by_arm[variant.label].append(self.pilot(variant, turn, steps))
             self.check_judged(f"pilot-{turn}")
             slowest = max(costs[0].seconds for costs in costs_by_arm.values())
             steps = max(self.protocol.pilot, math.ceil(PILOT_SECONDS / slowest))
-        return {label: mean_cost(costs[1:]) for label, costs in costs_by_arm.items()}
+            turn += 1
+        return {label: mean_cost(costs[-2:]) for label, costs in costs_by_arm.items()}
+
+    def apart(self, costs_by_arm: Mapping[str, Sequence[StepCost]]) -> str:
+        """Describe the disagreement of a variant's last two pilots, where time is to be equal; empty if all agree."""
+        for label, costs in costs_by_arm.items():
+            low, high = sorted(cost.seconds for cost in costs[-2:])
+            if self.protocol.equal == "time" and high > (1 + PILOTS_APART) * low:
+                times = f"'{duration(low)}' and '{duration(high)}'"
+                return f"{label}: a step took {times} in two pilots; at most {PILOTS_APART:.0%} apart make equal times"
+        return ""
 
     def pilot(self, variant: Variant, turn: int, steps: int) -> StepCost:
         """A whole run of few steps, no more than the baseline's budget has."""

@@ -1,5 +1,6 @@
 """Summary of a comparison: the numbers of each run, the means of each variant, and the verdicts."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise
@@ -69,6 +70,17 @@ def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> flo
     return None
 
 
+def slope_at_end(curve: Sequence[Sequence[float | None]]) -> float:
+    """Fall of the held-out loss for a budget larger by a factor of e: that of the second half of the run, which is
+    steeper than the fall of the final loss with the budget. With a single evaluation, the whole loss."""
+    points = [(step, loss) for step, _, loss in curve if step and loss is not None]
+    if not points:
+        return 0.0
+    end, last = points[-1]
+    start, first = min(points, key=lambda point: abs(point[0] - end / 2))
+    return abs(first - last) / math.log(end / start) if start < end else abs(last)
+
+
 def summarize_comparison(runs: Iterable[Entry], labels: Sequence[str], protocol: ComparisonProtocol) -> dict[str, Any]:
     """Of all runs that were planned, once each of them finished or failed: "arms" with their means and, all but the
     baseline, with ratios to it and a "verdict". "used" is how much a variant really spent of what was to be equal."""
@@ -81,8 +93,9 @@ def summarize_comparison(runs: Iterable[Entry], labels: Sequence[str], protocol:
             continue
         losses = [[_loss(entry) for entry in entries[one]] for one in (BASELINE, label)]
         ratios = {name: _ratio(variants[label][name], variants[BASELINE][name]) for name in RATIOS}
+        slope = _mean([slope_at_end(entry["curve"]) for entry in entries[label] if _loss(entry) is not None]) or 0.0
         used = ratios["seconds" if protocol.equal == "time" else protocol.equal]
-        verdict = judge(*losses, variants=len(labels) - 1, effect=protocol.effect, used=used)
+        verdict = judge(*losses, variants=len(labels) - 1, effect=protocol.effect, used=used, slope=slope)
         variants[label] |= {
             "verdict": asdict(verdict),
             "ratios": ratios,

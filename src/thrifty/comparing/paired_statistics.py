@@ -46,17 +46,25 @@ class PairedDifferences:
     smallest_effect: float
     """The smallest true mean that a test of so many pairs of this spread finds in 80 % of cases; infinite where their
     number is too small to find any."""
+    margin: float = 0.0
+    """How far from zero the true mean of equal variants may lie; part of the interval, the test and the smallest
+    effect."""
 
 
-def paired(differences: Sequence[float], alpha: float = ALPHA, confidence: float = CONFIDENCE) -> PairedDifferences:
-    """Raises UsageError for no differences, or for one that is not finite."""
+def paired(
+    differences: Sequence[float], alpha: float = ALPHA, confidence: float = CONFIDENCE, margin: float = 0.0
+) -> PairedDifferences:
+    """Test differences against a mean of at most `margin`, an error that all pairs share and so no number of pairs
+    averages out. Raises UsageError for no differences, or for one that is not finite."""
     values = np.asarray(differences, dtype=np.float64)
     if not len(values) or not np.isfinite(values).all():
         raise UsageError(f"{len(values)} differences, not all of them finite", fix="give the pairs that both finished")
     spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
     low, high = interval(values, confidence)
-    effect = 0.0 if spread == 0 else smallest_effect(len(values), alpha) * spread
-    return PairedDifferences(len(values), float(values.mean()), low, high, p_value(values), spread, effect)
+    effect = margin + (0.0 if spread == 0 else smallest_effect(len(values), alpha) * spread)
+    mean = float(values.mean())
+    p = p_value(values - math.copysign(margin, mean)) if abs(mean) > margin else 1.0
+    return PairedDifferences(len(values), mean, low - margin, high + margin, p, spread, effect, margin)
 
 
 def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:

@@ -54,15 +54,19 @@ def judge(
     variants: int = 1,
     effect: float = 0.01,
     used: float | None = 1.0,
+    slope: float = 0.0,
 ) -> VariantVerdict:
     """Held-out losses of the seeds in order, None for a run that failed. `variants` is how many of them the baseline is
     compared with; `effect` the smallest difference worth knowing of, as a share of the baseline's loss; `used` how much
-    the variant spent of what was to be equal, as a multiple of the baseline's.
+    the variant spent of what was to be equal, as a multiple of the baseline's; `slope` how far the variant's loss falls
+    when its budget grows by a factor of e.
 
     There is a verdict only when every pair that was planned is there and there are enough of them. Better or worse is
     said where the permutation test passes and the interval leaves zero out: of equals in less than 3 % of comparisons,
-    whatever the number of variants. It is not said of one that spent more and is better, or less and is worse: step
-    times that a busy moment made wrong would pass for a finding.
+    whatever the number of variants. All pairs share the budgets that pilots set, so more pairs do not reduce that
+    error: |used − 1| times the slope widens the interval, and the test is against that much. Nothing is said of a
+    variant that spent more and is better, or less and is worse: step times that a busy moment made wrong would pass for
+    a finding.
     """
     alpha, confidence = ALPHA / variants, 1 - (1 - CONFIDENCE) / variants
     least = least_pairs(alpha)
@@ -73,10 +77,10 @@ def judge(
         said = f"undecided: all {planned} pairs failed"
         return VariantVerdict("undecided", said, planned, failed, alpha, confidence, None, None, least, least)
     differences = [second - first for first, second in pairs]  # type: ignore[operator]
-    test = paired(differences, alpha, confidence)
+    test = paired(differences, alpha, confidence, abs((1.0 if used is None else used) - 1) * slope)
     mean = sum(first for first, _ in pairs) / len(pairs)  # type: ignore[misc]
     relative = test.mean / mean if mean else None
-    needed = pairs_for(effect * mean, test.spread, alpha)
+    needed = pairs_for(max(effect * mean - test.margin, 0.0), test.spread, alpha)
     if failed:
         word, said = "undecided", f"{failed} of {planned} pairs failed, and pairs are not dropped"
     elif planned < least:
@@ -88,7 +92,12 @@ def judge(
         word, said = "better", _told(test, relative, "lower")
     else:
         word, said = "no difference", _unseen(test, mean, effect, needed)
-    if used is not None and word == _explained_by(used):
+    if word in ("better", "worse") and abs(test.mean) < effect * mean:
+        said += f"; smaller than the {100 * effect:.3g} % of --min-effect, which is the least worth knowing"
+    if test.margin and not failed:
+        said += f"; the interval includes ± {significant(test.margin)} because budgets differed"
+    direction = "worse" if test.mean > 0 else "better"
+    if used is not None and word != "undecided" and direction == _explained_by(used):
         word, said = "undecided", f"{said}, but of what was to be equal it used {significant(used)} times as much"
     return VariantVerdict(word, f"{word}: {said}", planned, failed, alpha, confidence, test, relative, least, needed)
 
