@@ -111,6 +111,8 @@ def test_a_comparison_that_is_killed_goes_on(tmp_path: Path) -> None:
         "--variant",
         "--set data.batch=32",
         *TINY,
+        "--equal-budget",
+        "flops",
         "--seeds",
         "1",
         "--rate-trials",
