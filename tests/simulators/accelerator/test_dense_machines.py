@@ -194,6 +194,14 @@ def test_a_dense_pipeline_by_hand() -> None:
     assert simulate(limit_resources(find_machine("dense"), multipliers=256), trace).cycles == 6 * 3 + 2 * 3
 
 
+@pytest.mark.parametrize("multipliers", [128, 512])
+def test_the_dense_yardstick_is_fed_at_every_head_width(multipliers: int) -> None:
+    machine = limit_resources(find_machine("dense"), multipliers=multipliers)
+    for width in (8, 16, 24, 64, 128):
+        layer = layer_of("one", mask=np.ones((1, 1, 256, 256), bool), width=width)
+        assert simulate(machine, AttentionTrace("plain", (layer,))).utilisation > 0.9
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_roofline_is_the_longer_of_operations_and_bytes(fused: bool, padded: bool) -> None:

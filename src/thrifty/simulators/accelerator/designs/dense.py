@@ -19,6 +19,7 @@ STATIONS = ("score", "softmax", "value")
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     keys = layer.unit_keys[:, None]
     widths = {name: machine.stations[name].width for name in STATIONS}
+    widths["softmax"] = max(widths["softmax"], -(-widths["score"] // layer.width))
     cycles = [ceil_div(keys * layer.width, widths["score"]), ceil_div(keys, widths["softmax"])]
     cycles.append(ceil_div(keys * layer.width, widths["value"]))
     pairs = float((layer.unit_queries * layer.unit_keys).sum())
