@@ -174,6 +174,22 @@ def test_bert_large_on_all_designs_in_under_20_seconds() -> None:
     assert time.process_time() - began < 20
 
 
+@pytest.mark.parametrize("name", [name for name in DESIGNS if name != "systolic"])
+def test_more_multipliers_or_bandwidth_are_never_slower(name: str) -> None:
+    """Not so of one systolic array: SCALE-Sim, too, fills a larger array for longer."""
+    trace = synthetic_trace("uniform", 0.3, heads=3, lengths=[33, 20], width=16)
+    cycles = np.array(
+        [
+            [
+                simulate(limit_resources(find_machine(name), multipliers=budget, bandwidth=bandwidth), trace).cycles
+                for budget in (512, 640, 1024, 1500, 3000, 4096, 8192, 16384)
+            ]
+            for bandwidth in (1e9, 16e9, 64e9, 1e12)
+        ]
+    )
+    assert (np.diff(cycles, axis=1) <= 0).all() and (np.diff(cycles, axis=0) <= 0).all()
+
+
 def test_every_design_has_a_machine() -> None:
     assert {find_machine(name).design for name in machine_names()} == set(design_names())
 

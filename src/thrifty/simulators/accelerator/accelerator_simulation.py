@@ -112,7 +112,7 @@ def limit_resources(
         machine = find_design(machine.design).scaled(machine, multipliers)
     if clock is not None:
         machine = replace(machine, clock=clock)
-    return machine if bandwidth is None else machine.with_bandwidth(bandwidth / machine.copies)
+    return machine if bandwidth is None else machine.with_bandwidth(bandwidth)
 
 
 def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool) -> LayerResult:
@@ -121,17 +121,18 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
     played = _played(stream, machine) if by_events else scan(stream.service, stream.buffers)
     units = (played.makespan + stream.lead).astype(np.int64)
     memory = machine.memories.get("dram")
-    alone = int(_dealt(units, machine.copies).sum(1).max(initial=0))
-    cycles, moving = alone, 0
+    copies, with_memory, moving = machine.copies, 0, 0
     if memory is not None and not stream.overlapped:
-        cycles, moving = _with_memory(units, stream, memory, machine, engine)
+        copies, with_memory, moving = _with_memory(units, stream, memory, machine, engine)
+    alone = int(_dealt(units, copies).sum(1).max(initial=0))
+    cycles = max(alone, with_memory)
     outer = stream.read.sum() + stream.written.sum() if memory is not None else 0.0
     stations = {
         name: StationTime(*(float(getattr(played, kind)[number].sum()) for kind in ("busy", "starved", "blocked")))
         for number, name in enumerate(stream.stations)
     }
     servers = [stream.servers.get(name, 1) for name in stream.stations]
-    least = _dealt(bound(stream.service, servers) + stream.lead, machine.copies).sum(1).max(initial=0)
+    least = _dealt(bound(stream.service, servers) + stream.lead, copies).sum(1).max(initial=0)
     return LayerResult(
         name=work.name,
         units=len(units),
@@ -172,30 +173,50 @@ def _place(stream: ItemStream, number: int, unit: int) -> StationUnit:
 
 def _with_memory(
     units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, machine: AcceleratorSpec, engine: str
+) -> tuple[int, int, int]:
+    """The copies at work; cycles of all units with their operands coming and going, of the slowest copy; and of the
+    transfers alone. Copies that share the memory stand idle where fewer of them are done earlier."""
+    most = max(min(machine.copies, len(units)), 1)
+    if memory.shared:
+        whole = memory.bandwidth * machine.copies
+        shares = [(copies, replace(memory, bandwidth=whole / copies)) for copies in range(most, 0, -1)]
+        most, memory = min(shares, key=lambda share: _scanned(units, stream, share[1], machine.clock, share[0]))
+    cycles, moving = _scanned(units, stream, memory, machine.clock, most)
+    if engine == "event":
+        cycles = _played_copies(units, stream, memory, machine.clock, most)
+    return most, cycles, moving
+
+
+def _scanned(
+    units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, clock: float, copies: int
 ) -> tuple[int, int]:
-    """Cycles of all units with their operands coming and going, of the slowest copy; and of the transfers alone."""
-    per_byte = machine.clock / memory.bandwidth
-    read, written = (_dealt(moved, machine.copies) for moved in (stream.read, stream.written))
+    """Cycles on so many copies, each with the memory's bandwidth; and of the transfers alone."""
+    per_byte = clock / memory.bandwidth
+    read, written = (_dealt(moved, copies) for moved in (stream.read, stream.written))
     moving = int(np.ceil((read + written).sum(1).max() * per_byte - 1e-6))
-    working = _dealt(units, machine.copies)
-    if engine == "scan":
-        whole = [np.ceil(moved * per_byte - 1e-6).astype(np.int64) for moved in (read, written)]
-        service = np.stack([whole[0], working, whole[1]])
-        return max(int(scan(service, (1, 1)).makespan.max()), moving), moving
+    whole = [np.ceil(moved * per_byte - 1e-6).astype(np.int64) for moved in (read, written)]
+    service = np.stack([whole[0], _dealt(units, copies), whole[1]])
+    return max(int(scan(service, (1, 1)).makespan.max()), moving), moving
+
+
+def _played_copies(units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, clock: float, copies: int) -> int:
+    """Cycles on so many copies, by events."""
+    read, working, written = (_dealt(each, copies) for each in (stream.read, units, stream.written))
     idle = np.zeros_like(working[0])
-    cycles = [
-        play(
-            [
-                StationUnit(idle, 1, memory=memory.name, bytes=read[copy]),
-                StationUnit(working[copy], 1),
-                StationUnit(idle, memory=memory.name, bytes=written[copy]),
-            ],
-            [memory],
-            machine.clock,
-        ).makespan[0]
+    return max(
+        int(
+            play(
+                [
+                    StationUnit(idle, 1, memory=memory.name, bytes=read[copy]),
+                    StationUnit(working[copy], 1),
+                    StationUnit(idle, memory=memory.name, bytes=written[copy]),
+                ],
+                [memory],
+                clock,
+            ).makespan[0]
+        )
         for copy in range(len(working))
-    ]
-    return int(max(cycles)), moving
+    )
 
 
 def _dealt(units: np.ndarray, copies: int) -> np.ndarray:

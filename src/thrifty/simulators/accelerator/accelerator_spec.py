@@ -43,6 +43,8 @@ class AcceleratorMemory:
     """Requests that may be under way at a time; 0 for no limit."""
     burst: int = 64
     """Bytes of a request."""
+    shared: bool = False
+    """Whether `bandwidth` is a copy's part of one memory, so that idle copies leave theirs to the others."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,10 @@ class AcceleratorSpec:
         raise UsageError(f"{self.name} has no value {path!r}", fix=did_you_mean(path, known))
 
     def with_bandwidth(self, bandwidth: float) -> "AcceleratorSpec":
-        """The machine behind an outer memory, "dram", of so many bytes/s."""
-        dram = replace(self.memories.get("dram", AcceleratorMemory("dram")), bandwidth=bandwidth)
+        """The machine behind one outer memory, "dram", of so many bytes/s for all its copies together."""
+        dram = replace(
+            self.memories.get("dram", AcceleratorMemory("dram")), bandwidth=bandwidth / self.copies, shared=True
+        )
         return replace(self, memories={**self.memories, "dram": dram})
 
     def scaled_stations(self, by: int, over: int) -> dict[str, PipelineStation]:
