@@ -12,7 +12,7 @@ from thrifty.core.technique import Technique
 
 def test_every_claim_is_made_by_a_technique_so_that_no_clash_waits_for_nobody() -> None:
     claimed = {claim for name in techniques.names() for claim in techniques.find(name).claims}
-    assert claimed == set(Claim)
+    assert claimed == set(Claim) - {Claim.TRAINED_START}  # which the run makes
 
 
 @pytest.mark.parametrize("attributes", [{"claims": frozenset({"optimiser"})}, {"clashes": {"weight mask": "a reason"}}])

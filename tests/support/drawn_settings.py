@@ -50,7 +50,7 @@ def draw_value(hint: Any, usual: Any, draws: random.Random) -> Any:
     if hint is bool:
         return draws.random() < 0.5
     (bound,) = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, SettingBound)] or [None]
-    if bound is None:
+    if bound is None or usual is None:
         return None
     if isinstance(usual, tuple):
         return tuple(draw_number(bound, number, draws) for number in usual)
