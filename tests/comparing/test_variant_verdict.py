@@ -56,7 +56,6 @@ def test_a_verdict_never_contradicts_its_interval_and_p(used: float) -> None:
     for effect in (-0.03, -0.01, 0.0, 0.01, 0.03):
         found = judge(*losses(random, effect, spread=0.004), used=used, slope=1.0)
         test = found.found
-        assert test is not None
         assert (test.p <= found.alpha and test.low > 0) == (found.verdict == "worse")
         assert (test.p <= found.alpha and test.high < 0) == (found.verdict == "better")
         assert test.high - test.low >= 2 * abs(used - 1)

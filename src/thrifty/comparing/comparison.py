@@ -37,9 +37,9 @@ PILOTS = 3
 """Pilot runs of each variant, in turn, so that a slow moment of the machine does not fall on one alone. The first pilot
 sets how many steps the others make; those are timed."""
 MOST_PILOTS = 6
-"""Where the last two pilots of a variant disagree, all variants take another turn, up to so many."""
+"""Upper limit on pilots of each variant: another turn is made while the last two of a variant disagree."""
 PILOTS_APART = 0.05
-"""Step times of two pilots of one variant that are further apart are no budget of equal time."""
+"""Largest relative difference between the step times of a variant's last two pilots, for budgets of equal time."""
 PILOT_SECONDS = 5.0
 """At least so long are steps timed in a pilot, where the budget has as many."""
 EVALUATIONS = 20

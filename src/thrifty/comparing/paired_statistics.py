@@ -47,8 +47,8 @@ class PairedDifferences:
     """The smallest true mean that a test of so many pairs of this spread finds in 80 % of cases; infinite where their
     number is too small to find any."""
     margin: float = 0.0
-    """How far from zero the true mean of equal variants may lie; part of the interval, the test and the smallest
-    effect."""
+    """Largest true mean of equal variants, an error that all pairs share; part of the interval, the test and the
+    smallest effect."""
 
 
 def paired(

@@ -44,7 +44,7 @@ class AcceleratorMemory:
     burst: int = 64
     """Bytes of a request."""
     shared: bool = False
-    """Whether `bandwidth` is a copy's part of one memory, so that idle copies leave theirs to the others."""
+    """True if `bandwidth` is a copy's part of one memory, so that idle copies leave theirs to the others."""
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ class DeviceEfficiency:
     """Shares of published rates."""
 
     products: float
-    """Of the dense peak, in products with weights."""
+    """Share of the dense peak in matrix products with weights."""
     attention: float
-    """Of the dense peak, in fused attention kernels, nothing taken off for a causal mask."""
+    """Share of the dense peak in fused attention kernels, counted without a causal mask."""
     float8: float
-    """Of the dense 8-bit peak, in products with weights."""
+    """Share of the dense 8-bit peak in matrix products with weights."""
     low: float = 1.0
     """Measured over simulated seconds: the 5th percentile of runs that the fit had not seen."""
     high: float = 1.0

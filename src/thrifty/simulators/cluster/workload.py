@@ -56,7 +56,7 @@ class PassWork:
     reduces: int = 0
     """In how many collectives they do."""
     attention: DividedAmount = field(default_factory=DividedAmount)
-    """Of `flops`, those of fused attention kernels. Unfused attention is products whose scores go through memory."""
+    """Part of `flops` in fused attention kernels. Unfused attention is products whose scores go through memory."""
 
     def __add__(self, other: Self) -> "PassWork":
         return PassWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
