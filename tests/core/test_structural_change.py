@@ -13,6 +13,7 @@ from thrifty.core.state import TrainState, read_log
 from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Technique
 from thrifty.modeling.module_surgery import find_blocks
+from thrifty.optim.moment_formats import opened
 from thrifty.optim.transform_elements import ScaleByAdam
 from thrifty.optim.weight_masks import SLOT
 
@@ -246,12 +247,19 @@ def test_an_average_of_weights_is_copied_and_not_averaged_once_more(average: str
         assert torch.equal(after.tensors()[name], before.tensors()[moved(name)]), name
 
 
-def test_moments_in_eight_bits_go_on_as_codes_with_their_scales() -> None:
-    _, before, after = grown(technique("precision.optimizer_state", min_elements=1), moments="mean")
-    codes = [name for name, tensor in after.tensors().items() if tensor.dtype == torch.uint8]
-    assert codes
+@pytest.mark.parametrize("moments", ["copy", "mean"])
+def test_moments_in_eight_bits_go_on_as_those_in_float32(moments: str) -> None:
+    _, before, after = grown(technique("precision.optimizer_state", min_elements=1), moments=moments)
+    old, new = before.tensors(), after.tensors()
+    codes = [name for name, tensor in new.items() if tensor.dtype == torch.uint8]
+    assert codes and before.optimizer is not None and after.optimizer is not None
     for name in codes:
-        assert torch.equal(after.tensors()[name], before.tensors()[moved(name)]), name
+        value = opened(name, new, after.optimizer.site.slot_kind)
+        was = opened(moved(name), old, before.optimizer.site.slot_kind)
+        if moments == "mean" and name not in old and "square" in name:
+            torch.testing.assert_close(value, torch.full_like(value, float(was[was > 0].mean())))
+        else:
+            assert torch.equal(value, was) and torch.equal(new[name], old[moved(name)]), name
 
 
 def test_a_value_of_another_shape_must_be_said_how_to_get() -> None:

@@ -44,9 +44,9 @@ def update_norm(run: Run, state: TrainState) -> float:
     return float(torch.stack([each.norm() for each in moved]).norm())
 
 
-@pytest.mark.parametrize("kept_in", ["int8", "bfloat16"])
+@pytest.mark.parametrize("kept_in", ["float32", "int8", "bfloat16"])
 @pytest.mark.parametrize("goes_on_in", ["float32", "int8", "bfloat16"])
-def test_moments_are_taken_over_as_numbers_and_codes_only_as_the_same_codes(
+def test_moments_are_taken_over_as_numbers_whatever_they_are_stored_in(
     kept_in: str, goes_on_in: str, tmp_path: Path
 ) -> None:
     def run(form: str) -> Run:
@@ -55,10 +55,8 @@ def test_moments_are_taken_over_as_numbers_and_codes_only_as_the_same_codes(
 
     old = trained(tmp_path, run(kept_in))
     state, told = forked(tmp_path, run(goes_on_in))
-    is_alike = kept_in == goes_on_in or "int8" not in (kept_in, goes_on_in)
-    assert ("start fresh" in told) == (not is_alike)
-    assert ("are left out" in told) == (not is_alike)
-    assert update_norm(run(goes_on_in), state) < 3 * update_norm(run(kept_in), old)
+    assert "start fresh" not in told and "are left out" not in told
+    assert update_norm(run(goes_on_in), state) == pytest.approx(update_norm(run(kept_in), old), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from thrifty.composition.compose import Run
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.state import TrainState, read_log
 from thrifty.training import checkpoint
+from thrifty.training.state_loading import load_state
 
 
 class StateSaver:
@@ -35,8 +36,7 @@ def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSav
     try:
         stored = checkpoint.find(saved.folder)
         state = run.init_state(read_log(stored.scalars))
-        checkpoint.fill(stored, state.tensors())
-        state.load_scalars(stored.scalars)
+        load_state(state, stored)
         resumed = StepObservations(state)
         advance(run, resumed, subject.seed)
     except Exception as error:  # of anybody's technique

@@ -5,20 +5,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from thrifty.core.state import TrainState, fill_tensor
+from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
 from thrifty.distributed.stage_communication import gather_over_stages
+from thrifty.optim.moment_formats import fill_moment, is_scales, opened
 
 
 def transfer_state(change: StructuralChange, old: Mapping[str, Tensor], placed: TrainState) -> None:
     """Fill a state of the new structure with what a change takes over of the old one: its whole values by the names
     that `TrainState.tensors` gives."""
-    tensors = placed.tensors()
+    assert placed.optimizer is not None
+    tensors, slot_kind = placed.tensors(), placed.optimizer.site.slot_kind
     sources = {name: source for name in tensors if (source := _source(change, name, tensors[name], placed))}
     gathered = gather_over_stages(old, set(sources.values()))
     for name, source in sources.items():
-        if source in gathered:
-            fill_tensor(tensors[name], _carried(change, name, gathered[source], tensors[name].shape, placed))
+        if source in gathered and not is_scales(name):
+            value = opened(source, gathered, slot_kind)
+            fill_moment(name, tensors, _carried(change, name, value, tensors[name].shape, placed), slot_kind)
 
 
 def _parts(name: str) -> tuple[str, str, str]:

@@ -108,13 +108,17 @@ def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
 
 
 def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that was made like a parameter, known to be kept in its order if it is divided along the same lines."""
+    """A tensor that was made like a parameter, known to be kept in its order if it is divided along the same lines, or
+    has one value for each so many lines."""
     order = order_of(parameter)
     if order is None or not is_dtensor(tensor):
         return tensor
-    for dim in [order.dim] if tensor.ndim == parameter.ndim else range(tensor.ndim):
-        if tensor.shape[dim] == sum(order.sizes) and any(placement.is_shard(dim) for placement in tensor.placements):
-            return tag_order(tensor, replace(order, dim=dim))
+    same = tensor.ndim == parameter.ndim
+    for dim in [order.dim] if same else range(tensor.ndim):
+        lines, rest = divmod(sum(order.sizes), max(tensor.shape[dim], 1))
+        alike = all(size % (lines * order.ranks) == 0 for size in order.sizes) if same else lines == 1
+        if lines and not rest and alike and any(placement.is_shard(dim) for placement in tensor.placements):
+            return tag_order(tensor, replace(order, dim=dim, sizes=tuple(size // lines for size in order.sizes)))
     return tensor
 
 

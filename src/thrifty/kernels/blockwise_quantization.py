@@ -62,22 +62,24 @@ def code_book(signed: bool, device: torch.device | str = "cpu") -> CodeBook:
     return CodeBook(signed, values.roll(-zero).float(), wrapped.to(torch.int16))
 
 
-def blocks(columns: int) -> tuple[int, int]:
-    """How many blocks a row of `columns` numbers has, and their size: equal ones where that takes at most twice as many
-    as need be, else the last is shorter."""
+def block_count(columns: int) -> int:
+    """How many blocks a row of `columns` numbers has: equal ones where that takes at most twice as many as need be,
+    else the last is shorter."""
     least = max(-(-columns // BLOCK), 1)
-    count = next((count for count in range(least, 2 * least + 1) if columns % count == 0), least)
-    return count, -(-columns // count)
+    return next((count for count in range(least, 2 * least + 1) if columns % count == 0), least)
 
 
-def quantize(numbers: Tensor, book: CodeBook, seed: int | Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes in uint8, shaped as the float32 `numbers` (r, …), and scales (r, blocks); each row has blocks of its own.
+def quantize(
+    numbers: Tensor, book: CodeBook, seed: int | Tensor | None = None, blocks: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Codes in uint8, shaped as the float32 `numbers` (r, …), and scales (r, blocks); each row has blocks of its own,
+    `block_count` of them unless told.
 
     Without a seed a number gets the nearest code, up to a 512th of the distance between codes and the 11 bits of
     float16; with the step's seed one of the two around it by chance, the number being the expectation.
     """
     rows = numbers.flatten(1)
-    scales = _largest(rows, book.signed)
+    scales = _largest(rows, blocks or block_count(rows.shape[1]), book.signed)
     halves = _times(rows, _TOP / scales).half()
     places = book.places.index_select(0, halves.view(torch.uint16).flatten().to(torch.int32)).view(rows.shape)
     if seed is not None:
@@ -94,16 +96,17 @@ def dequantize(codes: Tensor, scales: Tensor, book: CodeBook) -> Tensor:
 
 def _times(rows: Tensor, factors: Tensor) -> Tensor:
     """(r, c) numbers, each multiplied by its block's entry of (r, blocks) factors."""
-    count, size = blocks(rows.shape[1])
+    count = factors.shape[1]
+    size = -(-rows.shape[1] // count)
     if count * size == rows.shape[1]:
         return (rows.view(-1, count, size) * factors[..., None]).view(rows.shape)
     block = torch.arange(rows.shape[1], device=rows.device) // size
     return rows * factors.index_select(1, block)
 
 
-def _largest(rows: Tensor, signed: bool) -> Tensor:
-    """The number of largest magnitude in each block of (r, c), with its sign."""
-    count, size = blocks(rows.shape[1])
+def _largest(rows: Tensor, count: int, signed: bool) -> Tensor:
+    """The number of largest magnitude in each of the blocks of (r, c), with its sign."""
+    size = -(-rows.shape[1] // count)
     if count * size == rows.shape[1]:
         return _extreme(rows.view(-1, count, size), signed)
     full, rest = rows.split([(count - 1) * size, rows.shape[1] - (count - 1) * size], 1)

@@ -120,15 +120,21 @@ def find(
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
 
-def fill(checkpoint: FoundCheckpoint, into: Tensors, *, ranks: SingleProcess | None = None) -> None:
+def fill(
+    checkpoint: FoundCheckpoint,
+    into: Tensors,
+    *,
+    ranks: SingleProcess | None = None,
+    besides: Collection[str] = (),
+) -> None:
     """The second half of a load: the values of every tensor in `into`, plain or DTensor, in place.
 
     Each rank reads only what its shards need. Raises `UsageError` before anything is changed if the names of all ranks
-    together, shapes or dtypes are not exactly those of the checkpoint.
+    together, those that the caller reads `besides` included, shapes or dtypes are not exactly those of the checkpoint.
     """
     ranks = ranks or SingleProcess()
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
-    wanted = set().union(*ranks.gather_or_raise(lambda: list(into)))
+    wanted = set().union(*ranks.gather_or_raise(lambda: [*into, *besides]))
     ranks.gather_or_raise(lambda: _refuse_other(checkpoint.path, stored, into, wanted))
     ranks.gather_or_raise(lambda: _fill(stored, into))
 

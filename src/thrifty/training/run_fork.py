@@ -6,7 +6,8 @@ from torch import Tensor
 
 from thrifty.composition.compose import Run
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.state import TrainState, fill_tensor
+from thrifty.core.state import TrainState
+from thrifty.optim.moment_formats import SlotKind, fill_moment, is_scales, opened, opened_dtype
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import SLOT
 from thrifty.training import checkpoint
@@ -25,20 +26,24 @@ def copy_matching_state(
     Raises UsageError where the new recipe promises what the old state does not keep, and where it has no place for
     weights of the old one, unless they are to be dropped.
     """
+    assert state.model is not None and state.optimizer is not None
     loaded = checkpoint.load(stored.path.parent, stored.step).tensors
-    tensors = {name: tensor for name, tensor in loaded.items() if not (rewound and _is_mask(name))}
-    own = state.tensors()
-    dropped = [name for name, tensor in tensors.items() if name not in own or not _is_alike(own[name], tensor)]
+    own, slot_kind = state.tensors(), state.optimizer.site.slot_kind
+    tensors = {
+        name: opened(name, loaded, slot_kind) if name in own else tensor
+        for name, tensor in loaded.items()
+        if not is_scales(name) and not (rewound and _is_mask(name))
+    }
+    dropped = [name for name in tensors if not _is_alike(name, own, tensors)]
     dropped.sort(key=lambda name: not name.startswith(WEIGHTS))
     _refuse_lost_weights([name for name in dropped if name.startswith(WEIGHTS)], stored, drop_weights)
-    _fill(own, tensors)
+    _fill(own, tensors, slot_kind)
     # once more, since what starts fresh (masks, averages) starts from the weights that were taken over
-    assert state.model is not None
     state.optimizer = TransformOptimizer(state.model.named_parameters(), run.transform())
     state.load_scalars(stored.scalars)
     own = state.tensors()
     fresh = _start_fresh(state.optimizer, own, tensors)
-    _fill(own, {name: tensor for name, tensor in tensors.items() if name not in fresh})
+    _fill(own, {name: tensor for name, tensor in tensors.items() if name not in fresh}, slot_kind)
     for name in OF_THE_OLD_RUN:
         state.counters.pop(name, None)
     state.optimizer.apply_constraints()
@@ -62,9 +67,10 @@ def _start_fresh(optimizer: TransformOptimizer, own: Mapping[str, Tensor], tenso
     under that of the old ones the first updates of the new ones would be several times too large, and the other way
     round.
     """
-    fresh = {name for name, tensor in own.items() if name not in tensors or not _is_alike(tensor, tensors[name])}
+    names = [name for name in own if not is_scales(name)]
+    fresh = {name for name in names if not _is_alike(name, own, tensors)}
     elements: dict[str, list[str]] = {}
-    for name in own:
+    for name in names:
         if name.startswith("optimizer/") and not _is_mask(name):
             elements.setdefault(optimizer.site.owner(_slot(name)), []).append(name)
     for path, names in elements.items():
@@ -98,13 +104,15 @@ def _is_mask(name: str) -> bool:
     return name.startswith("optimizer/") and _slot(name).endswith(SLOT)
 
 
-def _is_alike(tensor: Tensor, loaded: Tensor) -> bool:
-    """Return True if the values can be copied: numbers between any float formats, codes and masks in one."""
-    formats = {tensor.dtype, loaded.dtype}
-    return loaded.shape == tensor.shape and (len(formats) == 1 or all(dtype.is_floating_point for dtype in formats))
+def _is_alike(name: str, own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> bool:
+    """Return True if the values can be copied: numbers between any formats, masks in one."""
+    if name not in own or name not in loaded or loaded[name].shape != own[name].shape:
+        return False
+    formats = {opened_dtype(name, own), loaded[name].dtype}
+    return len(formats) == 1 or all(dtype.is_floating_point for dtype in formats)
 
 
-def _fill(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if name in loaded and _is_alike(tensor, loaded[name]):
-            fill_tensor(tensor, loaded[name])
+def _fill(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], slot_kind: SlotKind) -> None:
+    for name, tensor in loaded.items():
+        if _is_alike(name, own, loaded):
+            fill_moment(name, own, tensor, slot_kind)

@@ -31,6 +31,7 @@ from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_fork import copy_matching_state
 from thrifty.training.run_setup import BuildModel, PreparedRun, prepare_run, ranks_of
+from thrifty.training.state_loading import load_state
 from thrifty.training.train_session import TrainSession
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
@@ -131,8 +132,7 @@ def _resume(
         raise UsageError(f"{folder.path} is finished: it made all its {saved.step} steps", fix="go on with --fork NAME")
 
     def fill(state: TrainState) -> list[str]:
-        checkpoint.fill(saved, state.tensors(), ranks=process_group_sync())
-        state.load_scalars(saved.scalars)
+        load_state(state, saved, process_group_sync())
         return saved.notices
 
     prepared = prepare_run(recipe, model, saved.scalars["steps"], quiet)

@@ -7,7 +7,8 @@ Promise   a little over 1 byte (int8) or 2 (bfloat16) for each moment's 4, at th
 Cost      moments are opened and closed again in every step, in pieces that stay in the cache. On 2 cores AdamW's step
           takes 6 to 8 ns a parameter in 8 bits and 4 in bfloat16, where torch's fused kernel takes 0.8 to 1.4 in
           float32, and torchao's 8 bits 21 (`benchmarks/bench_optimizer_state.py`).
-Does not  touch weights and their averages, vectors, or tensors with fewer than `min_elements` numbers.
+Does not  touch weights and their averages, vectors, or tensors with fewer than `min_elements` numbers; nor, in 8 bits,
+          rows that tensor parallelism divides into parts without a divisor from 16 to 256.
 Note      rounded to the nearest, slow averages stall: in 8 bits with beta2 = 0.999 the root of a second moment stands
           3 times too high 2500 steps after its gradients fell to a tenth; rounded by chance it follows within 10 %.
           In 8 bits that holds to about beta2 = 0.9997, in bfloat16 beyond.
@@ -16,13 +17,12 @@ Note      rounded to the nearest, slow averages stall: in 8 bits with beta2 = 0.
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.dtensors import dtensor_of_local, is_dtensor
 from thrifty.core.errors import RefusedError
 from thrifty.core.gradient_transform import (
     GradientTransform,
@@ -38,55 +38,18 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.blockwise_quantization import CodeBook, code_book, dequantize, quantize
-from thrifty.kernels.stochastic_rounding import round_to_bfloat16
 from thrifty.optim.fused_updates import fuse_elements
+from thrifty.optim.moment_formats import (
+    SHORTEST_ROW,
+    Bfloat16Format,
+    Int8Format,
+    Seed,
+    StateFormat,
+    divided_like,
+    local_tensor,
+)
 from thrifty.optim.parameter_partition import ParameterPartition
 from thrifty.optim.transform_elements import SelectiveTransform
-
-SHORTEST_ROW = 16
-"""Rows of fewer numbers keep float32: a block's scale would weigh as much as their codes save."""
-
-Seed = int | Tensor | None
-"""Of the step, for rounding by chance; None rounds to the nearest."""
-
-
-class StateFormat(Protocol):
-    parts: Sequence[str]
-    """A moment's slots, as endings of its name."""
-
-    def close(self, moment: Tensor, never_negative: bool, seed: Seed) -> tuple[Tensor, ...]: ...
-
-    def open(self, parts: Sequence[Tensor], never_negative: bool) -> Tensor: ...
-
-
-class Bfloat16Format:
-    parts = ("",)
-
-    def close(self, moment: Tensor, never_negative: bool, seed: Seed) -> tuple[Tensor, ...]:
-        return (moment.bfloat16() if seed is None else round_to_bfloat16(moment, seed),)
-
-    def open(self, parts: Sequence[Tensor], never_negative: bool) -> Tensor:
-        return parts[0].float()
-
-
-class Int8Format:
-    parts = ("", ".scales")
-
-    def __init__(self) -> None:
-        self.books: dict[tuple[bool, torch.device], CodeBook] = {}
-
-    def close(self, moment: Tensor, never_negative: bool, seed: Seed) -> tuple[Tensor, ...]:
-        return quantize(moment, self._book(moment, never_negative), seed)
-
-    def open(self, parts: Sequence[Tensor], never_negative: bool) -> Tensor:
-        return dequantize(*parts, self._book(parts[0], never_negative))
-
-    def _book(self, like: Tensor, never_negative: bool) -> CodeBook:
-        key = (never_negative, like.device)
-        if key not in self.books:
-            self.books[key] = code_book(not never_negative, like.device)
-        return self.books[key]
 
 
 class CompactStateTransform(GradientTransform):
@@ -98,7 +61,8 @@ class CompactStateTransform(GradientTransform):
     def __init__(self, element: GradientTransform, form: StateFormat, smallest: int):
         self.element, self.form, self.smallest = element, form, smallest
         self.name, self.weights, self.squares = element.name, element.weights, element.squares
-        self.stored: dict[str, list[int]] = {}
+        self.stored: dict[str, dict[int, int]] = {}
+        """By slot and parameter, the blocks of a row that this rank stores in fewer bits."""
 
     @property
     def reach(self) -> TransformScope:  # type: ignore[override]
@@ -111,16 +75,18 @@ class CompactStateTransform(GradientTransform):
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots: Slots = {}
         for slot, moments in self.element.init(names, parameters).items():
-            pairs = zip(moments, parameters, strict=True)
-            self.stored[slot] = [] if slot in self.weights else [i for i, pair in enumerate(pairs) if self._fits(*pair)]
+            pairs = [] if slot in self.weights else zip(moments, parameters, strict=True)
+            blocks = {i: self._blocks(*pair) for i, pair in enumerate(pairs)}
+            self.stored[slot] = {i: count for i, count in blocks.items() if count}
             slots[slot] = moments
             if not self.stored[slot]:
                 continue
             for part in self.form.parts[1:]:
                 slots[slot + part] = [parameter.new_empty(0) for parameter in parameters]
             for i in self.stored[slot]:
-                for part, tensor in zip(self.form.parts, self._closed(slot, moments[i], None), strict=True):
-                    slots[slot + part][i] = divided_like(moments[i], tensor)
+                like = moments[i]
+                for part, tensor in zip(self.form.parts, self._closed(slot, i, like, None), strict=True):
+                    slots[slot + part][i] = divided_like(like, tensor)
         return slots
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
@@ -151,20 +117,20 @@ class CompactStateTransform(GradientTransform):
         # parts are run by kernels where there are some; what is compiled is not divided into parts
         (some.element,) = fuse_elements(chain(self.element.subset(indices))).elements.values()
         some.stored = {
-            slot: [place for place, i in enumerate(indices) if i in stored] for slot, stored in self.stored.items()
+            slot: {place: stored[i] for place, i in enumerate(indices) if i in stored}
+            for slot, stored in self.stored.items()
         }
         return some
 
     def rate(self, numbers: Scalars) -> float:
         return self.element.rate(numbers)
 
-    def _fits(self, moment: Tensor, parameter: Tensor) -> bool:
-        by_rows = not is_dtensor(moment) or all(p.is_replicate() or p.is_shard(0) for p in moment.placements)
+    def _blocks(self, moment: Tensor, parameter: Tensor) -> int:
         alike = moment.dtype == torch.float32 and moment.shape == parameter.shape
-        return by_rows and alike and is_large(parameter, self.smallest)
+        return self.form.blocks(moment, parameter) if alike and is_large(parameter, self.smallest) else 0
 
-    def _closed(self, slot: str, moment: Tensor, seed: Seed) -> tuple[Tensor, ...]:
-        return self.form.close(local_tensor(moment), slot in self.squares, seed)
+    def _closed(self, slot: str, index: int, moment: Tensor, seed: Seed) -> tuple[Tensor, ...]:
+        return self.form.close(local_tensor(moment), slot in self.squares, seed, self.stored[slot][index])
 
     def _open(self, slots: Slots) -> Slots:
         opened: Slots = {}
@@ -180,22 +146,8 @@ class CompactStateTransform(GradientTransform):
         seed = seed.to(torch.int16) if isinstance(seed, Tensor) else int(seed)
         for slot, stored in self.stored.items():
             for i in stored:
-                for part, tensor in zip(self.form.parts, self._closed(slot, opened[slot][i], seed), strict=True):
+                for part, tensor in zip(self.form.parts, self._closed(slot, i, opened[slot][i], seed), strict=True):
                     local_tensor(slots[slot + part][i]).copy_(tensor)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
-def divided_like(whole: Tensor, rows: Tensor) -> Tensor:
-    """`rows`, made from those that this rank holds of `whole`, as a tensor divided over the ranks as that is."""
-    if not is_dtensor(whole):
-        return rows
-    shape = torch.Size((whole.shape[0], *rows.shape[1:]))
-    stride = torch.empty(shape, device="meta").stride()
-    return dtensor_of_local(rows, whole.device_mesh, whole.placements, shape, stride)
 
 
 def is_large(parameter: Tensor, smallest: int) -> bool:
