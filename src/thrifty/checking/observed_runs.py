@@ -17,6 +17,7 @@ from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
 from thrifty.core.objective import Objective
+from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.shard_layout import local_tensors, order_of
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
@@ -184,6 +185,9 @@ def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[floa
 
 
 def one_line_error(error: Exception) -> str:
-    """What an error says, without its later lines, and of what kind it is where it is none of ours."""
+    """What an error says, without its later lines, and of what kind it is where it is none of ours. Raises the error
+    where memory ran out, which is no technique's broken promise."""
+    if is_out_of_memory(error):
+        raise error
     first = (str(error).splitlines() or [""])[0]
     return first if isinstance(error, ThriftyError) else f"{type(error).__name__}: {first}"

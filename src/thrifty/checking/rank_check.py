@@ -25,6 +25,7 @@ from thrifty.checking.exactness_check import GRADIENTS, IN_16_BITS, LATER, MOST
 from thrifty.checking.observed_runs import DRAWING, CheckSubject, farthest, one_line_error, relative, train_observed
 from thrifty.core.child_python import child_environment
 from thrifty.core.mesh import AXES, Mesh
+from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import read_recipe, write_recipe
 from thrifty.training.run_setup import mesh_sizes, prepare_run
@@ -160,9 +161,11 @@ def _main(folder: Path, rank: int, count: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / STORE), count), rank=rank, world_size=count)
     try:
-        work_as_rank(folder)
+        with explain_out_of_memory():
+            work_as_rank(folder)
     except Exception as error:  # told by whoever started the ranks
-        (folder / f"{rank}.error").write_text(one_line_error(error), encoding="utf-8")
+        text = error.what if isinstance(error, OutOfMemory) else one_line_error(error)
+        (folder / f"{rank}.error").write_text(text, encoding="utf-8")
         os._exit(1)  # the others wait in a collective and are ended by who started them
     dist.destroy_process_group()
 

@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> Any:
         signal.signal(number, _leave)
     os.environ[SAFE] = "1"  # for all that torch may start, too
     try:
-        return thrifty(arguments, prog_name="thrifty")
+        return _explained(arguments)
     except ThriftyError as error:
         for number in (signal.SIGINT, signal.SIGTERM):  # the end is decided, and so is its exit code
             signal.signal(number, signal.SIG_IGN)
@@ -89,6 +89,17 @@ def main(arguments: list[str] | None = None) -> Any:
             raise
         click.echo(f"thrifty: {error.filename}: {error.strerror}", err=True)
         sys.exit(UsageError.exit_code)
+
+
+def _explained(arguments: list[str] | None) -> Any:
+    """Run a verb; the lack of memory is an error that names the phase."""
+    try:
+        return thrifty(arguments, prog_name="thrifty")
+    except (MemoryError, RuntimeError, OSError) as error:
+        from thrifty.core.out_of_memory import explain_out_of_memory  # imports torch
+
+        with explain_out_of_memory():
+            raise error
 
 
 def _is_first_to_tell() -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 from thrifty.core.child_python import child_environment
 from thrifty.core.errors import ThriftyError
+from thrifty.core.out_of_memory import explain_out_of_memory
 from thrifty.experiments.study import Settings
 
 
@@ -128,7 +129,8 @@ def _answer(task: dict[str, Any]) -> dict[str, Any]:
         if "torch" in sys.modules:  # not imported for the sake of this
             sys.modules["torch"].manual_seed(task["seed"])
         began = time.perf_counter()
-        numbers = {name: float(value) for name, value in measure(seed=task["seed"], **task["settings"]).items()}
+        with explain_out_of_memory():
+            numbers = {name: float(value) for name, value in measure(seed=task["seed"], **task["settings"]).items()}
         seconds = time.perf_counter() - began
     except Exception as error:  # reported to the caller, who names the cell
         return {"error": f"{type(error).__name__}: {error}"}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from thrifty.core.errors import InfeasibleError, IntegrityError, ThriftyError, UsageError
+from thrifty.core.out_of_memory import explain_out_of_memory
 from thrifty.core.ranks import gather_bytes, ranks
 from thrifty.training.failure_verdict import LostContact
 
@@ -45,7 +46,8 @@ class ProcessGroupSync(SingleProcess):
     def gather_or_raise(self, work: Callable[[], Any]) -> list[Any]:
         failure: Exception | None = None
         try:
-            report = json.dumps({"value": work()})
+            with explain_out_of_memory():
+                report = json.dumps({"value": work()})
         except Exception as error:  # reported to all ranks below, and raised there
             failure, report = error, json.dumps(_described(error))
         reports = [json.loads(text) for text in self._gather(report.encode())]

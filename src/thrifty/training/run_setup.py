@@ -19,6 +19,7 @@ from thrifty.core import mesh
 from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.objective import Objective
+from thrifty.core.out_of_memory import explain_out_of_memory, is_out_of_memory
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
@@ -54,20 +55,25 @@ class PreparedRun:
     recipe: Recipe
     data: RunData
     run: Run
+    model: BuildModel | None = None
+    """What builds a model of the user's own in place of the recipe's."""
 
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The process group of a start by torchrun, for as long as the block lasts; nothing for a plain start."""
+    """The process group of a start by torchrun, for as long as the block lasts; nothing for a plain start. Raises
+    OutOfMemory in place of an allocator's error."""
     if "RANK" not in os.environ or dist.is_initialized():
-        yield
+        with explain_out_of_memory():
+            yield
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     with heartbeat.run_heartbeat(_leave_group) as meeting:
         dist.init_process_group(
             backend, timeout=_NO_LIMIT, store=meeting.connection(), rank=meeting.rank, world_size=meeting.ranks
         )
-        yield
+        with explain_out_of_memory():
+            yield
 
 
 @contextmanager
@@ -124,7 +130,7 @@ def prepare_run(
     is_trained = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
     plain = BaseRun(build, data.train, objective, is_trained)
     steps = steps or _steps(recipe, plain, device, data.example_unit)
-    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
+    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device), model)
 
 
 def check_builder(build: BuildModel) -> nn.Module:
@@ -133,9 +139,9 @@ def check_builder(build: BuildModel) -> nn.Module:
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', function)}"
     try:
         model = build()
-    except (ThriftyError, MemoryError, torch.OutOfMemoryError):  # these say themselves what to do
-        raise
     except Exception as error:
+        if isinstance(error, ThriftyError) or is_out_of_memory(error):
+            raise
         raise UsageError(
             f"{name} builds no model: {type(error).__name__}: {error}",
             fix="mend it until it can be called without arguments, also more than once",

@@ -15,6 +15,7 @@ from torch import Tensor
 from thrifty.composition.compose import Run
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
+from thrifty.core.out_of_memory import explain_out_of_memory
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.run_relative_settings import in_steps
@@ -48,6 +49,8 @@ class TrainSession:
     notices: Sequence[str] = ()
     """What a person should know before the first step, such as a damaged checkpoint that was passed over."""
     quiet: bool = False
+    remedy: Callable[[float], str] | None = None
+    """The fix for a run that is out of memory, by the bytes that it could have."""
     drawn: Callable[[Tensor], list[str]] | None = None
     """How images (b, c, h, w), as a model is given them, become addresses that hold pictures of them; None where there
     are none to show."""
@@ -64,12 +67,14 @@ class TrainSession:
                 display.say(notice)
             try:
                 with (
+                    explain_out_of_memory(self.facts.get("predicted_memory"), self.remedy),
                     heartbeat.explain_failure(observer.stopped),
                     deterministic_kernels(self.run.device, self.recipe.deterministic),
                 ):
                     status = observer.follow(stop)
-            except ThriftyError as error:
-                observer.stopped(str(error), error.exit_code)
+            except Exception as error:
+                text = str(error) if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
+                observer.stopped(text, getattr(error, "exit_code", 1))
                 raise
             # the signal handler stays, and no rank leaves, until rank 0 has written the end down
             return together.run_first(lambda: observer.summarize(status, stop.code if status == "interrupted" else 0))
@@ -258,9 +263,9 @@ class _Observer:
             self._has_ended = True
             with suppress(ThriftyError):  # of a disk that is full the first message is the one to act on
                 self.note("notice", text=text)
-                self.summarize("stopped", exit_code)
+                self.summarize("stopped", exit_code, error=text)
 
-    def summarize(self, status: str, exit_code: int) -> dict[str, Any]:
+    def summarize(self, status: str, exit_code: int, **more: str) -> dict[str, Any]:
         counters = self.state.counters
         summary = {
             "status": status,
@@ -276,6 +281,7 @@ class _Observer:
             "peak_memory": self.meter.peak(),
             "skipped_steps": int(counters.get("skipped", 0)),
             **self.session.facts,
+            **more,
         }
         if rank() == 0:
             self.folder.write_json("summary", summary)

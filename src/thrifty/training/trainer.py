@@ -6,22 +6,25 @@ Where the data, the models, the techniques and the training meet; the command li
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from thrifty.composition.compose import refuse_trained_start
-from thrifty.composition.explain import explain
+from thrifty.composition.compose import compose, refuse_trained_start
+from thrifty.composition.explain import explain, resident_bytes
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
+from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
 from thrifty.core.plain_values import differences
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import StructureLogEntry, TrainState, read_log
 from thrifty.data.example_previews import selection
 from thrifty.machine.machine_info import peak_flops
+from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.training import checkpoint, checkpoint_index, run_ledger
 from thrifty.training.memory_meter import MemoryMeter, set_freed_memory_policy
@@ -216,8 +219,18 @@ def _run(
     explanation = None if is_known else explain(run)
     peak = before["summary"]["peak_flops_per_second"] if is_known else _peak(recipe, run.device)
     meter = MemoryMeter(run.device)
-    state = run.start() if log is None else run.init_state(log)
-    notices = fill(state)
+    predicted = explanation.footprint.memory if explanation else before["explanation"]["footprint"]["memory"]
+    remedy = partial(_remedy, prepared, folder)
+    try:
+        with explain_out_of_memory(predicted, remedy):
+            state = run.start() if log is None else run.init_state(log)
+            notices = fill(state)
+    except OutOfMemory as error:
+        if rank() == 0 and not before["summary"] and log is None:
+            folder.write_text("recipe.toml", write_recipe(recipe))
+            summary = {"status": "stopped", "exit_code": error.exit_code, "steps": 0, "error": str(error)}
+            folder.write_json("summary", summary)
+        raise
     explained = explanation.as_dict(run.notes) if explanation else before["explanation"]
     known = dict(data.facts)
     if recipe.objective.name != "next_token" and "bytes_per_token" in known:
@@ -229,7 +242,7 @@ def _run(
         **({"measured": list(run.eval_objective.measured)} if run.eval_objective.measured else {}),
         **({"loss_in": plain.loss_in} if (plain := run.plain.objective).loss_in != "nats" else {}),
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
-        "predicted_memory": explained["footprint"]["memory"],
+        "predicted_memory": predicted,
         "flops_per_step": explained["plain"]["flops"],
         "peak_flops_per_second": peak,
     }
@@ -247,12 +260,27 @@ def _run(
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
-    session = TrainSession(kept, recipe, run, examples, folder, facts, notices, quiet, data.pictures)
+    session = TrainSession(kept, recipe, run, examples, folder, facts, notices, quiet, remedy, data.pictures)
     with set_freed_memory_policy(run):
         summary = session.run_to_end(state, meter)
     if rank() == 0:
         run_ledger.record_run(folder.path, summary)
     return summary
+
+
+def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
+    """What would make a run fit into these bytes: techniques that it could be built with, as far as that can be tried
+    without the other ranks."""
+    run, build = prepared.run, prepared.model
+
+    def check(recipe: Recipe) -> None:
+        leaner = compose(run.plain, recipe.techniques, run.steps, run.device)
+        if ranks() == 1:
+            resident_bytes(leaner)
+
+    function = getattr(build, "func", build)  # what a partial calls
+    model = f"{function.__module__}:{function.__qualname__}" if function else ""
+    return leaner_start(prepared.recipe, folder.path, memory, check, model)
 
 
 def _kept(folder: RunFolder, name: str) -> dict[str, Any]:

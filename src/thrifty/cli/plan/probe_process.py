@@ -7,6 +7,7 @@ from pathlib import Path
 
 def main(asked: Path) -> None:
     from thrifty.core.errors import ThriftyError
+    from thrifty.core.out_of_memory import explain_out_of_memory
     from thrifty.core.ranks import rank
     from thrifty.planning.probe_jobs import write_probe_answer
     from thrifty.training.run_setup import process_group
@@ -14,7 +15,8 @@ def main(asked: Path) -> None:
     try:
         with process_group():
             try:
-                timing = _timed(json.loads(asked.read_text(encoding="utf-8")))
+                with explain_out_of_memory():
+                    timing = _timed(json.loads(asked.read_text(encoding="utf-8")))
             except Exception as error:  # told before the other ranks find out that this one is lost
                 what = error.what if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
                 write_probe_answer(asked, {"refused": what or type(error).__name__})

@@ -10,6 +10,7 @@ from torch.func import functional_call
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import Objective, Prediction
+from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.score_file import PredictedLabels
 from thrifty.core.tensor_tracing import StepTrace
@@ -127,10 +128,8 @@ def grand(sight: ScoringContext) -> Tensor:
                 with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                     chunks.append(example_scores.grand(loss_of, learning, batch.fields, chunk).cpu())
                 continue
-            except torch.cuda.OutOfMemoryError:
-                raise
             except RuntimeError as error:
-                if chunks:
+                if chunks or is_out_of_memory(error):
                     raise
                 batched = False
                 sight.say(f"torch.func cannot batch this model ({str(error).splitlines()[0]}): one example at a time")

@@ -1,0 +1,51 @@
+"""Techniques that a recipe could switch on so that its run requires less memory."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from thrifty.core.claims import Claim
+from thrifty.core.errors import ThriftyError
+from thrifty.core.recipe import Recipe
+from thrifty.recipes.recipe_layers import RecipeLayers
+
+SAVERS = (
+    "memory.recompute",
+    "memory.offload_activations",
+    "precision.mixed",
+    "precision.optimizer_state:format=int8",
+    "memory.offload_optimizer",
+)
+"""As `--with` takes them, by how little each changes of values."""
+
+
+def leaner_start(
+    recipe: Recipe, folder: Path, memory: float, check: Callable[[Recipe], object], model: str = ""
+) -> str:
+    """Return, as commands, what would make a run fit into so many bytes. `check` raises ThriftyError for a recipe that
+    cannot be run; `model` is the function, as module:name, that builds a model of the user's own."""
+    words = list(memory_savers(recipe, check))
+    changes = [f"--with {word}" for word in words] + [f"--set data.batch={max(recipe.data.batch // 2, 1)}"]
+    file, lean = shlex.quote(str(folder / "recipe.toml")), shlex.quote(f"{recipe.name}-lean")
+    begun = any((folder / "checkpoints").glob("step-*"))
+    start = f"thrifty resume {shlex.quote(str(folder))} --fork" if begun else f"thrifty train {file} --name"
+    plan = f"thrifty plan {file} --memory {memory / 1e6:.0f}MB"
+    if not model:
+        return f"`{plan}` looks for what fits; or `{start} {lean} {changes[0]}`; others: {', '.join(changes[1:])}"
+    advice = f"change the recipe of the call by one of {', '.join(changes)}"
+    is_importable = not model.startswith("__main__:") and "<" not in model
+    return f"`{plan} --model {model}` looks for what fits; or {advice}" if is_importable else advice
+
+
+def memory_savers(recipe: Recipe, check: Callable[[Recipe], object]) -> Iterator[str]:
+    """Yield what `--with` could add to a recipe, more micro-batches first, for which `check` raises no ThriftyError."""
+    present = {technique.name for technique in recipe.techniques}
+    parts = max((t.micro_batches for t in recipe.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
+    cuts = [f"{name}:micro_batches={2 * parts}" for name in ("gradient_accumulation", "gradient_cache")]
+    words = [f"large_batch.{cut}" for cut in cuts if 2 * parts <= recipe.data.batch]
+    for word in (*words, *(word for word in SAVERS if word.partition(":")[0] not in present)):
+        try:
+            check(RecipeLayers.above("", recipe).add_technique(word).recipe())
+        except ThriftyError:
+            continue
+        yield word

@@ -1,0 +1,69 @@
+"""A process that its system gives no more memory ends with a message, and its run can be continued leaner."""
+
+import re
+import shlex
+import sys
+import textwrap
+
+import pytest
+from command_line import CommandLine
+
+from thrifty.training.run_folder import RunFolder
+
+LIMITED = '''
+    """Limited: in its third step a process asks for more than the rest of its address space.
+
+    Paper     none.
+    Promise   nothing.
+    """
+
+    import resource
+    from dataclasses import dataclass
+    from pathlib import Path
+
+    import torch
+
+    from thrifty.core.stages import Stage
+    from thrifty.core.technique import Numerics, Technique
+
+
+    @dataclass(frozen=True)
+    class Limited(Technique):
+        stage, numerics = Stage.CLIP, Numerics.DIFFERENT
+
+        def backward(self, backward):
+            steps = []
+
+            def limited(model, objective, batch):
+                steps.append(len(steps))
+                if len(steps) == 3:
+                    pages = int(Path("/proc/self/statm").read_text().split()[0])
+                    size = pages * resource.getpagesize() + 2**26
+                    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+                    blocks = [torch.empty(2**22) for _ in range(32)]
+                return backward(model, objective, batch)
+
+            return limited
+'''
+
+
+@pytest.fixture
+def limited(thrifty: CommandLine) -> CommandLine:
+    home = thrifty.folder / "techniques"
+    home.mkdir()
+    (home / "limited.py").write_text(textwrap.dedent(LIMITED))
+    thrifty.environment["THRIFTY_TECHNIQUES"] = str(home)
+    return thrifty
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits its address space by what Linux says of it")
+def test_a_run_whose_address_space_ends_says_the_phase_and_a_leaner_start_that_works(limited: CommandLine) -> None:
+    done = limited(*limited.recipe("short", "--with", "limited", checkpoints__every=2), exit_code=3)
+    message = done.stderr[done.stderr.index("thrifty: ") :]
+    assert "Traceback" not in done.stderr and len(message.splitlines()) == 2
+    assert re.match(r"thrifty: out of memory in the forward pass of step 3: 17 MB more were refused", message)
+    summary = RunFolder(limited.run("short")).read_json("summary")
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("stopped", 3, 2)
+    start = shlex.split(re.findall("`(.*?)`", message)[1])
+    assert start[:4] == ["thrifty", "resume", "runs/short", "--fork"]
+    assert limited.json(*start[1:], "--without", "limited")["status"] == "finished"
