@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from tiny_runs import advance, assert_same, losses, plain_run, restored, run_through, snapshot, technique
+from tiny_runs import (
+    advance,
+    assert_same,
+    evaluated_loss,
+    losses,
+    plain_run,
+    restored,
+    run_through,
+    snapshot,
+    technique,
+)
 from torch import Tensor
 
 from thrifty import techniques
@@ -165,6 +175,28 @@ def test_copies_that_write_nothing_keep_the_function(order: str, style: str) -> 
     advance(run, state)
     silent = [name for name, p in state.model.named_parameters() if not p.any()]
     assert not silent, "what starts with zeros is trained like the rest"
+
+
+@pytest.mark.parametrize("others", [[], [("precision.optimizer_state", {"min_elements": 1})]])
+@pytest.mark.parametrize(
+    ("growth", "settings"),
+    [
+        ("growth.stacking", {"at": (4,), "start": "zeroed"}),
+        ("growth.stacking", {"at": (4,), "start": "zeroed", "order": "AABBCC"}),
+        ("growth.compound", {"at": (4,), "depth": 1, "width": 2, "length": 1}),
+    ],
+)
+@pytest.mark.parametrize("moments", ["copy", "mean"])
+def test_growth_that_keeps_the_function_keeps_that_of_averaged_weights(
+    growth: str, settings: dict, moments: str, others: list
+) -> None:
+    chosen = [(growth, {"moments": moments, **settings}), ("optimizers.schedule_free", {"lr": 0.05}), *others]
+    run = compose(plain_run(depth=4), [technique(name, **own) for name, own in chosen], 8)
+    state = run.start()
+    advance(run, state, 4)
+    before = evaluated_loss(run, state)
+    assert run.changes(state)
+    assert evaluated_loss(run, state) == pytest.approx(before, abs=1e-5)
 
 
 def test_a_post_norm_model_cannot_grow_by_silent_blocks() -> None:

@@ -55,7 +55,7 @@ def _carried(change: StructuralChange, name: str, value: Tensor, shape: torch.Si
     if kind == "optimizer" and value.numel() and value.is_floating_point():
         assert placed.optimizer is not None
         content = placed.optimizer.site.slot_kind(slot)
-    if content == "weights":
+    if content in ("weights", "differences"):
         return change.value(parameter, value)
     if content == "squares" and change.moments == "mean" and change.adds(parameter):
         seen = value[value > 0].float()  # not what a mask has kept out

@@ -25,7 +25,7 @@ from thrifty.core.dtensors import is_dtensor
 Slots = dict[str, list[Tensor]]
 Scalars = Mapping[str, float | Tensor]
 Rule = Callable[[str, Tensor], bool]
-Content = Literal["weights", "squares", "moments"]
+Content = Literal["weights", "differences", "squares", "moments"]
 T = TypeVar("T")
 MASK_MOVE = "move"
 """A number of this name is not 0 in an update that decides anew where there may be values, after which whoever promised
@@ -102,7 +102,8 @@ class GradientTransform:
         return self
 
     def slot_kind(self, slot: str) -> Content:
-        """What a slot is: weights as they are or were, squares of gradients, or other moments of them."""
+        """What a slot is: weights as they are or were, differences between such, squares of gradients, or other moments
+        of them."""
         if not changes_updates(self):
             return "weights"
         return "squares" if slot in self.squares else "moments"

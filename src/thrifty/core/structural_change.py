@@ -51,7 +51,7 @@ class StructuralChange:
     shape. Only asked where shapes differ, and of all that goes with a parameter: its value, its mask, its moments."""
     value: Callable[[str, Tensor], Tensor] = same_value
     """What is done to a whole value, resized already, before a parameter of the new structure starts from it. Asked for
-    weights and their averages, not for moments."""
+    weights, their averages and differences between them, not for moments; linear, since differences have no other."""
     moments: Moments = "copy"
 
     def adds(self, parameter: str) -> bool:

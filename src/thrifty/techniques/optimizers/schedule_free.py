@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
-from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
+from thrifty.core.gradient_transform import Content, GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Betas, Epsilon, Rate
 from thrifty.core.stages import Stage
@@ -90,6 +90,9 @@ class ScheduleFreeTransform(GradientTransform):
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         pairs = zip(parameters, slots["ahead"], strict=True)  # of which some may be divided over ranks
         return [parameter.add(ahead, alpha=1 - 1 / self.beta) for parameter, ahead in pairs]
+
+    def slot_kind(self, slot: str) -> Content:
+        return "differences"
 
     def rate(self, numbers: Scalars) -> float:
         return float(numbers["rate"])

@@ -127,7 +127,7 @@ class Float32Update(GradientTransform):
         return some
 
     def slot_kind(self, slot: str) -> Content:
-        return "moments" if slot in self.weights else self.inner.slot_kind(slot)
+        return "differences" if slot in self.weights else self.inner.slot_kind(slot)
 
     def owner(self, slot: str) -> str:
         return "" if slot in self.weights else self.inner.owner(slot)

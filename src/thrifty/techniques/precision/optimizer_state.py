@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.gradient_transform import (
+    Content,
     GradientTransform,
     Scalars,
     Slots,
@@ -121,6 +122,9 @@ class CompactStateTransform(GradientTransform):
             for slot, stored in self.stored.items()
         }
         return some
+
+    def slot_kind(self, slot: str) -> Content:
+        return self.element.slot_kind(slot)
 
     def rate(self, numbers: Scalars) -> float:
         return self.element.rate(numbers)
