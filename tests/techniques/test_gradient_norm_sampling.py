@@ -159,6 +159,14 @@ def test_the_gate_opens_when_tau_exceeds_what_scoring_costs() -> None:
     assert all(tuple(row) in rows for row in inner.batches[1]["tokens"].tolist())
 
 
+def test_while_the_gate_is_closed_examples_weigh_among_those_that_are_trained_on() -> None:
+    plain, inner = plain_run(batch=12), Heard()
+    amounts = torch.arange(1.0, 13.0)
+    batch = plain.source.at(0).weighted(amounts / amounts.sum())
+    GradientNormBackward(inner, times=3, momentum=0.9)(plain.build(), plain.objective, batch)
+    torch.testing.assert_close(inner.batches[0].weight, amounts[:4] / amounts[:4].sum())
+
+
 def test_while_the_gate_is_closed_it_is_the_plain_run_of_every_third_batch() -> None:
     plain = plain_run()
     run = compose(plain, with_optimizer([technique("data_selection.gradient_norm_sampling")]), 3)

@@ -98,6 +98,10 @@ class BatchSource:
         """Rows start … stop-1 of the step's effective batch; nothing else need be read."""
         raise NotImplementedError
 
+    def amount(self, step: int) -> float:
+        """How much the effective batch of this step counts beside that of another; the weights in each sum to 1."""
+        return 1.0
+
     def at(self, step: int) -> Batch:
         return self.rows(step, 0, self.size(step))
 
@@ -139,6 +143,9 @@ class WrappedSource(BatchSource):
     """Another source with something done to what it gives; its examples are that one's."""
 
     source: BatchSource
+
+    def amount(self, step: int) -> float:
+        return self.source.amount(step)
 
     def example_index(self) -> ExampleIndex:
         return self.source.example_index()
@@ -215,7 +222,15 @@ class OversampledSource(WrappedSource):
     def rows(self, step: int, start: int, stop: int) -> Batch:
         first = step * self.batch
         batch = _stretch(self.source, first + start, first + stop)
-        return batch.weighted(batch.weight / self.times)
+        amounts = torch.tensor(self._amounts(step))
+        each = (amounts.sum() / amounts).repeat_interleave(self.source.batch)[start:stop]
+        return batch.weighted(batch.weight / each)
+
+    def amount(self, step: int) -> float:
+        return sum(self._amounts(step))
+
+    def _amounts(self, step: int) -> list[float]:
+        return [self.source.amount(step * self.times + each) for each in range(self.times)]
 
     def with_batch_size(self, sizes: Sequence[int]) -> BatchSource:
         return self.source.with_batch_size([size * self.times for size in sizes])

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import settings as trying
 from hypothesis import strategies as st
 
-from thrifty.core.batches import RankShard
+from thrifty.core.batches import MappedSource, OversampledSource, RankShard
 from thrifty.data.chat.conversation_packing import (
     ANSWER,
     BEGINS,
@@ -127,6 +127,20 @@ def test_batches_of_other_sizes_weigh_as_they_should():
         assert batch.weight.sum().item() == pytest.approx(1, abs=1e-6)
         torch.testing.assert_close(batch.weight, batch["amount"] / batch["amount"].sum())
         assert torch.equal(batch["tokens"], plain[firsts[step] : firsts[step] + len(batch)])
+
+
+@pytest.mark.parametrize(
+    "wrapped", [lambda source: source, lambda source: MappedSource(source, lambda _, batch: batch)]
+)
+def test_what_is_chosen_among_several_batches_weighs_as_in_one(wrapped):
+    source = WeightedSource(EpochSource(rows_of(np.random.default_rng(3).integers(2, 20, 80), 32), 4, 0))
+    presampled = OversampledSource(wrapped(source), 3)
+    for step in range(4):
+        batch = presampled.at(step)
+        torch.testing.assert_close(batch.weight, batch["amount"] / batch["amount"].sum())
+        assert torch.equal(presampled.rows(step, 3, 9).weight, batch.weight[3:9])
+    twice = OversampledSource(OversampledSource(source, 3), 2).at(0)
+    torch.testing.assert_close(twice.weight, twice["amount"] / twice["amount"].sum())
 
 
 @pytest.mark.parametrize("by_tokens", [True, False])

@@ -140,6 +140,9 @@ class WeightedSource(WrappedSource):
         whole = self.source.at(step)
         return whole.weighted(whole["amount"] / whole["amount"].sum()).rows(start, stop)
 
+    def amount(self, step: int) -> float:
+        return float(self.source.at(step)["amount"].sum())
+
     def with_batch_size(self, sizes: list[int]) -> BatchSource:
         return WeightedSource(self.source.with_batch_size(sizes))
 

@@ -28,6 +28,7 @@ from thrifty.core.batches import Batch, BatchSource, OversampledSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
+from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.setting_bounds import Natural, Positive, Probability
@@ -107,7 +108,8 @@ class GradientNormBackward:
             outcome = self.inner(model, objective, drawn)
         else:
             scoring, plain = GradientNormObjective(objective), batch.rows(0, count)
-            outcome = self.inner(model, scoring, plain.weighted(plain.weight * self.times))
+            share = mean_over_ranks(plain.weight.sum()) * axis("data").size
+            outcome = self.inner(model, scoring, plain.weighted(plain.weight / share))
             tau = variance_reduction(torch.cat(scoring.seen))
         if tau.isfinite():  # the loop skips such a step; it must not close the gate for ever
             self.state["tau"].mul_(self.momentum).add_(tau, alpha=1 - self.momentum)
