@@ -31,7 +31,7 @@ from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.float8 import E4M3, E5M2, cast_float8, dequantize_float8
-from thrifty.kernels.float8_linear import CastRule
+from thrifty.kernels.float8_linear import GRADIENT, CastRule
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.precision.float8 import CASTING, Float8, remove_float8, roll, use_float8
 
@@ -186,6 +186,21 @@ def test_a_sudden_growth_is_clipped_by_delayed_scales_and_a_margin_or_current_sc
         exact = nn.functional.linear(grown, layer.weight)
         errors[name] = float(((layer(grown) - exact).norm() / exact.norm()).detach())
     assert errors["delayed"] > 0.3 > 0.05 > max(errors["margin"], errors["current"])
+
+
+def test_gradients_whose_loss_scale_doubles_are_not_clipped() -> None:
+    scaled = technique("precision.mixed", format="float16", init_scale=256.0, growth_interval=2)
+    run, _, model = started(technique("precision.float8", history=4), scaled)
+    layers = [module for module in model.modules() if hasattr(module, "float8_seen")]
+    factors = []
+    for step in range(6):  # the same step again and again
+        before = scales_of(model)[:, GRADIENT]
+        model.zero_grad()
+        factors.append(run.backward(model, run.objective, run.source.at(0)).notes["loss_scale"])
+        seen = torch.stack([layer.float8_seen[GRADIENT] for layer in layers])
+        assert step == 0 or (before * seen <= 57344 * 1.001).all(), step
+        assert step == 0 or (before * seen >= 57344 * 0.4).all(), step
+    assert factors == [256, 256, 512, 512, 1024, 1024]
 
 
 def test_numbers_that_are_none_reach_the_loss_and_not_the_history() -> None:

@@ -18,6 +18,8 @@ class BackwardResult:
     answered: bool = False
     """Whether gradients that are not finite have been answered already, by a lower loss scale: such a step is skipped
     like any other, but is no sign of divergence."""
+    scale_growth: float = 1.0
+    """By how much all gradients inside the pass will be larger at the next step, where their scale has just moved."""
 
     def __add__(self, other: "BackwardResult") -> "BackwardResult":
         return BackwardResult(self.loss + other.loss, self.notes | other.notes, self.answered or other.answered)

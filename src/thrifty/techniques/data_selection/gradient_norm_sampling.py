@@ -18,7 +18,7 @@ Note      scores are taken with dropout off (the model in evaluation), so that t
           cannot exceed the root of their number over all ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,6 @@ from thrifty.core.batches import Batch, BatchSource, OversampledSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
-from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.setting_bounds import Natural, Positive, Probability
@@ -108,13 +107,13 @@ class GradientNormBackward:
             outcome = self.inner(model, objective, drawn)
         else:
             scoring, plain = GradientNormObjective(objective), batch.rows(0, count)
-            share = mean_over_ranks(plain.weight.sum()) * axis("data").size
-            outcome = self.inner(model, scoring, plain.weighted(plain.weight / share))
+            all_seen, trained_on = mean_over_ranks(torch.stack([batch.weight.sum(), plain.weight.sum()]))
+            outcome = self.inner(model, scoring, plain.weighted(plain.weight * (all_seen / trained_on)))
             tau = variance_reduction(torch.cat(scoring.seen))
         if tau.isfinite():  # the loop skips such a step; it must not close the gate for ever
             self.state["tau"].mul_(self.momentum).add_(tau, alpha=1 - self.momentum)
         notes = {"tau": float(self.state["tau"]), "sampled": float(drawn is not None)}
-        return BackwardResult(outcome.loss, outcome.notes | notes, outcome.answered)
+        return replace(outcome, notes=outcome.notes | notes)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ Note      the gates of a step are a function of (seed, step, block), the same fo
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -84,7 +84,7 @@ class LayerDropBackward:
         finally:
             for block, *_ in blocks:
                 _multiply(block, None)
-        return BackwardResult(outcome.loss, outcome.notes | {"kept_blocks": float(sum(kept))}, outcome.answered)
+        return replace(outcome, notes=outcome.notes | {"kept_blocks": float(sum(kept))})
 
 
 IS_MULTIPLIED: ModuleNote[bool] = ModuleNote("is_multiplied")

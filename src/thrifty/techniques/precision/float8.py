@@ -85,14 +85,18 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def roll(layers: Sequence[nn.Module], most_recent: bool = False) -> None:
-    """The step is over: what the layers have seen, on any rank, enters their histories, and gives the next scales."""
+def roll(layers: Sequence[nn.Module], most_recent: bool = False, growth: float = 1.0) -> None:
+    """The step is over: what the layers have seen, on any rank, enters their histories, and gives the next scales, at
+    which gradients will be `growth` times as large."""
     seen = torch.stack([layer.float8_seen for layer in layers])
     seen = torch.where(seen.isfinite(), seen, 0.0)  # of numbers that are none, ranks could find no largest
     if ranks() > 1 and not isinstance(seen, FakeTensor):
         dist.all_reduce(seen, dist.ReduceOp.MAX)
     histories, scales = ([getattr(layer, name) for layer in layers] for name in BUFFERS[:2])
-    after = next_scales(torch.stack(histories), torch.stack(scales), seen, CASTING.of(layers[0]), most_recent)
+    grown = torch.tensor([1.0, 1.0, growth], device=seen.device)
+    after = next_scales(
+        torch.stack(histories) * grown[:, None], torch.stack(scales), seen * grown, CASTING.of(layers[0]), most_recent
+    )
     for buffers, values in zip((histories, scales), after, strict=True):
         torch._foreach_copy_(buffers, list(values))
 
@@ -105,7 +109,7 @@ def rolled(backward: Backward, most_recent: bool = False) -> Backward:
         for layer in layers:
             layer.float8_seen.zero_()
         outcome = backward(model, objective, batch)
-        roll(layers, most_recent)
+        roll(layers, most_recent, outcome.scale_growth)
         return outcome
 
     return whole_step

@@ -98,7 +98,8 @@ class LossScalingBackward:
                 "learning rate; parameters are as they were before",
             )
         self._keep(then)
-        return BackwardResult(loss, outcome.notes | {"loss_scale": factor}, outcome.answered or not finite)
+        notes, growth = outcome.notes | {"loss_scale": factor}, 2.0 ** (then.exponent - now.exponent)
+        return BackwardResult(loss, notes, outcome.answered or not finite, growth)
 
     def scale(self) -> LossScale:
         doublings, clean_steps, passed = (int(tensor) for tensor in self.state.values())

@@ -19,7 +19,7 @@ Note      coefficients (1 at first, L1, no decay) multiply what each head and ne
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -133,7 +133,7 @@ class EarlyBirdBackward:
             return outcome
         distances = self.settings.distances(model, min(known, self.settings.queue))
         notes = {f"mask_distance_of_{kind}": distance for kind, distance in distances.items()}
-        return BackwardResult(outcome.loss, outcome.notes | notes, outcome.answered)
+        return replace(outcome, notes=outcome.notes | notes)
 
 
 @dataclass(frozen=True)

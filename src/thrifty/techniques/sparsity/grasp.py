@@ -17,7 +17,7 @@ Note      scores are signed: a weight is kept for a large w · (H g), and its ab
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -112,7 +112,7 @@ def hessian_gradient(
         for parameter in model.parameters():
             parameter.grad = None
         again = backward(model, DirectionalObjective(tempered, parameters, gradient), batch)
-    return BackwardResult(outcome.loss, outcome.notes, outcome.answered or again.answered)
+    return replace(outcome, answered=outcome.answered or again.answered)
 
 
 class GraspBackward:

@@ -23,7 +23,7 @@ Note      3 blocks of width 32 after 500 steps on bytes lose 0.037 and 0.031 nat
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -140,7 +140,7 @@ class NOfMBackward:
         outcome = self.inner(model, objective, batch)
         if self.settings.decay and not dense:
             decay_masked(layers, self.settings.decay)
-        return BackwardResult(outcome.loss, outcome.notes | notes, outcome.answered)
+        return replace(outcome, notes=outcome.notes | notes)
 
 
 def fill_masks(layers: Iterable[nn.Module]) -> None:
