@@ -122,15 +122,29 @@ def test_where_every_probe_fails_that_is_said_and_not_that_memory_is_short() -> 
         searching(2000.0, Numerics.EXACT, time=fails).run()
 
 
-def test_a_way_that_its_technique_refuses_is_not_gone_and_its_reason_is_kept() -> None:
-    def refusing(run):  # type: ignore[no-untyped-def]
-        if any(technique.name == "memory.offload_optimizer" for technique in run.techniques):
-            raise RefusedError("memory.offload_optimizer: there is no disk")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RefusedError("memory.offload_optimizer: there is no disk"), "memory.offload_optimizer: there is no disk"),
+        (RuntimeError("unsupported operation\nof torch"), "RuntimeError: unsupported operation"),
+        (KeyError("next"), "KeyError: 'next'"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+@pytest.mark.parametrize("together", [False, True])
+def test_an_option_that_is_refused_or_fails_is_left_out_and_its_reason_is_kept(
+    error: Exception, reason: str, together: bool
+) -> None:
+    def failing(run):  # type: ignore[no-untyped-def]
+        changes = len(run.techniques) - len(search.base)
+        if changes > 1 if together else "memory.offload_optimizer" in {each.name for each in run.techniques}:
+            raise error
         return formula(run)
 
-    search = searching(300.0, count=refusing)
-    assert "offload_optimizer" not in search.run().label
-    assert "memory.offload_optimizer: there is no disk" in search.refused.values()
+    search = searching(500.0, count=failing)
+    chosen = search.run()
+    assert len(chosen.ways) == 1 if together else "offload_optimizer" not in chosen.label
+    assert reason in (search.misfits if together else search.refused).values()
 
 
 def test_where_nothing_fits_the_answer_is_what_it_would_take() -> None:

@@ -261,6 +261,22 @@ def test_explained_and_measured_peak_agree_with_a_hugging_face_model(tmp_path: P
     assert live.peak == pytest.approx(max(counted.activations, counted.gradients) + counted.temporary, rel=0.05)
 
 
+@pytest.mark.parametrize("offload", ["never", "simulated"])
+def test_heads_that_share_keys_are_planned_by_the_time_of_their_operations(offload: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    configuration = transformers.MistralConfig(**sizes, num_key_value_heads=2, vocab_size=256, use_cache=False)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return transformers.MistralForCausalLM(configuration)
+
+    plain = BaseRun(build, PackedTokens(corpus(), 64, 4, seed=0), NextToken())
+    planned = with_optimizer([technique("memory.activation_budget", bytes=0.5, offload=offload)])
+    assert explain(compose(plain, planned, 3)).footprint.activations > 0
+    assert losses(run_through(plain, planned, 3)[0]) == losses(run_through(plain, with_optimizer([]), 3)[0])
+
+
 def replace_cache(configuration: Any) -> Any:
     configuration.use_cache = False
     return configuration

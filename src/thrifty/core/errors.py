@@ -38,6 +38,13 @@ class RefusedError(UsageError):
     """A technique cannot do its work here, and says why."""
 
 
+def reason_of(error: Exception) -> str:
+    """Return an error in one line: what ours say, and the kind and first line of any other."""
+    if isinstance(error, ThriftyError):
+        return error.what
+    return ": ".join(filter(None, (type(error).__name__, str(error).strip().partition("\n")[0])))
+
+
 def did_you_mean(word: str, options: Iterable[str], otherwise: str = "") -> str:
     """A hint naming the nearest option; when none is near, `otherwise`, or all of them."""
     options = sorted(options)

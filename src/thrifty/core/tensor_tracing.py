@@ -26,6 +26,12 @@ def tensor_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def fillable(tensor: Tensor) -> Tensor:
+    """Return the storage of a tensor as a vector: torch fills no tensor of which several places are one element, such
+    as an expanded one."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+
+
 @contextmanager
 def gc_disabled() -> Iterator[None]:
     """Without the cycle collector, whose moments are nobody's promise: the same count every time."""

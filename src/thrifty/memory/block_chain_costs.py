@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from thrifty.core.errors import RefusedError, ThriftyError
+from thrifty.core.errors import RefusedError, ThriftyError, reason_of
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.tensor_tracing import gc_disabled, storage_bytes, tensors_in
 from thrifty.memory.block_costs import block_cost, in_seconds, restore_module_state
@@ -44,9 +44,8 @@ class ChainSurvey:
         except ThriftyError:
             raise
         except Exception as error:  # what a block does with fake tensors is not for us to know
-            why = str(error).partition("\n")[0] or type(error).__name__
             raise RefusedError(
-                f"what {type(module).__name__} costs cannot be counted by shapes alone: {why}",
+                f"what {type(module).__name__} costs cannot be counted by shapes alone: {reason_of(error)}",
                 fix="use memory.recompute or memory.activation_budget, which run it",
             ) from error
         if self.timed and not any(isinstance(tensor, FakeTensor) for tensor in tensors):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from thrifty.core.errors import ThriftyError
-from thrifty.core.tensor_tracing import StepTrace, gc_disabled, storage_bytes, tensors_in
+from thrifty.core.tensor_tracing import StepTrace, fillable, gc_disabled, storage_bytes, tensors_in
 from thrifty.memory.call_signature import CallSignature
 from thrifty.memory.recompute_schedule import ChainStageCost
 
@@ -196,4 +196,6 @@ def empty_copy(tensor: Tensor) -> Tensor:
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    return empty_copy(tensor.detach()).zero_().requires_grad_(tensor.requires_grad)
+    zeros = empty_copy(tensor.detach())
+    fillable(zeros).zero_()
+    return zeros.requires_grad_(tensor.requires_grad)

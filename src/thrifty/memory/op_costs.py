@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thrifty.core.op_flops import FLOPS_OF
-from thrifty.core.tensor_tracing import tensors_in
+from thrifty.core.tensor_tracing import fillable, tensors_in
 
 FLOPS_PER_SECOND = {"cpu": 1e11, "cuda": 1e14}
 BYTES_PER_SECOND = {"cpu": 1e10, "cuda": 1e12}
@@ -30,7 +30,8 @@ def counted_seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 class MeasuredSeconds:
-    """Times each operation on random tensors of the same shapes, once for all that are alike: the best of a few."""
+    """Times each operation on random tensors of the same shapes, once for all that are alike: the best of a few. One
+    that fails on such tensors is counted."""
 
     def __init__(self, times: int = 3):
         self.times = times
@@ -39,9 +40,12 @@ class MeasuredSeconds:
     def __call__(self, func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         key = (func, *map(_likeness, tree_leaves((args, kwargs))))
         if key not in self.known:
-            with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
-                real_args, real_kwargs = tree_map_only(Tensor, _random_like, (args, kwargs))
-                self.known[key] = self._best(lambda: func(*real_args, **real_kwargs), _device(real_args))
+            try:
+                with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+                    real_args, real_kwargs = tree_map_only(Tensor, _random_like, (args, kwargs))
+                    self.known[key] = self._best(lambda: func(*real_args, **real_kwargs), _device(real_args))
+            except Exception:  # it takes no random values, such as a mask of no place for some tokens
+                self.known[key] = counted_seconds(func, args, kwargs, result)
         return self.known[key]
 
     def _best(self, run: Callable[[], Any], device: torch.device) -> float:
@@ -61,7 +65,9 @@ def _likeness(value: Any) -> Any:
 
 def _random_like(tensor: Tensor) -> Tensor:
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.normal_() if made.is_floating_point() else made.zero_()
+    every = fillable(made)
+    every.normal_() if every.is_floating_point() else every.zero_()
+    return made
 
 
 def _device(args: tuple) -> torch.device:

@@ -116,7 +116,7 @@ class _PeakTracer:
         if stays:
             return lambda: self.give(place, activation)
         size, stride, dtype, device = activation.size(), activation.stride(), activation.dtype, activation.device
-        return lambda: self.give(place, torch.empty_strided(size, stride, dtype=dtype, device=device).zero_())
+        return lambda: self.give(place, torch.empty_strided(size, stride, dtype=dtype, device=device))
 
     def give(self, place: int, tensor: Tensor) -> Tensor:
         if place not in self.asked:

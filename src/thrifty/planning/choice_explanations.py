@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 from thrifty.composition.compose import compose
 from thrifty.core.claims import PARALLELISM
-from thrifty.core.errors import ThriftyError
+from thrifty.core.errors import ThriftyError, reason_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.cost_estimates import COUNTED_HIGH, largest_part
@@ -136,8 +136,8 @@ class ChoiceExplainer:
         others = [each for each in self.search.base if each.name != technique.name]
         try:
             compose(self.search.plain, [*others, technique], self.search.steps, self.search.device)
-        except ThriftyError as refusal:
-            return refusal.what
+        except Exception as refusal:  # a bug of one option is no reason to end the plan
+            return reason_of(refusal)
         return ""
 
     def _offered(self, ways: Sequence[PlanOption]) -> str:

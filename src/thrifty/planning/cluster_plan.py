@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.claims import Claim
-from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
+from thrifty.core.errors import InfeasibleError, UsageError, reason_of
 from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics, Technique
@@ -217,8 +217,8 @@ class ClusterPlanner:
             try:
                 techniques = self._techniques(layout)
                 footprint = self._footprint(layout, techniques)
-            except ThriftyError as refusal:
-                misfits[layout.label] = refusal.what
+            except Exception as refusal:  # a bug of one option is no reason to end the plan
+                misfits[layout.label] = reason_of(refusal)
                 continue
             if footprint.memory * OVER_MESH_HIGH > self._limit:
                 misfits[layout.label] = f"{TOO_LARGE}: {footprint.memory / 1e6:,.0f} MB counted on a rank"

@@ -12,7 +12,7 @@ from itertools import product
 from math import inf, prod
 
 from thrifty.composition.compose import refuse_illegal
-from thrifty.core.errors import InfeasibleError, ThriftyError
+from thrifty.core.errors import InfeasibleError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.plan_candidate import PlanCandidate
@@ -135,8 +135,8 @@ class PlanSearch(SingleOptionCosts):
         try:
             footprint = self._footprint(candidate.ways)
             undivided = self._footprint(tuple(way for way in candidate.ways if way.mesh == ONE_RANK))
-        except ThriftyError as refusal:
-            self.misfits[candidate.ways] = refusal.what
+        except Exception as refusal:  # a bug of one option is no reason to end the plan
+            self.misfits[candidate.ways] = reason_of(refusal)
             return
         candidate = replace(candidate, footprint=footprint, undivided=undivided)
         beyond, room = self.beyond(candidate), self.room(candidate)

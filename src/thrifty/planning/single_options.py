@@ -9,7 +9,7 @@ import torch
 
 from thrifty.composition.compose import CPU, BaseRun, Run, compose
 from thrifty.composition.explain import resident_bytes
-from thrifty.core.errors import ThriftyError
+from thrifty.core.errors import reason_of
 from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Technique
 from thrifty.distributed.fake_ranks import fake_first_rank
@@ -69,8 +69,8 @@ class SingleOptionCosts:
             try:
                 self.singles[way] = self.counted((way,))
                 self.say(f"{way.label}: {self.singles[way].memory / 1e6:,.0f} MB counted")
-            except ThriftyError as refusal:
-                self.refused[way] = refusal.what
+            except Exception as refusal:  # a bug of one option is no reason to end the plan
+                self.refused[way] = reason_of(refusal)
 
     def _tell(self, ways: Sequence[PlanOption], most: PlanOption, fewest: PlanOption) -> None:
         """Of ways between two: what depends on the examples of a micro-batch does so on a straight line. All are
