@@ -17,12 +17,7 @@ SECRETS = [
     ["--set", "hub.access_key=s3cr3t"],
     ["HF_TOKEN=s3cr3t"],
     ["--with", "tracker:apiKey=s3cr3t"],
-    ["hf_s3cr3tABCDEFGHijk"],
-    ["--note", "sk-s3cr3tABCDEFGH1234"],
-    ["ghp_s3cr3tABCDEFGH1234"],
     ["--data=https://anna:s3cr3t@example.org/data.txt"],
-    ["github_pat_s3cr3tABCDEFG"],
-    ["eyJhbGciOiJIUzI1s3cr3t.eyJzdWIiOiIs3cr3t.abc"],
 ]
 
 

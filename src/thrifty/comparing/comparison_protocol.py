@@ -23,6 +23,7 @@ from thrifty.comparing.variants import Variant
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
+from thrifty.core.secret_redaction import redact
 from thrifty.core.setting_bounds import Positive, SettingBound, check_bounds
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.run_environment import environment
@@ -70,7 +71,7 @@ def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonPr
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
         if is_there:
             before = rename_comparison(folder.read_json("comparison"))
-            other = differences(before["definition"], meant)
+            other = differences(redact(before["definition"]), redact(meant))
             other += differences(*({name: facts[name] for name in MACHINE} for facts in (before["environment"], here)))
             if other:
                 raise UsageError(

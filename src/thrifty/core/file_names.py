@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from thrifty.core.errors import UsageError
+from thrifty.core.secret_redaction import redact_text
 
 _LONGEST = 200
 _ALLOWED = frozenset(" -_.+=,@%()[]:")
@@ -12,8 +13,12 @@ def check_name(name: str, subject: str = "name") -> str:
     """Return a name that is safe as a folder, in a shell command and in source code.
 
     Raises UsageError unless it has at most 200 letters, digits and characters of ` -_.+=,@%()[]:`, begins with a
-    letter, a digit or "_", and does not end with a space.
+    letter, a digit or "_", and does not end with a space; and unless it looks like a key of some service.
     """
+    if redact_text(name) != name:
+        raise UsageError(
+            f"{subject} looks like a key or a password, and names are shown", fix="use letters, digits and -"
+        )
     safe = all(character.isalnum() or character in _ALLOWED for character in name)
     if safe and name and len(name) <= _LONGEST and (name[0].isalnum() or name[0] == "_") and name[-1] != " ":
         return name

@@ -26,6 +26,7 @@ from thrifty.core.old_names import rename_recipe
 from thrifty.core.plain_values import differences, to_data
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.run_relative_settings import StepOrFraction, in_steps
+from thrifty.core.secret_redaction import redact
 from thrifty.core.setting_bounds import Positive, SettingBound, check_bounds, check_pattern
 from thrifty.experiments.mask_export import masks_of, write_atomically
 from thrifty.optim.mask_selection import masked_shapes
@@ -149,7 +150,7 @@ def _claimed(path: Path, recipe: Recipe, lottery: LotterySettings) -> Iterator[R
         before = folder.read_json("lottery") if is_there else {}
         if "recipe" in before:
             before["recipe"] = rename_recipe(before["recipe"])
-        if other := differences(_binding(before), _binding(meant)) if before else []:
+        if other := differences(_binding(redact(before)), _binding(redact(meant))) if before else []:
             raise UsageError(
                 f"{path} is another lottery: " + "; ".join(other), fix="undo the change, or give another --name"
             )

@@ -1,5 +1,6 @@
 """The TOML spelling of a recipe. Reading what was written gives the same value."""
 
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -13,14 +14,19 @@ from thrifty.core.errors import UsageError
 from thrifty.core.old_names import rename_recipe
 from thrifty.core.plain_values import build, to_data
 from thrifty.core.recipe import Recipe
+from thrifty.core.secret_redaction import redact
 
 LARGEST = 1_000_000
 """Bytes: a larger file is not a recipe."""
 
 
 def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as tables; a technique's table stands under its dotted name."""
-    return to_data(recipe) | {"techniques": _nested((each.name, to_data(each)) for each in recipe.techniques)}
+    """The recipe as tables without secrets; a technique's table stands under its dotted name.
+
+    A path that exists stays as it is, whatever it looks like: a run is resumed by it.
+    """
+    tables = to_data(recipe) | {"techniques": _nested((each.name, to_data(each)) for each in recipe.techniques)}
+    return redact(tables, keep=os.path.exists)
 
 
 def _nested(chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError, did_you_mean
+from thrifty.core.secret_redaction import redact
 from thrifty.training.atomic_files import NO_ROOM, AtomicFiles
 from thrifty.training.run_lock import RunLock
 
@@ -150,9 +151,10 @@ class RunFolder:
             )
 
     def append(self, record: Record) -> None:
-        """Adds a record as one line, at once visible to readers. Numbers that are not finite become null."""
+        """Adds a record as one line without secrets, at once visible to readers. Numbers that are not finite become
+        null."""
         self.refuse_moved()
-        line = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+        line = json.dumps(_finite(redact(record)), allow_nan=False).encode() + b"\n"
         if self._records is None:
             self._records = _opened_at_whole_lines(self.records)
         descriptor = self._records
@@ -188,8 +190,8 @@ class RunFolder:
         return list(records.values())
 
     def write_json(self, name: str, value: Any) -> None:
-        """Replaces `<name>.json` as a whole: environment, explanation, origins, summary."""
-        self.write_text(f"{name}.json", json.dumps(_finite(value), indent=1, allow_nan=False) + "\n")
+        """Replaces `<name>.json` as a whole, without secrets: environment, explanation, origins, summary."""
+        self.write_text(f"{name}.json", json.dumps(_finite(redact(value)), indent=1, allow_nan=False) + "\n")
 
     def write_text(self, file: str, text: str) -> None:
         """Replaces a file as a whole."""
