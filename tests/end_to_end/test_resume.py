@@ -2,6 +2,7 @@
 
 import random
 import re
+import shutil
 import signal
 import time
 from itertools import pairwise
@@ -143,3 +144,30 @@ def test_resume_keeps_what_the_first_start_wrote_down(thrifty: CommandLine) -> N
         assert after.origins == before.origins
         assert after.environment == before.environment
         assert after.explanation == before.explanation
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_records_that_a_resume_finds_damaged_are_told(damage: str, thrifty: CommandLine) -> None:
+    thrifty.train("run", steps=4, checkpoints__every=2, evaluation__every=2)
+    folder = thrifty.run("run")
+    for path in (folder / "checkpoints").glob("step-00000004*"):
+        shutil.rmtree(path)
+    (folder / "summary.json").unlink()
+    lines = (folder / "records.jsonl").read_text().splitlines(keepends=True)
+    if damage == "cut":
+        lines = lines[:1]
+    else:
+        lines[0] = lines[0].replace('"loss": 5', '"loss": 4')
+    (folder / "records.jsonl").write_text("".join(lines))
+    told = thrifty("resume", "run").stderr
+    assert f"records.jsonl has been {damage} since the checkpoint" in told
+    assert f"has been {damage}" in " ".join(each["text"] for each in thrifty.records("run", "notice"))
+
+
+def test_records_that_go_on_after_a_checkpoint_are_no_damage(thrifty: CommandLine) -> None:
+    thrifty.train("run", steps=4, checkpoints__every=2, evaluation__every=2)
+    folder = thrifty.run("run")
+    for path in (folder / "checkpoints").glob("step-00000004*"):
+        shutil.rmtree(path)
+    (folder / "summary.json").unlink()
+    assert "since the checkpoint" not in thrifty("resume", "run").stderr

@@ -132,7 +132,7 @@ def test_records_come_back_with_the_last_word_on_each_step(tmp_path: Path) -> No
         run.append({"kind": "evaluation", "step": 2, "loss": 9.0})
         run.append({"kind": "notice", "step": 2, "text": "one"})
         run.append({"kind": "notice", "step": 2, "text": "two"})
-        run.sync_records()
+        run.seal_records()
         found = run.read_records()
     assert [(record["kind"], record["step"], record.get("loss", record.get("text"))) for record in found] == [
         ("step", 1, 5.0),

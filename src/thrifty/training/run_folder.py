@@ -5,6 +5,7 @@ records are lines of which only the last can be cut, checkpoints have a module o
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -38,6 +39,8 @@ class RunFolder:
         """Whether this is the same job as the last one that had the run."""
         self._lock: RunLock | None = None
         self._records: int | None = None
+        self._written = hashlib.sha256()
+        """Of all records in their file."""
 
     @classmethod
     def create(cls, path: Path, agents: Collection[str] = ()) -> "RunFolder":
@@ -156,7 +159,8 @@ class RunFolder:
         self.refuse_moved()
         line = json.dumps(_finite(redact(record)), allow_nan=False).encode() + b"\n"
         if self._records is None:
-            self._records = _opened_at_whole_lines(self.records)
+            self._records, content = _opened_at_whole_lines(self.records)
+            self._written = hashlib.sha256(content)
         descriptor = self._records
         before = os.fstat(descriptor).st_size
         try:
@@ -167,11 +171,24 @@ class RunFolder:
             room = error.errno in NO_ROOM
             fix = "free some space there, then `thrifty resume`" if room else "mend the disk, then `thrifty resume`"
             raise ThriftyError(f"{self.records} cannot be written: {error.strerror}", fix) from error
+        self._written.update(line)
 
-    def sync_records(self) -> None:
-        """Brings all records to the disk; called at each checkpoint."""
-        if self._records is not None:
-            AtomicFiles().sync(self._records)
+    def seal_records(self) -> dict[str, Any]:
+        """Bring all records to the disk; what those are known by later: their length and hash."""
+        assert self._records is not None
+        AtomicFiles().sync(self._records)
+        return {"bytes": os.fstat(self._records).st_size, "sha256": self._written.hexdigest()}
+
+    def damage_of_records(self, seal: Mapping[str, Any]) -> list[str]:
+        """Notices of what is not as it was when records were sealed."""
+        content = self.records.read_bytes() if self.records.is_file() else b""
+        if hashlib.sha256(content[: seal["bytes"]]).hexdigest() == seal["sha256"]:
+            return []
+        how = "has been cut" if len(content) < seal["bytes"] else "has been changed"
+        return [
+            f"{self.records} {how} since the checkpoint: curves and evaluations of earlier steps are missing or wrong "
+            "in it, and cannot be made again; the run itself goes on as it was"
+        ]
 
     def read_records(self) -> list[dict[str, Any]]:
         """All records, oldest first. A line cut by a crash is left out, and of a step repeated after a resume the last
@@ -219,11 +236,13 @@ def _refuse_full(path: Path) -> None:
         raise UsageError(f"the run folder {path} exists already", fix)
 
 
-def _opened_at_whole_lines(file: Path) -> int:
-    """Open for appending, after cutting what a crash left of a last line."""
+def _opened_at_whole_lines(file: Path) -> tuple[int, bytes]:
+    """Open for appending, after cutting what a crash left of a last line; also what there is."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-    os.ftruncate(descriptor, file.read_bytes().rfind(b"\n") + 1)
-    return descriptor
+    content = file.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    os.ftruncate(descriptor, len(whole))
+    return descriptor, whole
 
 
 def _finite(value: Any) -> Any:

@@ -229,11 +229,12 @@ class _Observer:
         self.folder.refuse_moved()
         best = self._is_best_saved()
         heartbeat.at(f"the checkpoint of step {self.state.step}")
+        records = {"records": self.folder.seal_records()} if rank() == 0 else {}
         saved = checkpoint.save(
             self.folder.checkpoints,
             self.state.step,
             self.state.tensors(),
-            {**self.state.scalars(), **self.session.kept},
+            {**self.state.scalars(), **self.session.kept, **records},
             best=best,
             keep=self.recipe.checkpoints.keep,
             also=self.also,
@@ -241,8 +242,6 @@ class _Observer:
         )
         self.saved_step = self.state.step
         self.note("checkpoint", seconds=round(saved.seconds, 4), bytes=saved.bytes)
-        if rank() == 0:
-            self.folder.sync_records()
         for notice in saved.notices:
             self.say(notice)
 

@@ -136,7 +136,8 @@ def _resume(
 
     def fill(state: TrainState) -> list[str]:
         load_state(state, saved, process_group_sync())
-        return saved.notices
+        sealed = saved.scalars.get("records") if rank() == 0 else None  # checkpoints of earlier versions have none
+        return [*saved.notices, *(folder.damage_of_records(sealed) if sealed else [])]
 
     prepared = prepare_run(recipe, model, saved.scalars["steps"], quiet)
     if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
