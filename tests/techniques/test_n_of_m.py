@@ -1,5 +1,6 @@
 """Training with N:M masks: what acts, when masks are made, what is added to gradients, how it ends."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -27,7 +28,14 @@ from thrifty.core.technique import Technique
 from thrifty.kernels.n_of_m_linear import NOfMProducts
 from thrifty.kernels.n_of_m_masks import NOfMPattern, n_of_m_mask
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.techniques.sparsity.n_of_m import MASK, NOfM, remake, remove_masked_product, use_masked_product
+from thrifty.techniques.sparsity.n_of_m import (
+    MASK,
+    NOfM,
+    masked_layers,
+    remake,
+    remove_masked_product,
+    use_masked_product,
+)
 
 TOKENS = torch.arange(16)[None]
 LAYERS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
@@ -377,3 +385,37 @@ def test_gpt2_of_transformers_is_treated_and_exported() -> None:
         after = NOfM().finish(model)(TOKENS)
     torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
     assert list(model.state_dict()) == names
+
+
+def updates_of_my_own(model: nn.Module, remakes: bool) -> list[dict[str, Tensor]]:
+    """The masks at three forward passes in training, with an update after each."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=3.0), []
+    tokens = plain_run().source.at(0)["tokens"]
+    for _ in range(3):
+        seen.append(masks_of(model))
+        model(tokens[:, :-1]).float().square().mean().backward()
+        optimizer.step()
+        if remakes:
+            remake(masked_layers(model))
+    return seen
+
+
+def test_a_loop_of_ones_own_is_warned_of_masks_that_stay_and_told_how_they_move() -> None:
+    model = NOfM().model(plain_run().build().train())
+    with pytest.warns(UserWarning, match=r"remake\(masked_layers\(model\)\)"):
+        first, *later = updates_of_my_own(model, remakes=False)
+    assert all(torch.equal(mask, each[name]) for each in later for name, mask in first.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = NOfM().model(plain_run().build().train())
+        first, *later = updates_of_my_own(model, remakes=True)
+        assert not all(torch.equal(mask, later[-1][name]) for name, mask in first.items())
+        model.eval()(plain_run().source.at(0)["tokens"])
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_trainer_is_not_warned(every: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run, state, _ = started(technique("sparsity.n_of_m", every=every))
+        advance(run, state)

@@ -22,6 +22,7 @@ Note      3 blocks of width 32 after 500 steps on bytes lose 0.037 and 0.031 nat
           rank has all masks.
 """
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
@@ -54,12 +55,16 @@ MASK = "n_of_m_mask"
 """The buffer of a treated layer, in the shape of its weight."""
 PRODUCTS: ModuleNote[NOfMProducts] = ModuleNote("n_of_m")
 IS_DENSE: ModuleNote[bool] = ModuleNote("n_of_m_dense")
+MADE_AT: ModuleNote[int | None] = ModuleNote("n_of_m_made_at")
+"""The version of the weight that a mask was made of; None where `NOfMBackward` makes masks when they are due."""
 
 
 def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
-    """Let a linear layer (or `Conv1D`) compute with n of each m weights. Whoever trains it calls `remake`."""
+    """Let a linear layer (or `Conv1D`) compute with n of each m weights. Whoever trains it calls `remake`; a forward pass
+    in training warns where that has not happened."""
     PRODUCTS.set(layer, products)
     IS_DENSE.set(layer, False)
+    MADE_AT.set(layer, layer.weight._version)
     layer.register_buffer(MASK, _mask_for(layer))
     wrap_forward(layer, _multiply)
 
@@ -68,8 +73,8 @@ def remove_masked_product(layer: nn.Module) -> None:
     """Undo `use_masked_product`, with the weights as they acted."""
     with torch.no_grad():
         layer.weight.mul_(layer.n_of_m_mask)
-    PRODUCTS.remove(layer)
-    IS_DENSE.remove(layer)
+    for note in (PRODUCTS, IS_DENSE, MADE_AT):
+        note.remove(layer)
     del layer.forward, layer.n_of_m_mask
 
 
@@ -77,6 +82,12 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
     if IS_DENSE.of(layer):
         return inner(x)
     weight, mask = layer.weight, layer.n_of_m_mask
+    if layer.training and torch.is_grad_enabled() and MADE_AT.of(layer) not in (None, weight._version):
+        warnings.warn(
+            "sparsity.n_of_m: weights have changed since their masks were made. Outside a trainer masks stay as they "
+            "are unless each update is followed by remake(masked_layers(model)), from the technique's module",
+            stacklevel=2,
+        )
     if is_transposed(layer):
         weight, mask = weight.T, mask.T
     return masked_linear(x, weight, mask, layer.bias, PRODUCTS.of(layer))
@@ -101,6 +112,7 @@ def remake(layers: Iterable[nn.Module]) -> Tensor:
         mask = _mask_for(layer)
         changed.append(torch.stack([(mask != layer.n_of_m_mask).sum(), torch.tensor(mask.numel(), device=mask.device)]))
         layer.n_of_m_mask.copy_(mask)
+        MADE_AT.set(layer, layer.weight._version)
     return torch.stack(changed).sum(0).float() if changed else torch.zeros(2)
 
 
@@ -137,6 +149,8 @@ class NOfMBackward:
             changed, places = mean_over_ranks(remake(layers).to(batch.weight.device))
             if not isinstance(changed, FakeTensor):
                 notes["mask_flip_rate"] = float(changed / places.clamp_min(1))
+        for layer in layers:
+            MADE_AT.set(layer, None)
         outcome = self.inner(model, objective, batch)
         if self.settings.decay and not dense:
             decay_masked(layers, self.settings.decay)
