@@ -60,8 +60,8 @@ MADE_AT: ModuleNote[int | None] = ModuleNote("n_of_m_made_at")
 
 
 def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
-    """Let a linear layer (or `Conv1D`) compute with n of each m weights. Whoever trains it calls `remake`; a forward pass
-    in training warns where that has not happened."""
+    """Let a linear layer (or `Conv1D`) compute with n of each m weights. Whoever trains it calls `remake`; a forward
+    pass in training warns where that has not happened."""
     PRODUCTS.set(layer, products)
     IS_DENSE.set(layer, False)
     MADE_AT.set(layer, layer.weight._version)
