@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
+import transformers
 from chat_runs import small_tokenizer, sums
 from tiny_models import FAMILIES, SMALL, random_model
-from transformers import Qwen2Config
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, UsageError
@@ -87,7 +87,9 @@ def test_loss_and_gradient_do_not_depend_on_how_conversations_share_rows(convers
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("config", [FAMILIES["llama"], lambda: Qwen2Config(**SMALL, num_key_value_heads=2)])
+@pytest.mark.parametrize(
+    "config", [FAMILIES["llama"], lambda: transformers.Qwen2Config(**SMALL, num_key_value_heads=2)]
+)
 def test_the_loss_by_tokens_is_that_of_transformers_with_other_labels_ignored(conversations, config):
     model = HuggingFaceCausalLM(random_model(with_room(config())))
     batch = batch_of(conversations, together=False, rows=6)
@@ -106,13 +108,25 @@ def with_room(config):
     return config
 
 
-def test_models_of_transformers_keep_conversations_apart_or_refuse_them(conversations):
-    model = HuggingFaceCausalLM(random_model(with_room(FAMILIES["llama-grouped"]())))
+EXPERTS = {
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_key_value_heads=2),
+    "olmoe": lambda: transformers.OlmoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", *EXPERTS])
+def test_models_of_transformers_keep_conversations_apart(conversations, name):
+    config = (FAMILIES | EXPERTS)[name]()
+    model = HuggingFaceCausalLM(random_model(with_room(config)))
     batch = batch_of(conversations, together=True, rows=1)
     packed = model.logits(batch["tokens"], batch["segments"])
     for segment in range(1, int(batch["segments"].max()) + 1):
         here = batch["segments"][0] == segment
         torch.testing.assert_close(packed[0, here], model.logits(batch["tokens"][:, here])[0], rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_cannot_keep_conversations_apart_refuse_them(conversations):
+    batch = batch_of(conversations, together=True, rows=1)
     first = HuggingFaceCausalLM(random_model(FAMILIES["gpt1"]()))
     with pytest.raises(RefusedError, match="does not tell apart texts that share a row"):
         first(batch["tokens"], batch["segments"])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,11 +21,14 @@ from optimizer_runs import (
 )
 from pair_runs import pair_run
 from rank_processes import on_ranks
+from tiny_models import FAMILIES, random_model
 from tiny_runs import plain_run, run_through, technique
 from torch import Tensor, nn
 
+from thrifty.composition.compose import compose
 from thrifty.core.errors import UsageError
 from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.optim import chunked_update
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import ScaleBySchedule
@@ -395,3 +399,39 @@ def test_with_the_least_eps_weights_that_get_no_gradient_stay_finite(name: str, 
     _, state = run_through(plain_run(style="gpt"), [technique(f"optimizers.{name}", **{eps: 1e-20})], 2)
     assert state.model is not None
     assert all(parameter.isfinite().all() for parameter in state.model.parameters())
+
+
+def with_linear_layers(model: nn.Module) -> nn.Module:
+    """The same model of transformers with `nn.Linear` in place of each `Conv1D`."""
+    for name, layer in [*model.named_modules()]:
+        if type(layer).__name__ == "Conv1D":
+            linear = nn.Linear(*layer.weight.shape)
+            linear.load_state_dict({"weight": layer.weight.T, "bias": layer.bias})
+            model.set_submodule(name, linear)
+    return model
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms"])
+@pytest.mark.parametrize("others", [[], ["precision.bfloat16_weights"], ["memory.offload_optimizer"]])
+def test_muon_steps_alike_whichever_side_of_a_matrix_is_the_inputs(scale: str, others: list[str]) -> None:
+    def stepped(change: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
+        plain = plain_run()
+        model = change(HuggingFaceCausalLM(random_model(FAMILIES["gpt2"]())))
+        chosen = [
+            technique("optimizers.muon", scale=scale, lr=0.1, weight_decay=0.0, precision="float32"),
+            *map(technique, others),
+        ]
+        run = compose(replace(plain, build=lambda: model), chosen, 1)
+        state = run.start()
+        before = {name: parameter.detach().clone() for name, parameter in state.model.named_parameters()}
+        for name, parameter in state.model.named_parameters():
+            gradient = torch.randn(sorted(parameter.shape), generator=torch.Generator().manual_seed(len(name)))
+            flipped = parameter.ndim == 2 and parameter.shape != gradient.shape
+            parameter.grad = (gradient.T if flipped else gradient).to(parameter.dtype).contiguous()
+        state.optimizer.step()
+        return {name: (p.detach() - before[name]).float() for name, p in state.model.named_parameters()}
+
+    kept, linear = stepped(lambda model: model), stepped(with_linear_layers)
+    for name, moved in linear.items():
+        size = float(moved.norm())
+        assert float(kept[name].norm()) == pytest.approx(size, rel=0.02), name

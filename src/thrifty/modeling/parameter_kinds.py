@@ -1,5 +1,6 @@
 """What optimizers must know of a parameter, told from names and shapes alone: whether it is decayed, whether it is a
-hidden matrix, and whether it is several layers in one. And what only the model could tell: its own learning rate."""
+hidden matrix, and whether it is several layers in one. And what only the model could tell: its own learning rate, and
+which side of it is the input's."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -43,10 +44,22 @@ def learning_rate_factor(parameter: Tensor) -> float | None:
     return getattr(parameter, "own_factor", None)
 
 
+def set_transposed(parameter: Tensor) -> None:
+    """Let a matrix know that it is kept as (in, out), unlike that of `nn.Linear`."""
+    parameter.is_kept_transposed = True  # type: ignore[attr-defined]
+
+
+def is_kept_transposed(parameter: Tensor) -> bool:
+    """Whether a matrix is kept as (in, out), as far as it was told."""
+    return getattr(parameter, "is_kept_transposed", False)
+
+
 def stand_in_for(parameter: Tensor, copy: Tensor) -> Tensor:
     """The same copy, which an optimizer is given in a parameter's place: it knows what the parameter knows."""
     if (factor := learning_rate_factor(parameter)) is not None:
         set_learning_rate_factor(copy, factor)
+    if is_kept_transposed(parameter):
+        set_transposed(copy)
     return tag_order(copy, order_of(parameter))
 
 

@@ -190,7 +190,8 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
 
 def is_transposed(layer: nn.Module) -> bool:
     """Whether a layer keeps its weight as (in, out), as `Conv1D` of transformers does."""
-    return type(layer).__name__ == "Conv1D"
+    # a sharded layer is of a class made from its own
+    return any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
 
 
 def in_width(layer: nn.Module) -> int:

@@ -123,7 +123,8 @@ class HuggingFaceCausalLM(HuggingFaceModel):
 
     @cached_property
     def keeps_apart(self) -> bool:
-        """Whether a text says nothing to another one behind it in its row."""
+        """Whether a text says nothing to another one behind it in its row, but for the rounding of sums in another
+        order, as where experts share what is given to them."""
         tokens = self._tokens()
         changed = tokens.clone()
         changed[0, 0] = tokens[0, -1]
@@ -135,7 +136,8 @@ class HuggingFaceCausalLM(HuggingFaceModel):
                 )
         except TypeError:  # an architecture that takes no positions
             return False
-        return torch.equal(before[0, 4:], after[0, 4:])
+        moved = (after - before).abs().amax(-1)[0]
+        return bool(moved[4:].max() <= 1e-4 * moved[:4].max())
 
     def check_sight(self) -> None:
         _ = self.keeps_apart  # found out now, with real values

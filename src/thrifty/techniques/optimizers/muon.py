@@ -30,7 +30,14 @@ from thrifty.core.setting_bounds import Betas, Epsilon, Positive, Probability, R
 from thrifty.core.shard_layout import order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices, is_hidden_matrix
+from thrifty.modeling.parameter_kinds import (
+    FusedSlices,
+    fused_slices,
+    is_hidden_matrix,
+    is_kept_transposed,
+    set_transposed,
+)
+from thrifty.modeling.residual_branches import is_transposed
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.transform_elements import (
     AddDecayedWeights,
@@ -89,10 +96,10 @@ def _plus_product(added: Tensor, beta: float, left: Tensor, right: Tensor, alpha
     return product(added, left, right, beta=beta, alpha=alpha)
 
 
-def step_size(rows: int, columns: int, scale: Scale) -> float:
-    """What an orthogonal update is multiplied by: sqrt(rows / columns) where that is above 1 (Jordan), or a size whose
-    root mean square is AdamW's usual 0.2 (Liu et al.)."""
-    return max(1.0, rows / columns) ** 0.5 if scale == "original" else 0.2 * max(rows, columns) ** 0.5
+def step_size(outputs: int, inputs: int, scale: Scale) -> float:
+    """What an orthogonal update is multiplied by: sqrt(outputs / inputs) where that is above 1 (Jordan), or a size
+    whose root mean square is AdamW's usual 0.2 (Liu et al.)."""
+    return max(1.0, outputs / inputs) ** 0.5 if scale == "original" else 0.2 * max(outputs, inputs) ** 0.5
 
 
 class ScaleByOrthogonalization(GradientTransform):
@@ -106,14 +113,17 @@ class ScaleByOrthogonalization(GradientTransform):
     ):
         self.steps, self.scale, self.slices, self.dtype = steps, scale, slices, dtype
         self.cuts: list[FusedSlices | None] = []
+        self.transposed: list[bool] = []
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         self.cuts = fused_slices(names, parameters) if self.slices else [None] * len(names)
+        self.transposed = [is_kept_transposed(parameter) for parameter in parameters]
         return {}
 
     def subset(self, indices: Sequence[int]) -> GradientTransform:
         some = copy(self)
         some.cuts = [self.cuts[i] for i in indices]
+        some.transposed = [self.transposed[i] for i in indices]
         return some
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
@@ -122,7 +132,9 @@ class ScaleByOrthogonalization(GradientTransform):
         sharded = any(is_dtensor(update) for update in updates)
         for some in [[i] for i in everything] if sharded else [everything]:
             matrices = {i: full_values(updates[i], order_of(parameters[i])) for i in some}
-            self._orthogonalize([layer for i, matrix in matrices.items() for layer in self._layers(i, matrix)])
+            for side in (False, True):
+                own = [(i, matrix) for i, matrix in matrices.items() if self.transposed[i] is side]
+                self._orthogonalize([layer for i, matrix in own for layer in self._layers(i, matrix)], side)
             for i, matrix in matrices.items():
                 if matrix is not updates[i]:
                     updates[i].copy_(match_layout(matrix, updates[i], order_of(parameters[i])))
@@ -132,7 +144,7 @@ class ScaleByOrthogonalization(GradientTransform):
         cut = self.cuts[index]
         return cut.of(matrix) if cut else [matrix]
 
-    def _orthogonalize(self, layers: Sequence[Tensor]) -> None:
+    def _orthogonalize(self, layers: Sequence[Tensor], transposed: bool) -> None:
         alike: dict[torch.Size, list[Tensor]] = {}
         for layer in layers:
             alike.setdefault(layer.shape, []).append(layer)
@@ -140,7 +152,7 @@ class ScaleByOrthogonalization(GradientTransform):
             stack = torch.stack(own) if len(own) > 1 else own[0]
             orthogonal = orthogonalized(stack, self.steps, self.dtype).view(-1, rows, columns)
             for layer, new in zip(own, orthogonal, strict=True):
-                layer.copy_(new).mul_(step_size(rows, columns, self.scale))
+                layer.copy_(new).mul_(step_size(*((columns, rows) if transposed else (rows, columns)), self.scale))
 
 
 def muon(
@@ -197,6 +209,8 @@ class Muon(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         hidden = [name for name, p in model.named_parameters() if p.requires_grad and is_hidden_matrix(name, p)]
+        for layer in filter(is_transposed, model.modules()):
+            set_transposed(layer.weight)
         add_note(f"{len(hidden)} hidden matrices; {len(names) - len(hidden)} other parameters by AdamW")
         return model
 
