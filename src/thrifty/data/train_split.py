@@ -1,7 +1,8 @@
-"""Which documents are held out: a function of each document's own text, whatever their order or files."""
+"""Which documents are held out: a function of each document's own text, whatever their order or files, or of the part
+of the text that documents may share."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,11 +29,13 @@ class SplitPlan:
     longest: bytes | None
     """Digest of the document whose end is held out, where the split is not by hash."""
     train_characters: int
+    key: Callable[[str], str] = str
+    """Returns the part of a document that decides: documents that share it stay on one side."""
 
     def parts(self, documents: Iterable[str]) -> Iterator[tuple[DataSplit, str]]:
         """Each document with the part it belongs to; the longest one may come in two pieces."""
         for text in documents:
-            digest = _digest(text)
+            digest = _digest(self.key(text))
             if self.longest is None:
                 yield _part(digest, self.held_out), text
             elif digest == self.longest:
@@ -46,16 +49,17 @@ class SplitPlan:
         """Training text of about this many characters, chosen by the documents' hashes."""
         share = min(1.0, characters / max(1, self.train_characters))
         for part, text in self.parts(documents):
-            if part is DataSplit.TRAIN and (share == 1 or _fraction(_digest(text)[8:]) < share):
+            if part is DataSplit.TRAIN and (share == 1 or _fraction(_digest(self.key(text))[8:]) < share):
                 yield text
 
 
-def plan_split(documents: Iterable[str], held_out: float, name: str) -> SplitPlan:
-    """Read the documents once and decide. Raises UsageError where there is not enough text to divide."""
+def plan_split(documents: Iterable[str], held_out: float, name: str, key: Callable[[str], str] = str) -> SplitPlan:
+    """Read the documents once and decide; documents that share a `key` stay on one side. Raises UsageError where there
+    is not enough text to divide."""
     characters = {DataSplit.TRAIN: 0, DataSplit.HELD_OUT: 0}
     longest = (0, b"")
     for text in documents:
-        digest = _digest(text)
+        digest = _digest(key(text))
         characters[_part(digest, held_out)] += len(text)
         longest = max(longest, (len(text), digest))
     total = sum(characters.values())
@@ -63,8 +67,8 @@ def plan_split(documents: Iterable[str], held_out: float, name: str) -> SplitPla
         raise UsageError(f"{name} holds no text to train on", fix="give a source with some text in it")
     enough = characters[DataSplit.HELD_OUT] >= SCARCE * held_out * total
     if enough and characters[DataSplit.TRAIN] >= SCARCE * (1 - held_out) * total:
-        return SplitPlan(held_out, None, characters[DataSplit.TRAIN])
-    return SplitPlan(held_out, longest[1], total)
+        return SplitPlan(held_out, None, characters[DataSplit.TRAIN], key)
+    return SplitPlan(held_out, longest[1], total, key)
 
 
 def _part(digest: bytes, held_out: float) -> DataSplit:

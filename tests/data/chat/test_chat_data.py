@@ -31,12 +31,16 @@ def conversations(data, batch):
             yield data.tokenizer.decode([int(tokens[here][0]), *targets[here].tolist()])
 
 
+def sides(data):
+    """The texts of all conversations to train on, and of those held out; the data have batches of one row."""
+    train = [text for step in range(data.train.source.examples) for text in conversations(data, data.train.at(step))]
+    return train, [text for batch in data.held_out.batches(999, 8) for text in conversations(data, batch)]
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_every_conversation_comes_once_in_an_epoch_on_one_side_of_the_split(file, together):
     data = opened(file, ChatLearningSettings(together=together), batch=1)
-    rows = data.train.source.examples
-    train = [text for step in range(rows) for text in conversations(data, data.train.at(step))]
-    held_out = [text for batch in data.held_out.batches(999, 8) for text in conversations(data, batch)]
+    train, held_out = sides(data)
     assert len(train) == len(set(train)) and len(train) + len(held_out) == 200 and not set(train) & set(held_out)
     expected = {data.tokenizer.template.render(row["messages"]).removesuffix("\n") for row in sums(200)}
     assert {*train, *held_out} == expected
@@ -98,14 +102,55 @@ def test_what_cannot_be_trained_on_is_refused(file, tmp_path):
         opened(file, batch=500)
     with pytest.raises(UsageError, match="too few conversations to hold 20% of them out"):
         opened(write_rows(tmp_path / "one.jsonl", [exchange("a", "b")]))
-    (tmp_path / "strict.jinja").write_text(
-        CHATML + "{% if messages[0]['content'] == 'What is 7 and 0?' %}{{ raise_exception('no seven') }}{% endif %}"
-    )
-    with pytest.raises(UsageError, match=r"sums.jsonl, conversation \d+: the chat template does not accept.*no seven"):
-        opened(file, ChatLearningSettings(template=str(tmp_path / "strict.jinja")))
     said = []
     opened(file, length=32, say=said.append)
     assert "of the conversations are longer than data.length and are cut" in said[-1]
+
+
+def strict(tmp_path, condition):
+    """A template that refuses conversations."""
+    path = tmp_path / "strict.jinja"
+    path.write_text(CHATML + "{% if " + condition + " %}{{ raise_exception('not these') }}{% endif %}")
+    return ChatLearningSettings(template=str(path))
+
+
+def test_conversations_that_the_template_refuses_are_left_out_counted_and_named(file, tmp_path):
+    rows = [*sums(200), {"messages": list(reversed(exchange("late?", "Hello!")["messages"]))[:1]}]
+    write_rows(
+        file,
+        [{"messages": [*row["messages"], *rows[-1]["messages"]]} if at == 6 else row for at, row in enumerate(rows)],
+    )
+    learning = strict(tmp_path, "messages[0].role == 'assistant' or messages | length == 3")
+    for _ in range(2):  # prepared once, said at each start
+        said = []
+        data = opened(file, learning, say=said.append, batch=1)
+        assert "2 conversations are left out" in said[-1] and "not these" in said[-1]
+        assert f"2 such as {file}, line 7: the chat template does not accept these messages" in said[-1]
+    assert sum(map(len, sides(data))) == 199
+
+
+def test_a_template_that_refuses_all_conversations_or_writes_no_answer_is_an_error(file, tmp_path):
+    with pytest.raises(UsageError, match=r"too few conversations .*200 conversations are left out"):
+        opened(file, strict(tmp_path, "messages[0].content != 'a'"))
+    quiet = tmp_path / "quiet.jinja"
+    quiet.write_text("{% if messages and messages[0].content == 'a' %}" + CHATML + "{% endif %}")
+    with pytest.raises(UsageError, match=r"the chat template writes no answer"):
+        opened(file, ChatLearningSettings(template=str(quiet)))
+
+
+def test_a_template_that_uses_up_its_time_ends_preparation(file, tmp_path):
+    slow = tmp_path / "slow.jinja"
+    loop = "{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}"
+    slow.write_text(CHATML + "{% if messages[0].content == 'What is 7 and 0?' %}" + loop + "{% endif %}")
+    with pytest.raises(UsageError, match=r"line 8: the chat template takes more than 2 s for one conversation"):
+        opened(file, ChatLearningSettings(template=str(slow)))
+
+
+def test_conversations_that_begin_with_the_same_question_stay_on_one_side_of_the_split(file):
+    rows = [exchange(f"{'WHAT' if n % 2 else 'what '} is {n // 4}?", f"Answer {n}.") for n in range(200)]
+    data = opened(write_rows(file, rows), batch=1)
+    asked = [{text.split("?")[0].casefold().replace(" ", "") for text in side} for side in sides(data)]
+    assert all(asked) and not asked[0] & asked[1] and len(asked[0] | asked[1]) == 50
 
 
 def test_a_preview_shows_what_is_given_and_what_is_learned(file):

@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from thrifty.core.errors import UsageError
+from thrifty.data.chat import chat_template
 from thrifty.data.chat.chat_template import ALPACA, CHATML, ChatTemplate
 
 LLAMA_LIKE = """{{- bos_token }}
@@ -70,6 +71,82 @@ def test_the_prompt_of_alpaca_is_the_published_one_with_and_without_an_input():
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nAdd.\n\n### Response:\n3</s>\n\n"
     )
+
+
+ZEPHYR_LIKE = """{% for message in messages %}
+{% if message.role == 'user' %}<|user|>{{ message.content }}{{ eos_token }}
+{% elif message.role == 'system' %}<|system|>{{ message.content }}{{ eos_token }}
+{% elif message.role == 'assistant' %}<|assistant|>{{ message.content }}{{ eos_token }}
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""Other roles are left out without a word."""
+VICUNA_LIKE = (
+    "{% for message in messages %}{{ 'USER: ' if message.role == 'user' else 'ASSISTANT: ' }}{{ message.content }}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
+)
+KNOWS_TOOLS = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call | tojson }}{% endfor %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ASKED, SAID = {"role": "user", "content": "1 and 2?"}, {"role": "assistant", "content": "3"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": [1, 2]}]}
+TOOL, DEVELOPER = {"role": "tool", "content": "3"}, {"role": "developer", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "why"),
+    [
+        (ZEPHYR_LIKE, [ASKED, TOOL, SAID], "leaves out what the role 'tool' says"),
+        (ZEPHYR_LIKE, [DEVELOPER, ASKED, SAID], "leaves out what the role 'developer' says"),
+        (VICUNA_LIKE, [ASKED, TOOL, SAID], "writes the role 'tool' as 'assistant'"),
+        (ALPACA, [ASKED, TOOL, SAID], "no role tool"),
+        (CHATML, [ASKED, CALL, TOOL, SAID], "leaves out calls of tools"),
+    ],
+)
+def test_a_role_that_the_template_does_not_know_is_refused(source, messages, why):
+    with pytest.raises(UsageError, match=f"the chat template does not accept these messages: .*{why}"):
+        ChatTemplate(source, WORDS).write(messages)
+
+
+def test_roles_and_calls_that_the_template_knows_are_written():
+    for source, messages in (
+        (KNOWS_TOOLS, [DEVELOPER, ASKED, CALL, TOOL, SAID]),
+        (CHATML, [DEVELOPER, ASKED, TOOL, SAID]),
+        (ALPACA, [DEVELOPER, ASKED, SAID]),
+    ):
+        written = ChatTemplate(source, WORDS).write(messages)
+        answers = [written.text[begin:end] for begin, end in written.answers]
+        assert len(answers) == sum(message["role"] == "assistant" for message in messages)
+        assert answers[-1].startswith("3") and all(message["content"] in written.text for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}", "more than 2 s"),
+        ("{{ 'a' * 10**9 }}", "more than 512 MB"),
+        ("{% for a in range(10**5) %}{{ 'a' * 10**4 }}{% endfor %}", "more than 512 MB"),
+        ("{{ 'a' * 10**8 }}", "writes 100,000,000 characters, of at most 1,000,000"),
+        ("{{ '%1000000000d' % 1 }}", "more than 512 MB"),
+        ("{{ " + "(" * 10**5, "does not accept"),
+    ],
+)
+def test_a_template_that_loops_or_multiplies_strings_is_stopped_and_the_next_one_is_written(source, why):
+    with pytest.raises(UsageError, match=f"the chat template .*{why}"):
+        ChatTemplate(source).render([ASKED])
+    assert ChatTemplate(VICUNA_LIKE, WORDS).render([ASKED], prompt=True) == "USER: 1 and 2?</s>ASSISTANT: "
+
+
+def test_many_conversations_are_written_by_one_process():
+    template = ChatTemplate(VICUNA_LIKE, WORDS)
+    template.render([ASKED])
+    before = chat_template._SANDBOX.process.pid
+    assert {template.render([{"role": "user", "content": str(number)}]) for number in range(100)} == {
+        f"USER: {number}</s>" for number in range(100)
+    }
+    assert chat_template._SANDBOX.process.pid == before
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from thrifty.data.text.python_sources import described_functions
 
 
 def read(path):
-    return list(conversations(open_conversations(str(path))))
+    return [messages for _, messages in conversations(open_conversations(str(path)))]
 
 
 def test_every_form_gives_the_same_messages(tmp_path):
@@ -37,6 +37,18 @@ def test_a_turn_in_parts_of_text_is_one_text_and_parts_of_anything_else_are_refu
         row["messages"][0]["content"] = strange
         with pytest.raises(UsageError, match="turn 1: 'content' holds list, not text"):
             read(write_rows(tmp_path / "b.jsonl", [row]))
+
+
+def test_calls_of_tools_and_what_replies_to_them_are_messages(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    asked, said = exchange("How?", "So.")["messages"]
+    row = {"messages": [{"role": "developer", "content": "Be brief."}, asked, call, {"role": "tool", "content": "3"}]}
+    [read_back] = read(write_rows(tmp_path / "a.jsonl", [{"messages": [*row["messages"], said]}]))
+    assert read_back == [*row["messages"][:2], {**call, "content": ""}, *row["messages"][3:], said]
+    turns = [("system", "Be."), ("human", "How?"), ("observation", "3"), ("gpt", "So.")]
+    shared = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+    [read_back] = read(write_rows(tmp_path / "b.jsonl", [shared]))
+    assert [message["role"] for message in read_back] == ["system", "user", "tool", "assistant"]
 
 
 def test_an_input_follows_its_instruction_and_a_system_message_comes_first(tmp_path):
@@ -130,7 +142,7 @@ class Shape:
 
 def test_the_functions_of_this_environment_need_no_download():
     assert isinstance(open_conversations(PYTHON_FUNCTIONS), PythonFunctions)
-    first = next(conversations(PythonFunctions()))
+    _, first = next(conversations(PythonFunctions()))
     assert first[0]["content"].startswith("Write the Python function") and first[1]["content"].startswith("def ")
 
 

@@ -64,6 +64,14 @@ def test_every_pair_comes_back_whole_on_one_side_of_the_split(file):
     assert 0 < data.unigram_entropy < math.log(300) and 1 < data.bytes_per_token < 10
 
 
+def test_pairs_with_the_same_source_stay_on_one_side_of_the_split(tmp_path):
+    pairs = [(source, f"{target} {way}") for source, target in PAIRS[:60] for way in "abcd"]
+    data = opened(write(tmp_path / "pairs.tsv", pairs), length=64)
+    train = {source for step in range(-(-data.train.examples // 8)) for source, _ in texts(data, data.train.at(step))}
+    held_out = {source for batch in data.held_out.batches(10**6, 16) for source, _ in texts(data, batch)}
+    assert train and held_out and not train & held_out and len(train | held_out) == 60
+
+
 def test_both_formats_hold_the_same_pairs(tmp_path):
     batches = []
     for name in ("pairs.tsv", "pairs.jsonl"):

@@ -5,8 +5,9 @@ whether it belongs to an answer and whether a conversation begins with it, and t
 tokenizer.
 """
 
+import heapq
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import islice
@@ -19,8 +20,10 @@ from thrifty.core.objective import ChatLearningSettings, Objective
 from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.data import prepared_cache
 from thrifty.data.catalogue import entry_of_model
+from thrifty.data.chat.chat_template import Message, TemplateLimitError
 from thrifty.data.chat.chat_tokenizer import (
     TURNS,
+    ChatSegment,
     ChatTokenizer,
     EncodedChat,
     read_chat_tokenizer,
@@ -45,9 +48,13 @@ from thrifty.data.text.token_files import unigram_entropy
 from thrifty.data.tokenizer import TOKENIZER, train_tokenizer
 from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
-FORMAT = 1
+FORMAT = 2
 AT_ONCE = 1_000
 """Conversations tokenised together."""
+REASONS = 5
+"""Printed of those for which conversations are left out."""
+LeftOut = tuple[int, str]
+"""How many conversations are left out for a reason, and where the first stands."""
 
 
 def open_instructions(
@@ -93,15 +100,25 @@ def prepare_instructions(
     else:
         depends = [file_sha256(Path(tokenizer.name)), tokenizer.template.source, dict(tokenizer.template.words)]
     key = prepared_cache.cache_key("conversations", FORMAT, source.identity(), settings.held_out, *depends)
-    return prepared_cache.open_or_build_tokens(
+    prepared = prepared_cache.open_or_build_tokens(
         key, settings.source, lambda folder: _build(settings, source, tokenizer, template, folder), say
     )
+    if left_out := prepared.manifest["left_out"]:
+        say(_left_out_text(left_out))
+    return prepared
 
 
 def documents(source: ConversationSource) -> Iterator[str]:
-    """Each conversation as one text, by which it is divided into the parts."""
-    for messages in conversations(source):
-        yield json.dumps(messages, ensure_ascii=False)
+    """Each conversation and where it stands as one text."""
+    for document in conversations(source):
+        yield json.dumps(document, ensure_ascii=False)
+
+
+def _question(document: str) -> str:
+    """What decides the part of a conversation: the first thing that a user says, whatever its case and spaces."""
+    _, messages = json.loads(document)
+    asked = next((message for message in messages if message["role"] == "user"), messages[0])
+    return " ".join(asked["content"].casefold().split())
 
 
 def _build(
@@ -111,17 +128,23 @@ def _build(
     template: str,
     folder: Path,
 ) -> None:
-    split = plan_split(documents(source), settings.held_out, settings.source)
+    split = plan_split(documents(source), settings.held_out, settings.source, _question)
     if split.longest is not None:
         raise UsageError(
-            f"{settings.source} has too few conversations to hold {100 * settings.held_out:g}% of them out",
-            fix="give more conversations, or raise data.held_out",
+            f"{settings.source} has too few conversations to hold {100 * settings.held_out:g}% of them out, since all "
+            "that begin with the same question stay together",
+            fix="give conversations with more questions, or raise data.held_out",
         )
     tokenizer = chat_tokenizer or _trained(settings, source, split, template)
     with build_folder(folder) as aside:
         tokenizer.save(aside)
-        counted = _write(split.parts(documents(source)), tokenizer, settings.source, aside)
+        counted, left_out = _write(split.parts(documents(source)), tokenizer, aside)
         train, held_out = (counted[part] for part in DataSplit)
+        if not (train.conversations and held_out.conversations):
+            raise UsageError(
+                f"{settings.source} has too few conversations to train on and to hold out: {_left_out_text(left_out)}",
+                fix="choose another objective.template, such as chatml",
+            )
         manifest = {
             "format": FORMAT,
             "source": settings.source,
@@ -133,13 +156,14 @@ def _build(
             "answer_tokens": {part: int(each.answers.sum()) for part, each in counted.items()},
             "unigram_entropy": unigram_entropy(train.answers, held_out.answers),
             "bytes_per_token": held_out.bytes / held_out.tokens,
+            "left_out": left_out,
         }
         prepared_cache.write_manifest(aside, manifest)
 
 
 def _trained(settings: DataSettings, source: ConversationSource, split: SplitPlan, template: str) -> ChatTokenizer:
     sample = split.sample(documents(source), prepared_cache.TRAINING_TEXT)
-    texts = (message["content"] for text in sample for message in json.loads(text))
+    texts = (message["content"] for text in sample for message in json.loads(text)[1])
     plain = train_tokenizer(texts, settings.vocabulary, TURNS)
     return set_template(plain, template_source(template))
 
@@ -153,32 +177,55 @@ class _PartCounts:
 
 
 def _write(
-    parts: Iterable[tuple[DataSplit, str]], tokenizer: ChatTokenizer, name: str, folder: Path
-) -> dict[DataSplit, _PartCounts]:
-    """The conversations of each part, tokenised, as PART.bin in a folder."""
+    parts: Iterable[tuple[DataSplit, str]], tokenizer: ChatTokenizer, folder: Path
+) -> tuple[dict[DataSplit, _PartCounts], dict[str, LeftOut]]:
+    """Write the conversations of each part, tokenised, as PART.bin in a folder. Returns the counts, and by reason those
+    that the template does not accept."""
     counted = {part: _PartCounts(tokenizer.vocabulary) for part in DataSplit}
+    left_out: dict[str, LeftOut] = {}
     with ExitStack() as stack:
         files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in DataSplit}
-        numbered = enumerate(parts, start=1)
-        while group := list(islice(numbered, AT_ONCE)):
-            pieces = [_pieces(tokenizer, text, f"{name}, conversation {number}") for number, (_, text) in group]
-            for (_, (part, text)), encoded in zip(group, tokenizer.encode_pieces(pieces), strict=True):
+        placed = _placed(parts, tokenizer, left_out)
+        while group := list(islice(placed, AT_ONCE)):
+            encoded_group = tokenizer.encode_pieces(pieces for _, _, pieces in group)
+            for (part, messages, _), encoded in zip(group, encoded_group, strict=True):
                 words = stored_tokens(encoded)
                 files[part].write(words.tobytes())
                 count = counted[part]
                 count.conversations += 1
                 count.tokens += len(words)
-                count.bytes += sum(len(message["content"].encode()) for message in json.loads(text))
+                count.bytes += sum(len(message["content"].encode()) for message in messages)
                 answers = np.array(encoded.tokens)[np.array(encoded.answer)]
                 count.answers += np.bincount(answers, minlength=len(count.answers))
-    return counted
+    return counted, left_out
 
 
-def _pieces(tokenizer: ChatTokenizer, text: str, where: str) -> list:
-    try:
-        return tokenizer.pieces(json.loads(text))
-    except UsageError as error:
-        raise UsageError(f"{where}: {error.what}", fix=error.fix) from None
+def _placed(
+    parts: Iterable[tuple[DataSplit, str]], tokenizer: ChatTokenizer, left_out: dict[str, LeftOut]
+) -> Iterator[tuple[DataSplit, list[Message], list[ChatSegment]]]:
+    """Each conversation that the template accepts; the others are counted in `left_out`."""
+    for part, document in parts:
+        where, messages = json.loads(document)
+        reason = "the chat template writes no answer"
+        try:
+            pieces = tokenizer.pieces(messages)
+            if any(piece.answer for piece in pieces):
+                yield part, messages, pieces
+                continue
+        except TemplateLimitError as error:  # others would use up their time as well
+            raise TemplateLimitError(f"{where}: {error.what}", fix=error.fix) from None
+        except UsageError as error:
+            reason = error.what
+        count, first = left_out.get(reason, (0, where))
+        left_out[reason] = (count + 1, first)
+
+
+def _left_out_text(left_out: Mapping[str, LeftOut]) -> str:
+    """Tell how many conversations are left out, and why most are."""
+    total = sum(count for count, _ in left_out.values())
+    often = heapq.nlargest(REASONS, left_out.items(), key=lambda each: each[1][0])
+    reasons = "".join(f"\n  {count} such as {first}: {reason}" for reason, (count, first) in often)
+    return f"{total:,} conversations are left out:{reasons}"
 
 
 def stored_tokens(encoded: EncodedChat) -> np.ndarray:

@@ -64,17 +64,16 @@ class ChatTokenizer(TextTokenizer):
 
     def pieces(self, messages: Sequence[Message], prompt: bool = False) -> list[ChatSegment]:
         """The conversation in pieces, cut at special tokens and where answers begin and end; with `prompt` up to where
-        the next answer begins. Raises UsageError where the template writes an earlier turn anew in a later one."""
+        the next answer begins. Raises UsageError where the template does not accept the messages."""
         mark = self._unused_mark(messages)
-        marked = [{key: self._mark(text, mark) for key, text in message.items()} for message in messages]
-        whole = self.template.render(marked, prompt)
+        written = self.template.write(self._mark(messages, mark), prompt)
         segments, done = [], 0
-        for begin, end in self._answers(marked, whole):
-            segments += self._cut(whole[done:begin], mark, False)
-            answer = list(self._cut(whole[begin:end], mark, True))
+        for begin, end in written.answers:
+            segments += self._cut(written.text[done:begin], mark, False)
+            answer = list(self._cut(written.text[begin:end], mark, True))
             segments += _ended(answer)
             done = end
-        return [*segments, *self._cut(whole[done:], mark, False)]
+        return [*segments, *self._cut(written.text[done:], mark, False)]
 
     def encode_pieces(self, conversations: Iterable[Sequence[ChatSegment]]) -> Iterator[EncodedChat]:
         """The tokens of each conversation."""
@@ -101,23 +100,13 @@ class ChatTokenizer(TextTokenizer):
         beside = {TEMPLATE_FILE: self.template.source, CONFIG_FILE: json.dumps(settings, indent=2) + "\n"}
         return super().files() | beside
 
-    def _answers(self, marked: Sequence[Message], whole: str) -> Iterator[tuple[int, int]]:
-        """Where answers begin and end in the whole."""
-        for place, message in enumerate(marked):
-            if message["role"] != "assistant":
-                continue
-            before = self.template.render(marked[:place], prompt=True)
-            after = self.template.render(marked[: place + 1]) if place + 1 < len(marked) else whole
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise UsageError(
-                    "the chat template writes earlier turns in another way once later ones are there, so that no one "
-                    "text shows every answer as it is given",
-                    fix="give conversations of one question and one answer, or set objective.template = chatml",
-                )
-            yield len(before), len(after)
-
-    def _mark(self, text: str, mark: str) -> str:
-        return self._special_words.sub(lambda found: mark + found[0], text)
+    def _mark(self, value: Any, mark: str) -> Any:
+        """Messages, or any part of them, with a mark before each special token that they spell."""
+        if isinstance(value, str):
+            return self._special_words.sub(lambda word: mark + word[0], value)
+        if isinstance(value, Mapping):
+            return {key: self._mark(inner, mark) for key, inner in value.items()}
+        return [self._mark(inner, mark) for inner in value] if isinstance(value, Sequence) else value
 
     def _cut(self, text: str, mark: str, answer: bool) -> Iterator[ChatSegment]:
         """Text in pieces at its special tokens, but for those that are marked as some message's own words."""
@@ -133,7 +122,7 @@ class ChatTokenizer(TextTokenizer):
             yield ChatSegment(text[start:].replace(mark, ""), answer)
 
     def _unused_mark(self, messages: Sequence[Message]) -> str:
-        texts = "".join(text for message in messages for text in message.values())
+        texts = json.dumps(messages, ensure_ascii=False)
         unused = next((mark for mark in _MARKS if mark not in texts), None)
         if unused is None:
             raise UsageError("a message holds every noncharacter of Unicode", fix="remove those from the text")

@@ -1,7 +1,8 @@
 """Conversations to learn answers from: read from the forms in which instruction data are passed around.
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}      any number of turns;
-                        a "content" may also be parts of text, [{"type": "text", "text": "…"}]
+                        a "content" may also be parts of text, [{"type": "text", "text": "…"}]; an answer may have
+                        "tool_calls", to which messages of the role "tool" reply
     {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          the same, as ShareGPT
     {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; no input needed
     {"prompt": "…", "completion": "…"}
@@ -23,7 +24,13 @@ from thrifty.data.text.document_sources import FileSource
 from thrifty.data.text.python_sources import described_functions, python_files
 from thrifty.data.text.text_readers import check_characters, json_rows
 
-ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+}
 """What speakers are called, and their roles."""
 FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
 
@@ -36,16 +43,20 @@ class ConversationSource(Protocol):
         """A hash that changes when the rows may have changed."""
 
 
-def conversations(source: ConversationSource) -> Iterator[list[Message]]:
-    """The messages of each row up to the last answer; rows without one are passed over.
+def conversations(source: ConversationSource) -> Iterator[tuple[str, list[Message]]]:
+    """The messages of each row up to the last answer, with where it stands; rows without one are passed over.
 
     Raises UsageError, with the number of the line, for what is in none of the forms.
     """
     for where, row in source.rows():
         messages = read_messages(row, where)
-        answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and each["content"].strip()]
+        answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and _says(each)]
         if answers:
-            yield messages[: answers[-1] + 1]
+            yield where, messages[: answers[-1] + 1]
+
+
+def _says(message: Message) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
@@ -74,7 +85,11 @@ def _turn(turn: Any, where: str) -> Message:
     speaker = turn[keys[0]]
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise UsageError(f"{where}: unknown role {speaker!r}", fix=did_you_mean(str(speaker), ROLES))
-    return {"role": ROLES[speaker], "content": _text({keys[1]: _joined(turn[keys[1]])}, keys[1], where)}
+    message = {"role": ROLES[speaker], "content": _text({keys[1]: _joined(turn[keys[1]])}, keys[1], where)}
+    calls = turn.get("tool_calls") if message["role"] == "assistant" else None
+    if calls:
+        check_characters(json.dumps(calls, ensure_ascii=False), f"{where}: 'tool_calls'")
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _joined(content: Any) -> Any:

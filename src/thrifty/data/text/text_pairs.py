@@ -40,7 +40,8 @@ def _is_pair(line: str) -> bool:
 @dataclass(frozen=True)
 class PairFile:
     """A .tsv file of two columns (a first line "source, tab, target" is a heading), or a .jsonl file of rows with
-    "source" and "target". Pairs of which one side is blank are passed over.
+    "source" and "target". Pairs of which one side is blank are passed over; those with one source stay on one side of
+    the split.
 
     Raises UsageError, with the number of the line, where a line is no pair.
     """
@@ -56,7 +57,7 @@ class PairFile:
                 yield SEPARATOR.join(pair)
 
     def identity(self) -> str:
-        return "pairs " + FileSource((self.path,)).identity()
+        return "pairs split by source " + FileSource((self.path,)).identity()
 
 
 def _tab_separated(path: Path) -> Iterator[tuple[str, list[str]]]:

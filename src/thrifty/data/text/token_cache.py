@@ -64,7 +64,7 @@ def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str])
 def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str], pairs: bool, folder: Path) -> None:
     own_tokenizer = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
     pieces: Callable[[str], list[str]] = (lambda text: text.split(SEPARATOR)) if pairs else (lambda text: [text])
-    split = plan_split(source.documents(), settings.held_out, settings.source)
+    split = plan_split(source.documents(), settings.held_out, settings.source, lambda text: pieces(text)[0])
     if split.longest is not None and pairs:  # what cuts a text in two would cut a pair in two
         raise UsageError(
             f"{settings.source} has too few pairs to hold {100 * settings.held_out:g}% of them out",

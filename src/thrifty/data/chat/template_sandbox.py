@@ -1,0 +1,144 @@
+"""Conversations written by a chat template in Jinja's sandbox.
+
+Run as a program, it serves one parent process under limits of memory and processor time. It then imports nothing but
+Jinja, so that it starts at once and a limit ends no other work.
+"""
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+SECONDS = 2
+"""Processor time for one conversation."""
+MEGABYTES = 512
+"""Address space of the process."""
+LEAST_TEXT, GROWTH = 1_000_000, 16
+"""A template may write this many characters, or so many times those of the conversation, whichever is more."""
+GIVEN_ROLES = ("tool", "developer")
+"""Roles that many templates do not know: they leave such messages out, or write them as another role's."""
+MUST_DIFFER = ("user", "assistant")
+
+
+class _Generation(Extension):
+    """{% generation %} … {% endgeneration %}, by which some templates mark answers: what is inside, as it is."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Conversation:
+    """A template with the messages of a conversation."""
+
+    def __init__(self, source: str, words: Mapping[str, str], messages: Sequence[Mapping[str, Any]]):
+        self.template, self.words, self.messages = _compiled(source), words, messages
+
+    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
+        return self.template.render(messages=messages, add_generation_prompt=prompt, **self.words)
+
+    def answers(self, whole: str) -> list[tuple[int, int]]:
+        """Where each answer begins and ends in the whole text."""
+        places = []
+        for number, message in enumerate(self.messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(self.messages[:number], prompt=True)
+            after = self.render(self.messages[: number + 1]) if number + 1 < len(self.messages) else whole
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    "it writes earlier turns in another way once later ones are there, so that no one text shows "
+                    "every answer as it is given"
+                )
+            places.append((len(before), len(after)))
+        return places
+
+    def check_roles(self, whole: str, prompt: bool) -> None:
+        """Raises ValueError where a tool's or developer's message, or a call of tools, is not written as such."""
+        for number, message in enumerate(self.messages):
+            role = message["role"]
+            if role in GIVEN_ROLES:
+                if self._with(number, prompt, content=message["content"] + ".") == whole:
+                    raise ValueError(f"it leaves out what the role {role!r} says")
+                for other in MUST_DIFFER:
+                    if self._with(number, prompt, role=other) == whole:
+                        raise ValueError(f"it writes the role {role!r} as {other!r}")
+            if "tool_calls" in message and self._with(number, prompt, tool_calls=None) == whole:
+                raise ValueError("it leaves out calls of tools")
+
+    def _with(self, number: int, prompt: bool, **changes: Any) -> str | None:
+        changed = {**self.messages[number], **changes}
+        kept = {key: value for key, value in changed.items() if value is not None}
+        try:
+            return self.render([*self.messages[:number], kept, *self.messages[number + 1 :]], prompt)
+        except (jinja2.TemplateError, TypeError):
+            return None
+
+
+def write_conversation(
+    source: str, words: Mapping[str, str], messages: Sequence[Mapping[str, Any]], prompt: bool, answers: bool
+) -> dict[str, Any]:
+    """Return {"text": the conversation, "answers": [[begin, end], …] in it}, or {"error": why there is none}.
+
+    With `prompt` the text goes up to where the next answer begins. Without `answers` none is looked for.
+    """
+    try:
+        conversation = _Conversation(source, words, messages)
+        whole = conversation.render(messages, prompt)
+        limit = max(LEAST_TEXT, GROWTH * len(str(messages)))
+        if len(whole) > limit:
+            raise ValueError(f"it writes {len(whole):,} characters, of at most {limit:,}")
+        if answers:
+            conversation.check_roles(whole, prompt)
+        return {"text": whole, "answers": conversation.answers(whole) if answers else []}
+    except MemoryError:
+        return {"error": f"it takes more than {MEGABYTES} MB"}
+    except Exception as error:  # a template is a program, which can fail in any way
+        return {"error": str(error) or type(error).__name__}
+
+
+@lru_cache(8)
+def _compiled(source: str) -> jinja2.Template:
+    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+    # what tokenizers expect of their surroundings: a block leaves no line of its own
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    sandbox.globals["raise_exception"] = _refuse
+    sandbox.filters["tojson"] = _to_json
+    return sandbox.from_string(source)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise jinja2.TemplateError(reason)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    """As plain text: Jinja's own filter escapes for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def serve() -> None:
+    """Answer requests, one a line, until there are no more; the system ends the process that uses up its time."""
+    with suppress(ValueError, OSError):  # some systems have no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        reply = write_conversation(**request)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
