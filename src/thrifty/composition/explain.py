@@ -2,25 +2,32 @@
 
 Techniques are counted, not believed: for each one the run so far is built on fake tensors and a step of it is traced.
 Only those that override `footprint` are taken at their word, on top of the count: their effect needs what a single
-process of fake tensors does not have (other ranks, values). What a compiler saves beyond that is not counted.
+process of fake tensors does not have (other ranks, values). What a compiler saves beyond that is not counted. A model
+that fake tensors do not run, because it asks for their values, is counted on a real batch.
 """
 
+import gc
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any
 
+import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from thrifty.composition.compose import CPU, Run
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.batches import Batch
+from thrifty.core.errors import ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
-from thrifty.core.run_notes import collect_notes
+from thrifty.core.run_notes import add_note, collect_notes
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.technique import Technique
 from thrifty.core.tensor_tracing import StepTrace, gc_frozen, one_thread, tensor_bytes
+from thrifty.machine.machine_info import free_memory
 from thrifty.optim.torch_optimizer import TransformOptimizer
 
 IN_PASSES = ("model", "batches", "objective", "backward")
@@ -112,7 +119,8 @@ class _RunCounts:
         self.run = run
         self.decisions: list[str] = []
         """What the techniques that were counted last decide when they see the first batch."""
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
+        """None once the model has turned out to need real tensors."""
         self._key: tuple[tuple[Technique, ...], int] | None = None
 
     def of(self, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
@@ -133,7 +141,7 @@ class _RunCounts:
             with collect_notes() as self._said_in_passes:
                 self._passes = self._counted_passes(part, batch)
             self._key = key
-        with self._fake, one_thread():
+        with self._fake or nullcontext(), one_thread():
             footprint = self._passes.followed_by(part.transform(), part.steps)
         if is_joint:
             footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shares))
@@ -141,18 +149,46 @@ class _RunCounts:
         return parameters, footprint.scale(flops=times * len(whole) / len(share))
 
     def _counted_passes(self, part: Run, batch: Batch) -> CountedPasses:
-        fake, plain = self._fake, part.plain
-        with fake:
-            faked = replace(plain, build=lambda: _faked(plain.build(), fake))
-            return passes_of(replace(part, plain=faked, device=CPU), batch.map(fake.from_tensor))
+        if self._fake is not None:
+            try:
+                with self._fake as fake:
+                    return passes_of(_on_fakes(part, fake), batch.map(fake.from_tensor))
+            except ThriftyError:
+                raise
+            except Exception as error:  # values are asked for, or something is called that knows no fake tensors
+                self._fake, self._needs_values = None, reason_of(error)
+        add_note(f"counted on a real batch, since fake tensors do not suffice: {self._needs_values}")
+        self._passes = None
+        gc.collect()  # of the model before, which is in cycles, nothing stays beside this one
+        devices = [part.device] if part.device.type == "cuda" else []
+        with unset_fake_temporarily(), torch.random.fork_rng(devices):
+            return passes_of(part, batch.to(part.device), free_memory(part.device))
 
 
-def passes_of(run: Run, batch: Batch) -> CountedPasses:
-    """The passes through a run's model on this batch: built and traced for real unless tensors are fake."""
+def passes_of(run: Run, batch: Batch, limit: float = inf) -> CountedPasses:
+    """The passes through a run's model on this batch: built and traced for real unless tensors are fake. What takes
+    more than `limit` bytes is counted up to there."""
     with one_thread():
-        with StepTrace() as built:
+        with StepTrace(limit=limit) as built:
             model = run.build_model()
         return CountedPasses(model, run.objective, run.backward, batch, built)
+
+
+def _on_fakes(run: Run, fake: FakeTensorMode) -> Run:
+    """The run with its model on fake tensors."""
+
+    def build() -> nn.Module:
+        try:
+            with fake:
+                model = plain.build()
+        except Exception:  # whoever builds it may read values; what is really wrong shows again
+            with unset_fake_temporarily():
+                model = plain.build()
+        with fake:
+            return _faked(model, fake)
+
+    plain = run.plain
+    return replace(run, plain=replace(plain, build=build), device=CPU)
 
 
 def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
@@ -172,8 +208,7 @@ def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 def touched_modules(run: Run) -> dict[str, list[str]]:
     """What each technique's surgery touches and skips, found on fake tensors. Raises RefusedError where one refuses."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        plain = run.plain
-        trial = replace(run, plain=replace(plain, build=lambda: _faked(plain.build(), fake)), device=CPU, notes={})
+        trial = replace(_on_fakes(run, fake), notes={})
         trial.build_model()
     return trial.notes
 
@@ -194,13 +229,7 @@ def resident_bytes(run: Run) -> ResidentBytes:
     Techniques work outside of the fake mode, in which torch cannot tell the places of a mesh: what they make from
     nothing, such as an adapter, is made.
     """
-    fake, plain = FakeTensorMode(allow_non_fake_inputs=True), run.plain
-
-    def build() -> nn.Module:
-        with fake:
-            return _faked(plain.build(), fake)
-
-    trial = replace(run, plain=replace(plain, build=build), device=CPU, notes={})
+    trial = replace(_on_fakes(run, FakeTensorMode(allow_non_fake_inputs=True)), notes={})
     model = trial.build_model()
     optimizer = TransformOptimizer(model.named_parameters(), trial.transform())
     state = [tensor for tensors in optimizer.slots.values() for tensor in tensors]

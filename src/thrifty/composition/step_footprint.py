@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from torch import Size, Tensor, nn
+from torch import OutOfMemoryError, Size, Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from thrifty.core.backward import Backward, BackwardResult
@@ -13,6 +13,7 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled, tensor_bytes
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.modeling.parameter_kinds import is_matrix
@@ -25,7 +26,7 @@ class CountedPasses:
     """A forward and a backward pass of this model on this batch, counted; model and batch may be fake or real.
 
     Each of several updates may follow: what the passes hold and compute does not depend on it. A trace that was open
-    while the model was `built` knows what else it holds.
+    while the model was `built` knows what else it holds. Passes that run out of memory are counted up to there.
     """
 
     def __init__(
@@ -41,10 +42,13 @@ class CountedPasses:
             live.peak = before
             marking, passes = _ForwardPeakObjective(objective, live), _BlockPasses(model, self.blocks, live)
             with passes:
-                outcome: BackwardResult = backward(model, marking, batch)
-                del outcome
+                try:
+                    outcome: BackwardResult = backward(model, marking, batch)
+                    del outcome
+                except (MemoryError, OutOfMemoryError):
+                    add_note(f"counted up to {live.peak / 1e6:,.0f} MB alone: more is not free here")
             self.flops, self.hidden = live.flops, passes.hidden
-            self.activations = marking.after_forward - before
+            self.activations = (live.peak if marking.after_forward < 0 else marking.after_forward) - before
             self.saved = min(max(passes.saved, 0), self.activations)
             self.peak, self.left = live.peak - before, live.now - before
             """The most bytes beyond what was there before; those that stay: gradients, as a rule."""

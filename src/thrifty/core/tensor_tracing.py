@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from math import inf
 from typing import Any, Self
 
 import torch
@@ -83,11 +84,12 @@ _open_traces: "list[StepTrace]" = []
 
 class StepTrace(TorchDispatchMode):
     """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak;
-    and adds up the FLOPs of matrix products and attention."""
+    and adds up the FLOPs of matrix products and attention. Raises MemoryError where more than `limit` bytes are alive.
+    """
 
-    def __init__(self, *known: Tensor):
+    def __init__(self, *known: Tensor, limit: float = inf):
         super().__init__()
-        self.now, self.peak, self.flops = 0, 0, 0
+        self.now, self.peak, self.flops, self.limit = 0, 0, 0, limit
         self.paused = False
         self.watch: Callable[[int], None] | None = None
         """Told after each operation how many bytes are alive."""
@@ -134,6 +136,8 @@ class StepTrace(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
             if self.watch is not None:
                 self.watch(self.now)
+            if self.now > self.limit:
+                raise MemoryError(f"{self.now:,} bytes are alive, of which {self.limit:,.0f} may be")
         return result
 
     def _see(self, storage: torch.UntypedStorage) -> None:

@@ -46,7 +46,7 @@ class ChainSurvey:
         except Exception as error:  # what a block does with fake tensors is not for us to know
             raise RefusedError(
                 f"what {type(module).__name__} costs cannot be counted by shapes alone: {reason_of(error)}",
-                fix="use memory.recompute or memory.activation_budget, which run it",
+                fix="use memory.recompute, which runs it",
             ) from error
         if self.timed and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             cost = in_seconds(cost, forward_seconds(inner, args, kwargs))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thrifty.core.errors import RefusedError
 from thrifty.core.tensor_tracing import storage_bytes, tensors_in
 from thrifty.memory.saved_tensor_hooks import SMALLEST, base_storage, is_quantizable
 
@@ -150,6 +151,12 @@ class _OpRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if _reads_values(func, args):
+            raise RefusedError(
+                f"the block {self.block or 'that is traced'} reads values of tensors ({_short(func)}), so that what it "
+                "does changes from step to step",
+                fix="use memory.recompute with its default schedule, which runs whole blocks again",
+            )
         result = func(*args, **kwargs)
         if is_counted(func):
             self.write_down(func, args, kwargs, result)
@@ -221,6 +228,14 @@ class _OpRecorder(TorchDispatchMode):
 
 def _short(func: Any) -> str:
     return str(func).partition(".")[2].partition(".")[0].strip("_")
+
+
+def _reads_values(func: Any, args: tuple) -> bool:
+    """Whether the shape of a result, or what Python does next, depends on values. Torch says so of every indexing,
+    though only masks do it."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
+    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:

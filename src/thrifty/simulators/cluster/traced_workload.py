@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thrifty.core.errors import RefusedError
@@ -51,14 +51,20 @@ def trace_workload(
     """The workload of the model that `build` makes, on examples of `length` tokens.
 
     `flash` says whether attention keeps nothing of the size of its scores. Raises RefusedError for a model without a
-    list of blocks, or one that does not call them. Blocks count as alike when their class and the shapes of their
-    parameters and inputs are.
+    list of blocks, one that does not call them, or one that reads values of tensors. Blocks count as alike when their
+    class and the shapes of their parameters and inputs are.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _default(dtype), torch.random.fork_rng(devices=[]):
-        model = build().train()
-        _as_fake(model, dtype)
-        tokens = torch.zeros(1, length, dtype=torch.long)
-        return _BlockTracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
+        try:
+            model = build().train()
+            _as_fake(model, dtype)
+            tokens = torch.zeros(1, length, dtype=torch.long)
+            return _BlockTracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise RefusedError(
+                f"the model {name} reads values of tensors ({error}), and a simulation knows shapes alone",
+                fix="simulate a model that does the same for all values, such as one with dense layers of that width",
+            ) from error
 
 
 @dataclass
