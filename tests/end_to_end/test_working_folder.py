@@ -1,76 +1,160 @@
 """No verb, and no process that one starts, runs Python files of the working folder, but for the module it is told."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from command_line import CommandLine
+from fast_techniques import WITHOUT_FAST
 
+from thrifty.cli.main import ABOUT
 from thrifty.core.child_python import SAFE, child_environment
 
-TRAPS = ("torch", "numpy", "pip", "click", "rich", "psutil", "safetensors", "tokenizers", "jinja2", "tomllib", "uuid")
 SMALL = (
-    "--set",
-    "model.width=32",
-    "--set",
-    "model.depth=2",
-    "--set",
-    "model.heads=2",
-    "--set",
-    "evaluation.examples=4",
+    *("--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2"),
+    *("--set", "evaluation.examples=4", "--set", "data.vocabulary=300", "--set", "data.length=32"),
 )
-TEXT = (
-    "text",
-    "--data",
-    "my.txt",
-    "--set",
-    "data.vocabulary=300",
-    "--set",
-    "data.length=32",
-    "--budget",
-    "4steps",
-    *SMALL,
-)
-VERBS = {
-    "doctor": ("doctor", "--quick", "--compile"),
-    "train": ("train", *TEXT, "--name", "run"),
-    "explain": ("explain", *TEXT),
-    "check": ("check", *TEXT),
-    "compare": ("compare", *TEXT, "--variant", "--without gradients.clip", "--seeds", "1"),
-    "plan": ("plan", *TEXT),
-    "study": ("study", "width_lazy", "--set", "widths=[8]", "--seeds", "1", "--jobs", "1"),
-}
+COMPILED = ("text", "--data", "my.txt", "--budget", "4steps", *SMALL)
+TEXT = (*COMPILED, *WITHOUT_FAST)
+DIGITS = ("vit-digits", "--budget", "4steps", "--set", "model.width=16", "--set", "model.depth=1")
+CHEAP = [
+    ("train", *TEXT, "--name", "run"),
+    ("resume", "run", "--fork", "forked", "--set", "budget.steps=5"),
+    ("explain", *TEXT),
+    ("check", *TEXT),
+    ("report", "run"),
+    ("export", "run", "exported"),
+    ("sample", "run", "--prompt", "a", "--tokens", "2"),
+    ("chat", "exported", "--prompt", "a", "--tokens", "2", "--template", "alpaca"),
+    ("track", "run", "--to", "tensorboard"),
+    ("board", "--no-open", "--port", "0"),
+    ("trace", "uniform", "--heads", "1"),
+    ("simulate", "attention", "--designs", "dense", "--trace", "trace.safetensors"),
+    ("lottery", *TEXT, "--name", "tickets", "--rounds", "1"),
+    ("data", "list"),
+    ("data", "look", "my.txt"),
+    ("data", "get", "kjv"),
+    ("data", "score", *DIGITS, "--runs", "1", "--out", "digits.scores"),
+    ("data", "prune", "digits.scores"),
+    ("retrieve", "run"),
+    ("list",),
+    ("list", "recipes"),
+    ("list", "studies"),
+    ("list", "presets"),
+    ("show", "adapters.lora"),
+]
+DEAR = [
+    ("train", *COMPILED, "--name", "run"),
+    ("doctor", "--quick", "--compile"),
+    ("study", "width_lazy", "--set", "widths=[8]", "--seeds", "1", "--jobs", "1"),
+    ("compare", *TEXT, "--variant", "--without gradients.clip", "--seeds", "1", "--equal-budget", "flops"),
+    ("check", *TEXT, "--mesh", "replicate=2"),
+    ("plan", *TEXT),
+    ("plan", *TEXT, "--model", "my_model:build"),
+]
+ENDS = {"board": 130, "data get": 1, "retrieve": 2}
+"""Exit codes: the board is stopped, the registry is not reached, the run has no captions. All others are 0."""
+MODEL = """
+from thrifty.models.model_presets import PRESETS, assemble
+from dataclasses import replace
+
+def build():
+    return assemble(replace(PRESETS["llama-nano"], vocabulary=300, width=32, depth=2, heads=2, kv_heads=2, length=32))
+"""
+DRIVER = """
+from thrifty.core.child_python import leave_working_folder
+leave_working_folder()
+import json, os, signal, sys
+from pathlib import Path
+from threading import Timer
+from thrifty.cli.main import main
+ends = {}
+for words in json.loads(sys.argv[1]):
+    if words[0] == "board":
+        Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    sys.argv = ["thrifty", *words]
+    try:
+        main(words)
+    except SystemExit as end:
+        code = end.code or 0
+    ends[" ".join(words)] = code
+Path("ends.json").write_text(json.dumps(ends))
+"""
+
+
+def traps() -> set[str]:
+    """Names of all modules that are installed, from the standard library or not."""
+    names = {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "usercustomize"}
+    return {name for name in names if name.isidentifier() and name != "thrifty"}
 
 
 @pytest.fixture
 def trapped(tmp_path: Path) -> Path:
     """A working folder with modules that leave a mark where they are run."""
     (tmp_path / "my.txt").write_text("\n\n".join(Path(subprocess.__file__).read_text().split("\n\n")))
-    for name in TRAPS:
+    for name in traps():
         (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w').close()\nraise SystemExit('ran {name}')\n")
     return tmp_path
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("verb", VERBS)
-def test_no_verb_runs_what_lies_in_the_working_folder(verb: str, trapped: Path) -> None:
-    variables = os.environ | {"THRIFTY_CACHE": str(trapped / "cache")}
+def started(folder: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """A command in this folder that has ended; no package registry is within its reach."""
+    variables = os.environ | {"THRIFTY_CACHE": str(folder / "cache"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
     variables.pop(SAFE, None)
-    done = subprocess.run(
-        [sys.executable, "-m", "thrifty", *VERBS[verb]], cwd=trapped, env=variables, capture_output=True, text=True
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def drive(folder: Path, commands: Sequence[Sequence[str]]) -> None:
+    """Run these commands one after the other in one process, and hold them to what must come of them."""
+    done = started(folder, [sys.executable, "-c", DRIVER, json.dumps(commands)])
+    assert not [path.name for path in folder.glob("ran-*")], done.stderr
+    for command, code in json.loads((folder / "ends.json").read_text()).items():
+        expected = next((end for verb, end in ENDS.items() if command.startswith(verb)), 0)
+        assert code == expected, f"{command}\n{done.stderr}"
+
+
+def test_no_verb_runs_what_lies_in_the_working_folder(trapped: Path) -> None:
+    drive(trapped, CHEAP)
+
+
+def test_every_verb_is_tried() -> None:
+    assert {words[0] for words in (*CHEAP, *DEAR)} == set(ABOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", DEAR, ids=lambda words: f"{words[0]}-{words[-1]}")
+def test_no_process_that_a_verb_starts_runs_it(words: Sequence[str], trapped: Path) -> None:
+    (trapped / "my_model.py").write_text(MODEL)
+    drive(trapped, [words])
+
+
+@pytest.fixture
+def trapped_but_for_python(trapped: Path) -> Path:
+    """Without traps for what `python -m` imports before any module of ours."""
+    own = subprocess.run(
+        [sys.executable, "-c", "import runpy, sys; print(*sys.modules)"], capture_output=True, text=True
     )
-    assert not [path.name for path in trapped.glob("ran-*")], done.stderr
+    for name in own.stdout.split():
+        (trapped / f"{name}.py").unlink(missing_ok=True)
+    return trapped
+
+
+def test_a_start_by_python_runs_nothing_of_it(trapped_but_for_python: Path) -> None:
+    done = started(trapped_but_for_python, [sys.executable, "-m", "thrifty", "doctor", "--help"])
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_run_nothing_of_it(trapped: Path) -> None:
-    own = CommandLine(trapped, fresh=True)
-    own.environment[SAFE] = "1"  # torchrun is the user's own start
-    own("train", *TEXT, "--name", "run", "--with", "parallelism.replicate", ranks=2)
-    assert not [path.name for path in trapped.glob("ran-*")]
+def test_ranks_of_torchrun_run_nothing_of_it(trapped_but_for_python: Path) -> None:
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    words = [torchrun, "--nproc-per-node", "2", "-m", "thrifty", "train", *TEXT, "--with", "parallelism.replicate"]
+    done = started(trapped_but_for_python, words)
+    assert not [path.name for path in trapped_but_for_python.glob("ran-*")], done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_started_process_looks_into_the_working_folder_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

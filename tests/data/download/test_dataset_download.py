@@ -120,6 +120,18 @@ def test_pillow_is_missed_before_images_are_fetched(monkeypatch):
     assert not said
 
 
+def test_clients_are_started_outside_of_the_working_folder(tmp_path, monkeypatch):
+    """npm takes settings from there, of which one names code for it to run."""
+    (tmp_path / "own").mkdir()
+    monkeypatch.chdir(tmp_path / "own")
+    (tmp_path / "npm").write_text(f"#!/bin/sh\npwd > {tmp_path}/started_in\nexit 1\n")
+    (tmp_path / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ThriftyError, match="could not be fetched"):
+        download_dataset(tales(package("npm")), quiet)
+    assert (tmp_path / "started_in").read_text().strip() != str(tmp_path / "own")
+
+
 def test_a_missing_npm_is_said(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ThriftyError) as caught:

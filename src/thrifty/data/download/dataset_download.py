@@ -167,7 +167,7 @@ def _download(package: CataloguePackage, into: Path, say: Callable[[str], None])
     try:
         ran = subprocess.run(
             command,
-            cwd=into if package.client == "apt" else None,
+            cwd=into,  # apt writes there; npm takes settings, which can name code, from where it is started
             capture_output=True,
             text=True,
             errors="replace",
