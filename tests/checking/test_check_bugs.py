@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from careless_techniques import Forgetful, HalfMasked, MeanOfMeans, ReentrantRecompute, Shrinking, Splitting
+from careless_techniques import Forgetful, HalfMasked, MeanOfMeans, ReentrantRecompute, Shrinking, Splitting, TurnsBack
 from check_work import as_rank_that_divides_twice
 from rank_processes import on_ranks
 from small_recipes import sharded_digits
@@ -33,6 +33,12 @@ def test_micro_batches_that_weigh_alike_whatever_is_in_them(others: list[str]) -
     found = broken(MeanOfMeans(), *(technique(name) for name in others))
     assert found.keys() == {("one big batch", "gradients")}  # at equal weights nothing shows
     assert "--without mean_of_means" in found["one big batch", "gradients"].fix
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "soap", "muon"])
+def test_gradients_that_are_wrong_only_later_whatever_the_optimizer_makes_of_last_bits(optimizer: str) -> None:
+    found = broken(TurnsBack(), technique(f"optimizers.{optimizer}"))
+    assert "where the last bits of gradients change" in found["rounding", "turns_back"].measured
 
 
 def test_recomputed_blocks_that_starve_adapters_of_gradients() -> None:

@@ -9,7 +9,7 @@ from chat_runs import sums, write_rows
 from command_line import write_corpus
 from small_recipes import tiny_digits
 from technique_runs import plain_for
-from tiny_runs import technique, with_optimizer
+from tiny_runs import plain_run, technique, with_optimizer
 
 from thrifty.checking.promise_check import check, check_run
 from thrifty.core.recipe import Recipe
@@ -45,6 +45,14 @@ def test_a_sound_combination_passes(names: str) -> None:
     verdicts = check_run(lambda: plain_for(*chosen), with_optimizer([technique(name) for name in chosen]))
     assert [verdict for verdict in verdicts if verdict.outcome == "broken"] == []
     assert {"resume", "gradients arrive", "one big batch"} <= {verdict.promise for verdict in verdicts}
+
+
+@pytest.mark.parametrize("style", ["gpt", "llama"])
+def test_an_optimizer_that_makes_last_bits_larger_is_no_broken_promise_of_others(style: str) -> None:
+    chosen = [technique("large_batch.gradient_accumulation"), technique("optimizers.soap", lr=0.01)]
+    verdicts = check_run(lambda: plain_run(style=style), chosen, steps=8)
+    assert [verdict for verdict in verdicts if verdict.outcome == "broken"] == []
+    assert any("where the last bits of gradients change" in verdict.measured for verdict in verdicts)
 
 
 @pytest.mark.sampled(1)

@@ -1,6 +1,7 @@
 """Techniques with the classic silent bugs of the field, as somebody might write them."""
 
 from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,25 @@ class Splitting(Technique):
                 return first + tried(model, objective, replace(batch.rows(half, len(batch)), last=batch.last))
 
         return tried
+
+
+@dataclass(frozen=True)
+class TurnsBack(Technique):
+    """Turns gradients around from the third step on."""
+
+    stage, numerics, tolerance = Stage.REDUCE, Numerics.ROUNDING, 1e-4
+
+    def backward(self, backward: Backward) -> Backward:
+        steps = count(1)
+
+        def turned(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+            outcome = backward(model, objective, batch)
+            if next(steps) > 2:
+                for parameter in model.parameters():
+                    parameter.grad = None if parameter.grad is None else -parameter.grad
+            return outcome
+
+        return turned
 
 
 @dataclass(frozen=True)

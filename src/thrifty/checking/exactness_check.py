@@ -13,22 +13,12 @@ from thrifty.checking.observed_runs import (
     DRAWING,
     CheckSubject,
     StepObservations,
-    farthest,
     one_line_error,
-    relative,
     train_observed,
 )
+from thrifty.checking.rounding import IN_16_BITS, compare_rounding, loss_sensitivity
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Numerics, Technique
-
-GRADIENTS = 30
-"""A gradient may be so many times as far off, as a share of itself, as the loss."""
-LATER = 30
-"""So may the losses of later steps: an optimizer that divides by small numbers makes the last bit a larger one."""
-IN_16_BITS = 2e-2
-"""What rounding may come to, as a share of the loss, in a run that computes in 16 bits or less."""
-MOST = 0.25
-"""No gradient may be farther off than this, whatever was promised: a factor of two must show."""
 
 
 def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[PromiseVerdict]:
@@ -77,7 +67,18 @@ class _References:
             return _bitwise(about, observations, reference, chosen)
         low = len(chosen) > 1 and any(one.is_low_precision for one in base)
         tolerance = sum(one.tolerance for one in chosen)
-        return _within(about, observations, reference, max(tolerance, IN_16_BITS) if low else tolerance, chosen)
+        tolerance = max(tolerance, IN_16_BITS) if low else tolerance
+        compared = compare_rounding(
+            observations.losses,
+            observations.first,
+            reference,
+            tolerance,
+            lambda: loss_sensitivity(self.subject, base, reference, quiet),
+        )
+        if compared.within:
+            return holds("rounding", about, compared.text)
+        where = f"; the gradient is that of {compared.whose}" if not compared.gradient_within else ""
+        return broken("rounding", about, compared.text + where, _without(chosen))
 
     def trained(self, techniques: Sequence[Technique], quiet: bool) -> StepObservations:
         if not quiet and {one.name for one in techniques} == {one.name for one in self.subject.alone}:
@@ -118,23 +119,6 @@ def _bitwise(
             return broken("exact", about, measured, _without(chosen))
     steps = len(actual.losses)
     return holds("exact", about, f"losses, gradient norms and {len(then)} tensors of {steps} steps, bit for bit")
-
-
-def _within(
-    about: str, actual: StepObservations, wanted: StepObservations, tolerance: float, chosen: Sequence[Technique]
-) -> PromiseVerdict:
-    loss = relative(actual.losses[0], wanted.losses[0])
-    later = max((relative(a, b) for a, b in zip(actual.losses, wanted.losses, strict=True)), default=0.0)
-    gradient, whose = farthest(actual.first, wanted.first)
-    allowed = min(GRADIENTS * tolerance, MOST)
-    measured = (
-        f"off by {loss:.1e} of the first loss ({tolerance:g} allowed), {gradient:.1e} of a gradient "
-        f"({allowed:g} allowed), {later:.1e} of a later loss ({LATER * tolerance:g} allowed)"
-    )
-    if loss <= tolerance and gradient <= allowed and later <= LATER * tolerance:
-        return holds("rounding", about, measured)
-    where = f"; the gradient is that of {whose}" if whose and not gradient <= allowed else ""
-    return broken("rounding", about, measured + where, _without(chosen))
 
 
 def _without(chosen: Sequence[Technique]) -> str:

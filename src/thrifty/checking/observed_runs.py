@@ -122,12 +122,20 @@ def train_observed(
     steps: int | None = None,
     seed: int | None = None,
     quiet: bool = False,
+    nudge: int | None = None,
     at: Callable[[Run, TrainState], None] = lambda run, state: None,
 ) -> tuple[Run, StepObservations]:
     """Start a run and train it for some steps (None: all); `at` is called with its state before the first step and
-    after each. Returns the composition, the observer left out, and what was seen."""
+    after each. With a `nudge`, the seed of it, gradients are changed by about their last bit. Returns the composition,
+    the observer left out, and what was seen."""
     trace = StepObservations(TrainState())
-    watched = subject.composed((*techniques, GradientProbe(trace.see, quiet)))
+
+    def see(model: nn.Module) -> None:
+        if nudge is not None:
+            nudge_gradients(model, nudge)
+        trace.see(model)
+
+    watched = subject.composed((*techniques, GradientProbe(see, quiet)))
     trace.state = watched.start()
     at(watched, trace.state)
     advance(watched, trace, subject.seed if seed is None else seed, steps, at)
@@ -149,6 +157,16 @@ def advance(
             at(run, trace.state)
             if record.step == steps:
                 return
+
+
+@torch.no_grad()
+def nudge_gradients(model: nn.Module, seed: int) -> None:
+    """Changes each number of the gradients by 1e-7 of itself, up or down by chance."""
+    for index, parameter in enumerate(model.parameters()):
+        if parameter.grad is not None:
+            (gradient,) = local_tensors([parameter.grad])
+            noise = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(1000 * seed + index))
+            gradient.addcmul_(gradient, noise.to(gradient), value=1e-7)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
-from thrifty.checking.exactness_check import GRADIENTS, IN_16_BITS, LATER, MOST
-from thrifty.checking.observed_runs import DRAWING, CheckSubject, farthest, one_line_error, relative, train_observed
+from thrifty.checking.observed_runs import DRAWING, CheckSubject, StepObservations, one_line_error, train_observed
+from thrifty.checking.rounding import IN_16_BITS, compare_rounding, loss_sensitivity
 from thrifty.core.child_python import child_environment
 from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
@@ -74,29 +74,31 @@ def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Sta
     names = " ".join(f"--without {one.name}" for one in subject.dividing)
     if trouble := (start or start_processes)(folder, count):
         return broken(PROMISE, ABOUT, f"{count} ranks cannot do it: {trouble}", names)
-    return _compared(subject, read_seen(folder, count), RankObservation(alone.losses, alone.first), count, names)
+    return _compared(subject, read_seen(folder, count), alone, drawn, count, names)
 
 
 def _compared(
-    subject: CheckSubject, seen: RankObservation | None, alone: RankObservation, count: int, fix: str
+    subject: CheckSubject, seen: RankObservation | None, alone: StepObservations, quiet: bool, count: int, fix: str
 ) -> PromiseVerdict:
     if seen is None:
         return broken(PROMISE, ABOUT, f"{count} ranks do not agree on the loss of a step", fix)
     tolerance = sum(one.tolerance for one in subject.techniques)
     if any(one.is_low_precision for one in subject.techniques):
         tolerance = max(tolerance, IN_16_BITS)
-    allowed = min(GRADIENTS * tolerance, MOST)
-    first = relative(seen.losses[0], alone.losses[0])
-    later = max(relative(one, other) for one, other in zip(seen.losses, alone.losses, strict=True))
-    gradient, whose = farthest(seen.gradients, alone.gradients)
-    text = (
-        f"{count} ranks against 1: off by {first:.1e} of the first loss ({tolerance:g} allowed), {gradient:.1e} of a "
-        f"gradient ({allowed:g} allowed), {later:.1e} of a later loss ({LATER * tolerance:g} allowed)"
+    compared = compare_rounding(
+        seen.losses,
+        seen.gradients,
+        alone,
+        tolerance,
+        lambda: loss_sensitivity(subject, subject.alone, alone, quiet),
     )
-    if first <= tolerance and gradient <= allowed and later <= LATER * tolerance:
+    text = f"{count} ranks against 1: {compared.text}"
+    if compared.within:
         return holds(PROMISE, ABOUT, text)
-    ratio = _ratio(seen.gradients, alone.gradients)
-    return broken(PROMISE, ABOUT, f"{text}; gradients are {ratio:.2g} times as long, worst {whose or 'none'}", fix)
+    ratio = _ratio(seen.gradients, alone.first)
+    return broken(
+        PROMISE, ABOUT, f"{text}; gradients are {ratio:.2g} times as long, worst {compared.whose or 'none'}", fix
+    )
 
 
 def _ratio(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

@@ -8,7 +8,10 @@ Cost      for a matrix of r rows and c columns, beside AdamW's state 2 (rÂ² + cÂ
 Avoid     where a step is cheap beside that: small batches, wide matrices.
 Note      Wen et al. 2025 (arXiv 2509.02046) found SOAP and Muon ahead of tuned AdamW, by 1.4 times at 0.1B parameters
           and 1.1 times at 1.2B. The first step only measures. Sides longer than `max_dim` keep their own axes; what is
-          no matrix is Adam's. Sharded matrices are gathered one by one, and every rank does the same work.
+          no matrix is Adam's. Sharded matrices are gathered one by one, and every rank does the same work. Axes of
+          directions without gradients are what rounding makes them: two runs of 2 small blocks whose gradients differ
+          in their last bits are 0.3 % of the loss apart after 8 steps (at lr 0.01 0.9 %, at 0.03 5 %), where AdamW's
+          and Muon's differ in the seventh digit.
 """
 
 from collections.abc import Mapping, Sequence
