@@ -92,3 +92,33 @@ def test_the_contract_test_picks_it_up(extended: tuple[CommandLine, str]) -> Non
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", str(CONTRACT), "-k", "shrunk"]
     done = subprocess.run(command, env=thrifty.variables(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "shrunk] PASSED" in done.stdout, done.stdout + done.stderr
+
+
+def test_listing_runs_no_file_and_names_broken_ones(thrifty: CommandLine) -> None:
+    home = thrifty.folder / "mine" / "optimizers"
+    home.mkdir(parents=True)
+    run = f"open({str(thrifty.folder / 'ran')!r}, 'w').close()\n"
+    files = {
+        "shrunk": f'"""Shrunk: one that would leave a mark."""\n{run}',
+        "cut_off": f"{run}def update(",
+        "empty": "",
+        "failing": f"raise ValueError('of its own')\n{run}",
+        "zeros": "a = 1\0",
+    }
+    for name, text in files.items():
+        (home / f"{name}.py").write_text(text)
+    os.mkfifo(home / "pipe.py")
+    (home / "binary.py").write_bytes(b"\xff\xfe")
+    thrifty.environment["THRIFTY_TECHNIQUES"] = str(home.parent)
+    about = {row["name"]: row["about"] for row in thrifty.json("list")}
+    assert about["optimizers.shrunk"] == "one that would leave a mark." and about["optimizers.adamw"]
+    assert about["optimizers.empty"] == about["optimizers.failing"] == "no description"
+    for name in ("cut_off", "zeros", "binary", "pipe"):
+        assert "cannot be read" in about[f"optimizers.{name}"] and f"{name}.py" in about[f"optimizers.{name}"]
+    failing = thrifty("show", "optimizers.failing", exit_code=2).stderr
+    assert "'optimizers.failing' cannot be imported: ValueError: of its own" in failing and "failing.py" in failing
+    assert not (thrifty.folder / "ran").exists()
+
+
+def test_objectives_are_listed_with_whole_sentences(thrifty: CommandLine) -> None:
+    assert all(row["about"].endswith(".") for row in thrifty.json("list", "objectives"))

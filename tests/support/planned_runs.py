@@ -19,7 +19,7 @@ from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.planner import Planner, PlanRequest, allowed_options
 
 BATCH, MB = 8, 1e6
-CATALOGUE = {name: techniques.find(name) for name in techniques.names() if name not in techniques.third_party()}
+CATALOGUE = {name: techniques.find(name) for name in techniques.own_names()}
 
 
 def plain_techniques() -> tuple[Technique, ...]:

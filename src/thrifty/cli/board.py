@@ -41,8 +41,7 @@ def _cards() -> list[dict[str, Any]]:
     from thrifty import techniques
     from thrifty.cli.technique_card import card_of
 
-    outside = techniques.third_party()  # a stranger's code is loaded only when its technique is named
-    return [card_of(name) for name in techniques.names() if name not in outside]
+    return [card_of(name) for name in techniques.own_names()]  # code of others runs only when its technique is named
 
 
 def _measured(technique: str, folders: tuple[Path, Path]) -> list[str]:

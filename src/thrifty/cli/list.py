@@ -19,24 +19,34 @@ def command(kind: str, as_json: bool) -> None:
     print_result([{"name": name, "about": about} for name, about in rows], lambda: words, as_json)
 
 
-def _first_line(text: str | None) -> str:
-    line = (text or "").strip().split("\n")[0]
-    return line.partition(": ")[2] or line
+def _first_paragraph(docstring: str | None) -> str:
+    """On one line, without the name that it may begin with, as in `RigL: train at a fixed density.`"""
+    paragraph = " ".join((docstring or "").strip().split("\n\n")[0].split())
+    return paragraph.partition(": ")[2] or paragraph
 
 
 def _techniques() -> list[tuple[str, str]]:
-    import sys
+    from thrifty import techniques
+
+    return [(name, _about(name)) for name in techniques.names()]
+
+
+def _about(name: str) -> str:
+    """What a technique's file says of itself, read without running it: it may be a stranger's."""
+    import ast
 
     from thrifty import techniques
 
-    rows = []
-    for name in techniques.names():
+    file = techniques.source_file(name)
+    if file is None:
         outside = techniques.third_party().get(name)
-        if outside is not None:  # a stranger's code is loaded only when its technique is named
-            rows.append((name, f"from the package {outside.dist.name if outside.dist else outside.value}"))
-        else:
-            rows.append((name, _first_line(sys.modules[techniques.find(name).__module__].__doc__)))
-    return rows
+        return f"from the package {outside.dist.name if outside.dist else outside.value}" if outside else "no .py file"
+    try:
+        if not file.is_file():
+            raise OSError("no regular file")
+        return _first_paragraph(ast.get_docstring(ast.parse(file.read_bytes(), str(file)))) or "no description"
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return f"cannot be read: {type(error).__name__}: {error} ({file})"
 
 
 def _recipes() -> list[tuple[str, str]]:
@@ -74,6 +84,9 @@ def _presets() -> list[tuple[str, str]]:
 
 
 def _objectives() -> list[tuple[str, str]]:
+    import re
+
     from thrifty.objectives import OBJECTIVES
 
-    return [(name, _first_line(make.__doc__)) for name, make in OBJECTIVES.items()]
+    paragraphs = {name: _first_paragraph(make.__doc__) for name, make in OBJECTIVES.items()}
+    return [(name, re.split(r"(?<=\.) (?=[A-Z])", text)[0]) for name, text in paragraphs.items()]

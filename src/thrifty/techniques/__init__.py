@@ -8,9 +8,11 @@ import importlib
 import inspect
 import os
 import pkgutil
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
+from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.old_names import TECHNIQUES as NEW_NAMES
@@ -62,6 +64,7 @@ HINTS = {
 }
 """Names of what is near to a technique, or is one with a setting: they are answered, and not resolved."""
 
+_OWN = list(__path__)
 for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
     __path__.append(str(Path(_folder).resolve()))
 
@@ -76,6 +79,17 @@ def _walk(paths: list[str], prefix: str = "") -> list[str]:
         else:
             names.append(prefix + module.name)
     return names
+
+
+def own_names() -> list[str]:
+    """The techniques of this package, whose code is nobody else's."""
+    return _walk(_OWN)
+
+
+def source_file(name: str) -> Path | None:
+    """The Python file of a technique; None where there is none, as of one that an entry point names."""
+    files = (Path(folder, *name.split(".")).with_suffix(".py") for folder in __path__)
+    return next((file for file in files if file.exists()), None)
 
 
 def third_party() -> dict[str, EntryPoint]:
@@ -127,15 +141,14 @@ def find(name: str) -> type[Technique]:
     """The technique class of a name that `full_name` resolves; raises UsageError where it does not."""
     name = full_name(name)
     if name not in _walk(list(__path__)):
-        outside = third_party()[name]
-        technique = outside.load()
+        technique = _imported(name, third_party()[name].load)
         technique.name = name
         return technique
     *group, _ = name.split(".")
     if group:
         package = importlib.import_module(f"{__name__}.{'.'.join(group)}")
         package.__path__ = [str(Path(path, *group)) for path in __path__ if Path(path, *group).is_dir()]
-    module = importlib.import_module(f"{__name__}.{name}")
+    module = _imported(name, lambda: importlib.import_module(f"{__name__}.{name}"))
     own = [
         value
         for value in vars(module).values()
@@ -144,3 +157,15 @@ def find(name: str) -> type[Technique]:
     if len(own) != 1:
         raise UsageError(f"{module.__file__} must hold exactly one technique, it holds {len(own)}")
     return own[0]
+
+
+def _imported(name: str, load: Callable[[], Any]) -> Any:
+    """Raises UsageError where the code of others fails."""
+    try:
+        return load()
+    except Exception as error:
+        if name in own_names():
+            raise
+        where = source_file(name) or third_party()[name].value
+        what = f"the technique {name!r} cannot be imported: {type(error).__name__}: {error}"
+        raise UsageError(what, fix=f"mend {where}, or leave {name} out") from error

@@ -47,7 +47,7 @@ def plan_on_cluster(
         workload=_workload(prepared),
         cluster=cluster,
         place=place,
-        catalogue={name: techniques.find(name) for name in techniques.names() if name not in techniques.third_party()},
+        catalogue={name: techniques.find(name) for name in techniques.own_names()},
         wanted=wanted,
         tokens=prepared.data.example_unit,
         steps=prepared.run.steps,

@@ -62,8 +62,8 @@ def plan_on_machine(
     shared = isinf(wanted.memory) and run.device.type == "cpu"
     if isinf(wanted.memory):
         wanted = replace(wanted, memory=free_memory(run.device))
-    outside = techniques.third_party().keys() - {technique.name for technique in recipe.techniques}
-    catalogue = {name: techniques.find(name) for name in techniques.names() if name not in outside}
+    known = {*techniques.own_names(), *(technique.name for technique in recipe.techniques)}
+    catalogue = {name: techniques.find(name) for name in sorted(known)}
     plan = Planner(
         recipe=recipe,
         plain=run.plain,
@@ -75,7 +75,7 @@ def plan_on_machine(
         rate=measure_throughput(0.4).sustained if not probe else 1.0,
         time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, model) if probe else None,
         kept=entries(run.device.type),
-        outside=sorted(outside),
+        outside=sorted({*techniques.names()} - known),
         evidence=_evidence(catalogue),
         say=progress(quiet, "planning: "),
         finalists=probed_candidates,
