@@ -1,6 +1,7 @@
 """Machines are checked data: what is unknown, missing or impossible is said, and every value can be replaced."""
 
 from copy import deepcopy
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_from, machine_names, read_machine
 from thrifty.simulators.accelerator.accelerator_simulation import simulate
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.designs import design_names, find_design
 from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
@@ -157,3 +159,79 @@ def test_values_are_replaced_by_path_as_their_own_kind() -> None:
     ):
         with pytest.raises(UsageError, match=said):
             machine.replaced(path, value)
+
+
+def copied(name: str, folder: Path, old: str, new: str) -> AcceleratorSpec:
+    """A machine of the package as a file of one's own with a line changed."""
+    text = (files("thrifty.simulators.accelerator") / "machines" / f"{name}.toml").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (folder / "mine.toml").write_text(text.replace(old, new), encoding="utf-8")
+    return find_machine(str(folder / "mine.toml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "line", "factor"),
+    [
+        ("elsa", "stations.attend.width", "width = 4 ", 2),
+        ("elsa", "stations.hash.width", "width = 256 ", 0.5),
+        ("sanger", "stations.attend.width", "width = 64          # rows\n", 2),
+        ("vitcod", "stations.lines.width", "width = 64", 0.25),
+    ],
+)
+def test_area_and_power_go_with_the_width_of_a_station(
+    name: str, path: str, line: str, factor: float, tmp_path: Path
+) -> None:
+    machine, station = find_machine(name), path.split(".")[1]
+    width = int(machine.stations[station].width * factor)
+    own = copied(name, tmp_path, line, f"width = {width}\n")
+    for changed in (machine.replaced(path, width), own):
+        assert changed.stations[station].width == width
+        assert "an assumption" in changed.notes[0]
+        for part, module in machine.modules.items():
+            grows = module.active == station and "memory" not in part
+            assert changed.modules[part].area == pytest.approx(module.area * (factor if grows else 1))
+            assert changed.modules[part].dynamic == pytest.approx(module.dynamic * (factor if grows else 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "old", "new"),
+    [
+        ("elsa", "bits", 16, "bits = 9", "bits = 16"),
+        ("elsa", "memories.operands.bytes", 73728, "bytes = 36864", "bytes = 73728"),
+        ("a3", "most_keys", 640, "most_keys = 320", "most_keys = 640"),
+        ("dota", "lane", 256, "lane = 512", "lane = 256"),
+        ("spatten", "comparators", 8, "comparators = 16", "comparators = 8"),
+        ("sanger", "node", 28, "node = 55", "node = 28"),
+        ("vitcod", "line", 16, "line = 8", "line = 16"),
+    ],
+)
+def test_in_another_size_area_and_power_are_not_known_and_it_is_said(
+    name: str, path: str, value: float, old: str, new: str, tmp_path: Path
+) -> None:
+    trace = synthetic_trace("uniform", 0.5, heads=1, tokens=64)
+    machine = find_machine(name)
+    assert machine.area and simulate(machine, trace).energy("activity")
+    for changed in (machine.replaced(path, value), copied(name, tmp_path, old, new)):
+        result = simulate(changed, trace)
+        assert result.area is None and result.energy("activity") is None and result.energy("actions")
+        assert any(f"published for {path} = " in note for note in result.notes)
+
+
+def test_what_is_no_size_of_the_chip_leaves_its_figures(tmp_path: Path) -> None:
+    elsa, spatten = find_machine("elsa"), find_machine("spatten")
+    for machine, path, value in (
+        (elsa, "approximate", False), (elsa, "copies", 12), (elsa, "clock", 5e8), (elsa, "bits", 9),
+        (spatten, "memories.dram.bandwidth", 64e9), (spatten, "again", 0.1),
+    ):  # fmt: skip
+        changed = machine.replaced(path, value)
+        assert changed.modules == machine.modules and not changed.notes
+    slower = copied("elsa", tmp_path, "clock = 1e9", "clock = 5e8")
+    assert slower.modules == elsa.modules and slower.clock == 5e8
+
+
+def test_a_file_with_figures_of_its_own_keeps_them(tmp_path: Path) -> None:
+    text = (files("thrifty.simulators.accelerator") / "machines" / "elsa.toml").read_text(encoding="utf-8")
+    changed = text.replace("area_mm2 = 0.202", "area_mm2 = 0.3").replace("bits = 9", "bits = 16")
+    (tmp_path / "mine.toml").write_text(changed, encoding="utf-8")
+    own, elsa = find_machine(str(tmp_path / "mine.toml")), find_machine("elsa")
+    assert own.area == pytest.approx(elsa.area - 0.202 + 0.3) and not own.notes

@@ -6,6 +6,7 @@ In a file areas are in mm² and powers in mW, as papers print them; all else is 
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -51,12 +52,33 @@ def _packaged(name: str) -> AcceleratorSpec:
 
 
 def read_machine(path: Path) -> AcceleratorSpec:
-    """A machine of a file. Raises UsageError with what is wrong with it."""
+    """A machine of a file. Where its modules are those of a machine of the package, their area and power are published
+    for that one's sizes. Raises UsageError with what is wrong with it."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read as a machine: {error}") from error
-    return machine_from(path.stem, content)
+    machine = machine_from(path.stem, content)
+    published = next((one for one in map(_packaged, machine_names()) if _has_modules_of(machine, one)), None)
+    return machine if published is None else _resized(machine, published)
+
+
+def _has_modules_of(machine: AcceleratorSpec, other: AcceleratorSpec) -> bool:
+    def figures(of: AcceleratorSpec) -> dict[str, tuple[str, float, float, float]]:
+        return {name: (part.active, part.area, part.dynamic, part.static) for name, part in of.modules.items()}
+
+    return bool(machine.modules) and machine.design == other.design and figures(machine) == figures(other)
+
+
+def _resized(machine: AcceleratorSpec, published: AcceleratorSpec) -> AcceleratorSpec:
+    """A machine with the area and power that a published one has in its sizes."""
+    wanted, known = machine.values(), published.values()
+    changed = replace(published, name=machine.name)
+    for path in known.keys() & wanted.keys():
+        changed = changed.replaced(path, wanted[path])
+    if others := sorted(path for path in known.keys() ^ wanted.keys() if not path.startswith("memories.dram.")):
+        changed = changed.without_area(f"{'' if others[0] in known else 'no '}{others[0]}")
+    return replace(machine, modules=changed.modules, notes=changed.notes)
 
 
 def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
@@ -97,6 +119,7 @@ def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
         },
         modules={key: _module(name, key, part, content, design) for key, part in modules.items()},
         settings=_settings(name, content.get("settings", {}), design),
+        sizes=design.sizes,
     )
 
 

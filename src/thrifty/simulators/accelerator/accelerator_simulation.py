@@ -99,7 +99,7 @@ def run(
     cycles = sum(layer.cycles for layer in layers)
     energies = [by_activity(machine, active, cycles), by_actions(operations, find_table(table))]
     kept = tuple(energy for energy in energies if energy is not None)
-    notes = dict.fromkeys(note for each in work for note in each.stream.notes)
+    notes = dict.fromkeys((*machine.notes, *(note for each in work for note in each.stream.notes)))
     return SimulationResult(machine, name, engine, multipliers, layers, kept, tuple(notes))
 
 

@@ -84,6 +84,10 @@ class AcceleratorSpec:
     memories: Mapping[str, AcceleratorMemory] = field(default_factory=dict)
     modules: Mapping[str, ChipModule] = field(default_factory=dict)
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    sizes: tuple[str, ...] = ()
+    """Settings that say how large the hardware is, for one size of which area and power are published."""
+    notes: tuple[str, ...] = ()
+    """What has to be known of its figures."""
 
     def __post_init__(self) -> None:
         _check_parts(self)
@@ -113,7 +117,37 @@ class AcceleratorSpec:
 
     def replaced(self, path: str, value: object) -> "AcceleratorSpec":
         """The machine with one value changed: `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or a setting
-        by its name. Raises UsageError for an unknown path or a value of another kind."""
+        by its name. Area and power go with the width of a station, memories apart; with other sizes of the hardware
+        they are not known any more. Raises UsageError for an unknown path or a value of another kind."""
+        changed, before = self._with_value(path, value), self._value(path)
+        if not self.modules or changed._value(path) == before:
+            return changed
+        first, *rest = path.split(".")
+        if first == "stations" and rest[1] == "width":
+            station = changed.stations[rest[0]]
+            note = f"{self.name}: area and power of what works with {rest[0]} go with its width, which is an assumption"
+            modules = self.scaled_modules({rest[0]: station.width / before})
+            return replace(changed, modules=modules, notes=(*self.notes, note))
+        is_size = path in (*self.sizes, "node") or first == "stations" or (first == "memories" and rest[0] != "dram")
+        return changed.without_area(f"{path} = {before}") if is_size else changed
+
+    def without_area(self, published: str) -> "AcceleratorSpec":
+        """The machine in a size for which no area and power are known: they are published for another one."""
+        note = f"area and power of {self.name} are published for {published}: not known in this size"
+        return replace(self, modules={}, notes=(*self.notes, note))
+
+    def values(self) -> dict[str, Setting]:
+        """Every value that can be changed, by its path; of modules none."""
+        values = {**self.settings, "clock": self.clock, "node": self.node, "copies": self.copies}
+        for kind in ("stations", "memories"):
+            for name, part in getattr(self, kind).items():
+                values |= {f"{kind}.{name}.{key}": getattr(part, key) for key in sorted(_keys(part) - {"name"})}
+        return values
+
+    def _value(self, path: str) -> Any:
+        return self.values().get(path)
+
+    def _with_value(self, path: str, value: object) -> "AcceleratorSpec":
         first, *rest = path.split(".")
         if not rest and first in self.settings:
             changed = {**self.settings, first: _like(path, value, self.settings[first])}
@@ -147,11 +181,12 @@ class AcceleratorSpec:
         }
 
     def scaled_modules(self, factors: Mapping[str, float]) -> Mapping[str, ChipModule]:
-        """The modules with area and power in proportion, by what they are active with; an assumption, as any is."""
+        """The modules with area and power in proportion, by what they are active with, memories apart; an assumption,
+        as any is."""
         return {
             name: replace(
                 module,
-                area=module.area * (factor := factors.get(module.active, 1.0)),
+                area=module.area * (factor := 1.0 if "memory" in name else factors.get(module.active, 1.0)),
                 dynamic=module.dynamic * factor,
                 static=module.static * factor,
             )

@@ -79,6 +79,8 @@ class AcceleratorDesign:
     """The machine with at most so many multipliers, all copies together; UsageError where it cannot be so small."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """What a machine may set besides its stations, with the defaults."""
+    sizes: tuple[str, ...] = ()
+    """Those of them that say how large the hardware is."""
     activities: tuple[str, ...] = ()
     """Names in `ItemStream.active` that modules may go by, besides the stations."""
     workload: str = "attention"

@@ -129,4 +129,5 @@ SETTINGS = {
     "bits": 9,
     "most_keys": 320,
 }
-DESIGN = AcceleratorDesign("a3", STATIONS, lower, multipliers, scaled, SETTINGS)
+SIZES = ("depth", "scanned", "compared", "bits", "most_keys")
+DESIGN = AcceleratorDesign("a3", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)

@@ -119,4 +119,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
 
 
 SETTINGS = {"approximate": True, "reordered": True, "lane": 512, "reduction": 0.2, "detected_bits": 4, "bits": 16}
-DESIGN = AcceleratorDesign("dota", STATIONS, lower, multipliers, scaled, SETTINGS, activities=("detect",))
+SIZES = ("lane", "detected_bits", "bits")
+DESIGN = AcceleratorDesign("dota", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES, activities=("detect",))

@@ -125,10 +125,10 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     if budget >= own:
         return replace(machine, copies=budget // own)
     banks, before = budget // bank, machine.stations["attend"].width
-    logic = machine.scaled_modules(dict.fromkeys((*STATIONS, "select"), banks / before))
-    modules = {name: logic[name] if "memory" not in name else own for name, own in machine.modules.items()}
+    modules = machine.scaled_modules(dict.fromkeys((*STATIONS, "select"), banks / before))
     return replace(machine, copies=1, stations=machine.scaled_stations(banks, before), modules=modules)
 
 
 SETTINGS = {"approximate": True, "selectors": 8, "head_width": 64, "bits": 9, "most_keys": 512}
-DESIGN = AcceleratorDesign("elsa", STATIONS, lower, multipliers, scaled, SETTINGS, activities=("select", "norm"))
+SIZES = ("selectors", "head_width", "bits", "most_keys")
+DESIGN = AcceleratorDesign("elsa", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES, activities=("select", "norm"))

@@ -167,4 +167,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
 
 
 SETTINGS = {"merging": 8, "sorted": 1}
-DESIGN = AcceleratorDesign("outerspace", STATIONS, lower, multipliers, scaled, SETTINGS, workload="spgemm")
+SIZES = ("merging", "sorted")
+DESIGN = AcceleratorDesign("outerspace", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES, workload="spgemm")

@@ -159,4 +159,5 @@ SETTINGS = {
     "bits": 16,
     "predicted_bits": 4,
 }
-DESIGN = AcceleratorDesign("sanger", STATIONS, lower, multipliers, scaled, SETTINGS)
+SIZES = ("elements", "ports", "bits", "predicted_bits")
+DESIGN = AcceleratorDesign("sanger", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)

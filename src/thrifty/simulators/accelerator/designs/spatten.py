@@ -107,4 +107,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
 
 
 SETTINGS = {"comparators": 16, "high_bits": 8, "low_bits": 4, "again": 0.059}
-DESIGN = AcceleratorDesign("spatten", STATIONS, lower, multipliers, scaled, SETTINGS)
+SIZES = ("comparators", "high_bits", "low_bits")
+DESIGN = AcceleratorDesign("spatten", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)

@@ -81,4 +81,5 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
 
 
 SETTINGS = {"rows": 32, "columns": 32, "dataflow": "os", "bits": 8}
-DESIGN = AcceleratorDesign("systolic", STATIONS, lower, multipliers, scaled, SETTINGS)
+SIZES = ("rows", "columns", "bits")
+DESIGN = AcceleratorDesign("systolic", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)

@@ -107,7 +107,8 @@ def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
 
 
 SETTINGS = {"line": 8, "global_tokens": 50, "coded": True, "code": 0.5, "bits": 8, "index_bits": 8}
-DESIGN = AcceleratorDesign("vitcod", STATIONS, lower, multipliers, scaled, SETTINGS)
+SIZES = ("line", "bits", "index_bits")
+DESIGN = AcceleratorDesign("vitcod", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)
 
 
 def released_linear_cycles(tokens: int, heads: int, layers: int) -> tuple[int, int]:
