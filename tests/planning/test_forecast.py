@@ -1,20 +1,31 @@
 """Forecasts: intervals that make sense on a busy machine, of plans that were run and of those only counted."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from planned_runs import BATCH, NONE, PLANNER, TIMING, candidate, searching
+import torch
+from planned_runs import BATCH, CATALOGUE, NONE, PLANNER, TIMING, candidate, searching
+from tiny_runs import plain_run
 
+from thrifty.cli.plan.plan_recipe import _units_of
 from thrifty.core.errors import InfeasibleError
 from thrifty.core.recipe import Budget
+from thrifty.core.technique import Numerics
+from thrifty.machine.cpu_features import has_fast_bfloat16
+from thrifty.planning import planner, search_space
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.forecast import refuse_no_step
 from thrifty.planning.forecast_ledger import PredictionRecord
-from thrifty.planning.planner import PlanRequest
+from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.planning.planner import PlanRequest, allowed_options
 from thrifty.planning.probe_jobs import ProbeJob, cache_probe
+from thrifty.planning.search_space import PlanOption
+from thrifty.recipes.language_recipes import fast
+from thrifty.techniques.precision.mixed import MixedPrecision
 
 
 def test_however_noisy_a_probe_was_a_step_takes_time() -> None:
@@ -91,3 +102,35 @@ def test_a_kept_probe_is_not_taken_for_that_of_another_model_of_the_same_name(
     once = cache_probe(probe, "cpu")
     assert once(job) == once(replace(job, recipe={**job.recipe, "name": "b"})) and len(made) == 1
     assert once(replace(job, counted=(50.0, 60.0))).update == 2.0
+
+
+@pytest.mark.slow
+def test_the_table_and_the_reasons_name_the_same_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(candidate: PlanCandidate, bar: float) -> StepTiming:
+        """Steps of which single ones take longer, of some candidates more than of others."""
+        least = 1.0 + 0.01 * len(candidate.ways)
+        return replace(TIMING, passes=(least * (1.0 + 0.17 * len(candidate.ways)),), least=(least,))
+
+    monkeypatch.setattr(planner, "AXES", {"number format": planner.AXES["number format"]})
+    monkeypatch.setattr(search_space, "has_fast_bfloat16", lambda device: True)
+    plan = replace(PLANNER, wanted=PlanRequest(allow=Numerics.DIFFERENT), time=noisy, seconds=math.inf).plan()
+    steps = {candidate.label: forecast.step.value for candidate, forecast in plan.alternatives}
+    told = [re.search(r"a step with (.+) takes ([\d.]+) of the plan's time", reason.why) for reason in plan.reasons]
+    ratios = {match[1]: match[2] for match in told if match}
+    assert ratios and all(f"{steps[name] / steps[plan.chosen.label]:.2f}" == ratios[name] for name in ratios)
+
+
+def test_number_formats_are_those_of_the_device_that_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cluster, units in (("h100-box", True), ("dgx-1-v100", False)):
+        with _units_of(cluster):
+            offered = {name for way in _formats("cpu") for name in (technique.name for technique in way.techniques)}
+            assert ("precision.mixed" in offered) == units
+            assert any(isinstance(technique, MixedPrecision) for technique in fast(1e-3)) == units
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **how: False)
+    assert not has_fast_bfloat16("cuda") and not _formats("cuda")
+
+
+def _formats(device: str) -> list[PlanOption]:
+    plain = plain_run(batch=BATCH)
+    return allowed_options(PLANNER.recipe, plain, CATALOGUE, Numerics.DIFFERENT, device)[0].get("number format", [])

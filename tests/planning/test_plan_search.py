@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, searching
 
-from thrifty.composition.compose import compose, refuse_illegal
+from thrifty.composition.compose import Run, compose, refuse_illegal
 from thrifty.core.errors import InfeasibleError, RefusedError
+from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import Budget
 from thrifty.core.technique import Numerics
+from thrifty.planning import plan_search
 from thrifty.planning.cost_estimates import COUNTED_HIGH, StepTiming
 from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.plan_search import NEAR, PlanSearch
+from thrifty.planning.plan_search import NEAR, PROBES, PlanSearch, TimeOf
 from thrifty.planning.planner import PlanRequest
 from thrifty.planning.probe_jobs import ProbeError
 from thrifty.planning.search_space import NUMERICS_ORDER
@@ -255,3 +257,88 @@ def test_a_budget_is_in_whole_steps_and_refused_where_it_pays_for_none() -> None
     assert PlanRequest().budget(Budget(steps=3), 100.0) == Budget(steps=3)
     with pytest.raises(InfeasibleError, match="do not pay for one step"):
         PlanRequest(flops=10.0).budget(Budget(steps=3), 100.0)
+
+
+def holding(compiled: float, plain: float, run: list[PlanCandidate] | None = None) -> TimeOf:
+    """Probes of processes that hold so many MB beyond their tensors, with compiled code and without."""
+
+    def time(candidate: PlanCandidate, bar: float) -> StepTiming:
+        if run is not None:
+            run.append(candidate)
+        beyond = compiled if candidate.is_compiled else plain
+        timing = by_expectation(candidate)
+        return replace(timing, memory=timing.memory + beyond * MB)
+
+    return time
+
+
+def test_what_a_compiler_takes_is_charged_to_compiled_candidates_alone() -> None:
+    run: list[PlanCandidate] = []
+    search = searching(700.0, base=(CATALOGUE["compile"](),), time=holding(500.0, 40.0, run))
+    best = search.run()
+    assert not best.is_compiled and run[0].is_compiled
+    assert sum(candidate.is_compiled for candidate in run) <= PROBES // 2
+
+
+def test_compiled_candidates_of_which_none_fits_leave_probes_to_the_others() -> None:
+    run: list[PlanCandidate] = []
+    surplus = iter(range(200, 2000, 200))
+
+    def ever_more(candidate: PlanCandidate, bar: float) -> StepTiming:
+        return holding(next(surplus) if candidate.is_compiled else 0.0, 0.0, run)(candidate, bar)
+
+    search = searching(300.0, base=(CATALOGUE["compile"](),), time=ever_more)
+    assert not search.run().is_compiled
+    assert sum(candidate.is_compiled for candidate in run) <= PROBES // 2
+
+
+def test_nothing_is_said_not_to_fit_before_the_leanest_was_run() -> None:
+    def lighter_than_counted(candidate: PlanCandidate, bar: float) -> StepTiming:
+        return replace(by_expectation(candidate), memory=(60 if candidate.ways else 900) * MB)
+
+    assert searching(70.0, Numerics.EXACT, time=lighter_than_counted).run().ways
+    run: list[PlanCandidate] = []
+    search = searching(120.0, Numerics.EXACT, time=holding(100.0, 100.0, run))
+    with pytest.raises(InfeasibleError, match=r"the least that was run is (\d+) MB, with ") as error:
+        search.run()
+    estimates = {candidate.ways: search.estimated(candidate.ways) for candidate in search.combinations()}
+    assert estimates[run[-1].ways] == min(estimates.values())
+    named = float(error.value.fix.split("MB")[0].split()[-1])
+    assert searching(named, Numerics.EXACT, time=holding(100.0, 100.0)).run().ways
+
+
+def test_what_this_machine_has_no_room_for_is_not_run() -> None:
+    run: list[PlanCandidate] = []
+    with pytest.raises(InfeasibleError, match=r"the least is about .*MB counted\)"):
+        searching(60.0, Numerics.EXACT, time=holding(0.0, 0.0, run), free=60 * MB).run()
+    assert not run
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_plan_ends_when_its_time_is_up_and_says_what_was_left_out(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [0.0]
+    monkeypatch.setattr(plan_search, "monotonic", lambda: seconds[0])
+
+    def counted(run: Run) -> Footprint:
+        seconds[0] += 1.0
+        return formula(run)
+
+    def timed(candidate: PlanCandidate, bar: float) -> StepTiming:
+        seconds[0] += 12.0
+        return by_expectation(candidate)
+
+    memory = math.inf if fits else 420.0
+    search = searching(memory, Numerics.DIFFERENT, count=counted, time=timed, allowance=lambda step: 40.0, began=0.0)
+    best = search.run()
+    assert seconds[0] <= 40.0 + 12.0 and best.timing and search.stopped
+    assert "not counted" in " ".join(search.refused.values())
+    in_time = searching(memory, Numerics.DIFFERENT, count=counted, time=timed, began=seconds[0])
+    assert in_time.run().least_step <= best.least_step and not in_time.stopped
+
+
+def test_without_time_the_recipe_alone_is_run() -> None:
+    run: list[PlanCandidate] = []
+    search = searching(math.inf, Numerics.DIFFERENT, time=holding(0.0, 0.0, run), allowance=lambda step: 0.0)
+    assert search.run().ways == () and len(run) == 1 and search.stopped

@@ -5,6 +5,9 @@ import platform
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -38,9 +41,25 @@ def can_compile() -> bool:
     return cpp_compiler() is not None and has_python_headers()
 
 
-def has_fast_bfloat16() -> bool:
-    """Whether matrix products in bfloat16 run on units of their own: on the GPU where there is one, else the CPU."""
-    if torch.cuda.is_available():
+_ASSUMED: ContextVar[bool | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assume_bfloat16(units: bool) -> Iterator[None]:
+    """What is decided by units for bfloat16 is decided for another device, which has them or not."""
+    before = _ASSUMED.set(units)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(before)
+
+
+def has_fast_bfloat16(device: str = "") -> bool:
+    """Whether matrix products in bfloat16 run on units of their own, on a device of this type: by default on the GPU
+    where there is one, else on the CPU."""
+    if (assumed := _ASSUMED.get()) is not None:
+        return assumed
+    if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     if platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -144,7 +144,8 @@ class ChoiceExplainer:
         """Of a technique that was looked at: refused, slower as measured, too little, or only a cost here."""
         counted = [way for way in ways if way in self.search.singles]
         if not counted:
-            return f"refused: {self.search.refused[ways[0]]}"
+            why = self.search.refused[ways[0]]
+            return why if why.startswith("not counted") else f"refused: {why}"
         if any(way.is_for_speed for way in counted):
             return self._no_faster(counted)
         return self._not_needed(counted)

@@ -121,7 +121,8 @@ class Forecaster:
     own_devices: bool = False
     """Whether ranks have a device each."""
 
-    def forecast(self, candidate: PlanCandidate, budget: Budget) -> Forecast:
+    def forecast(self, candidate: PlanCandidate, budget: Budget, slowdown: float = 1.0) -> Forecast:
+        """`slowdown` is by how much steps of a run take longer than the fastest, by which candidates are compared."""
         timing, footprint = candidate.timing, candidate.footprint
         assert footprint is not None
         if timing is None:
@@ -130,7 +131,7 @@ class Forecaster:
             memory, started, aside = Estimate.within(footprint.memory, 0.9, candidate.counted_high), 0.0, 0.0
             time_is = ("not measured", 0.0)
         else:
-            step = self._step(candidate.step, timing)
+            step = self._step(slowdown * candidate.least_step, timing)
             peak = max(timing.memory, footprint.memory)
             # a compiler's own memory is in what was seen, and is not taken again where its results are cached
             low = footprint.memory / peak if candidate.is_compiled else 1.0

@@ -38,6 +38,12 @@ class PlanCandidate:
         return self.mesh.least_ranks
 
     @property
+    def tensors(self) -> float:
+        """Bytes of tensors at the peak of a rank, counted."""
+        assert self.footprint is not None
+        return self.footprint.memory
+
+    @property
     def counted_high(self) -> float:
         """By what factor a rank may hold more than is counted for it."""
         return COUNTED_HIGH if self.ranks == 1 else OVER_MESH_HIGH

@@ -7,9 +7,13 @@ run its steps within the memory that was asked for.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import product
-from math import inf, prod
+from math import ceil, inf, prod
+from statistics import median
+from time import monotonic
+from typing import NoReturn
 
 from thrifty.composition.compose import refuse_illegal
 from thrifty.core.errors import InfeasibleError, ThriftyError, reason_of
@@ -29,6 +33,10 @@ NEAR = 1.25
 """By how much a step may be expected to take longer than the best that was run, and still be run."""
 NO_DIFFERENCE = 0.03
 """A candidate that changes more must be faster by more than this share, and by more than its own noise."""
+COUNTING = 0.5
+"""The share of a plan's time in which options are counted; the rest is for probes."""
+SOME_PROBE = 10.0
+"""Seconds that a probe is expected to take as long as none was made."""
 
 NO_ROOM = "does not fit the disk"
 
@@ -49,6 +57,11 @@ class PlanSearch(SingleOptionCosts):
     """Why something else than memory does not suffice for a candidate that was counted; "" where all does."""
     shared: bool = False
     """Whether the memory is there for all ranks together, and not for each."""
+    free: float = inf
+    """Bytes that this machine has for a probe."""
+    allowance: Callable[[float], float] = lambda step: inf
+    """The seconds that a plan may take, by those of the fastest step so far; infinite where none was timed."""
+    began: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,28 +71,65 @@ class PlanSearch(SingleOptionCosts):
         self.misfits: dict[tuple[PlanOption, ...], str] = {}
         """Candidates that were counted or run and do not fit, or whose probe failed, and why."""
         self.failed: set[tuple[PlanOption, ...]] = set()
-        """Those of them whose probe failed."""
+        """Those of them that were counted to fit, and whose probe failed."""
+        self.held: dict[tuple[PlanOption, ...], float] = {}
+        """Those of them that were run, and the memory in bytes in which a plan would take them."""
         self.surpluses: dict[tuple[bool, int], list[float]] = defaultdict(list)
         """Bytes that processes were seen to hold beyond their tensors, by whether code is compiled, and by ranks."""
         self.probes = 0
+        self.fastest, self.longest_probe = inf, SOME_PROBE
+        """Seconds of the fastest step that was run, whether it fits or not, and of the longest probe."""
+        self.stopped = ""
+        """What was left out because the time for planning was up, if it was."""
 
     def run(self) -> PlanCandidate:
-        """The best candidate; raises InfeasibleError, saying what to relax and by how much, where none fits."""
+        """The best candidate; raises InfeasibleError, saying what to relax and by how much, where none fits. Whatever
+        the time, one candidate is run, and nothing is said not to fit before the leanest was."""
+        self.say(f"the recipe as it is: {self.plainest.memory / 1e6:,.0f} MB counted")
+        self._try_recipe()
         self.look_at_singles()
         self.counts = 0
         for candidate in self._promising():
-            if self._has_enough():
+            if self._has_enough() or self._is_late():
                 break
-            if not self._is_behind(candidate):
+            if not (self._is_behind(candidate) or self._is_hopeless(candidate)):
                 self.try_out(candidate)
         if not self.tried:
-            self._raise_infeasible()
+            self._try_leanest()
         return self.best()
 
+    @property
+    def seconds_left(self) -> float:
+        return self.allowance(self.fastest) - (monotonic() - self.began)
+
+    def fits(self) -> bool:
+        return bool(self.tried)
+
+    def is_counting_late(self) -> bool:
+        has_each_axis = len(self.singles) + len(self.refused) >= len(self.ways)
+        if not has_each_axis or self.seconds_left >= (1 - COUNTING) * self.allowance(self.fastest):
+            return False
+        self.stopped = "options that were not counted"
+        return True
+
+    def _is_late(self) -> bool:
+        """Whether another probe would take longer than there is time for; where nothing was tried, one more may."""
+        begun = self.tried or self.probes or self.counts >= FINALISTS
+        if not begun or self.seconds_left > (self.longest_probe if self.time else 0.0):
+            return False
+        self.stopped = "combinations that were not tried"
+        return True
+
     def beyond(self, candidate: PlanCandidate) -> float:
-        """Bytes that a process like this one seems to hold beyond its tensors, whatever else is chosen."""
-        compiled, ranks = candidate.is_compiled, candidate.ranks
-        return min(self.surpluses[compiled, ranks] or self.surpluses[not compiled, ranks], default=0.0)
+        """Bytes that a process like this one holds beyond its tensors, as the probes of its kind say: compilers take
+        memory of their own, which says nothing of code that is not compiled."""
+        own = self.surpluses[candidate.is_compiled, candidate.ranks]
+        return median(own) if own else min(self.surpluses[False, candidate.ranks], default=0.0)
+
+    def _is_hopeless(self, candidate: PlanCandidate) -> bool:
+        """Whether probes of its kind, compiled or not, were half of all that may be made, and none of them fitted."""
+        own = len(self.surpluses[candidate.is_compiled, candidate.ranks])
+        return own >= PROBES // 2 and all(c.is_compiled != candidate.is_compiled for c in self.tried)
 
     def room(self, candidate: PlanCandidate) -> float:
         """Bytes that each of its ranks may hold."""
@@ -111,16 +161,19 @@ class PlanSearch(SingleOptionCosts):
         choices = [[None, *(way for way in some if way in self.singles)] for some in self.ways.values()]
         for chosen in product(*choices):
             ways = tuple(way for way in chosen if way is not None)
-            techniques = apply_options(ways, self.base)
-            try:
-                refuse_illegal(techniques)
-            except ThriftyError:
-                continue
-            yield PlanCandidate(ways, techniques, self.plain.source.batch, prod(map(self.relative, ways)))
+            candidate = self._candidate(ways)
+            with suppress(ThriftyError):
+                refuse_illegal(candidate.techniques)
+                yield candidate
+
+    def _candidate(self, ways: tuple[PlanOption, ...]) -> PlanCandidate:
+        techniques = apply_options(ways, self.base)
+        return PlanCandidate(ways, techniques, self.plain.source.batch, prod(map(self.relative, ways)))
 
     def _promising(self) -> Iterator[PlanCandidate]:
-        """The recipe as it is, then combinations from the fastest; of equal ones that which changes least."""
-        ordered = sorted(self.combinations(), key=lambda c: (bool(c.ways), round(c.relative, 3), len(c.ways)))
+        """Combinations from the fastest; of equal ones that which changes least."""
+        changed = (candidate for candidate in self.combinations() if candidate.ways)
+        ordered = sorted(changed, key=lambda c: (round(c.relative, 3), len(c.ways)))
         estimates = [(candidate, self.estimated(candidate.ways)) for candidate in ordered]
         yield from (candidate for candidate, memory in estimates if memory <= self.room(candidate))
         # an estimate may be too high as well: what is little above comes last, the least first
@@ -132,27 +185,69 @@ class PlanSearch(SingleOptionCosts):
         alike = sum(self.kind(other) == self.kind(candidate) for other in self.tried)
         if alike >= ALIKE or any(self._only_costs(candidate, other) for other in self.tried):
             return
+        counted = self._counted(candidate)
+        if counted is None:
+            return
+        if self._least_room(counted) > self.room(candidate):
+            self.misfits[candidate.ways] = self._misfit(counted)
+            return
+        self._run(counted)
+
+    def _try_recipe(self) -> None:
+        """Run the recipe as it is even where it was counted not to fit: how long its steps take says how long planning
+        may, and what its process holds is known of others then."""
+        if base := self._counted(self._candidate(())):
+            self._run_if_possible(base)
+
+    def _run_if_possible(self, candidate: PlanCandidate) -> None:
+        """Run what may not fit where this machine has room for it; where nothing is run, take it if it fits."""
+        room = self.room(candidate) if self.time is None else self.free / candidate.ranks
+        if self._least_room(candidate) <= room:
+            self._run(candidate)
+        else:
+            self.misfits[candidate.ways] = self._misfit(candidate)
+
+    def _misfit(self, candidate: PlanCandidate) -> str:
+        beyond = self.beyond(candidate)
+        besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
+        return f"does not fit: {candidate.tensors / 1e6:,.0f} MB counted{besides}"
+
+    def _counted(self, candidate: PlanCandidate) -> PlanCandidate | None:
+        """The candidate with its footprint; None where a technique refuses, or the disk has no room for it."""
         try:
             footprint = self._footprint(candidate.ways)
             undivided = self._footprint(tuple(way for way in candidate.ways if way.mesh == ONE_RANK))
         except Exception as refusal:  # a bug of one option is no reason to end the plan
             self.misfits[candidate.ways] = reason_of(refusal)
-            return
-        candidate = replace(candidate, footprint=footprint, undivided=undivided)
-        beyond, room = self.beyond(candidate), self.room(candidate)
-        memory = footprint.memory + beyond
-        if footprint.memory * candidate.counted_high > room or memory * self.margin > room:
-            besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
-            self.misfits[candidate.ways] = f"does not fit: {footprint.memory / 1e6:,.0f} MB counted{besides}"
-            return
-        if lacks := self.no_room(candidate):
+            return None
+        counted = replace(candidate, footprint=footprint, undivided=undivided)
+        if lacks := self.no_room(counted):
             self.misfits[candidate.ways] = lacks
-            return
-        if self.time is not None:
-            candidate = self._timed(candidate)
-            if candidate.timing is None:
-                return
-        self.tried.append(candidate)
+            return None
+        return counted
+
+    def _least_room(self, candidate: PlanCandidate) -> float:
+        """Bytes that each of its ranks must be allowed to hold, before it was run."""
+        return max(
+            candidate.tensors * candidate.counted_high, (candidate.tensors + self.beyond(candidate)) * self.margin
+        )
+
+    def _run(self, candidate: PlanCandidate) -> None:
+        """Run it, where probes are made, and keep it if it fits."""
+        timed = candidate if self.time is None else self._timed(candidate)
+        if self.time is None or timed.timing is not None:
+            self.tried.append(timed)
+
+    def _try_leanest(self) -> None:
+        """Run the combination that is expected to hold least, though it was counted not to fit: counts are a little
+        off, and what a process holds besides is not known of what was not run. Raises InfeasibleError where nothing
+        fits."""
+        leanest = sorted(self.combinations(), key=lambda c: self.estimated(c.ways) + self.beyond(c))
+        least = next((counted for candidate in leanest if (counted := self._counted(candidate))), None)
+        if least is not None and least.ways not in {*self.held, *self.failed}:
+            self._run_if_possible(least)
+        if not self.tried:
+            self._raise_infeasible(least)
 
     def _footprint(self, ways: tuple[PlanOption, ...]) -> Footprint:
         if not ways:
@@ -176,20 +271,23 @@ class PlanSearch(SingleOptionCosts):
             return replace(candidate, timing=_lighter(sibling, candidate))
         self.say(f"running {candidate.label}")
         self.probes += 1
+        began = monotonic()
         try:
             timing = self.time(candidate, NEAR * self.bar)
         except ProbeError as failure:
             self.misfits[candidate.ways] = failure.what
-            self.failed.add(candidate.ways)
+            if self._least_room(candidate) <= self.room(candidate):
+                self.failed.add(candidate.ways)
             self.say(failure.what)
             return candidate
-        assert candidate.footprint is not None
-        self.surpluses[candidate.is_compiled, candidate.ranks].append(
-            max(timing.memory - candidate.footprint.memory, 0.0)
-        )
+        finally:
+            self.longest_probe = max(self.longest_probe, monotonic() - began)
+        self.surpluses[candidate.is_compiled, candidate.ranks].append(max(timing.memory - candidate.tensors, 0.0))
+        self.fastest = min(self.fastest, timing.least_step(candidate.batch, candidate.parts))
         step = timing.step(candidate.batch, candidate.parts)
         self.say(f"its steps take {step:.3g} s, and its process took {timing.memory / 1e6:,.0f} MB")
         if timing.memory * self.margin > self.room(candidate):
+            self.held[candidate.ways] = timing.memory * self.margin * (candidate.ranks if self.shared else 1)
             self.misfits[candidate.ways] = (
                 f"does not fit: its process took {timing.memory / 1e6:,.0f} MB when it was run"
             )
@@ -216,7 +314,7 @@ class PlanSearch(SingleOptionCosts):
         spread = candidate.timing.spread if candidate.timing else 0.0
         return max(NO_DIFFERENCE, spread / 2)
 
-    def _raise_infeasible(self) -> None:
+    def _raise_infeasible(self, least: PlanCandidate | None) -> NoReturn:
         if failures := [why for ways, why in self.misfits.items() if ways in self.failed]:
             raise InfeasibleError(
                 f"nothing that fits {self.memory / 1e6:,.0f} MB ran its steps: {failures[0]}",
@@ -224,14 +322,18 @@ class PlanSearch(SingleOptionCosts):
             )
         if full := next((why for why in self.misfits.values() if why.startswith(NO_ROOM)), ""):
             raise InfeasibleError(f"what was counted {full}", fix="--disk with more, --set checkpoints.keep=1")
-        least = min(self.combinations(), key=lambda candidate: self.estimated(candidate.ways))
-        needed = self.estimated(least.ways) * least.counted_high + self.beyond(least) * self.margin
-        why = self.misfits.get(least.ways, "")
+        if least is None:
+            raise InfeasibleError(f"every combination is refused: {next(iter(self.misfits.values()))}")
+        if self.held:
+            ways, needed = min(self.held.items(), key=lambda pair: pair[1])
+            label = PlanCandidate(ways, (), 0).label
+            what = f"the least that was run is {needed / self.margin / 1e6:,.0f} MB, with {label}"
+        else:
+            needed = self._least_room(least) * (least.ranks if self.shared else 1)
+            what = f"the least is about {needed / 1e6:,.0f} MB, with {least.label} ({self.misfits[least.ways]})"
         raise InfeasibleError(
-            f"nothing that may be changed fits {self.memory / 1e6:,.0f} MB: the least is about {needed / 1e6:,.0f} MB, "
-            f"with {least.label}" + (f" ({why})" if why else ""),
-            fix=f"--memory {needed * 1.1 / 1e6:.0f}MB, --allow different, or a smaller model, "
-            "data.length or data.batch",
+            f"nothing that may be changed fits {self.memory / 1e6:,.0f} MB: {what}",
+            fix=f"--memory {ceil(needed / 1e6)}MB, --allow different, or a smaller model, data.length or data.batch",
         )
 
 

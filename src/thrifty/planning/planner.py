@@ -2,6 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf, isinf
+from statistics import median
+from time import monotonic
 from typing import Any
 
 import torch
@@ -12,7 +16,7 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
 from thrifty.core.tensor_tracing import gc_frozen
 from thrifty.planning.choice_explanations import ChoiceExplainer, ChoiceReason
-from thrifty.planning.forecast import MARGIN, Forecast, Forecaster, PlanRequest, refuse_no_step
+from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, PlanRequest, refuse_no_step
 from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
@@ -31,6 +35,8 @@ from thrifty.planning.search_space import (
 
 STEPS = 1000
 """Of a run whose budget is none in steps, for what depends on them."""
+SHARE = 0.2
+"""The share of a run's time that planning it may take."""
 OUTSIDE = "installed by a third party, whose code is loaded only where a recipe names it: try it with --with"
 
 
@@ -45,6 +51,8 @@ class Plan:
     reasons: tuple[ChoiceReason, ...]
     past: Mapping[str, PredictionRecord]
     """The ledger's of "memory" and "step"."""
+    stopped: str = ""
+    """That the time for planning was up and what was left out, if it was."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -58,6 +66,7 @@ class Plan:
                 for candidate, forecast in self.alternatives
             ],
             "misfits": dict(self.misfits),
+            "stopped": self.stopped,
             "techniques": [reason.as_dict() for reason in self.reasons],
         }
 
@@ -84,8 +93,9 @@ def allowed_options(
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans for a recipe whose data are open. `rate` is FLOP/s that training reaches here, for plans without probes;
-    `tokens` are those of an example; there may be as many `ranks`, or one."""
+    """Plans for a recipe whose data are open. `rate` is FLOP/s that training reaches here, as long as nothing was run;
+    `tokens` are those of an example; there may be as many `ranks`, or one. Planning takes `seconds` since it `began`,
+    or a fifth of what the run takes."""
 
     recipe: Recipe
     plain: BaseRun
@@ -106,6 +116,10 @@ class Planner:
     ranks: int = 1
     shared: bool = False
     """Whether the memory wanted is there for all ranks together, and not for each."""
+    free: float = inf
+    """Bytes that this machine has for a probe."""
+    seconds: float | None = None
+    began: float = field(default_factory=monotonic)
 
     @gc_frozen()
     def plan(self) -> Plan:
@@ -126,13 +140,16 @@ class Planner:
             self.finalists,
             self.no_room,
             self.shared,
+            self.free,
+            self._allowance,
+            self.began,
             device=self.device,
             say=self.say,
         )
         chosen = search.run()
-        flops = self._plain_flops(steps) if self.wanted.flops is not None else 1.0
-        budget = self.wanted.budget(self.recipe.budget, flops)
-        forecasts = {c.ways: self.forecast(c, budget, records[c.ranks]) for c in search.tried}
+        budget = self.budget
+        slowdown = median([c.step / c.least_step for c in search.tried if c.timing] or [1.0])
+        forecasts = {c.ways: self.forecast(c, budget, records[c.ranks], slowdown) for c in search.tried}
         forecast = forecasts[chosen.ways]
         refuse_no_step(budget, forecast.steps.value, forecast.step.value, chosen.batch * self.tokens, forecast.startup)
         self.wanted.refuse_late(forecast.seconds)
@@ -160,6 +177,36 @@ class Planner:
             misfits={PlanCandidate(ways, (), 0).label: why for ways, why in search.misfits.items()},
             reasons=(*told.all(), *(ChoiceReason(name, "not taken", OUTSIDE) for name in self.outside)),
             past=records[chosen.ranks],
+            stopped=self._stopped(search),
+        )
+
+    @cached_property
+    def budget(self) -> Budget:
+        flops = self._plain_flops(self.recipe.budget.steps or STEPS) if self.wanted.flops is not None else 1.0
+        return self.wanted.budget(self.recipe.budget, flops)
+
+    @cached_property
+    def _unsure_step(self) -> float:
+        """Seconds of a step before any was run: of small models, which reach less of a machine."""
+        return UNSURE * self._plain_flops(self.recipe.budget.steps or STEPS) / self.rate
+
+    def _allowance(self, step: float) -> float:
+        """Seconds that planning may take where a step takes so many."""
+        if self.seconds is not None:
+            return self.seconds
+        if self.budget.seconds is not None:
+            return SHARE * self.budget.seconds
+        steps = self.budget.steps or (self.budget.tokens or 0) / (self.plain.source.batch * self.tokens)
+        return SHARE * steps * (self._unsure_step if isinf(step) else step)
+
+    def _stopped(self, search: PlanSearch) -> str:
+        if not search.stopped:
+            return ""
+        limit = "--seconds" if self.seconds is not None else "a fifth of what the run takes"
+        allowed, took = search.allowance(search.fastest), monotonic() - self.began
+        return (
+            f"stopped after {took:.0f} s, with {search.stopped}: {allowed:.0f} s are {limit}; "
+            f"--seconds {max(2 * took, 60):.0f} looks further"
         )
 
     def _records(self, ranks: int) -> dict[str, PredictionRecord]:
@@ -171,8 +218,10 @@ class Planner:
         own_devices = self.device.type != "cpu"
         return Forecaster(self.recipe, self.wanted, self.tokens, self.rate, past, self.data, own_devices)
 
-    def forecast(self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord]) -> Forecast:
-        return self.expecting(past).forecast(candidate, budget)
+    def forecast(
+        self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord], slowdown: float = 1.0
+    ) -> Forecast:
+        return self.expecting(past).forecast(candidate, budget, slowdown)
 
     def no_room(self, candidate: PlanCandidate) -> str:
         """Why a candidate does not fit the disk; "" where it does."""

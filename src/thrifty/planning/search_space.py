@@ -28,7 +28,8 @@ def _anywhere(device: str) -> str:
 
 
 def _units(device: str) -> str:
-    return "" if device != "cpu" or has_fast_bfloat16() else "this processor has no units for bfloat16: it is slower"
+    kind = "processor" if device == "cpu" else "GPU"
+    return "" if has_fast_bfloat16(device) else f"this {kind} has no units for bfloat16: it is slower"
 
 
 def _on_processors(device: str) -> str:
@@ -76,10 +77,10 @@ AXES: dict[str, tuple[OptionTemplate, ...]] = {
         _within("memory.optimal_recompute", 1.02, 0.75),
         _within("memory.optimal_recompute", 1.02, 0.5),
         _within("memory.optimal_recompute", 1.02, 0.25),
+        _within("memory.activation_budget", 1.1, 0.5),
+        _one("memory.recompute", 1.1, schedule="selective"),
         _one("memory.recompute", 1.02, every=2),
         _one("memory.recompute", 1.02, every=1),
-        _one("memory.recompute", 1.1, schedule="selective"),
-        _within("memory.activation_budget", 1.1, 0.5),
     ),
     "saved tensors": (
         _one("memory.compress_activations", 1.1, bits=8),
@@ -93,7 +94,8 @@ AXES: dict[str, tuple[OptionTemplate, ...]] = {
         _one("memory.offload_optimizer", 1.03),
     ),
 }
-"""What a plan tries, by axis. A choice: of a technique that is not here, the plan says why it was not looked at."""
+"""What a plan tries, by axis, what saves most memory last. A choice: of a technique that is not here, the plan says
+why it was not looked at."""
 ADAPTER_OPTIONS = (_one("adapters.lora", 0.75),)
 """Offered where the model is trained already."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 
 import torch
@@ -17,6 +18,10 @@ from thrifty.planning.cost_estimates import count_footprint, interpolate_footpri
 from thrifty.planning.search_space import MICRO_BATCHES, PlanOption, apply_options, mesh_of
 
 COUNTED_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "flops")
+
+
+def _adds(way: PlanOption) -> bool:
+    return bool(way.techniques)
 
 
 @dataclass
@@ -56,16 +61,29 @@ class SingleOptionCosts:
 
     def look_at_singles(self) -> None:
         """The footprint of every way by itself, or why it is refused."""
-        self.say(f"the recipe as it is: {self.plainest.memory / 1e6:,.0f} MB counted")
-        for axis, ways in self.ways.items():
-            cutting = sorted((way for way in ways if way.techniques), key=self._rows)
-            inner = cutting[1:-1] if axis == MICRO_BATCHES else []
-            self._look_at(way for way in ways if way not in inner)
-            if inner:
-                self._tell(inner, cutting[0], cutting[-1])
+        cutting = sorted((way for way in self.ways.get(MICRO_BATCHES, ()) if way.techniques), key=self._rows)
+        inner = cutting[1:-1]
+        # in turns, so that each axis has its share where time is short; on each what saves most memory stands last,
+        # and what only takes techniques out stands first
+        axes = [some if self.fits() else sorted(some[::-1], key=_adds) for some in self.ways.values()]
+        in_turns = (way for turn in zip_longest(*axes) for way in turn if way is not None)
+        self._look_at(way for way in in_turns if way not in inner)
+        if inner:
+            self._tell(inner, cutting[0], cutting[-1])
+
+    def fits(self) -> bool:
+        """Whether the recipe as it is was found to fit, so that what is faster counts for more than what is leaner."""
+        return True
+
+    def is_counting_late(self) -> bool:
+        """Whether the time for counting is up."""
+        return False
 
     def _look_at(self, ways: Iterable[PlanOption]) -> None:
         for way in ways:
+            if self.is_counting_late():
+                self.refused[way] = "not counted: the time for planning was up"
+                continue
             try:
                 self.singles[way] = self.counted((way,))
                 self.say(f"{way.label}: {self.singles[way].memory / 1e6:,.0f} MB counted")

@@ -30,11 +30,13 @@ def plan_on_machine(
     probe: bool = True,
     probe_seconds: float = 20.0,
     probed_candidates: int = 4,
+    seconds: float | None = None,
     ranks: int = 1,
     quiet: bool = False,
 ) -> Plan:
-    """The plan for a recipe on this machine, with a `model` in place of the recipe's, for as many `ranks` or for one.
-    Raises InfeasibleError where nothing fits."""
+    """The plan for a recipe on this machine, with a `model` in place of the recipe's, for as many `ranks` or for one,
+    that takes `seconds` or a fifth of the run's time. Raises InfeasibleError where nothing fits."""
+    import time
     from math import isinf
 
     from thrifty import techniques
@@ -48,6 +50,7 @@ def plan_on_machine(
     from thrifty.training.run_ledger import record_forecast
     from thrifty.training.run_setup import choose_device, prepare_run
 
+    began = time.monotonic()
     if recipe.mesh.least_ranks > 1:
         raise UsageError(
             "the recipe has a mesh, and a plan looks for one",
@@ -60,8 +63,9 @@ def plan_on_machine(
     prepared = prepare_run(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run
     shared = isinf(wanted.memory) and run.device.type == "cpu"
+    free = free_memory(run.device)
     if isinf(wanted.memory):
-        wanted = replace(wanted, memory=free_memory(run.device))
+        wanted = replace(wanted, memory=free)
     known = {*techniques.own_names(), *(technique.name for technique in recipe.techniques)}
     catalogue = {name: techniques.find(name) for name in sorted(known)}
     plan = Planner(
@@ -72,7 +76,7 @@ def plan_on_machine(
         device=run.device,
         tokens=prepared.data.example_unit,
         data=_prepared_bytes(prepared),
-        rate=measure_throughput(0.4).sustained if not probe else 1.0,
+        rate=measure_throughput(0.4).sustained,
         time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, model) if probe else None,
         kept=entries(run.device.type),
         outside=sorted({*techniques.names()} - known),
@@ -81,6 +85,9 @@ def plan_on_machine(
         finalists=probed_candidates,
         ranks=ranks,
         shared=shared,
+        free=free,
+        seconds=seconds,
+        began=began,
     ).plan()
     if model is None:  # a recipe does not name it, and a run of that recipe alone is another run
         record_forecast(recipe_to_data(plan.recipe), _expected(plan))

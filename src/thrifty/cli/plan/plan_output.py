@@ -63,6 +63,8 @@ def format_plan(plan: Plan) -> list[str]:
     ]
     disk = ", ".join(f"{_bytes(size)} of {name}" for name, size in forecast.disk.items())
     lines.append(f"disk     {_bytes(sum(forecast.disk.values()))} at most: {disk}")
+    if plan.stopped:
+        lines.append(f"planning {plan.stopped}")
     if forecast.cost is not None:
         lines.append(f"cost     {_between(forecast.cost, significant)}")
     return lines

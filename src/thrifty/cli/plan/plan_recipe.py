@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from math import inf, isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,8 @@ OTHERS = ("size", "fit")
 EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
 WANTED = ("memory", "disk", "hours", "tokens", "flops", "allow", "price")
 """Options that say what is asked of a plan: see `_wanted`."""
-PROBING = ("probe", "probe_seconds", "probed_candidates")
-"""Options that only apply when steps are run."""
+PROBING = ("probe", "probe_seconds", "probed_candidates", "seconds")
+"""Options that only apply when steps are run, or could be."""
 
 
 @click.command(name="recipe")
@@ -49,6 +50,9 @@ PROBING = ("probe", "probe_seconds", "probed_candidates")
 @click.option("--probe/--no-probe", default=None, help="Whether steps are run, or only counted.  [default: probe]")
 @click.option("--probe-seconds", type=float, help="How long the steps of one probe may take.  [default: 20]")
 @click.option("--probed-candidates", type=click.IntRange(1), help="Candidates that are run.  [default: 4]")
+@click.option(
+    "--seconds", type=click.FloatRange(0), help="How long planning may take.  [default: a fifth of the run's time]"
+)
 @click.option("--cluster", metavar="NAME|FILE", help="Plan for a cluster that is not here, by simulation.")
 @click.option("--ranks", type=click.IntRange(1), help="Devices: of this machine, or of the cluster, unless all of it.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the recipe here, ready for thrifty train.")
@@ -83,7 +87,8 @@ def plan_recipe(
     probing = {name: value for name in PROBING if (value := options.pop(name)) is not None}
     _refuse_misspelled_command(recipe)
     model = own_model(options.pop("model")) if is_own(options["model"]) else None
-    chosen = build_recipe(recipe, **options).recipe()
+    with _units_of(cluster):
+        chosen = build_recipe(recipe, **options).recipe()
     if model is not None and "script" in exports:
         raise UsageError(
             "--export script writes the model that a recipe names, and --model names one of your own",
@@ -100,6 +105,14 @@ def plan_recipe(
     finally:  # a plan that took minutes is told, whatever becomes of its exports
         facts = plan.as_dict() | {"written": [str(path) for path in written]}
         print_result(facts, lambda: print_plan(plan, written, _start(model, plan.chosen.ranks)), as_json)
+
+
+def _units_of(cluster: str | None) -> AbstractContextManager[None]:
+    """What a recipe makes of number formats is decided by the device that is planned for."""
+    from thrifty.machine.cpu_features import assume_bfloat16
+    from thrifty.planning.cluster_file import read_cluster
+
+    return nullcontext() if cluster is None else assume_bfloat16(read_cluster(cluster).device.has_fast_bfloat16)
 
 
 def _start(model: UserModel | None, ranks: int = 1) -> str:

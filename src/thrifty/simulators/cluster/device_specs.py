@@ -23,6 +23,10 @@ class DeviceSpec:
     sources: Mapping[str, str]
     """Where `flops`, `memory` and `bandwidth` are from."""
 
+    @property
+    def has_fast_bfloat16(self) -> bool:
+        return self.flops.get("bfloat16", 0.0) > self.flops.get("float32", 0.0)
+
     def rate(self, number_format: str) -> float:
         """FLOP/s in a number format; UsageError where the device has no units for it."""
         if number_format not in self.flops:
