@@ -8,11 +8,17 @@ import torch
 from chat_runs import sums, write_rows
 from opened_data import opened_kinds, prepared_on_a_rank
 from rank_processes import on_ranks
+from safetensors import safe_open
 from tiny_recipes import digits, text
 
-from thrifty.core.recipe import ObjectiveSettings, Recipe
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Budget, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.models import export_model, hf_folder, model_shape
+from thrifty.techniques.adapters.lora import Lora
+from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 from thrifty.training.run_setup import prepare_run
+from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
 
 
@@ -58,3 +64,34 @@ def test_each_rank_opens_the_data_once(tmp_path: Path) -> None:
     ranks = on_ranks(2, prepared_on_a_rank, recipe)
     assert [names for names, _ in ranks] == [["text"]] * 2
     assert ranks[0][1] == ranks[1][1]
+
+
+WRONG = {
+    "preset": (ModelSettings(preset="llama-nan"), "did you mean 'llama-nano'"),
+    "kind": (ModelSettings(preset="vit-nano"), "cannot learn next_token"),
+    "folder": (ModelSettings(folder="/nowhere"), "there is no model folder"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_model_that_cannot_be_meant_is_refused_before_data_are_prepared(wrong: str, tmp_path: Path) -> None:
+    model, message = WRONG[wrong]
+    with opened_kinds() as opened, pytest.raises(UsageError, match=message):
+        prepare_run(replace(text(tmp_path), model=model), quiet=True)
+    assert opened == [] and not (tmp_path / "cache").exists()
+
+
+def test_the_weights_of_a_folder_are_read_once_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = text(tmp_path, budget=Budget(steps=2))
+    run = Path(train(recipe, tmp_path / "runs", quiet=True)["folder"])
+    model, _ = load_trained_model(run)
+    folder = tmp_path / "model"
+    export_model(model, model_shape(recipe.model, 300, 16), folder, run / "tokenizer.json")
+    opened: list[Path] = []
+    monkeypatch.setattr(hf_folder, "safe_open", lambda path, kind: opened.append(path) or safe_open(path, kind))
+    settings = ModelSettings(folder=str(folder))
+    tuned = replace(recipe, name="tuned", model=settings, techniques=(*recipe.techniques, Lora(), Recompute()))
+    assert train(tuned, tmp_path / "runs", quiet=True)["status"] == "finished"
+    assert opened == [folder / "model.safetensors"]

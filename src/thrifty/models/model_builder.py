@@ -5,20 +5,22 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import ModelSpec, TextModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.models.families import FAMILIES, assemble
+from thrifty.models.hf_folder import weight_files
 from thrifty.models.masked_autoencoder import MaskedAutoencoder, encoder_alone
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import PRESETS
-from thrifty.models.model_resolution import check_fit, shape_for, stated_sizes
+from thrifty.models.model_resolution import check_fit, own_shape, shape_for, stated_sizes
 from thrifty.models.transformer import Task, initialize
 from thrifty.models.vision_transformer import VisionTransformer, refit
-from thrifty.models.weight_conversion import import_folder
+from thrifty.models.weight_conversion import folder_shape, import_folder
 
 _SEES = {
     "next_token": "no token sees later ones",
@@ -57,25 +59,39 @@ def build_model_for(
     shape = shape_for(ends, settings)
     if shape is not None:
         _refuse_another_kind(settings, shape, task)
-    if shape is None or (settings.folder and not settings.reinitialize):
-        # values from files are real even where everything else is being counted on fake tensors
+    if shape is None:
+        # transformers' models are asked what they see, by values, even where all else is counted on fake tensors
         with unset_fake_temporarily():
-            if shape is None:
-                return _build_other(settings, ends, seed, task)
-            model, _ = import_folder(Path(settings.folder))
-            if isinstance(model, ContrastiveModel):
-                model.image.embedding.resize(shape.image)
-            if isinstance(model, MaskedAutoencoder):
-                model.resize(shape.image)
-                if shape.style == "vit":
-                    model = encoder_alone(model, shape.vocabulary, shape.pool)  # type: ignore[arg-type]
-                    initialize(model, seed, within="head.")
-            if isinstance(model, VisionTransformer) and refit(model, shape.vocabulary, shape.image):
-                initialize(model, seed, within="head.")
-            return model
-    model = assemble(shape)
-    initialize(model, seed)
+            return _build_other(settings, ends, seed, task)
+    if not settings.folder or settings.reinitialize:
+        model = assemble(shape)
+        initialize(model, seed)
+        return model
+    folder, is_counted = Path(settings.folder), active_fake_mode() is not None  # whose values nobody looks at
+    model = assemble(folder_shape(folder)) if is_counted else import_folder(folder)[0]
+    if isinstance(model, ContrastiveModel):
+        model.image.embedding.resize(shape.image)
+    if isinstance(model, MaskedAutoencoder):
+        model.resize(shape.image)
+        if shape.style == "vit":
+            model = encoder_alone(model, shape.vocabulary, shape.pool)  # type: ignore[arg-type]
+            initialize(model, seed, within="head.")
+    if isinstance(model, VisionTransformer) and refit(model, shape.vocabulary, shape.image):
+        initialize(model, seed, within="head.")
     return model
+
+
+def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "mass"]) -> None:
+    """Raise UsageError for a model that is not there, or cannot learn `task`, as far as that is known without data."""
+    try:
+        shape = own_shape(settings)
+    except RefusedError:  # an architecture that transformers may know
+        return
+    if settings.folder and not settings.reinitialize:
+        weight_files(Path(settings.folder))
+        if shape.style == "mae" and task == "classification":  # by its encoder
+            return
+    _refuse_another_kind(settings, shape, _KIND_FOR.get(task, task))
 
 
 def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task) -> nn.Module:

@@ -52,11 +52,12 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
 
 def own_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
     """Sides of the images that a model was made for and of the patches it cuts them into; None where it takes none."""
-    shape = _own_shape(settings)
+    shape = own_shape(settings)
     return (shape.image, shape.patch) if shape.style in _SEEING else (None, None)
 
 
-def _own_shape(settings: ModelSettings) -> ModelConfig:
+def own_shape(settings: ModelSettings) -> ModelConfig:
+    """The shape of a model before any data is known."""
     if not settings.folder:
         shape = shape_of(replace(settings, patch=None))
         if not settings.patch or shape.style not in _SEEING:

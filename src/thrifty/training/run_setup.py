@@ -29,7 +29,7 @@ from thrifty.data.images.image_data import Images
 from thrifty.data.pairs.pair_data import ImagesWithCaptions
 from thrifty.data.run_data import RunData
 from thrifty.data.text.text_data import PairsOfTexts, PlainText, print_to_stderr
-from thrifty.models import build_model_for, own_sizes
+from thrifty.models import build_model_for, check_model, own_sizes
 from thrifty.objectives import chosen_objective
 from thrifty.training import heartbeat
 from thrifty.training.determinism import deterministic_kernels
@@ -117,6 +117,9 @@ def prepare_run(
     recipe's budget decides, a budget of seconds by timing some real steps.
     """
     device = choose_device(recipe.device)
+    chosen_objective(recipe.objective)
+    if model is None:  # before data that take long are prepared
+        check_model(recipe.model, recipe.objective.name)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
     objective, data = _open_in_turn(recipe, _unsaid if quiet else print_to_stderr)
