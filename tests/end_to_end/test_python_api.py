@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from thrifty.core.errors import ThriftyError
 from thrifty.core.gradient_transform import chain
 from thrifty.core.recipe import Budget, DataSettings, Recipe
+from thrifty.core.technique import Technique
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, scale_by_learning_rate
 from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.precision.bfloat16_weights import Bfloat16Weights
 from thrifty.training.checkpoint import load
+from thrifty.training.run_folder import RunFolder
 from thrifty.training.trainer import resume, train
 
 VOCABULARY, WIDTH = 320, 16
@@ -51,6 +54,24 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+@pytest.mark.parametrize(
+    ("dtype", "techniques", "is_told"),
+    [(torch.bfloat16, (), True), (torch.bfloat16, (Bfloat16Weights(),), False), (torch.float32, (), False)],
+)
+def test_weights_whose_updates_are_lost_to_rounding_are_told(
+    dtype: torch.dtype, techniques: tuple[Technique, ...], is_told: bool, common_folder: Path, tmp_path: Path
+) -> None:
+    recipe = Recipe(
+        name="run",
+        data=DataSettings(source=str(common_folder / "corpus"), vocabulary=VOCABULARY, length=16, batch=8),
+        budget=Budget(steps=2),
+        techniques=(AdamW(), *techniques),
+    )
+    train(recipe, tmp_path, model=lambda: Blocks().to(dtype), quiet=True)
+    told = [each["text"] for each in RunFolder(tmp_path / "run").read_records() if each["kind"] == "notice"]
+    assert any("in bfloat16: updates that are small beside them are lost" in text for text in told) == is_told
 
 
 @pytest.mark.sampled(1)

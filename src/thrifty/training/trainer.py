@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from thrifty.composition.compose import compose, refuse_trained_start
+from thrifty.composition.compose import Run, compose, refuse_trained_start
 from thrifty.composition.explain import explain, resident_bytes
+from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
@@ -225,7 +226,7 @@ def _run(
     try:
         with explain_out_of_memory(predicted, remedy):
             state = run.start() if log is None else run.init_state(log)
-            notices = fill(state)
+            notices = [*fill(state), *_lost_updates(run, state)]
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:
             folder.write_text("recipe.toml", write_recipe(recipe))
@@ -267,6 +268,19 @@ def _run(
     if rank() == 0:
         run_ledger.record_run(folder.path, summary)
     return summary
+
+
+def _lost_updates(run: Run, state: TrainState) -> list[str]:
+    """A notice where the model came with trained weights in 16 bits and nothing makes up for what they round away."""
+    assert state.model is not None
+    formats = {p.dtype for p in state.model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
+    if not formats or any(Claim.PRECISION in one.claims and one.overrides("update") for one in run.techniques):
+        return []
+    named = " and ".join(sorted(str(each).removeprefix("torch.") for each in formats))
+    return [
+        f"the model's trained weights are in {named}: updates that are small beside them are lost to rounding; give it "
+        "in float32 (model.float()), with precision.mixed for products in 16 bits, or with precision.bfloat16_weights"
+    ]
 
 
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
