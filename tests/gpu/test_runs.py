@@ -1,6 +1,9 @@
 """The command line on a GPU: it trains there, goes on exactly, and knows beforehand what memory it takes."""
 
 import json
+import re
+import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -62,6 +65,56 @@ def test_the_memory_that_it_takes_was_told_beforehand(thrifty: CommandLine) -> N
     for name, more in (("plain", []), ("recompute", ["--with", "memory.recompute"])):
         told = thrifty.train(name, *more, timeout=300, **wide)
         assert told["peak_memory"] == pytest.approx(told["predicted_memory"], rel=0.1), name
+
+
+LIMITED = '''
+    """Limited: in its third step a process asks for more of the GPU than it may have.
+
+    Paper     none.
+    Promise   nothing.
+    """
+
+    from dataclasses import dataclass
+
+    import torch
+
+    from thrifty.core.stages import Stage
+    from thrifty.core.technique import Numerics, Technique
+
+
+    @dataclass(frozen=True)
+    class Limited(Technique):
+        stage, numerics = Stage.CLIP, Numerics.DIFFERENT
+
+        def backward(self, backward):
+            steps = []
+
+            def limited(model, objective, batch):
+                steps.append(len(steps))
+                if len(steps) == 3:
+                    torch.cuda.empty_cache()
+                    whole = torch.cuda.get_device_properties(0).total_memory
+                    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
+                    blocks = [torch.empty(2**22, device="cuda") for _ in range(64)]
+                return backward(model, objective, batch)
+
+            return limited
+'''
+
+
+def test_a_gpu_that_is_full_is_told_with_the_phase_and_a_leaner_start_that_works(thrifty: CommandLine) -> None:
+    home = thrifty.folder / "techniques"
+    home.mkdir()
+    (home / "limited.py").write_text(textwrap.dedent(LIMITED))
+    thrifty.environment["THRIFTY_TECHNIQUES"] = str(home)
+    words = thrifty.recipe("short", "--with", "limited", checkpoints__every=2)
+    message = thrifty(*words, exit_code=3, timeout=300).stderr
+    assert "out of memory in the forward pass of step 3" in message and "Traceback" not in message
+    assert "tensors on the device held" in message and "the predicted peak is" in message
+    summary = json.loads((thrifty.run("short") / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("stopped", 3, 2)
+    start = shlex.split(re.findall("`(.*?)`", message)[1])
+    assert thrifty.json(*start[1:], "--without", "limited", timeout=300)["status"] == "finished"
 
 
 def test_a_model_trained_there_writes_text_there(thrifty: CommandLine) -> None:
