@@ -25,9 +25,10 @@ from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
 from thrifty.core.footprint import Footprint
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.hf_wrapper import HuggingFaceCausalLM
+from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
+from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.next_token import NextToken
 from thrifty.planning.allocator_trace import AllocationReport, measure_allocations
 from thrifty.techniques.data_selection import gradient_norm_sampling
@@ -148,6 +149,24 @@ def test_a_step_with_the_gate_of_sampling_open_holds_what_was_predicted(monkeypa
     measured = measure_allocations(run)
     assert float(run.memories["data_selection.gradient_norm_sampling"]["tau"]) > 2
     assert error(predicted, measured) <= LARGEST_ERROR
+
+
+@pytest.mark.parametrize(("family", "names"), [("Albert", ()), ("MobileBert", ("precision.mixed",))])
+def test_masked_language_models_hold_their_logits_as_often_as_predicted(family: str, names: tuple[str, ...]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
+    sizes |= {"embedding_size": 16, "intra_bottleneck_size": 16, "vocab_size": VOCABULARY}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    kind = getattr(transformers, f"{family}ForMaskedLM")
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        with unset_fake_temporarily():
+            return HuggingFaceMaskedLM(kind(config))
+
+    objective = MaskedToken(mask=0, vocabulary=VOCABULARY, special=frozenset({0}))
+    plain = BaseRun(build, PackedTokens(corpus(), LENGTH, BATCH, seed=0), objective)
+    run = compose(plain, with_optimizer([technique(name) for name in names]), 2)
+    assert error(explain(run).footprint, measure_allocations(run)) <= 0.01
 
 
 def test_the_measurement_sees_what_is_held_and_what_is_given_back() -> None:

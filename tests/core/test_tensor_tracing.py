@@ -1,13 +1,14 @@
 """Bytes and FLOPs of a step, counted by hand."""
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from tiny_runs import plain_run, technique
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
@@ -34,6 +35,28 @@ def test_live_bytes_are_those_of_storages_alive_views_not_counted_twice() -> Non
         given += 1
         assert live.now == 40
     del c
+
+
+def test_casts_within_an_elementwise_operation_are_at_its_peak() -> None:
+    low, high = torch.zeros(1000, dtype=torch.bfloat16), torch.zeros(1000)
+    with StepTrace(low, high) as live:
+        low += high  # which it is cast for, and computed in
+        assert (live.now, live.peak) == (0, 8000)
+        made = low * high
+        assert (live.now, live.peak) == (4000, 8000)
+        del made
+    with StepTrace(low, high, casts=False) as live:
+        low += high
+    assert live.peak == 0
+
+
+@pytest.mark.parametrize("take", [lambda x, i: x[:, i], lambda x, i: x.index_select(1, i)])
+def test_the_gradient_of_what_was_indexed_is_held_once(take: Callable[[Tensor, Tensor], Tensor]) -> None:
+    places = torch.tensor([3, 1])
+    x = torch.zeros(4, 50, 5, requires_grad=True)
+    with StepTrace(x, places) as live:
+        take(x, places).sum().backward()
+    assert live.peak < 1.5 * x.nbytes
 
 
 @settings(max_examples=30)

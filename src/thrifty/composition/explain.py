@@ -149,10 +149,11 @@ class _RunCounts:
         return parameters, footprint.scale(flops=times * len(whole) / len(share))
 
     def _counted_passes(self, part: Run, batch: Batch) -> CountedPasses:
+        casts = part.device.type == "cpu"
         if self._fake is not None:
             try:
                 with self._fake as fake:
-                    return passes_of(_on_fakes(part, fake), batch.map(fake.from_tensor))
+                    return passes_of(_on_fakes(part, fake), batch.map(fake.from_tensor), casts=casts)
             except ThriftyError:
                 raise
             except Exception as error:  # values are asked for, or something is called that knows no fake tensors
@@ -162,14 +163,14 @@ class _RunCounts:
         gc.collect()  # of the model before, which is in cycles, nothing stays beside this one
         devices = [part.device] if part.device.type == "cuda" else []
         with unset_fake_temporarily(), torch.random.fork_rng(devices):
-            return passes_of(part, batch.to(part.device), free_memory(part.device))
+            return passes_of(part, batch.to(part.device), free_memory(part.device), casts)
 
 
-def passes_of(run: Run, batch: Batch, limit: float = inf) -> CountedPasses:
+def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
     """The passes through a run's model on this batch: built and traced for real unless tensors are fake. What takes
-    more than `limit` bytes is counted up to there."""
+    more than `limit` bytes is counted up to there. See `StepTrace` for `casts`."""
     with one_thread():
-        with StepTrace(limit=limit) as built:
+        with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
         return CountedPasses(model, run.objective, run.backward, batch, built)
 

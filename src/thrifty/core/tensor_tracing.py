@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from functools import reduce
 from math import inf
 from typing import Any, Self
 
@@ -85,14 +86,16 @@ _open_traces: "list[StepTrace]" = []
 class StepTrace(TorchDispatchMode):
     """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak;
     and adds up the FLOPs of matrix products and attention. Raises MemoryError where more than `limit` bytes are alive.
+    With `casts` elementwise operations cast their arguments in memory, as they do on a processor.
     """
 
-    def __init__(self, *known: Tensor, limit: float = inf):
+    def __init__(self, *known: Tensor, limit: float = inf, casts: bool = True):
         super().__init__()
-        self.now, self.peak, self.flops, self.limit = 0, 0, 0, limit
+        self.now, self.peak, self.flops = 0, 0, 0
+        self.limit, self.casts = limit, casts
         self.paused = False
         self.watch: Callable[[int], None] | None = None
-        """Told after each operation how many bytes are alive."""
+        """Told after each operation how many bytes are alive, or were within it."""
         self._alive: dict[int, int] = {}
         """Bytes of each storage that is alive."""
         self._watches: dict[int, weakref.finalize] = {}
@@ -132,10 +135,11 @@ class StepTrace(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._see(tensor.untyped_storage())
-        if not _sums_gradients(func):
-            self.peak = max(self.peak, self.now)
+        if not _replaces_gradient(func):
+            most = self.now + (cast_bytes(func, args, result) if self.casts else 0)
+            self.peak = max(self.peak, most)
             if self.watch is not None:
-                self.watch(self.now)
+                self.watch(most)
             if self.now > self.limit:
                 raise MemoryError(f"{self.now:,} bytes are alive, of which {self.limit:,.0f} may be")
         return result
@@ -158,11 +162,33 @@ class StepTrace(TorchDispatchMode):
         self.now -= own
 
 
-def _sums_gradients(func: Any) -> bool:
-    """Whether autograd adds up two gradients of one tensor. It writes over the first, if nobody else holds that, but
-    under a dispatch mode takes new memory: the first is freed before the next operation."""
-    summing = func is torch.ops.aten.add.Tensor and not torch.is_grad_enabled()
-    return summing and torch._C._current_autograd_node() is not None
+def cast_bytes(func: Any, args: tuple, result: Any) -> int:
+    """Return the bytes that an elementwise operation takes and frees for arguments of a lower precision than it
+    computes in, and for a result that is written over such an argument."""
+    if torch.Tag.pointwise not in func.tags:
+        return 0
+    inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point() and value.ndim]
+    if len({value.dtype for value in inputs}) < 2:
+        return 0
+    common = reduce(torch.promote_types, (value.dtype for value in inputs))
+    cast = [value for value in [*inputs, *(v for v in inputs[:1] if v is result)] if value.dtype != common]
+    return sum(value.numel() * common.itemsize for value in cast)
+
+
+_OUT_OF_PLACE = {
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.index_add.default,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.scatter.src,
+    torch.ops.aten.scatter_add.default,
+}
+"""What autograd computes in place, the sum of two gradients of one tensor if nobody else holds the first, and the
+gradient of what was indexed in zeros made for it; but under a dispatch mode in new memory."""
+
+
+def _replaces_gradient(func: Any) -> bool:
+    """Whether autograd runs an operation whose first argument is freed before the next one."""
+    return func in _OUT_OF_PLACE and not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
 
 
 @contextmanager

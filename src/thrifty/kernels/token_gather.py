@@ -1,11 +1,15 @@
 """Tokens taken from their places in a sequence, and put back. Shapes: b batch, t tokens, n of them, d width."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def gather_tokens(tokens: Tensor, places: Tensor) -> Tensor:
     """The tokens (b, n, d) at places (b, n) of (b, t, d)."""
-    return tokens.gather(1, places[..., None].expand(-1, -1, tokens.shape[-1]))
+    rows = places + tokens.shape[1] * torch.arange(len(places), device=places.device)[:, None]
+    # the backward pass of a gather would hold 16-bit tokens as float32 too, on a processor
+    return F.embedding(rows, tokens.flatten(0, 1))
 
 
 def scatter_tokens(tokens: Tensor, places: Tensor, absent: Tensor, total: int) -> Tensor:

@@ -19,6 +19,7 @@ from thrifty.core.objective import Objective, Prediction
 from thrifty.core.setting_bounds import check_bounds
 from thrifty.kernels import vocab_parallel_cross_entropy
 from thrifty.kernels.chunked_cross_entropy import IGNORED, chunk_step, gradient_norm_scores, linear_cross_entropy
+from thrifty.kernels.token_gather import gather_tokens
 
 
 def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -> Prediction:
@@ -26,7 +27,7 @@ def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -
     head = getattr(model, "head", None)
     values = output if head is not None else getattr(output, "logits", output)
     if places is not None:
-        values = values.gather(1, places[:, :, None].expand(-1, -1, values.shape[-1]))
+        values = gather_tokens(values, places)
     return Prediction(hidden=values, head=head) if head is not None else Prediction(given=values)
 
 
