@@ -22,7 +22,7 @@ from thrifty.core.technique import Technique
 from thrifty.recipes import RECIPES, load_recipe
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 
-TEXT = some.text(some.characters(exclude_categories=("Cs",)), max_size=12)
+TEXT = some.text(some.characters(exclude_categories=("Cs", "Cc")), max_size=12)
 
 
 def values_of(kind: Any) -> some.SearchStrategy:
@@ -43,7 +43,7 @@ def values_of(kind: Any) -> some.SearchStrategy:
         return BUDGETS if kind is Budget else any_of(kind)  # type: ignore[arg-type]
     return {
         int: some.integers(-(2**62), 2**62),
-        float: some.floats(allow_nan=False),
+        float: some.floats(allow_nan=False, allow_infinity=False),
         bool: some.booleans(),
         str: TEXT,
         types.NoneType: some.none(),
@@ -57,9 +57,8 @@ def bounded(kind: type, bound: SettingBound) -> some.SearchStrategy:
         return some.integers(int(bound.least or 0), 2**62 if bound.most is None else int(bound.most))
     low = bound.above if bound.above is not None else bound.least
     high = bound.below if bound.below is not None else bound.most
-    return some.floats(
-        low, high, exclude_min=bound.above is not None, exclude_max=bound.below is not None, allow_nan=False
-    )
+    outside = {"exclude_min": bound.above is not None, "exclude_max": bound.below is not None}
+    return some.floats(low, high, **outside, allow_nan=False, allow_infinity=False)
 
 
 def any_of(kind: type, **fixed: some.SearchStrategy) -> some.SearchStrategy:

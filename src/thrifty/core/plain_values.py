@@ -5,6 +5,7 @@ all that recipes and techniques are made of.
 """
 
 import dataclasses
+import tomllib
 import types
 import typing
 from collections.abc import Mapping
@@ -12,9 +13,49 @@ from typing import Any, Literal, TypeVar, Union
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.old_names import new_key
-from thrifty.core.setting_bounds import hints_of
+from thrifty.core.setting_bounds import check_plain, hints_of
 
 T = TypeVar("T")
+DEEPEST = 16
+"""Tables and lists within one another, more than any value of ours has."""
+LONGEST_KEY = 100
+"""Points in it: reading a key takes time with the square of its parts."""
+
+
+def parse_toml(text: str, name: str) -> dict[str, Any]:
+    """Return the tables of a text that the user wrote; `name` is that of its file or option.
+
+    Raises TOMLDecodeError for what is no TOML, UsageError for values that no setting can have (see `check_plain`).
+    """
+    try:
+        if any(key.count(".") > LONGEST_KEY for line in text.splitlines() for key in _keys(line)):
+            raise RecursionError
+        tables = tomllib.loads(text)
+        _check_tree(tables, name, "", DEEPEST)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError:
+        raise UsageError(f"{name}: tables or lists within one another, without end", fix="write fewer") from None
+    except ValueError as error:  # Python reads numbers of up to 4,300 digits
+        raise UsageError(f"{name}: {error}", fix="give a smaller number") from None
+    return tables
+
+
+def _keys(line: str) -> list[str]:
+    return [line] if line.lstrip().startswith("[") else line.split("=")[:-1]
+
+
+def _check_tree(value: Any, name: str, path: str, depth: int) -> None:
+    if depth == 0:
+        raise UsageError(f"{name}: more than {DEEPEST} tables or lists within one another", fix="write fewer")
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in inner:
+        here = _join(path, str(key))
+        check_plain(key, f"{name}: a key")
+        if isinstance(item, Mapping | list):
+            _check_tree(item, name, here, depth - 1)
+        else:
+            check_plain(item, f"{name}: {here[:80]}")
 
 
 def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None = None) -> T:

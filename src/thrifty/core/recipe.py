@@ -47,6 +47,9 @@ class ModelSettings:
     text_width: int | None = None
     text_heads: int | None = None
 
+    def __post_init__(self) -> None:
+        check_bounds(self, "model")
+
 
 @dataclass(frozen=True)
 class AugmentationSettings:
@@ -101,6 +104,9 @@ class DataSettings:
     """Height and width of images in pixels; unless given those of a known set, and for a folder those of the model."""
     augment: AugmentationSettings | None = None
 
+    def __post_init__(self) -> None:
+        check_bounds(self, "data")
+
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
@@ -128,6 +134,9 @@ class ObjectiveSettings:
     """chat_answers: whether conversations share rows."""
     template: str | None = None
     """chat_answers: a chat template by name ("chatml", "alpaca") or file; the tokenizer's own unless given."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "objective")
 
 
 @dataclass(frozen=True)
@@ -195,5 +204,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        check_bounds(self, "recipe")
         ordered = sorted(self.techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
         object.__setattr__(self, "techniques", tuple(ordered))

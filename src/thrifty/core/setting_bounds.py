@@ -1,5 +1,6 @@
 """Limits of settings, stated where the setting is declared: `parts: Positive = 4`."""
 
+import math
 import re
 import typing
 from collections.abc import Mapping
@@ -42,6 +43,9 @@ LEAST_EPSILON = SettingBound(least=1e-20)
 float32."""
 Epsilon = Annotated[float, LEAST_EPSILON]
 Betas = Annotated[tuple[float, float], SettingBound(least=0, below=1)]
+MAY_BE_INFINITE = "may be infinite"
+"""An annotation of numbers; all others are finite."""
+LARGEST_INTEGER = 2**63 - 1
 
 
 @cache
@@ -52,19 +56,45 @@ def hints_of(kind: type) -> Mapping[str, Any]:
 
 
 def check_bounds(value: Any, name: str) -> None:
-    """Raises UsageError for the first field of a dataclass that is outside the bound in its annotation, or none of the
-    words it names."""
+    """Raises UsageError for the first field of a dataclass that is outside the bound in its annotation, none of the
+    words it names, or nothing that a recipe can hold (see `check_plain`)."""
     hints = hints_of(type(value))
     for field in fields(value):
+        finite = MAY_BE_INFINITE not in _notes(hints[field.name])
+        check_plain(getattr(value, field.name), f"{name}: {field.name}", finite)
         words = typing.get_args(hints[field.name]) if typing.get_origin(hints[field.name]) is Literal else ()
         if words and getattr(value, field.name) not in words:
             setting = getattr(value, field.name)
             raise UsageError(f"{name}: {field.name} is {setting!r}", fix=did_you_mean(str(setting), words))
-        for bound in getattr(hints[field.name], "__metadata__", ()):
+        for bound in _notes(hints[field.name]):
             setting = getattr(value, field.name)
             numbers = setting if isinstance(setting, tuple) else (setting,)
             if isinstance(bound, SettingBound) and not all(map(bound.admits, numbers)):
                 raise UsageError(f"{name}: {field.name} is {setting!r}", fix=f"{field.name} must be {bound}")
+
+
+def _notes(hint: Any) -> tuple[Any, ...]:
+    return getattr(hint, "__metadata__", ())
+
+
+def check_plain(value: Any, name: str, finite: bool = False) -> None:
+    """Raises UsageError for integers beyond 64 bits, for NaN, and for text that is not Unicode or has control
+    characters, in a value or in a list of values; with `finite` also for infinity."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_plain(item, name, finite)
+    elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise UsageError(f"{name} has {value.bit_length()} bits", fix=f"give a number of at most {LARGEST_INTEGER}")
+    elif isinstance(value, float) and (math.isnan(value) or (finite and math.isinf(value))):
+        raise UsageError(f"{name} is {value}", fix="give a finite number")
+    elif isinstance(value, str) and (strange := _STRANGE.search(value)):
+        raise UsageError(
+            f"{name} has the character {strange[0]!r}: {value[:80]!r}", fix="remove it, or rename the file"
+        )
+
+
+_STRANGE = re.compile(r"[^\t\n\r -~\xa0-\ud7ff\ue000-\U0010ffff]")
+"""Control characters, and bytes of a command line or a file name that are no text."""
 
 
 def check_pattern(value: Any, name: str, field: str) -> None:

@@ -13,10 +13,13 @@ KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|
 """What known families of tokenizers call the end of a text, the surest first."""
 SMALLEST = 257
 """Vocabulary of 256 bytes and the end of text."""
+LARGEST = 1 << 22
+"""Tokens, for which training reserves memory."""
 
 
 def check_vocabulary(vocabulary: int, special: Sequence[str] = ()) -> None:
-    """Raises UsageError where the bytes, the end of text and the special tokens need more tokens than that."""
+    """Raises UsageError where the bytes, the end of text and the special tokens need more tokens than that, and where
+    it is larger than any that is trained."""
     least = SMALLEST + len(special)
     if vocabulary < least:
         others = f" and the {len(special)} special tokens of the objective" if special else ""
@@ -24,6 +27,8 @@ def check_vocabulary(vocabulary: int, special: Sequence[str] = ()) -> None:
             f"data.vocabulary is {vocabulary}, fewer than the 256 bytes and the end of text{others}",
             fix=f"raise data.vocabulary to {least} or more",
         )
+    if vocabulary > LARGEST:
+        raise UsageError(f"data.vocabulary is {vocabulary}", fix=f"lower data.vocabulary to {LARGEST} or less")
 
 
 class TextTokenizer:

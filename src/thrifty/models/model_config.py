@@ -13,6 +13,8 @@ _SIZES = (
     "fixed_head_width", "image", "patch", "channels", "text_depth", "text_width", "text_heads", "text_hidden", "space",
     "decoder_width", "decoder_heads", "decoder_hidden",
 )  # fmt: skip
+_LARGEST = 1 << 24
+_DEEPEST = 10_000
 _PLAIN = ("gelu", "gelu_tanh", "relu", "silu")
 
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -103,8 +105,9 @@ class ModelConfig:
         for name in _SIZES:
             size = getattr(self, name)
             follows = (name == "length" and self.style in ("vit", "mae")) or (name, self.style) == ("vocabulary", "mae")
-            if size is not None and size < 1 and not follows:
-                raise UsageError(f"model: {name} is {size}", fix=f"give a {name} of 1 or more")
+            limit = _DEEPEST if name.endswith("depth") else _LARGEST
+            if size is not None and not (follows or 1 <= size <= limit):
+                raise UsageError(f"model: {name} is {size}", fix=f"give a {name} of 1 to {limit:,}")
         if self.style == "marian" and self.width % 2:
             raise UsageError(
                 f"model: positions are pairs of sine and cosine, and the width is {self.width}",

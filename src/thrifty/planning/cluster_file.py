@@ -10,12 +10,12 @@ Bytes, seconds, FLOP/s; `flops` is a table by number format.
 """
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.plain_values import parse_toml
 from thrifty.simulators.cluster.device_specs import DEVICES, DeviceSpec, measured
 from thrifty.simulators.cluster.network_topology import CLUSTERS, LINKS, Cluster, NetworkLink, find_cluster
 
@@ -29,7 +29,7 @@ def read_cluster(name: str) -> Cluster:
     if name in CLUSTERS or path.suffix != ".toml":
         return find_cluster(name)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = parse_toml(path.read_text(encoding="utf-8"), name)
     except (OSError, ValueError) as error:
         raise UsageError(f"--cluster {name} cannot be read: {error}", fix="give a TOML file or a name") from None
     for key in (*tables, *KEYS):

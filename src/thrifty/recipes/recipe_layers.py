@@ -12,6 +12,7 @@ from typing import Any
 from thrifty import techniques
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.mesh import USED_BY
+from thrifty.core.plain_values import DEEPEST, parse_toml
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, technique_tables
 
@@ -54,7 +55,7 @@ class RecipeLayers:
     def set(self, assignment: str) -> "RecipeLayers":
         """One `path=value`, the value in TOML; text needs no quotes."""
         path, equals, text = assignment.partition("=")
-        if not equals or not path:
+        if not equals or not path or path.count(".") > DEEPEST:
             raise UsageError(f"--set {assignment!r} is not path=value", fix="for example --set data.batch=16")
         if path.startswith("budget."):  # its amounts exclude each other: the new one takes the place of the old
             return self.replace("--set", "budget", {path.removeprefix("budget."): toml_value(text)})
@@ -153,7 +154,7 @@ def _nested(path: str, value: Any) -> dict[str, Any]:
 def toml_value(text: str) -> Any:
     """A value as TOML has it; what is no TOML is text."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}", f"--set {text[:80]!r}")["value"]
     except tomllib.TOMLDecodeError:
         return text
 
@@ -163,7 +164,7 @@ def toml_table(settings: str, words: str) -> dict[str, Any]:
     bare = r"""("[^"]*"|'[^']*')|=\s*(?!(?:true|false|inf|nan)\b)([A-Za-z_][\w.-]*)"""
     quoted = re.sub(bare, lambda found: found[1] or f'="{found[2]}"', settings)
     try:
-        return tomllib.loads(f"table = {{{quoted}}}")["table"]
+        return parse_toml(f"table = {{{quoted}}}", f"--with {words[:80]!r}")["table"]
     except tomllib.TOMLDecodeError:
         raise UsageError(
             f"--with {words!r} is not name:key=value,key=value", fix="for example --with optimizers.adamw:lr=1e-3"

@@ -12,7 +12,7 @@ import tomli_w
 from thrifty import techniques
 from thrifty.core.errors import UsageError
 from thrifty.core.old_names import rename_recipe
-from thrifty.core.plain_values import build, to_data
+from thrifty.core.plain_values import build, parse_toml, to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact
 
@@ -85,7 +85,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     if path.stat().st_size > LARGEST:
         raise UsageError(f"{path} has {path.stat().st_size} bytes: too large for a recipe")
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not TOML: {error}") from None
 

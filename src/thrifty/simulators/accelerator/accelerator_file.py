@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.plain_values import parse_toml
 from thrifty.simulators.accelerator.accelerator_spec import (
     AcceleratorMemory,
     AcceleratorSpec,
@@ -55,7 +56,7 @@ def read_machine(path: Path) -> AcceleratorSpec:
     """A machine of a file. Where its modules are those of a machine of the package, their area and power are published
     for that one's sizes. Raises UsageError with what is wrong with it."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path} cannot be read as a machine: {error}") from error
     machine = machine_from(path.stem, content)
