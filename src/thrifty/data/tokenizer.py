@@ -1,6 +1,7 @@
 """Text to token numbers and back: a byte-level BPE trained on the data, or a tokenizer.json that was given."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,6 +16,12 @@ SMALLEST = 257
 """Vocabulary of 256 bytes and the end of text."""
 LARGEST = 1 << 22
 """Tokens, for which training reserves memory."""
+LONGEST_PIECE = 2_000
+"""Characters that are tokenised as one: `tokenizers` needs 150 bytes for each, and in training a time that grows with
+the length of what has no white space."""
+AT_ONCE = 1_000_000
+"""Characters that are tokenised together."""
+_UP_TO_A_BREAK = re.compile(r".*(?:\S(?=[ \n]\S)|[^\W_](?=[^\w\s]))", re.DOTALL)
 
 
 def check_vocabulary(vocabulary: int, special: Sequence[str] = ()) -> None:
@@ -74,10 +81,19 @@ class TextTokenizer:
         return number
 
     def encode(self, text: str) -> list[int]:
-        return self.inner.encode(text, add_special_tokens=False).ids
+        return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text. A long one is cut between words, as byte-level tokenizers do."""
+        encoded: list[list[int]] = [[] for _ in texts]
+        pieces = [(number, piece) for number, text in enumerate(texts) for piece in text_pieces(text)]
+        step = AT_ONCE // LONGEST_PIECE
+        for start in range(0, len(pieces), step):
+            group = pieces[start : start + step]
+            found = self.inner.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+            for (number, _), encoding in zip(group, found, strict=True):
+                encoded[number] += encoding.ids
+        return encoded
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self.inner.decode(list(tokens), skip_special_tokens=False)
@@ -89,6 +105,17 @@ class TextTokenizer:
     def save(self, folder: Path) -> None:
         for name, text in self.files().items():
             (folder / name).write_text(text, encoding="utf-8")
+
+
+def text_pieces(text: str, longest: int = LONGEST_PIECE) -> Iterator[str]:
+    """A text in pieces of at most so many characters, each ending with a word if it has several."""
+    start = 0
+    while len(text) - start > longest:
+        words = _UP_TO_A_BREAK.match(text, start, start + longest)
+        end = words.end() if words else start + longest
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def read_tokenizer(path: Path) -> TextTokenizer:
@@ -120,5 +147,5 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(texts, trainer)
+    inner.train_from_iterator((piece for text in texts for piece in text_pieces(text)), trainer)
     return TextTokenizer(inner)

@@ -19,6 +19,7 @@ from thrifty.data.images import image_listing
 from thrifty.data.images.image_arrays import names_file, write_arrays
 from thrifty.data.images.image_decoding import ImageDecodeError, decode, pillow
 from thrifty.data.prepared_cache import cache_key, open_or_build, read_manifest, write_manifest
+from thrifty.data.skipped_files import SkippedFiles, printable
 from thrifty.data.train_split import DataSplit
 
 FORMAT = 2
@@ -91,14 +92,14 @@ def _listed(folder: Path, labelled: bool) -> Iterator[ImageFile]:
             named = (path for path in sorted(root.iterdir()) if image_listing.is_image_name(path.name))
             yield from (ImageFile(path, "", part) for path in named if not path.is_dir())
         for label, inner in image_listing.folders_in(root).items():
-            shown = image_listing.printable(label)
+            shown = printable(label)
             yield from (ImageFile(path, shown, part) for path in image_listing.images_below(inner))
 
 
 def _build(
     folder: Path, files: list[ImageFile], side: int, held_out: float, into: Path, say: Callable[[str], None]
 ) -> None:
-    labels, left_out = sorted({file.label for file in files}), image_listing.SkippedImages()
+    labels, left_out = sorted({file.label for file in files}), SkippedFiles()
     used: Counter[str] = Counter()
     names: dict[DataSplit, list[str]] = {part: [] for part in DataSplit}
 
@@ -111,7 +112,7 @@ def _build(
                 left_out.add(file.path.relative_to(folder), error)
                 continue
             used[file.label] += 1
-            names[part].append(image_listing.printable(str(file.path.relative_to(folder))))
+            names[part].append(printable(str(file.path.relative_to(folder))))
             yield part, pixels, labels.index(file.label)
 
     with build_folder(into) as aside:
@@ -121,7 +122,7 @@ def _build(
         if left_out.count:
             say(f"{left_out.count} of {len(files)} image files are left out: {left_out}")
         unread = [label for label in labels if not used[label]]
-        about = {"source": image_listing.printable(str(folder)), "left_out": left_out.count, "named": left_out.named}
+        about = {"source": printable(str(folder)), "left_out": left_out.count, "named": left_out.named}
         write_manifest(aside, {"format": FORMAT, "images": counts, **about, "unread": unread})
 
 

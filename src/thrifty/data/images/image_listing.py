@@ -3,16 +3,11 @@
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from thrifty.data.images.image_decoding import SUFFIXES
 from thrifty.data.train_split import DataSplit
 
-TOLD = 5
-"""How many of what was left out are named in a message."""
-KEPT = 1000
-"""And at most in all."""
 GIVEN = {
     "train": DataSplit.TRAIN,
     "val": DataSplit.HELD_OUT,
@@ -21,30 +16,6 @@ GIVEN = {
     "test": DataSplit.HELD_OUT,
 }
 """Folders by which a source says itself what to train and what to test on; of several to test on the first here."""
-
-
-@dataclass
-class SkippedImages:
-    """What cannot be used: how much of it, and which, each with the reason."""
-
-    count: int = 0
-    named: list[str] = field(default_factory=list)
-
-    def add(self, name: object, why: object) -> None:
-        self.count += 1
-        if len(self.named) < KEPT:
-            self.named.append(f"{printable(str(name))}: {why}")
-
-    def __str__(self) -> str:
-        more = f"; and {self.count - TOLD} more" if self.count > TOLD else ""
-        return "; ".join(self.named[:TOLD]) + more
-
-
-def printable(name: str) -> str:
-    """A file's name as text that can be written anywhere: bytes in it that are not UTF-8, and characters that would
-    steer a terminal, become question marks."""
-    text = os.fsencode(name).decode("utf-8", "replace")
-    return "".join(sign if sign.isprintable() else "\ufffd" for sign in text)
 
 
 def is_image_name(name: str) -> bool:

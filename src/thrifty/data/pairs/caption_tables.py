@@ -199,13 +199,11 @@ def _parquet(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _names_files(path: Path) -> bool:
     """Whether a Parquet file's images may be paths, not the files themselves."""
-    arrow = arrow_for(path)
-    from pyarrow import parquet
-
+    types = arrow_for(path).types
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             image = _first(dict.fromkeys(file.schema_arrow.names), (*IMAGES, *CONTENTS))
             kind = None if image is None else file.schema_arrow.field(image).type
-            return kind is not None and not arrow.types.is_binary(kind) and not arrow.types.is_large_binary(kind)
-    except arrow.ArrowException:
+            return kind is not None and not types.is_binary(kind) and not types.is_large_binary(kind)
+    except UsageError:
         return False  # it is said when rows are read

@@ -12,11 +12,12 @@ from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import build_folder
 from thrifty.data.images.image_decoding import ImageDecodeError, decode, pillow
 from thrifty.data.images.image_folder import refuse_empty
-from thrifty.data.images.image_listing import SkippedImages, part_by_hash, printable
+from thrifty.data.images.image_listing import part_by_hash
 from thrifty.data.pairs.caption_tables import CaptionedRow
 from thrifty.data.pairs.captioned_arrays import clean_caption, write_captioned
 from thrifty.data.pairs.captioned_sources import CaptionedSource
 from thrifty.data.prepared_cache import cache_key, open_or_build, read_manifest, write_manifest
+from thrifty.data.skipped_files import SkippedFiles, printable
 from thrifty.data.train_split import DataSplit
 
 FORMAT = 1
@@ -60,7 +61,7 @@ class CaptionedImport:
         self.source, self.side, self.share = source, side, held_out
         self.captions: dict[Path | bytes, list[str]] = {}
         self.parts: dict[Path | bytes, DataSplit] = {}
-        self.no_image, self.no_caption, self.unreadable = SkippedImages(), SkippedImages(), SkippedImages()
+        self.no_image, self.no_caption, self.unreadable = SkippedFiles(), SkippedFiles(), SkippedFiles()
         self.outside: list[Path] = []
         self.left_out = {
             "captions without an image": self.no_image,

@@ -17,10 +17,10 @@ from thrifty.data.images.image_listing import (
     folder_state,
     has_image_files,
     images_below,
-    printable,
     split_folders,
 )
 from thrifty.data.pairs.caption_tables import TABLES, CaptionedRow, is_table, table_paths, table_rows
+from thrifty.data.skipped_files import printable
 from thrifty.data.text.text_readers import lines
 
 NAMED_TABLES = ("captions.jsonl", "captions.tsv", "captions.parquet", "metadata.jsonl")

@@ -6,8 +6,8 @@ changed.
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_STDLIB, CatalogueEntry, entries
 from thrifty.data.fetched_sets import DOCUMENTS, find_damage, read_origin
+from thrifty.data.skipped_files import SkippedFiles
 from thrifty.data.text.python_sources import python_files
 from thrifty.data.text.text_readers import (
     check_column,
@@ -39,6 +40,10 @@ class DocumentSource(Protocol):
     def identity(self) -> str:
         """A hash that changes when the documents may have changed."""
 
+    def left_out(self) -> str:
+        """Count and name the files that could not be read, once the documents have been; nothing where all were."""
+        return ""
+
 
 def open_source(source: str, column: str = "text") -> DocumentSource:
     """What `source` names: a known set first, then a path (write ./kjv for a folder called kjv), or hub:owner/name.
@@ -53,7 +58,8 @@ def open_source(source: str, column: str = "text") -> DocumentSource:
     if path.is_dir() and is_saved_dataset(path):
         return SavedDataset(str(path), column)
     if path.is_dir():
-        return FileSource(_files_below(path), column, folder=True)
+        unread: dict[Path, str] = {}
+        return FileSource(_files_below(path, unread), column, folder=True, unread=unread)
     if path.is_file():
         if path.suffix.lower() in UNREAD:
             raise UsageError(f"{path}: cannot read {path.suffix} files", fix="convert it to .jsonl, .parquet or .txt")
@@ -62,27 +68,40 @@ def open_source(source: str, column: str = "text") -> DocumentSource:
 
 
 @dataclass(frozen=True)
-class FileSource:
-    """Files read in this order: .jsonl and .parquet row by row, any other file as text."""
+class FileSource(DocumentSource):
+    """Files read in this order: .jsonl and .parquet row by row, any other file as text. Of a folder, text files that
+    cannot be read are left out."""
 
     files: tuple[Path, ...]
     column: str = "text"
     folder: bool = False
     """Whether each text file is one document; a text file given by itself is cut into passages."""
+    unread: dict[Path, str] = field(default_factory=dict, compare=False)
+    """Files of the folder that are left out, each with the reason."""
 
     def documents(self) -> Iterator[str]:
         for path in self.files:
             if table := TABLES.get(path.suffix.lower()):
                 yield from table(path, self.column)
             else:
-                yield from whole_text(path) if self.folder else text_passages(path)
+                yield from self._document(path) if self.folder else text_passages(path)
+
+    def _document(self, path: Path) -> list[str]:
+        try:
+            return list(whole_text(path))
+        except UsageError as error:
+            self.unread[path] = error.what.removeprefix(f"{path}").lstrip(", :")
+            return []
 
     def identity(self) -> str:
         return _file_states(self.files)
 
+    def left_out(self) -> str:
+        return _left_out(self.unread) if self.unread else ""
+
 
 @dataclass(frozen=True)
-class FetchedSet:
+class FetchedSet(DocumentSource):
     """A set that `thrifty data get` brought into the cache. Raises IntegrityError where its files are damaged."""
 
     entry: CatalogueEntry
@@ -97,7 +116,7 @@ class FetchedSet:
 
 
 @dataclass(frozen=True)
-class HubSource:
+class HubSource(DocumentSource):
     """The training split of a data set by its name on the Hugging Face hub, or of a local folder of that name."""
 
     dataset: str
@@ -187,8 +206,9 @@ def _named(entry: CatalogueEntry) -> DocumentSource:
     return FetchedSet(entry)
 
 
-def _files_below(folder: Path) -> tuple[Path, ...]:
-    """Every file below the folder in sorted order, without hidden ones and binary ones (except .parquet)."""
+def _files_below(folder: Path, unread: dict[Path, str]) -> tuple[Path, ...]:
+    """Every file below the folder in sorted order, without hidden ones and binary ones (except .parquet); what is no
+    file that can be read goes into `unread`."""
     files: list[Path] = []
     for root, inner, names in os.walk(folder):
         if is_saved_dataset(Path(root)):
@@ -196,15 +216,36 @@ def _files_below(folder: Path) -> tuple[Path, ...]:
             raise UsageError(what, fix=f"--data {root}")
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
-    text = tuple(path for path in files if path.suffix.lower() in TABLES or not looks_binary(path))
+    text = tuple(path for path in files if _may_be_text(path, unread))
     if not text:
-        kinds = f"{len(files)} binary files" if files else "no files"
-        raise UsageError(f"{folder}: {kinds} and no text", fix="give a folder of .txt, .jsonl or .parquet files")
+        binary = len(files) - len(unread)
+        kinds = f"{binary} binary files" if binary else "no files" if not files else ""
+        what = " and ".join(filter(None, (kinds, "no text"))) + (f", and {_left_out(unread)}" if unread else "")
+        raise UsageError(f"{folder}: {what}", fix="give a folder of .txt, .jsonl or .parquet files")
     return text
+
+
+def _left_out(unread: Mapping[Path, str]) -> str:
+    skipped = SkippedFiles()
+    for path, why in unread.items():
+        skipped.add(path, why)
+    return f"{skipped.count} files are left out: {skipped}"
+
+
+def _may_be_text(path: Path, unread: dict[Path, str]) -> bool:
+    try:
+        return not looks_binary(path) or path.suffix.lower() in TABLES
+    except UsageError as error:
+        unread[path] = error.what.removeprefix(f"{path} ")
+    except OSError as error:
+        unread[path] = error.strerror or "cannot be read"
+    return False
 
 
 def _nothing_there(source: str) -> UsageError:
     path = Path(source)
+    if path.exists():
+        return UsageError(f"{source}: not a regular file", fix="give a file or a folder")
     if path.suffix or len(path.parts) > 1:
         return UsageError(f"{source}: no such file or folder", fix="check data.source")
     texts = [entry.name for entry in entries().values() if entry.kind == "text"]
@@ -218,4 +259,4 @@ def _file_states(files: Iterable[Path]) -> str:
 
 
 def _hash(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(os.fsencode(text), digest_size=16).hexdigest()

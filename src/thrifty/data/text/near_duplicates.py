@@ -101,7 +101,7 @@ def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair
 
 
 @dataclass(frozen=True)
-class DeduplicatedSource:
+class DeduplicatedSource(DocumentSource):
     """The documents of a source without those that are at least so alike to one before."""
 
     source: DocumentSource
@@ -117,6 +117,9 @@ class DeduplicatedSource:
 
     def identity(self) -> str:
         return f"{self.source.identity()} without near-duplicates {METHOD} {self.threshold}"
+
+    def left_out(self) -> str:
+        return self.source.left_out()
 
     def report(self) -> dict[str, Any]:
         """What was left out: how many documents, their bytes, and the least alike of the pairs, by which a person can

@@ -13,7 +13,7 @@ from torch import Tensor
 from thrifty.core.batches import ExampleIndex
 from thrifty.core.errors import UsageError
 from thrifty.data.epoch_sampler import fingerprint
-from thrifty.data.text.document_sources import FileSource
+from thrifty.data.text.document_sources import DocumentSource, FileSource
 from thrifty.data.text.text_readers import check_characters, json_rows, lines
 
 SIDES = ("source", "target")
@@ -32,13 +32,13 @@ def holds_pairs(source: str) -> bool:
 def _is_pair(line: str) -> bool:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return False
     return isinstance(row, dict) and all(side in row for side in SIDES)
 
 
 @dataclass(frozen=True)
-class PairFile:
+class PairFile(DocumentSource):
     """A .tsv file of two columns (a first line "source, tab, target" is a heading), or a .jsonl file of rows with
     "source" and "target". Pairs of which one side is blank are passed over; those with one source stay on one side of
     the split.

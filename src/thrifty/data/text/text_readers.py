@@ -5,29 +5,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 from thrifty.core.errors import UsageError
 from thrifty.data.text.passage_split import joined, passages
 
 BINARY_PROBE = 8192
+LONGEST_LINE = 1 << 28
+"""Bytes: a line is read as a whole."""
+
+
+def open_data_file(path: Path) -> BinaryIO:
+    """Open a file of data. Raises UsageError for a link that leads nowhere, and for a pipe or a device, of which the
+    end may never come."""
+    if not path.is_file():
+        what = "is not a regular file" if path.exists() else "is no file, or a link that leads nowhere"
+        raise UsageError(f"{path} {what}", fix="give a file of data, or remove it from the folder")
+    return path.open("rb")
 
 
 def looks_binary(path: Path) -> bool:
     """Whether the file's first bytes hold a NUL, the rule by which git tells binary files."""
-    with path.open("rb") as file:
+    with open_data_file(path) as file:
         return b"\0" in file.read(BINARY_PROBE)
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 file with their numbers from 1, without line ends.
 
-    Raises UsageError at a NUL byte or at bytes that are not UTF-8.
+    Raises UsageError at a NUL byte, at bytes that are not UTF-8, and at a line above LONGEST_LINE.
     """
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+    with open_data_file(path) as file:
+        for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
             if b"\0" in raw:
                 raise UsageError(f"{path}, line {number}: binary data, not text", fix="give a file of UTF-8 text")
+            if len(raw) == LONGEST_LINE:
+                limit = f"a line of more than {LONGEST_LINE >> 20} MB"
+                raise UsageError(f"{path}, line {number}: {limit}", fix="break the line")
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
@@ -103,9 +117,9 @@ def open_parquet(path: Path) -> Iterator[Any]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_data_file(path) as content, parquet.ParquetFile(content, page_checksum_verification=True) as file:
             yield file
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
+    except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:  # a damaged page is an OSError
         raise UsageError(
             f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}", fix="write the file again"
         ) from None
@@ -122,7 +136,7 @@ def check_column(column: str, columns: list[str], where: str) -> None:
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of numbers too long for Python
         raise UsageError(f"{where}: not valid JSON ({error})", fix="each line must be one JSON object") from None
     if not isinstance(row, dict):
         raise UsageError(f"{where}: a JSON {type(row).__name__}, not an object", fix='write {"text": "..."} per line')

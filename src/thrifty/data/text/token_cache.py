@@ -46,9 +46,12 @@ def open_token_cache(
     if settings.near_duplicates is not None:
         source = DeduplicatedSource(source, settings.near_duplicates)
     key = _key(settings, source, special)
-    return open_or_build_tokens(
+    prepared = open_or_build_tokens(
         key, settings.source, lambda folder: _build(settings, source, special, pairs, folder), say
     )
+    if left_out := prepared.manifest.get("left_out"):  # older folders have none
+        say(left_out)
+    return prepared
 
 
 def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str]) -> str:
@@ -89,6 +92,7 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
             "tokens": {part: stream.tokens for part, stream in streams.items()},
             "unigram_entropy": unigram_entropy(train.counts, held_out.counts),
             "bytes_per_token": held_out.bytes / held_out.tokens,
+            "left_out": source.left_out(),
         }
         if isinstance(source, DeduplicatedSource):
             manifest["near_duplicates"] = source.report()
