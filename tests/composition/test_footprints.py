@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty import techniques
 from thrifty.composition.compose import BaseRun, compose
-from thrifty.composition.explain import explain
+from thrifty.composition.explain import explain, passes_of
 from thrifty.core.footprint import Footprint
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
@@ -149,6 +149,25 @@ def test_a_step_with_the_gate_of_sampling_open_holds_what_was_predicted(monkeypa
     measured = measure_allocations(run)
     assert float(run.memories["data_selection.gradient_norm_sampling"]["tau"]) > 2
     assert error(predicted, measured) <= LARGEST_ERROR
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", ["Qwen3", "Mistral", "Mixtral", "Gemma", "StableLm", "Olmo2"])
+def test_decoders_that_make_their_masks_themselves_take_the_branch_of_the_run(family: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        with unset_fake_temporarily():
+            return HuggingFaceCausalLM(getattr(transformers, f"{family}ForCausalLM")(config))
+
+    plain = BaseRun(build, PackedTokens(corpus(), LENGTH, BATCH, seed=0), NextToken())
+    run = compose(plain, with_optimizer([]), 2)
+    predicted, real = explain(run).footprint, passes_of(run, run.source.at(1))
+    assert error(predicted, measure_allocations(run)) <= 0.001
+    assert predicted.flops == real.flops and predicted.activations == real.activations
 
 
 @pytest.mark.parametrize(("family", "names"), [("Albert", ()), ("MobileBert", ("precision.mixed",))])

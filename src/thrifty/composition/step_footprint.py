@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError
+from thrifty.core.fake_branches import causal_masks_of_plain_rows
 from thrifty.core.footprint import Footprint
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
@@ -41,7 +42,7 @@ class CountedPasses:
             self.buffers, before = live.held_besides([*model.parameters(), *inputs]), live.now
             live.peak = before
             marking, passes = _ForwardPeakObjective(objective, live), _BlockPasses(model, self.blocks, live)
-            with passes:
+            with passes, causal_masks_of_plain_rows():
                 try:
                     outcome: BackwardResult = backward(model, marking, batch)
                     del outcome

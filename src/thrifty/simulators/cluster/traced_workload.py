@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thrifty.core.errors import RefusedError
+from thrifty.core.fake_branches import causal_masks_of_plain_rows
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.simulators.cluster.gpu_op_forms import use_gpu_ops
 from thrifty.simulators.cluster.sharded_op_trace import OperationTracer
@@ -59,7 +60,8 @@ def trace_workload(
             model = build().train()
             _as_fake(model, dtype)
             tokens = torch.zeros(1, length, dtype=torch.long)
-            return _BlockTracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
+            with causal_masks_of_plain_rows():
+                return _BlockTracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise RefusedError(
                 f"the model {name} reads values of tensors ({error}), and a simulation knows shapes alone",

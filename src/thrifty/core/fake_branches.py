@@ -1,0 +1,36 @@
+"""Branches of other libraries that depend on values, taken on fake tensors as they are on real ones."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from thrifty.core.tensor_tracing import tensor_bytes
+
+_MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
+
+
+@contextmanager
+def causal_masks_of_plain_rows() -> Iterator[None]:
+    """Inside the block, models of transformers know of fake positions whether texts share a row.
+
+    On real tensors they read the values, and leave out the mask where each row is one text. On fake tensors they would
+    build the mask, and attention would take another kernel. Positions that all rows share are those of one text.
+    """
+    module = sys.modules.get(_MASKS)
+    find = getattr(module, _PACKED, None)
+    if find is None:
+        yield
+        return
+
+    def find_packed(position_ids: Tensor) -> Tensor | None:
+        is_one_row = position_ids.untyped_storage().nbytes() == tensor_bytes(position_ids[:1])
+        return None if isinstance(position_ids, FakeTensor) and is_one_row else find(position_ids)
+
+    setattr(module, _PACKED, find_packed)
+    try:
+        yield
+    finally:
+        setattr(module, _PACKED, find)

@@ -1,0 +1,23 @@
+"""On fake tensors models of transformers build the masks that they build on real ones."""
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
+
+from thrifty.core.fake_branches import causal_masks_of_plain_rows
+
+
+def test_positions_that_all_rows_share_are_of_one_text() -> None:
+    find = masking_utils.find_packed_sequence_indices
+    packed = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
+    shared = torch.arange(4)[None].expand(2, -1)
+    with FakeTensorMode() as mode, causal_masks_of_plain_rows():
+        assert masking_utils.find_packed_sequence_indices(torch.arange(4)[None].expand(2, -1)) is None
+        found = masking_utils.find_packed_sequence_indices(mode.from_tensor(packed))
+        assert found is not None and found.shape == packed.shape
+    with causal_masks_of_plain_rows():
+        assert masking_utils.find_packed_sequence_indices(shared) is None
+        assert torch.equal(masking_utils.find_packed_sequence_indices(packed), find(packed))
+        alone = torch.tensor([[0, 1, 0, 1]])
+        assert torch.equal(masking_utils.find_packed_sequence_indices(alone), find(alone))
+    assert masking_utils.find_packed_sequence_indices is find
