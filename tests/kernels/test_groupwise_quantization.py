@@ -1,6 +1,7 @@
 """Codes of 2, 4 and 8 bits: what they stand for on average, how far they stray, and that fast is plain bit for bit."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -341,3 +342,26 @@ def test_codes_are_the_same_under_autocast(dtype: torch.dtype, under: torch.dtyp
             coded, packed = quantize_tensor(numbers, 4, 0, zeros=zeros), pack_mask((numbers > 0).to(dtype))
             assert plain is not None and coded is not None
             assert torch.equal(coded.decode(), plain.decode()) and torch.equal(packed.decode(), mask.decode())
+
+
+def test_each_number_of_bits_is_compiled_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[object]] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        seen.append(inputs)
+        return graph.forward
+
+    compile_function = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_function(function, backend=look))
+    words = (
+        quantized_tensors.seed_word(3, torch.device("cpu")),
+        quantized_tensors.words_of_places(64, torch.device("cpu")),
+    )
+    lines = torch.randn(5, 64)
+    for bits in (2, 4, 8):
+        compiled = quantized_tensors._compiled(pack_lines, ("a test", bits))
+        for found, wanted in zip(
+            compiled(lines, *words, 0, bits, False), pack_lines(lines, *words, 0, bits, False), strict=True
+        ):
+            assert torch.equal(found, wanted)
+    assert len(seen) >= 3 and all(isinstance(each, Tensor) for inputs in seen for each in inputs)

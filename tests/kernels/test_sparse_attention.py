@@ -234,8 +234,10 @@ def test_threads_change_no_bit():
 def test_compiled_and_eager_agree_on_values_and_gradients():
     qkv = inputs(1, 2, 1, 24, 8, torch.float32)
 
+    sight = VisibilityRule(True, 7)
+
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return block_attention(q, k, v, window_grid(24, VisibilityRule(True, 7), 8))
+        return block_attention(q, k, v, window_grid(24, sight, 8))
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(with_gradients(compiled(*qkv), qkv), with_gradients(attend(*qkv), qkv))

@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from types import FunctionType
 from typing import Any
 
@@ -264,6 +265,8 @@ def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @cache
 def _compiled(function: FunctionType, constants: tuple[Any, ...]) -> Callable[..., Any]:
-    # code of its own: the compiler gives up on code that it has compiled in eight ways
-    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    # code and a name of its own: the compiler gives up on code that it has compiled in eight ways, and makes variables
+    # of integers that differ between compilations of one name
+    name = f"{function.__name__}_{sha256(repr(constants).encode()).hexdigest()[:12]}"
+    own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     return torch.compile(own, options={"realize_opcount_threshold": MIXED})
