@@ -29,6 +29,7 @@ from thrifty.core.recipe import Budget
 from thrifty.planning import forecast_ledger, planner, rank_options
 from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data
 from thrifty.training import run_ledger
+from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.run_setup import mesh_sizes
 from thrifty.training.trainer import train
 
@@ -41,6 +42,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setenv("THRIFTY_CACHE", str(folder / "cache"))
+        patched.setattr(MemoryMeter, "process", 0.0)  # that of the tests would hide what is planned
         yield _write_recipe(folder)
 
 
@@ -246,6 +248,16 @@ def test_a_plan_for_ranks_of_this_machine_runs_their_steps_and_is_a_recipe_over_
     written = read_recipe(Path("ranks.toml"))
     assert tight["ranks"] == written.mesh.least_ranks == 2
     assert mesh_sizes(written, 2)[tight["changes"][-1].partition("=")[0]] == 2
+
+
+def test_the_process_counts_on_a_processor(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "AXES", {})
+    monkeypatch.setattr(MemoryMeter, "process", 300e6)
+    error = refused(recipe, "--memory", "200MB")
+    assert "the least is about 304 MB" in error.what and "the process besides" in error.what
+    found = plan(recipe, "--memory", error.fix.split(",")[0].split()[-1])
+    assert found["forecast"]["process"] == 300e6 and found["forecast"]["memory"]["value"] < 10e6
+    assert "; the process 30" in run(recipe, "--no-probe").stdout
 
 
 def test_where_ranks_cannot_be_used_that_is_said(recipe: str) -> None:

@@ -299,12 +299,32 @@ def test_nothing_is_said_not_to_fit_before_the_leanest_was_run() -> None:
     assert searching(70.0, Numerics.EXACT, time=lighter_than_counted).run().ways
     run: list[PlanCandidate] = []
     search = searching(120.0, Numerics.EXACT, time=holding(100.0, 100.0, run))
-    with pytest.raises(InfeasibleError, match=r"the least that was run is (\d+) MB, with ") as error:
+    with pytest.raises(InfeasibleError, match=r"the least that was run is memory.*: its process took \d+ MB") as error:
         search.run()
     estimates = {candidate.ways: search.estimated(candidate.ways) for candidate in search.combinations()}
     assert estimates[run[-1].ways] == min(estimates.values())
     named = float(error.value.fix.split("MB")[0].split()[-1])
     assert searching(named, Numerics.EXACT, time=holding(100.0, 100.0)).run().ways
+
+
+def test_the_process_counts_and_a_probe_says_how_large_it_is() -> None:
+    assert searching(1000.0, process=300 * MB, time=by_expectation).run().ways == searching(700.0).run().ways
+    run: list[PlanCandidate] = []
+
+    def larger(candidate: PlanCandidate, bar: float) -> StepTiming:
+        run.append(candidate)
+        return replace(by_expectation(candidate), process=900 * MB)
+
+    search = searching(1000.0, Numerics.EXACT, time=larger)
+    with pytest.raises(InfeasibleError, match="900 MB of it before it builds the model"):
+        search.run()
+    assert run and not run[0].ways
+
+    def as_large(candidate: PlanCandidate, bar: float) -> StepTiming:
+        return replace(by_expectation(candidate), process=300 * MB)
+
+    best = searching(1000.0, Numerics.EXACT, time=as_large).run()
+    assert best.timing and best.timing.process + best.timing.memory <= 1000 * MB
 
 
 def test_what_this_machine_has_no_room_for_is_not_run() -> None:

@@ -28,6 +28,7 @@ def explain_recipe(layers: Any) -> dict[str, Any]:
     """The explanation of a recipe as plain data; a technique that refuses is named, the others are explained."""
     from thrifty.composition.explain import explain, resident_bytes, touched_modules
     from thrifty.distributed.fake_ranks import fake_rank, ranks_of_stages
+    from thrifty.training.memory_meter import MemoryMeter
     from thrifty.training.run_setup import mesh_sizes, prepare_run
 
     recipe = layers.recipe()
@@ -51,6 +52,7 @@ def explain_recipe(layers: Any) -> dict[str, Any]:
         "data": prepared.data.description(),
         **explanation.as_dict(notes),
         **places,
+        "process": MemoryMeter(run.device).process,
         "refused": refused,
         "origins": layers.changed(),
     }
@@ -100,6 +102,9 @@ def _tell(facts: dict[str, Any]) -> None:
         f"{name} {_bytes(total[name])}" for name in ("parameters", "buffers", "gradients", "optimizer", "activations")
     )
     console.print(f"\npredicted peak {_bytes(total['memory'])}: {parts}, temporary {_bytes(total['temporary'])}")
+    if process := facts["process"]:
+        whole = _bytes(total["memory"] + process)
+        console.print(f"with the process {whole}: it holds {_bytes(process)} before it builds the model")
     if "mesh" in facts:
         _tell_ranks(console, facts)
     if facts["decisions"]:

@@ -98,6 +98,8 @@ class StepTiming:
     """How many of the cores worked for other programs meanwhile, ..."""
     cores: int = 1
     """... and how many there are."""
+    process: float = 0.0
+    """Bytes that the process held before the model was built, on a processor."""
 
     @property
     def is_disturbed(self) -> bool:

@@ -78,8 +78,8 @@ class Forecast:
     counted: float
     """Bytes of tensors at the peak."""
     memory: Estimate
-    """Bytes at the peak as a run measures them: of the device on a GPU, of the process on a processor; of tensors alone
-    where nothing was run."""
+    """Bytes at the peak as a run measures them: of the device on a GPU, of the process on a processor beyond what it
+    held before the model; of tensors alone where nothing was run."""
     step: Estimate
     tokens_per_second: Estimate
     seconds: Estimate
@@ -98,12 +98,21 @@ class Forecast:
     """How many of the cores other work took while the step was measured, where it was enough to disturb it, ..."""
     cores: int = 1
     """... and how many there are."""
+    process: float = 0.0
+    """Bytes that the process holds before the model is built, on a processor: with `memory` it is all of it."""
 
     def as_dict(self) -> dict[str, Any]:
         plain = {name: value.as_dict() for name, value in vars(self).items() if isinstance(value, Estimate)}
         dominant = {"memory": [*self.memory_is], "time": [*self.time_is]}
         besides = {"disk": dict(self.disk), "other_work": {"cores": self.others, "of": self.cores}}
-        return {"counted": self.counted, "cost": None, **plain, "dominant": dominant, **besides}
+        return {
+            "counted": self.counted,
+            "process": self.process,
+            "cost": None,
+            **plain,
+            "dominant": dominant,
+            **besides,
+        }
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ seconds. Raises ProbeError."""
 
 @dataclass
 class PlanSearch(SingleOptionCosts):
-    """`memory` is in bytes; `margin` is by how much resident memory may exceed what a probe saw."""
+    """`memory` is in bytes; `margin` is by how much a run may hold more than a probe did; `process` are bytes that a
+    process on a processor holds without its run, as far as is known before one was probed."""
 
     memory: float = inf
     margin: float = 1.1
@@ -57,6 +58,7 @@ class PlanSearch(SingleOptionCosts):
     """Why something else than memory does not suffice for a candidate that was counted; "" where all does."""
     shared: bool = False
     """Whether the memory is there for all ranks together, and not for each."""
+    process: float = 0.0
     free: float = inf
     """Bytes that this machine has for a probe."""
     allowance: Callable[[float], float] = lambda step: inf
@@ -72,8 +74,8 @@ class PlanSearch(SingleOptionCosts):
         """Candidates that were counted or run and do not fit, or whose probe failed, and why."""
         self.failed: set[tuple[PlanOption, ...]] = set()
         """Those of them that were counted to fit, and whose probe failed."""
-        self.held: dict[tuple[PlanOption, ...], float] = {}
-        """Those of them that were run, and the memory in bytes in which a plan would take them."""
+        self.held: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
+        """Those of them that were run, the memory in bytes in which a plan would take them, and what they took."""
         self.surpluses: dict[tuple[bool, int], list[float]] = defaultdict(list)
         """Bytes that processes were seen to hold beyond their tensors, by whether code is compiled, and by ranks."""
         self.probes = 0
@@ -207,8 +209,11 @@ class PlanSearch(SingleOptionCosts):
         else:
             self.misfits[candidate.ways] = self._misfit(candidate)
 
+    def _of_process(self) -> str:
+        return f", {self.process / 1e6:,.0f} MB of it before it builds the model" if self.process else ""
+
     def _misfit(self, candidate: PlanCandidate) -> str:
-        beyond = self.beyond(candidate)
+        beyond = self.process + self.beyond(candidate)
         besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
         return f"does not fit: {candidate.tensors / 1e6:,.0f} MB counted{besides}"
 
@@ -228,9 +233,10 @@ class PlanSearch(SingleOptionCosts):
 
     def _least_room(self, candidate: PlanCandidate) -> float:
         """Bytes that each of its ranks must be allowed to hold, before it was run."""
-        return max(
+        most = max(
             candidate.tensors * candidate.counted_high, (candidate.tensors + self.beyond(candidate)) * self.margin
         )
+        return self.process + most
 
     def _run(self, candidate: PlanCandidate) -> None:
         """Run it, where probes are made, and keep it if it fits."""
@@ -284,13 +290,14 @@ class PlanSearch(SingleOptionCosts):
             self.longest_probe = max(self.longest_probe, monotonic() - began)
         self.surpluses[candidate.is_compiled, candidate.ranks].append(max(timing.memory - candidate.tensors, 0.0))
         self.fastest = min(self.fastest, timing.least_step(candidate.batch, candidate.parts))
+        self.process = timing.process
         step = timing.step(candidate.batch, candidate.parts)
-        self.say(f"its steps take {step:.3g} s, and its process took {timing.memory / 1e6:,.0f} MB")
-        if timing.memory * self.margin > self.room(candidate):
-            self.held[candidate.ways] = timing.memory * self.margin * (candidate.ranks if self.shared else 1)
-            self.misfits[candidate.ways] = (
-                f"does not fit: its process took {timing.memory / 1e6:,.0f} MB when it was run"
-            )
+        took = f"its process took {(timing.process + timing.memory) / 1e6:,.0f} MB{self._of_process()}"
+        self.say(f"its steps take {step:.3g} s, and {took}")
+        needed = timing.process + timing.memory * self.margin
+        if needed > self.room(candidate):
+            self.held[candidate.ways] = needed * (candidate.ranks if self.shared else 1), took
+            self.misfits[candidate.ways] = f"does not fit: {took} when it was run"
             return candidate
         return replace(candidate, timing=timing)
 
@@ -325,9 +332,8 @@ class PlanSearch(SingleOptionCosts):
         if least is None:
             raise InfeasibleError(f"every combination is refused: {next(iter(self.misfits.values()))}")
         if self.held:
-            ways, needed = min(self.held.items(), key=lambda pair: pair[1])
-            label = PlanCandidate(ways, (), 0).label
-            what = f"the least that was run is {needed / self.margin / 1e6:,.0f} MB, with {label}"
+            ways, (needed, took) = min(self.held.items(), key=lambda pair: pair[1][0])
+            what = f"the least that was run is {PlanCandidate(ways, (), 0).label}: {took}"
         else:
             needed = self._least_room(least) * (least.ranks if self.shared else 1)
             what = f"the least is about {needed / 1e6:,.0f} MB, with {least.label} ({self.misfits[least.ways]})"

@@ -116,6 +116,8 @@ class Planner:
     ranks: int = 1
     shared: bool = False
     """Whether the memory wanted is there for all ranks together, and not for each."""
+    process: float = 0.0
+    """Bytes that a process on a processor holds without its run, as far as is known before one was probed."""
     free: float = inf
     """Bytes that this machine has for a probe."""
     seconds: float | None = None
@@ -140,6 +142,7 @@ class Planner:
             self.finalists,
             self.no_room,
             self.shared,
+            self.process,
             self.free,
             self._allowance,
             self.began,
@@ -149,7 +152,10 @@ class Planner:
         chosen = search.run()
         budget = self.budget
         slowdown = median([c.step / c.least_step for c in search.tried if c.timing] or [1.0])
-        forecasts = {c.ways: self.forecast(c, budget, records[c.ranks], slowdown) for c in search.tried}
+        forecasts = {
+            c.ways: replace(self.forecast(c, budget, records[c.ranks], slowdown), process=search.process)
+            for c in search.tried
+        }
         forecast = forecasts[chosen.ways]
         refuse_no_step(budget, forecast.steps.value, forecast.step.value, chosen.batch * self.tokens, forecast.startup)
         self.wanted.refuse_late(forecast.seconds)

@@ -77,6 +77,7 @@ def time_steps(
         memory=max(all_ranks.gather_or_raise(lambda: max(memory, meter.peak()))),
         others=taken if run.device.type == "cpu" else 0.0,
         cores=len(others.cores),
+        process=max(all_ranks.gather_or_raise(lambda: meter.process)),
     )
 
 

@@ -30,6 +30,8 @@ class KeyFigures:
     peak_flops_per_second: float | None
     """What this machine reaches in matrix multiplication alone, as measured."""
     peak_memory: float | None
+    process_memory: float | None
+    """Bytes that the process held before the model was built, on a processor."""
     predicted_memory: float | None
     noise_scale: float | None
     """Examples per step above which larger batches buy little, as last measured."""
@@ -98,6 +100,7 @@ def key_figures(record: RunRecord) -> KeyFigures:
         flops_per_second=_median(record.steps, "flops_per_second"),
         peak_flops_per_second=number(summary.get("peak_flops_per_second")),
         peak_memory=number(current.get("peak_memory")),
+        process_memory=number(current.get("process_memory")),
         predicted_memory=predicted,
         noise_scale=noise_scales[-1] if noise_scales else None,
         batch=number(mapping(record.recipe.get("data")).get("batch")),

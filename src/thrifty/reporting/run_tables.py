@@ -128,8 +128,10 @@ def curve_table(
 def _memory_remark(key: KeyFigures) -> str:
     if key.predicted_memory is None:
         return "no prediction"
-    predicted = f"predicted {scaled(key.predicted_memory, 'B')}"
-    return predicted if key.memory_error is None else f"{predicted}, {_error(key)}"
+    error = "" if key.memory_error is None else f", {_error(key)}"
+    whole = (key.process_memory or 0.0) + (key.peak_memory or 0.0)
+    process = f"; with its process {scaled(whole, 'B')}" if key.process_memory and key.peak_memory else ""
+    return f"predicted {scaled(key.predicted_memory, 'B')}{error}{process}"
 
 
 def _error(key: KeyFigures) -> str:

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import platform
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -13,6 +12,7 @@ import psutil
 import torch
 
 from thrifty.composition.compose import Run
+from thrifty.core.out_of_memory import process_peak
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """What mallopt(3) of glibc calls the sizes from which free memory goes back to the kernel."""
@@ -66,7 +66,8 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 class MemoryMeter:
-    """Bytes now and at the peak since it was made: of the device on a GPU, resident ones on a CPU.
+    """Bytes now and at the peak since it was made: of the device on a GPU, resident ones on a CPU. `process` are those
+    that a process on a CPU held before; what it can do without is given back then.
 
     On Linux the kernel keeps the peak itself and lets a process reset its own; elsewhere the peak is the largest
     value that was asked for.
@@ -76,9 +77,16 @@ class MemoryMeter:
         self.device, self._largest = device, 0.0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        elif Path("/proc/self/clear_refs").exists():
-            Path("/proc/self/clear_refs").write_text("5")
+        else:
+            if libc := _glibc():
+                libc.malloc_trim(0)  # of what counting a run on fake tensors leaves behind
+            if Path("/proc/self/clear_refs").exists():
+                Path("/proc/self/clear_refs").write_text("5")
         self._before = self._absolute()
+
+    @property
+    def process(self) -> float:
+        return self._before if self.device.type == "cpu" else 0.0
 
     def now(self) -> float:
         value = self._absolute() - self._before
@@ -88,10 +96,8 @@ class MemoryMeter:
     def peak(self) -> float:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._before
-        if Path("/proc/self/status").exists():
-            match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-            return int(match[1]) * 1024 - self._before if match else self.now()
-        return max(self._largest, self.now())
+        now = self.now()
+        return max(process_peak() - self._before, now, self._largest)
 
     def _absolute(self) -> float:
         if self.device.type == "cuda":

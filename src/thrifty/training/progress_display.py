@@ -26,6 +26,8 @@ class StepProgress:
     """Shares that were measured on held-out data beside the loss, by name."""
     unit: str = "tokens"
     """What examples are counted in."""
+    process: float = 0.0
+    """Bytes that the process holds besides, on a processor."""
 
 
 def line(p: StepProgress) -> str:
@@ -37,7 +39,8 @@ def line(p: StepProgress) -> str:
     if p.of_peak is not None:
         parts.append(f"{p.of_peak:.0%} of peak")
     predicted = f" (predicted {p.predicted_memory / 1e9:.2f})" if p.predicted_memory else ""
-    parts.append(f"{p.memory / 1e9:.2f} GB{predicted}")
+    process = f", process {(p.process + p.memory) / 1e9:.2f}" if p.process else ""
+    parts.append(f"{p.memory / 1e9:.2f} GB{predicted}{process}")
     parts.append(f"{duration(p.seconds_left)} left")
     return " · ".join(parts)
 

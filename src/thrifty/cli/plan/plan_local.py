@@ -47,6 +47,7 @@ def plan_on_machine(
     from thrifty.planning.planner import STEPS, Planner
     from thrifty.planning.rank_options import without_rank_techniques
     from thrifty.recipes.recipe_toml import recipe_to_data
+    from thrifty.training.memory_meter import MemoryMeter
     from thrifty.training.run_ledger import record_forecast
     from thrifty.training.run_setup import choose_device, prepare_run
 
@@ -85,6 +86,7 @@ def plan_on_machine(
         finalists=probed_candidates,
         ranks=ranks,
         shared=shared,
+        process=MemoryMeter(run.device).process,
         free=free,
         seconds=seconds,
         began=began,

@@ -51,8 +51,11 @@ def format_plan(plan: Plan) -> list[str]:
         part, of_time = forecast.time_is
         step += f"; {percent(of_time, 0)} of it {part}{_disturbed(forecast)}{_past(plan.past['step'])}"
     else:
-        memory += f" in tensors at the peak, and what the process takes besides; {most}"
+        memory += f" in tensors at the peak; {most}"
         step += "; not run: by FLOPs and a share of this machine's peak"
+    if forecast.process:
+        whole = _bytes(forecast.process + forecast.memory.value)
+        memory += f"; the process {whole}, with {_bytes(forecast.process)} from before the model is built"
     lines = [
         f"change   {changes}",
         f"memory   {memory}",
@@ -90,12 +93,15 @@ def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 
 def _tell_alternatives(plan: Plan) -> None:
-    table = open_table("", "what was tried, from the fastest", "memory", "step", "tokens/s", "time to the budget")
+    table = open_table(
+        "", "what was tried, from the fastest", "memory of the process", "step", "tokens/s", "time to the budget"
+    )
     for candidate, forecast in plan.alternatives:
         mark = "→" if candidate.ways == plan.chosen.ways else ""
         step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)
         rate = scaled(forecast.tokens_per_second.value)
-        table.add_row(mark, escape(candidate.label), _bytes(forecast.memory.value), step, rate, seconds)
+        memory = _bytes(forecast.process + forecast.memory.value)
+        table.add_row(mark, escape(candidate.label), memory, step, rate, seconds)
     wide_console().print(table)
 
 

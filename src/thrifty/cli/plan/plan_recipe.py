@@ -33,7 +33,9 @@ PROBING = ("probe", "probe_seconds", "probed_candidates", "seconds")
 @click.command(name="recipe")
 @recipe_options
 @click.option(
-    "--memory", metavar="SIZE", help="Most a rank may hold, such as 400MB or 16GiB; unless given what is free."
+    "--memory",
+    metavar="SIZE",
+    help="Most a rank may hold, on a processor its process: 800MB, 16GiB.  [default: what is free]",
 )
 @click.option("--disk", metavar="SIZE", help="Most that checkpoints and prepared data may take together.")
 @click.option(

@@ -1,0 +1,45 @@
+"""What a process holds is in every figure beside what its tensors do."""
+
+import re
+from pathlib import Path
+
+import psutil
+import tiny_recipes
+import torch
+from click.testing import CliRunner
+
+from thrifty.cli.explain import command
+from thrifty.recipes.recipe_toml import write_recipe
+from thrifty.reporting.key_figures import key_figures
+from thrifty.reporting.run_record import read_run
+from thrifty.reporting.run_tables import tiles
+from thrifty.training.memory_meter import MemoryMeter
+from thrifty.training.progress_display import StepProgress, line
+from thrifty.training.trainer import train
+
+
+def test_the_process_of_a_run_is_in_its_summary_and_on_its_line(tmp_path: Path) -> None:
+    summary = train(tiny_recipes.text(tmp_path), tmp_path, quiet=True)
+    whole = summary["process_memory"] + summary["peak_memory"]
+    assert whole > 2e8 and abs(whole / psutil.Process().memory_info().rss - 1) < 0.3
+    progress = StepProgress(1, 2, 0.5, None, 10.0, None, 1.5e9, 1.25e9, 3.0, process=0.5e9)
+    assert " · 1.50 GB (predicted 1.25), process 2.00 · " in line(progress)
+    (remark,) = (
+        remark for label, _, remark in tiles(key_figures(read_run(tmp_path / "text"))) if label == "Peak memory"
+    )
+    assert re.search(r"; with its process [\d.]+ [MG]B$", remark)
+
+
+def test_an_explanation_prints_the_process_next_to_its_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.toml"
+    file.write_text(write_recipe(tiny_recipes.text(tmp_path)))
+    said = CliRunner().invoke(command, [str(file)], catch_exceptions=False).stdout
+    assert re.search(r"predicted peak .*\nwith the process [\d.]+ [MG]B: it holds [\d.]+ [MG]B before", said)
+
+
+def test_what_a_process_held_before_is_no_part_of_the_peak_of_its_run() -> None:
+    before = torch.ones(2**24)
+    meter = MemoryMeter(torch.device("cpu"))
+    assert meter.process > before.nbytes
+    after = torch.ones(2**24)
+    assert after.nbytes * 0.9 < meter.peak() < after.nbytes * 1.5
