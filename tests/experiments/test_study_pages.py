@@ -4,13 +4,15 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from tiny_studies import result
 
+from thrifty.core.errors import UsageError
 from thrifty.experiments.study import StudyPlot
 from thrifty.experiments.study_charts import caption, chart, picture, points
-from thrifty.experiments.study_page import render
+from thrifty.experiments.study_page import render, write_page
 from thrifty.experiments.study_summary import SeedMean
 from thrifty.experiments.study_table import interval, shown, table
 
@@ -112,3 +114,17 @@ def test_the_page_fetches_nothing_runs_nothing_and_holds_the_numbers_and_the_ver
 def test_text_of_a_study_cannot_break_the_page() -> None:
     assert "Height <by> level" not in render(result())
     assert re.search(r'alt="Height &lt;by&gt; level', render(result()))
+
+
+def test_pictures_are_written_past_links(tmp_path: Path) -> None:
+    measured, precious = result(), tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "study" / "plots").mkdir(parents=True)
+    for plot in measured.study.plots:
+        (tmp_path / "study" / "plots" / f"{plot.id}.png").symlink_to(precious)
+    write_page(measured, tmp_path / "study")
+    assert measured.study.plots and precious.read_text() == "precious"
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "plots").symlink_to(tmp_path / "study" / "plots")
+    with pytest.raises(UsageError, match="plots is a symbolic link"):
+        write_page(measured, tmp_path / "linked")

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shutil
 from html.parser import HTMLParser
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from thrifty.core.errors import UsageError
 from thrifty.reporting.color_theme import DARK, LIGHT
 from thrifty.reporting.key_figures import key_figures
 from thrifty.reporting.run_charts import figures
-from thrifty.reporting.run_page import render
+from thrifty.reporting.run_page import render, write_report
 from thrifty.reporting.run_record import read_run
 
 HOSTILE = "</script><img src=x onerror=alert(1)>{{ 7*7 }}\"'<!--"
@@ -262,3 +264,25 @@ def test_text_and_curves_reach_the_contrast_of_wcag_aa(palette, ground):
         assert contrast(palette[name], palette[ground]) >= 4.5, name
     for name in ("train", "held-out", "trained", "control"):
         assert contrast(palette[name], palette[ground]) >= 3.0, name
+
+
+@pytest.mark.parametrize("name", ["recipe.toml", "plots", "environment.json"])
+def test_a_run_folder_with_links_is_not_reported(name, write_run, tmp_path):
+    run, outside = write_run(), tmp_path / "outside"
+    outside.mkdir()
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(outside)
+    with pytest.raises(UsageError, match=f"{name} is a symbolic link"):
+        write_report(run)
+    assert not [*outside.iterdir()] and not (run / "report.html").exists()
+
+
+def test_a_page_and_its_pictures_are_written_past_links_and_other_names(write_run, tmp_path):
+    run, precious = write_run(), tmp_path / "precious"
+    precious.write_text("precious")
+    (run / "plots").mkdir()
+    for name in ("report.html", f".report.html.{os.getpid()}", "plots/loss.png"):
+        os.link(precious, run / name)
+    (run / "plots" / "rate.png").symlink_to(precious)
+    write_report(run)
+    assert precious.read_text() == "precious"

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from thrifty.training.atomic_files import AtomicFiles
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.training.checkpoint import save
 
 

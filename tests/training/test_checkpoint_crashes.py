@@ -11,8 +11,8 @@ import pytest
 from checkpoint_worlds import Crash, FailingDisk, assert_same, names, save_without_end, state_of
 from rank_processes import PROCESSES
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError, ThriftyError
-from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint import LoadedCheckpoint, load, save
 from thrifty.training.checkpoint_index import BEST, LATEST, checkpoints, step_of
 from thrifty.training.checkpoint_manifest import verify
@@ -145,7 +145,7 @@ import subprocess, sys, torch
 from pathlib import Path
 from thrifty.core.errors import ThriftyError
 from thrifty.training.checkpoint import load, save
-from thrifty.training.atomic_files import AtomicFiles
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.training.checkpoint_manifest import verify
 from thrifty.training.checkpoint_index import BEST, LATEST, checkpoints, step_of
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rank_processes import PROCESSES
 from run_starters import append_forever, go_on, start
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
-from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.run_folder import RunFolder
 
 
@@ -193,7 +193,7 @@ FULL_DISK = """
 import subprocess, sys
 from pathlib import Path
 from thrifty.core.errors import ThriftyError
-from thrifty.training.atomic_files import AtomicFiles
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.training.run_folder import RunFolder
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", sys.argv[1]], check=True)
 with RunFolder.create(Path(sys.argv[1]) / "mine") as run:
@@ -296,6 +296,21 @@ def test_a_run_folder_with_a_link_is_refused_and_what_it_names_is_untouched(tmp_
     (path / name).symlink_to(outside)
     with pytest.raises(UsageError, match=f"{name} is a symbolic link"):
         RunFolder.open(path).lock()
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(FileExistsError):
         AtomicFiles().create_file(path / name)
     assert outside.read_text() == "precious, without a last line"
+
+
+def test_what_a_kill_left_is_gone_once_the_run_is_locked(tmp_path: Path) -> None:
+    path = existing_run(tmp_path / "mine")
+    strays = [path / "checkpoints" / f"step-00000004.{kind}-0f1e" for kind in ("partial", "removed")]
+    for stray in strays:
+        stray.mkdir(parents=True)
+        (stray / "tensors.safetensors").write_text("half")
+    strays += [path / ".summary.json.0f1e.partial", path / "checkpoints" / ".LATEST.0f1e.partial"]
+    for stray in strays[2:]:
+        stray.write_text("half")
+    (path / "checkpoints" / "mine.txt").write_text("not ours to remove")
+    with RunFolder.open(path).lock():
+        assert not [stray for stray in strays if stray.exists()]
+    assert (path / "checkpoints" / "mine.txt").exists()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from thrifty.training.atomic_files import AtomicFiles
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 

@@ -33,7 +33,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     lock = folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = lock.open("w")
+        file = os.fdopen(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
     except OSError as error:
         raise UsageError(
             f"cannot write to the cache folder {folder.parent}: {error.strerror}",

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.old_names import rename_recipe
 from thrifty.core.plain_values import differences, to_data
@@ -28,7 +29,7 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.run_relative_settings import StepOrFraction, in_steps
 from thrifty.core.secret_redaction import redact
 from thrifty.core.setting_bounds import Positive, SettingBound, check_bounds, check_pattern
-from thrifty.experiments.mask_export import masks_of, write_atomically
+from thrifty.experiments.mask_export import masks_of
 from thrifty.optim.mask_selection import masked_shapes
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.techniques.sparsity.mask_from_file import (
@@ -218,7 +219,7 @@ class _Rounds:
         """The ticket of a round, where it was not drawn already; drawn again it is the same."""
         content, density = next_mask_file(self.path(number - 1), self.steps, self.lottery)
         if not self.ticket(number).is_file():
-            write_atomically(self.ticket(number), content)
+            AtomicFiles().swap(self.ticket(number), content)
         return density
 
     def finished(self, number: int, control: str) -> dict[str, Any] | None:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import UsageError
 from thrifty.optim.weight_masks import SLOT
 from thrifty.techniques.sparsity.mask_from_file import density_of, mask_file_bytes
 from thrifty.training import checkpoint
-from thrifty.training.atomic_files import AtomicFiles
 
 
 def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -35,13 +35,4 @@ def export_masks(run: Path, file: Path, step: int | None = None) -> tuple[float,
         raise UsageError(f"{file} exists already", fix="name a file that does not exist yet")
     weights = {name: loaded.tensors[f"parameters/{name}"] for name in masks}
     content = mask_file_bytes(masks, f"after step {loaded.step} of {run.name}", weights)
-    return density_of(masks), write_atomically(file, content)
-
-
-def write_atomically(path: Path, content: bytes) -> str:
-    """A file as a whole, or not at all; returns its sha256."""
-    files, aside = AtomicFiles(), path.with_name(f".{path.name}.partial")
-    written = files.write_file(aside, [content])
-    files.rename(aside, path)
-    files.sync_folder(path.parent)
-    return written.sha256
+    return density_of(masks), AtomicFiles().swap(file, content).sha256

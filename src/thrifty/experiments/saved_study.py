@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import UsageError
 from thrifty.core.old_names import rename_cases
 from thrifty.experiments.study_result import StudyResult, kept_summary
 from thrifty.experiments.study_summary import SeedMean
 from thrifty.experiments.study_table import interval, shown, table
-from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 

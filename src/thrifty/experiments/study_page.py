@@ -4,6 +4,7 @@ import base64
 import shlex
 from pathlib import Path
 
+from thrifty.core.atomic_files import AtomicFiles, refuse_links
 from thrifty.core.secret_redaction import redact, redact_command
 from thrifty.experiments.study import StudyPlot
 from thrifty.experiments.study_charts import caption, picture
@@ -21,9 +22,10 @@ FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platfor
 def write_page(result: StudyResult, folder: Path) -> Path:
     """Writes report.html and plots/*.png; returns the path of the page."""
     run = RunFolder(folder)
+    refuse_links(folder.resolve())
     run.plots.mkdir(exist_ok=True)
     for plot in result.study.plots:
-        (run.plots / f"{plot.id}.png").write_bytes(picture(result, plot, "png"))
+        AtomicFiles().swap(run.plots / f"{plot.id}.png", picture(result, plot, "png"))
     run.write_text(run.report.name, render(result))
     return run.report
 

@@ -3,6 +3,7 @@ without `transformers`; pickled weights (.bin, .pt) are never opened."""
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -117,7 +118,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already", fix="name a folder that does not exist yet, or remove that one")
-    aside = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    aside = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(6)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside.mkdir()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.secret_redaction import redact, redact_command
 from thrifty.reporting.comparison_charts import BASELINE, Comparison, charts, svg
@@ -22,9 +23,8 @@ OUTCOMES = {"better": "holds", "worse": "fails"}
 def write_comparison_page(folder: Path) -> Path:
     """Writes report.html beside comparison.json and returns its path; also while the comparison goes on."""
     data = rename_comparison(redact(json.loads((folder / "comparison.json").read_text(encoding="utf-8"))))
-    page, aside = folder / "report.html", folder / ".report.html.partial"
-    aside.write_text(render(data), encoding="utf-8")
-    aside.replace(page)
+    page = folder / "report.html"
+    AtomicFiles().swap_text(page, render(data))
     return page
 
 

@@ -3,11 +3,11 @@
 import base64
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from thrifty.core.atomic_files import AtomicFiles, refuse_links
 from thrifty.reporting import example_gallery, run_tables
 from thrifty.reporting.chart_renderer import render_png, vega_bundle
 from thrifty.reporting.color_theme import LIGHT, chart_look, css_variable
@@ -30,19 +30,20 @@ SECTIONS = [
 def write_report(folder: Path) -> Path:
     """Writes report.html and plots/*.png into a run folder and returns the path of the page.
 
-    Works while the run goes on and with files missing. Raises `UsageError` when `folder` is not a run folder.
+    Works while the run goes on and with files missing. Raises `UsageError` when `folder` is not a run folder, or holds
+    a symbolic link.
     """
     return write_page(read_run(folder))
 
 
 def write_page(record: RunRecord) -> Path:
     drawn = figures(record, key_figures(record))
-    page = record.folder / "report.html"
-    _replace(page, render(record, drawn).encode())
-    plots = record.folder / "plots"
+    page, plots = record.folder / "report.html", record.folder / "plots"
+    refuse_links(record.folder)
+    AtomicFiles().swap_text(page, render(record, drawn))
     plots.mkdir(exist_ok=True)
     for figure in drawn:
-        _replace(plots / f"{figure.id}.png", picture(figure))
+        AtomicFiles().swap(plots / f"{figure.id}.png", picture(figure))
     return page
 
 
@@ -119,10 +120,3 @@ def _policy(scripts: Sequence[str]) -> str:
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     sources = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
     return f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Written aside first, so that a reader never sees half a file."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_bytes(content)
-    aside.replace(path)

@@ -8,13 +8,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.secret_redaction import redact_text
 from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.run_record import RunRecord, mapping, number, parse_record, read_run
 from thrifty.reporting.run_tables import settings
 from thrifty.trackers.tracker import TrackedRun, Tracker, open_tracker
-from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.run_lock import holder
 
 EVERY = 1.0

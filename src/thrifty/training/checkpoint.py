@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from thrifty.core.atomic_files import AtomicFiles, refuse_links
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 from thrifty.core.old_names import rename_scalars
 from thrifty.core.shard_layout import LocalShard
 from thrifty.training import checkpoint_index
-from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint_manifest import verify
 from thrifty.training.checkpoint_writer import STATE, CheckpointWriter, tensor_files
 from thrifty.training.rank_sync import SingleProcess
@@ -180,6 +180,7 @@ def _as_json(scalars: dict[str, Any]) -> str:
 
 def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any]:
     checkpoint_index.refuse_foreign(folder)
+    refuse_links(folder)
     damaged: list[tuple[Path, str]] = []
     for path in reversed(checkpoint_index.checkpoints(folder)):
         if step is not None and checkpoint_index.step_of(path) != step:

@@ -9,13 +9,13 @@ from collections.abc import Collection
 from pathlib import Path
 from uuid import uuid4
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint_manifest import verify
 
 LATEST, BEST, QUARANTINE = "LATEST", "BEST", "quarantine"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_LEFTOVER = re.compile(rf"step-[\d.]+\.(?:partial|removed)-[0-9a-f]+|\.(?:{LATEST}|{BEST})\.partial")
+_LEFTOVER = re.compile(rf"step-[\d.]+\.(?:partial|removed)-[0-9a-f]+|\.(?:{LATEST}|{BEST})\.(?:\w+\.)?partial")
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp"}
 _CONVERT = "reading a pickle can run code: convert it to safetensors where you trust it, and import that"
 
@@ -56,7 +56,7 @@ def _place(path: Path) -> tuple[int, int]:
 
 def remove_leftovers(folder: Path, files: AtomicFiles) -> None:
     """Clears what an interrupted save or removal left behind: never a finished checkpoint."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.glob("*")):
         if _LEFTOVER.fullmatch(path.name):
             (files.remove_tree if path.is_dir() else files.remove_file)(path)
 

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from thrifty.core.atomic_files import FileDigest
 from thrifty.core.errors import IntegrityError
-from thrifty.training.atomic_files import FileDigest
 
 FORMAT = 1
 """Raised when the files of a checkpoint change their meaning; older formats stay readable."""

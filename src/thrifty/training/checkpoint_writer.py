@@ -9,9 +9,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
+from thrifty.core.atomic_files import NO_ROOM, AtomicFiles, FileDigest
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.training import checkpoint_index
-from thrifty.training.atomic_files import NO_ROOM, AtomicFiles, FileDigest
 from thrifty.training.checkpoint_manifest import MANIFEST, manifest_text, verify
 from thrifty.training.rank_sync import SingleProcess
 from thrifty.training.sharded_safetensors import Parts, stream

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from thrifty.core.atomic_files import NO_ROOM, AtomicFiles, refuse_links
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError, did_you_mean
 from thrifty.core.secret_redaction import redact
-from thrifty.training.atomic_files import NO_ROOM, AtomicFiles
+from thrifty.training.checkpoint_index import remove_leftovers
 from thrifty.training.run_lock import RunLock
 
 Record = Mapping[str, Any]
@@ -75,13 +76,22 @@ class RunFolder:
     def lock(self, agents: Collection[str] = ()) -> "RunFolder":
         """Raises `UsageError` if another process has the run, or if something in its folder is a link. See `notice`
         for what was taken over."""
-        self.refuse_links()
+        refuse_links(self.path.resolve(), self.checkpoints)
         if self._lock is None:
             self.again = self._is_of(agents)
             self._lock = RunLock(self.path / "lock", ours=self.again)
+            self.remove_leftovers()
             if agents:
                 self.write_json("job", sorted(agents))
         return self
+
+    def remove_leftovers(self) -> None:
+        """Clears what writes left that were cut off: files and folders that were never finished, or half removed."""
+        files = AtomicFiles()
+        with suppress(OSError):  # what cannot go now goes at the next start
+            for path in self.path.glob(".*.partial"):
+                files.remove_file(path)
+            remove_leftovers(self.checkpoints, files)
 
     def _is_of(self, agents: Collection[str]) -> bool:
         with suppress(IntegrityError):
@@ -136,13 +146,6 @@ class RunFolder:
     @property
     def plots(self) -> Path:
         return self.path / "plots"
-
-    def refuse_links(self) -> None:
-        """Raises UsageError if a file or folder of the run is a symbolic link, which would lead writes out of it."""
-        links = [path for path in (*self.path.glob("*"), *self.checkpoints.glob("*")) if path.is_symlink()]
-        if links:
-            what = f"{links[0]} is a symbolic link, and nothing outside a run folder is written"
-            raise UsageError(what, fix="remove the link, or put a copy of what it names in its place")
 
     def refuse_moved(self) -> None:
         """Raises ThriftyError where the folder that is locked is no longer at its path, so that nothing is written

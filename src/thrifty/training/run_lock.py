@@ -11,10 +11,10 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from thrifty.core.atomic_files import NO_ROOM
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.file_locks import lock_file
 from thrifty.machine.process_start import is_running, process_start
-from thrifty.training.atomic_files import NO_ROOM
 
 
 class RunLock:

@@ -76,6 +76,7 @@ class TrainSession:
                 text = str(error) if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
                 observer.stopped(text, getattr(error, "exit_code", 1))
                 raise
+            together.run_first(self.folder.remove_leftovers)
             # the signal handler stays, and no rank leaves, until rank 0 has written the end down
             return together.run_first(lambda: observer.summarize(status, stop.code if status == "interrupted" else 0))
 

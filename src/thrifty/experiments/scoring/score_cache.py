@@ -4,11 +4,10 @@ import hashlib
 import json
 from pathlib import Path
 
+from thrifty.core.atomic_files import NO_ROOM, AtomicFiles
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.score_file import ExampleScores, ScoreProvenance, read_scores, scores_bytes
-from thrifty.experiments.mask_export import write_atomically
-from thrifty.training.atomic_files import NO_ROOM, AtomicFiles
 
 
 def cache_path(facts: ScoreProvenance, clusters: int, seed: int) -> Path:
@@ -32,7 +31,7 @@ def write_scores(path: Path, scores: ExampleScores) -> str:
     """Writes a file of scores as a whole, or not at all; returns its sha256."""
     try:
         AtomicFiles().make_folders(path.parent)
-        return write_atomically(path, scores_bytes(scores))
+        return AtomicFiles().swap(path, scores_bytes(scores)).sha256
     except OSError as error:
         fix = "free some space there" if error.errno in NO_ROOM else "check the folder's permissions"
         raise ThriftyError(f"{path} cannot be written: {error.strerror}", fix=fix) from error

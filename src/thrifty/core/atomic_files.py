@@ -8,11 +8,14 @@ and stops the world at every single one. What is written is on the disk, not onl
 import errno
 import hashlib
 import os
+import secrets
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from thrifty.core.errors import UsageError
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers that mean: the disk, the quota or the limit on file sizes is used up."""
@@ -35,7 +38,8 @@ class AtomicFiles:
         path.mkdir(exist_ok=True)
 
     def create_file(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        """A new file; what lies there under its name, a link above all, is neither opened nor followed."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         return os.write(descriptor, data)
@@ -96,23 +100,39 @@ class AtomicFiles:
         self.make_folder(path)
         self.sync_folder(path.parent)
 
-    def swap_text(self, path: Path, text: str) -> None:
-        """Replaces a small file as a whole: a reader, or the next start, sees the old text or the new one."""
-        aside = path.with_name(f".{path.name}.partial")
+    def swap(self, path: Path, content: bytes) -> FileDigest:
+        """Replaces a file as a whole: a reader, or the next start, sees the old content or the new one."""
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")  # which nobody can put there before
         try:
-            self.write_file(aside, [text.encode()])
+            written = self.write_file(aside, [content])
             self.rename(aside, path)
         except OSError:
             with suppress(OSError):
                 self.remove_file(aside)
             raise
         self.sync_folder(path.parent)
+        return written
+
+    def swap_text(self, path: Path, text: str) -> None:
+        self.swap(path, text.encode())
 
     def remove_tree(self, path: Path) -> None:
         """Removes a folder and what is in it; a link is removed, not followed."""
+        if path.is_symlink():
+            self.remove_file(path)
+            return
         for entry in sorted(path.iterdir()):
             if entry.is_dir() and not entry.is_symlink():
                 self.remove_tree(entry)
             else:
                 self.remove_file(entry)
         self.remove_folder(path)
+
+
+def refuse_links(*folders: Path) -> None:
+    """Raises UsageError if a file or folder directly in one of these is a symbolic link, or one of them is: it would
+    lead reads and writes out of a run folder."""
+    links = [path for folder in folders for path in (folder, *folder.glob("*")) if path.is_symlink()]
+    if links:
+        what = f"{links[0]} is a symbolic link, and nothing outside a run folder is read or written"
+        raise UsageError(what, fix="remove the link, or put a copy of what it names in its place")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from checkpoint_worlds import FailingDisk, assert_same, state_of
 
+from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError
-from thrifty.training.atomic_files import AtomicFiles
 from thrifty.training.checkpoint import load, save
-from thrifty.training.checkpoint_index import checkpoints
+from thrifty.training.checkpoint_index import checkpoints, remove_leftovers
 from thrifty.training.checkpoint_manifest import verify
 
 
@@ -163,3 +163,32 @@ def test_what_was_written_is_measured_on_the_way(tmp_path: Path) -> None:
     written = AtomicFiles().write_file(tmp_path / "file", [b"a" * 40_000_000, b"", memoryview(b"b")])
     assert written.bytes == (tmp_path / "file").stat().st_size == 40_000_001
     assert written.sha256 == "59b04e220564f8499ff37e1fbcd5806baf81605777f4d7a27883924e29ebd63c"
+
+
+def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path) -> None:
+    """Neither a link nor another name of a file, put where the new content is written first, is written through."""
+    precious, names = tmp_path / "precious", []
+    precious.write_text("precious")
+
+    class Watched(AtomicFiles):
+        def create_file(self, path: Path) -> int:
+            names.append(path.name)
+            return super().create_file(path)
+
+    for kind in (os.symlink, os.link):
+        for name in (".page.html.partial", f".page.html.{os.getpid()}", "page.html"):
+            (tmp_path / name).unlink(missing_ok=True)
+            kind(precious, tmp_path / name)
+        Watched().swap_text(tmp_path / "page.html", "mine")
+        assert (precious.read_text(), (tmp_path / "page.html").read_text()) == ("precious", "mine")
+        with pytest.raises(FileExistsError):
+            AtomicFiles().create_file(tmp_path / ".page.html.partial")
+    assert len(set(names)) == 2
+
+
+def test_a_linked_folder_is_unlinked_and_what_it_names_stays(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_text("precious")
+    (tmp_path / "step-00000001.removed-0f").symlink_to(tmp_path / "theirs")
+    remove_leftovers(tmp_path, AtomicFiles())
+    assert not (tmp_path / "step-00000001.removed-0f").is_symlink() and (tmp_path / "theirs" / "file").exists()
