@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from urllib.parse import unquote, urlparse
 
 import pytest
 from click.testing import CliRunner
 
-from thrifty.cli.board import _token, command
+from thrifty.cli.board import command
 from thrifty.core.errors import UsageError
 from thrifty.dashboard.board_server import BoardServer
 
@@ -18,29 +20,39 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def test_the_token_is_kept_for_its_owner_alone(cache):
-    token = _token(renewed=False)
-    assert _token(renewed=False) == token and len(token) >= 32
-    assert (cache / "board-token").stat().st_mode & 0o777 == 0o600
-    assert _token(renewed=True) not in (token, "") and _token(renewed=False) != token
-
-
-def test_a_token_that_others_could_read_is_not_used(cache):
-    token = _token(renewed=False)
-    (cache / "board-token").chmod(0o644)
-    assert _token(renewed=False) != token
-
-
-def test_it_prints_the_address_and_opens_nothing_unasked(cache, tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr("webbrowser.open", opened.append)
-    monkeypatch.setattr(BoardServer, "serve_forever", lambda self: None)
+@pytest.fixture
+def started(cache, tmp_path, monkeypatch):
+    """Starts a board that ends at once; returns its address and what the browser was given to open, with its page."""
     (tmp_path / "runs").mkdir()
-    words = ["--runs", str(tmp_path / "runs"), "--port", "0"]
-    (line, *_) = CliRunner().invoke(command, [*words, "--no-open"]).stdout.splitlines()
-    assert line.startswith("http://127.0.0.1:") and line.endswith(f"/{_token(renewed=False)}/") and not opened
-    CliRunner().invoke(command, words)
-    assert len(opened) == 1
+    monkeypatch.setattr(BoardServer, "serve_forever", lambda self: None)
+
+    def start(*words):
+        opened = []
+
+        def show(address):
+            page = Path(unquote(urlparse(address).path))
+            opened.append((address, page.read_text(), page.stat().st_mode & 0o777))
+
+        monkeypatch.setattr("webbrowser.open", show)
+        shown = CliRunner().invoke(command, ["--runs", str(tmp_path / "runs"), "--port", "0", *words])
+        return shown.stdout.splitlines()[0], opened
+
+    return start
+
+
+def test_each_start_has_another_address_and_opens_nothing_unasked(started):
+    (first, opened), (second, _) = started("--no-open"), started("--no-open")
+    tokens = [urlparse(address).path.strip("/") for address in (first, second)]
+    assert first.startswith("http://127.0.0.1:") and not opened
+    assert tokens[0] != tokens[1] and min(map(len, tokens)) >= 32
+
+
+def test_the_browser_is_led_to_the_address_by_a_file_that_others_cannot_read(started, cache):
+    address, [(opened, page, mode)] = started()
+    token = urlparse(address).path.strip("/")
+    assert opened.startswith("file://") and token not in opened
+    assert f"url={address}" in page and mode == 0o600
+    assert not [*cache.glob("board-*")]  # gone with the board
 
 
 def test_a_folder_that_is_not_there_is_a_usage_error(cache, tmp_path):

@@ -2,12 +2,13 @@
 
 import http.client
 import socket
+import time
 
 import pytest
 from board_examples import TOKEN
 
 from thrifty.core.errors import UsageError
-from thrifty.dashboard.board_server import BoardServer, new_token
+from thrifty.dashboard.board_server import MOST_CONNECTIONS, BoardServer, new_token
 
 PATHS = [f"/{TOKEN}/", f"/{TOKEN}/api/runs", f"/{TOKEN}/board.js"]
 
@@ -142,3 +143,23 @@ def test_an_address_that_makes_no_sense_has_an_answer_too(serve):
             host = f"Host: 127.0.0.1:{server.server_port}"
             connection.sendall(f"GET {path} HTTP/1.1\r\n{host}\r\nConnection: close\r\n\r\n".encode())
             assert connection.makefile().readline().split()[1:2] == [status], path
+
+
+def test_the_first_page_is_opened_from_a_file_and_no_other_page_is(serve):
+    server = serve()
+    opening = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
+    assert asked(server, PATHS[0], **opening)[0] == 200
+    assert [asked(server, path, **opening)[0] for path in PATHS[1:]] == [403, 403]
+    assert asked(server, PATHS[0], **opening | {"Sec_Fetch_Dest": "iframe"})[0] == 403
+
+
+def test_connections_beyond_the_cap_are_refused_and_room_comes_back(serve):
+    server = serve()
+    held = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(MOST_CONNECTIONS)]
+    assert asked(server)[0] == 503
+    for connection in held:
+        connection.close()
+    end = time.monotonic() + 10
+    while asked(server)[0] == 503:
+        assert time.monotonic() < end
+    assert asked(server)[0] == 200

@@ -1,5 +1,7 @@
 """thrifty board: a live page over run folders, on this machine alone."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +15,24 @@ PORT = 8577
 @click.option("--results", type=click.Path(path_type=Path), default=Path("results"), help="Folder of kept results.")
 @click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="0 for any that is free.")
 @click.option("--open/--no-open", "show", default=True, help="Open the page in the browser.  [default: open]")
-@click.option("--new-token", is_flag=True, help="Make the address that was used so far worthless.")
-def command(runs: Path, results: Path, port: int, show: bool, new_token: bool) -> None:
+def command(runs: Path, results: Path, port: int, show: bool) -> None:
     """Show runs, their live curves, studies and technique cards in the browser.
 
     The page is served to this machine alone, to who has the address that is printed; it only reads, and runs know
-    nothing of it. Ctrl-C ends it. The address stays the same, so that a page that is open finds the board again.
+    nothing of it. Ctrl-C ends it. Each start has another address.
     """
-    import webbrowser
-
     from thrifty.core.errors import UsageError
-    from thrifty.dashboard.board_server import BoardServer
+    from thrifty.dashboard.board_server import BoardServer, new_token
     from thrifty.dashboard.board_site import BoardSite
 
     if not runs.is_dir():
         raise UsageError(f"there is no folder {runs}", fix="name the folder of your runs: --runs DIR")
     site = BoardSite(runs, results, _cards, lambda technique: _measured(technique, (results, runs)))
-    with BoardServer(site, _token(new_token), port) as server:
+    with BoardServer(site, new_token(), port) as server, ExitStack() as stack:
         site.warm()
         click.echo(f"{server.address}\nreads {runs}; Ctrl-C ends it")
         if show:
-            webbrowser.open(server.address)
+            stack.enter_context(_opened(server.address))
         server.serve_forever()
 
 
@@ -51,24 +50,19 @@ def _measured(technique: str, folders: tuple[Path, Path]) -> list[str]:
     return [result.in_words() for result in [*compared, *study_results(technique, folders)]]
 
 
-def _token(renewed: bool) -> str:
-    """The token of this user, kept where only they can read it."""
-    import os
+@contextmanager
+def _opened(address: str) -> Iterator[None]:
+    """Open the browser by a page that leads to the address and that this user alone can read: whoever lists processes
+    sees a browser's command line."""
+    import tempfile
+    import webbrowser
 
     from thrifty.core.cache_dir import cache_folder
-    from thrifty.dashboard.board_server import new_token
 
-    file = cache_folder() / "board-token"
-    if renewed:
-        file.unlink(missing_ok=True)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        kept = file.stat()
-        if kept.st_uid != os.getuid() or kept.st_mode & 0o077 or kept.st_size < 32:
-            return new_token()
-        return file.read_text().strip()
-    with os.fdopen(descriptor, "w") as opened:
-        opened.write(token := new_token())
-    return token
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix="board-", suffix=".html") as page:
+        page.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={address}"><title>Thrifty</title>\n')
+        page.flush()
+        webbrowser.open(Path(page.name).as_uri())
+        yield

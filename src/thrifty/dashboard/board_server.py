@@ -3,9 +3,12 @@
 import secrets
 import socketserver
 from collections.abc import Mapping
+from contextlib import suppress
 from hmac import compare_digest
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import BoundedSemaphore
+from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from thrifty.core.errors import UsageError
@@ -15,8 +18,11 @@ from thrifty.dashboard.page_responses import OWN_POLICY, PageResponse
 HOST = "127.0.0.1"
 SILENCE = 30.0
 """Seconds after which a connection on which nothing is asked is closed."""
+MOST_CONNECTIONS = 64
+"""At a time; a browser opens six."""
 MOST_FIELDS = 8
 """Fields in the query of an address."""
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 OURS = ("same-origin", "none")
 """Where a browser says that a request comes from: a page of the board, or the person."""
 HEADERS = {
@@ -39,6 +45,7 @@ class BoardServer(ThreadingHTTPServer):
 
     def __init__(self, site: BoardSite, token: str, port: int = 0):
         self.site, self.token = site, token
+        self._room = BoundedSemaphore(MOST_CONNECTIONS)
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
@@ -54,6 +61,25 @@ class BoardServer(ThreadingHTTPServer):
     @property
     def address(self) -> str:
         return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Close a connection beyond `MOST_CONNECTIONS` at once, each of which would take a thread."""
+        if not self._room.acquire(blocking=False):
+            with suppress(OSError):
+                request.sendall(FULL)
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A browser that goes away in the middle of an answer is no news."""
@@ -94,13 +120,15 @@ class _Handler(BaseHTTPRequestHandler):
             return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, f"This page could not be made: {type(error).__name__}.")
 
     def _refused(self) -> PageResponse | None:
-        """403 unless the request is for this host, by no other site's page, and knows the token."""
+        """403 unless the request is for this host, by no other site's page but to open the first one, and knows the
+        token."""
         hosts = self.headers.get_all("Host") or []
         origins = self.headers.get_all("Origin") or []
         named = len(hosts) == 1 and hosts[0].lower() in self.server.hosts
         own = all(origin == f"http://{hosts[0].lower()}" for origin in origins) if named else False
-        asked_by_us = self.headers.get("Sec-Fetch-Site", "none") in OURS
-        token, _, _ = self._asked()
+        token, path, _ = self._asked()
+        opened = not path and self.headers.get("Sec-Fetch-Dest") == "document"  # by the page that leads here
+        asked_by_us = opened or self.headers.get("Sec-Fetch-Site", "none") in OURS
         known = compare_digest(token.encode(), self.server.token.encode())
         if named and own and asked_by_us and known:
             return None
