@@ -1,6 +1,8 @@
 """States, and disks that fail on purpose, shared by the checkpoint tests."""
 
 import errno
+import hashlib
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -8,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from thrifty.core.atomic_files import AtomicFiles
-from thrifty.training.checkpoint import save
+from thrifty.training.checkpoint import STATE, save
+from thrifty.training.checkpoint_manifest import _sealed
 
 
 class Crash(BaseException):
@@ -105,3 +108,19 @@ def save_without_end(folder: Path, start: int, acknowledged: Any) -> None:
     for step in range(start, start + 1_000_000):
         save(folder, step, *state_of(step), best=step % 5 == 0)
         acknowledged.value = step
+
+
+def reseal(checkpoint: Path, **changes: Any) -> None:
+    """Change what a manifest says, None removing it, under a seal that is right."""
+    facts = json.loads((checkpoint / "manifest.json").read_text()) | changes
+    facts.pop("seal")
+    kept = {name: value for name, value in facts.items() if value is not None}
+    (checkpoint / "manifest.json").write_text(_sealed(kept))
+
+
+def replace_state(checkpoint: Path, state: bytes) -> None:
+    """Give a checkpoint other scalars, which its manifest lists."""
+    (checkpoint / STATE).write_bytes(state)
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    listed = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    reseal(checkpoint, files=files | {STATE: listed})

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_worlds import assert_same, bits, names, state_of
+from checkpoint_worlds import assert_same, bits, names, replace_state, reseal, state_of
 from safetensors.torch import load_file
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.training.checkpoint import fill, find, load, save
 from thrifty.training.checkpoint_index import best, checkpoints
+from thrifty.training.checkpoint_manifest import NewerFormatError
 
 STORABLE = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -244,13 +245,47 @@ def test_the_first_format_stays_readable() -> None:
     assert bits(loaded.tensors["techniques/mask"]) == b"\1\0\1"
 
 
-def test_an_unknown_format_is_named(tmp_path: Path) -> None:
-    saved = save(tmp_path, 1, *state_of(1))
-    from thrifty.training import checkpoint_manifest
-
-    facts = json.loads((saved.path / "manifest.json").read_text()) | {"format": 99}
-    facts.pop("seal")
-    (saved.path / "manifest.json").write_text(checkpoint_manifest._sealed(facts))
-    with pytest.raises(IntegrityError, match="format 99 is not known"):
+def test_a_checkpoint_of_a_newer_format_is_refused_and_stays(tmp_path: Path) -> None:
+    paths = [save(tmp_path, step, *state_of(step)).path for step in (1, 2)]
+    reseal(paths[1], format=99)
+    with pytest.raises(NewerFormatError, match=r"step-00000002 .* newer version .*\n.*--upgrade"):
         load(tmp_path)
-    assert names(tmp_path) == ["LATEST", "step-00000001"]
+    assert names(tmp_path) == ["LATEST", "step-00000001", "step-00000002"]
+    save(tmp_path, 3, *state_of(3), keep=1)
+    assert names(tmp_path) == ["LATEST", "step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": None, "files": None},
+        {"step": None},
+        {"step": "two"},
+        {"files": ["state.json"]},
+        {"files": {"state.json": 3}},
+        {"files": {"state.json": {"bytes": "many", "sha256": ""}}},
+        {"files": {"state.json": {"size": 3}}},
+        {"files": {}},
+    ],
+)
+def test_a_resealed_manifest_that_lists_no_checkpoint_is_damage(changes: dict[str, Any], tmp_path: Path) -> None:
+    paths = [save(tmp_path, step, *state_of(step)).path for step in (1, 2)]
+    reseal(paths[1], **changes)
+    loaded = load(tmp_path)
+    assert loaded.step == 1 and "checkpoint step-00000002 is damaged" in loaded.notices[0]
+
+
+@pytest.mark.parametrize("state", [b"[]", b"3", b"{", b"\xff", b"[" * 100_000])
+def test_a_state_of_another_kind_is_damage_whatever_the_manifest_says(state: bytes, tmp_path: Path) -> None:
+    paths = [save(tmp_path, step, *state_of(step)).path for step in (1, 2)]
+    replace_state(paths[1], state)
+    loaded = load(tmp_path)
+    assert loaded.step == 1 and "state.json holds no state" in loaded.notices[0]
+
+
+def test_a_hint_of_the_best_that_is_no_text_names_none(tmp_path: Path) -> None:
+    save(tmp_path, 1, *state_of(1), best=True)
+    (tmp_path / "BEST").write_bytes(b"\xff\xfe\0")
+    assert best(tmp_path) is None
+    save(tmp_path, 2, *state_of(2), keep=1)
+    assert load(tmp_path).step == 2

@@ -187,9 +187,12 @@ def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any
             continue
         try:
             verify(path)
-            scalars = rename_scalars(json.loads((path / STATE).read_bytes()))
+            scalars = rename_scalars({**json.loads((path / STATE).read_bytes())})
         except IntegrityError as error:
             damaged.append((path, error.what))
+            continue
+        except (ValueError, TypeError, RecursionError):
+            damaged.append((path, f"{STATE} holds no state"))
             continue
         except OSError as error:
             if not path.is_dir():  # a running training has just removed it

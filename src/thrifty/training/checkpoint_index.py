@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.training.checkpoint_manifest import verify
+from thrifty.training.checkpoint_manifest import is_newer, verify
 
 LATEST, BEST, QUARANTINE = "LATEST", "BEST", "quarantine"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -30,7 +30,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def best(folder: Path) -> Path | None:
     """The checkpoint that `BEST` names, if it still stands."""
     file = folder / BEST
-    name = file.read_text().strip() if file.is_file() else ""
+    name = file.read_bytes().decode(errors="replace").strip() if file.is_file() else ""
     return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None
 
 
@@ -66,7 +66,7 @@ def remove_old(saved: Path, keep: int, files: AtomicFiles, also: Collection[int]
     returns notices."""
     folder, kept, notices, old = saved.parent, 1, [], []
     for path in reversed(checkpoints(folder)):
-        if path == saved or step_of(path) in also:
+        if path == saved or step_of(path) in also or is_newer(path):
             continue
         if kept < keep:
             try:

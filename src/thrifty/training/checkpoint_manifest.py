@@ -3,16 +3,21 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from thrifty.core.atomic_files import FileDigest
-from thrifty.core.errors import IntegrityError
+from thrifty.core.errors import IntegrityError, ThriftyError
 
 FORMAT = 1
 """Raised when the files of a checkpoint change their meaning; older formats stay readable."""
 MANIFEST = "manifest.json"
 _MOST_BYTES = 16 << 20
+
+
+class NewerFormatError(ThriftyError):
+    """A checkpoint was written by a newer version. It is not damaged, and stays where it is."""
 
 
 def manifest_text(step: int, ranks: int, files: dict[str, FileDigest]) -> str:
@@ -24,20 +29,37 @@ def verify(folder: Path) -> int:
     """The step of a complete and undamaged checkpoint. Reads every byte of it.
 
     Raises `IntegrityError` saying what is wrong: a missing, extra, shortened or changed file, or a changed manifest.
+    Raises `NewerFormatError` where it is of a format that is not known yet.
     """
+    if is_newer(folder):
+        raise NewerFormatError(
+            f"{folder} was written by a newer version of thrifty, in a format that this one does not know",
+            fix="pip install --upgrade thrifty",
+        )
     manifest = _read(folder / MANIFEST)
-    if manifest["format"] != FORMAT:
-        raise IntegrityError(f"format {manifest['format']} is not known to this version of thrifty")
-    if folder.name.split(".")[0] != f"step-{manifest['step']:08d}":
-        raise IntegrityError(f"the manifest is of step {manifest['step']}")
+    try:
+        step, files = int(manifest["step"]), manifest["files"]
+        expected = {name: FileDigest(int(each["bytes"]), str(each["sha256"])) for name, each in files.items()}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise IntegrityError(f"{MANIFEST} does not list what a checkpoint holds") from None
+    if folder.name.split(".")[0] != f"step-{step:08d}":
+        raise IntegrityError(f"the manifest is of step {step}")
     present = {entry.name: entry for entry in os.scandir(folder) if entry.name != MANIFEST}
-    for name in sorted(present.keys() | manifest["files"].keys()):
-        if name not in manifest["files"]:
+    for name in sorted(present.keys() | expected.keys()):
+        if name not in expected:
             raise IntegrityError(f"{name} does not belong to it")
         if name not in present or not present[name].is_file(follow_symlinks=False):
             raise IntegrityError(f"{name} is missing")
-        _compare(folder / name, FileDigest(**manifest["files"][name]))
-    return manifest["step"]
+        _compare(folder / name, expected[name])
+    return step
+
+
+def is_newer(folder: Path) -> bool:
+    """Return whether a newer version wrote a checkpoint."""
+    with suppress(IntegrityError):
+        form = _read(folder / MANIFEST).get("format")
+        return isinstance(form, int) and form > FORMAT
+    return False
 
 
 def _compare(file: Path, expected: FileDigest) -> None:

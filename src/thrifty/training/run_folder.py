@@ -94,7 +94,7 @@ class RunFolder:
             remove_leftovers(self.checkpoints, files)
 
     def _is_of(self, agents: Collection[str]) -> bool:
-        with suppress(IntegrityError):
+        with suppress(IntegrityError, TypeError):  # whatever else stands in it names no agent
             return not set(agents).isdisjoint(self.read_json("job"))
         return False
 
@@ -214,9 +214,11 @@ class RunFolder:
         self.write_text(f"{name}.json", json.dumps(_finite(redact(value)), indent=1, allow_nan=False) + "\n")
 
     def write_text(self, file: str, text: str) -> None:
-        """Replaces a file as a whole."""
+        """Replaces a file as a whole, unless it holds this text already."""
         self.refuse_moved()
         try:
+            if (self.path / file).is_file() and (self.path / file).read_bytes() == text.encode():
+                return
             AtomicFiles().swap_text(self.path / file, text)
         except OSError as error:
             fix = "free some space there" if error.errno in NO_ROOM else "check the folder's permissions"
@@ -228,7 +230,7 @@ class RunFolder:
             return json.loads((self.path / f"{name}.json").read_bytes())
         except FileNotFoundError as error:
             raise IntegrityError(f"{self.path} has no {name}.json", "is this the folder of a run?") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise IntegrityError(f"{self.path / name}.json is damaged: {error}", "bring it back from a copy") from error
 
 

@@ -160,11 +160,22 @@ def _binding(recipe: Recipe) -> dict[str, Any]:
 def _newest(folder: RunFolder) -> checkpoint.FoundCheckpoint | None:
     """The newest undamaged checkpoint; None when the run ended before it made one."""
     try:
-        return checkpoint.find(folder.checkpoints, ranks=process_group_sync())
+        return _with_run(checkpoint.find(folder.checkpoints, ranks=process_group_sync()))
     except IntegrityError:
         if process_group_sync().run_first(lambda: len(checkpoint_index.checkpoints(folder.checkpoints))):
             raise
         return None
+
+
+def _with_run(saved: checkpoint.FoundCheckpoint) -> checkpoint.FoundCheckpoint:
+    """Raises IntegrityError where a checkpoint does not say of which run it is."""
+    kinds = {"recipe": dict, "data": dict, "steps": int}
+    if lacking := [name for name, kind in kinds.items() if not isinstance(saved.scalars.get(name), kind)]:
+        raise IntegrityError(
+            f"{saved.path} does not say the {' and the '.join(lacking)} of its run",
+            fix="bring the checkpoint back from a copy, or remove it to use the one before it",
+        )
+    return saved
 
 
 def _fork(
@@ -177,7 +188,7 @@ def _fork(
     rewound_to: int | None = None,
     drop_weights: bool = False,
 ) -> dict[str, Any]:
-    saved = checkpoint.find(old / "checkpoints", rewound_to, ranks=process_group_sync())
+    saved = _with_run(checkpoint.find(old / "checkpoints", rewound_to, ranks=process_group_sync()))
 
     def fill(state: TrainState) -> list[str]:
         rewound = rewound_to is not None
@@ -217,7 +228,7 @@ def _run(
     before = {name: _kept(folder, name) for name in ("origins", "environment", "explanation", "summary")}
     before |= {"origins": rename_origins(before["origins"]), "explanation": rename_techniques(before["explanation"])}
     same_machine = all(before["environment"].get(name) == here.get(name) for name in MACHINE)
-    is_known = same_machine and bool(before["explanation"] and before["summary"])
+    is_known = same_machine and _are_complete(before["explanation"], before["summary"])
     explanation = None if is_known else explain(run)
     peak = before["summary"]["peak_flops_per_second"] if is_known else _peak(recipe, run.device)
     meter = MemoryMeter(run.device)
@@ -303,10 +314,24 @@ def _kept(folder: RunFolder, name: str) -> dict[str, Any]:
 
     def read() -> dict[str, Any]:
         with suppress(IntegrityError):
-            return folder.read_json(name)
+            if isinstance(value := folder.read_json(name), dict):
+                return value
         return {}
 
     return process_group_sync().run_first(read)
+
+
+def _are_complete(explanation: Mapping[str, Any], summary: Mapping[str, Any]) -> bool:
+    """Return whether they hold what a resumed run takes from them; otherwise it is made again."""
+    try:
+        numbers = (
+            explanation["footprint"]["memory"],
+            explanation["plain"]["flops"],
+            summary["peak_flops_per_second"],
+        )
+    except (KeyError, TypeError):
+        return False
+    return all(isinstance(number, int | float) for number in numbers)
 
 
 def _peak(recipe: Recipe, device: torch.device) -> float:

@@ -65,7 +65,7 @@ def _of_pairs(seen: "PairSummary") -> list[str]:
 
 def _named(names: list[str], count: int) -> list[str]:
     """The first of the files that are left out, and how the others are to be had."""
-    from thrifty.data.images.image_listing import TOLD
+    from thrifty.data.skipped_files import TOLD
 
     where = "which --json names" if len(names) == count else f"of which --json names {len(names) - TOLD:,}"
     more = [f"  and {count - TOLD:,} more, {where}"] if count > TOLD else []
