@@ -16,7 +16,8 @@ from thrifty.core.out_of_memory import process_peak
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """What mallopt(3) of glibc calls the sizes from which free memory goes back to the kernel."""
-_KEEPING = {_MMAP_THRESHOLD: 2**31 - 1, _TRIM_THRESHOLD: 2**31 - 1}
+_KEEPING = {_MMAP_THRESHOLD: 2**26, _TRIM_THRESHOLD: 2**31 - 1}
+"""Freed blocks of hundreds of megabytes, between which others would find no room, go back."""
 _GIVING_BACK = {_MMAP_THRESHOLD: 2**20, _TRIM_THRESHOLD: 2**20}
 _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
 """Where glibc's own limits, which move, end up in a program that frees large blocks. Once set they move no more."""
@@ -30,7 +31,8 @@ def set_freed_memory_policy(run: Run) -> AbstractContextManager[None]:
 
 
 def keep_freed_memory(device: torch.device) -> AbstractContextManager[None]:
-    """Memory that a step on a processor frees stays with the process, for the next step; at the end it is given back.
+    """Memory that a step on a processor frees stays with the process, for the next step, in blocks of up to 64 MiB; at
+    the end it is given back.
 
     By default the C library gives large blocks back to the kernel at once, which clears each of their pages when the
     next step asks for as much (benchmarks/bench_freed_memory.py). Does nothing where the C library is not glibc, or
