@@ -10,7 +10,7 @@ def python(ranks: int) -> list[str]:
     """The command to which `-m`, a module and its words are added; several ranks are started by torchrun."""
     if ranks == 1:
         return [sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [sys.executable, "-m", "thrifty.training.local_torchrun", f"--nproc-per-node={ranks}"]
 
 
 def settings(ranks: int) -> dict[str, str]:

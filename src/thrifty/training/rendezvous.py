@@ -22,6 +22,7 @@ import torch.distributed as dist
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.machine.process_start import is_running, process_start
 
+LOOPBACK = "127.0.0.1"
 _CURRENT = "thrifty/meeting"
 _CONNECTING = timedelta(seconds=60)
 
@@ -166,4 +167,15 @@ def _is_host(rank: int) -> bool:
 
 def _connect(host: bool) -> dist.TCPStore:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if host and address in (LOOPBACK, "localhost"):
+        return loopback_store(port)
     return dist.TCPStore(address, port, is_master=host, timeout=_CONNECTING, multi_tenant=True)
+
+
+def loopback_store(port: int = 0) -> dist.TCPStore:
+    """A store that listens on the loopback interface alone, where torch's own listens on all and answers whoever asks.
+    Stores that this process opens at its port later share what listens, for as long as one of them is kept."""
+    listening = socket.create_server((LOOPBACK, port))
+    port = listening.getsockname()[1]
+    options = {"is_master": True, "timeout": _CONNECTING, "multi_tenant": True}
+    return dist.TCPStore(LOOPBACK, port, master_listen_fd=listening.detach(), **options)

@@ -1,0 +1,18 @@
+"""`python -m thrifty.training.local_torchrun`: torchrun for ranks of this machine alone, with torchrun's own options and
+a store that listens on the loopback interface."""
+
+import sys
+
+from torch.distributed.run import main
+
+from thrifty.training.rendezvous import LOOPBACK, loopback_store
+
+
+def start(arguments: list[str]) -> None:
+    """Run torchrun with these arguments until its ranks have ended."""
+    store = loopback_store()  # which torchrun's own, opened at the same port in this process, shares
+    main(["--nnodes=1", f"--master-addr={LOOPBACK}", f"--master-port={store.port}", *arguments])
+
+
+if __name__ == "__main__":
+    start(sys.argv[1:])
