@@ -25,6 +25,9 @@ from thrifty.training.process_launch import python, settings
 IRRELEVANT = ("name", "about", "budget", "checkpoints")
 """Sections of a recipe that change nothing about how long a step takes."""
 
+LONGEST = 600.0
+"""Seconds that a probe may take in all."""
+
 
 class ProbeError(ThriftyError):
     """A probe ended without a result; says how."""
@@ -102,7 +105,7 @@ def cache_probe(probe: Probe, device: str) -> Probe:
     return found_or_made
 
 
-def probe_in_process(module: str, limit: float = 600.0) -> Probe:
+def probe_in_process(module: str, limit: float = LONGEST) -> Probe:
     """Probes by a module that is given the file of a job, over as many ranks as the job's mesh has, and writes its
     answer beside it (`answer`); it may take `limit` seconds in all."""
 

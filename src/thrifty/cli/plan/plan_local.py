@@ -78,7 +78,7 @@ def plan_on_machine(
         tokens=prepared.data.example_unit,
         data=_prepared_bytes(prepared),
         rate=measure_throughput(0.4).sustained,
-        time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, model) if probe else None,
+        time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, model, seconds) if probe else None,
         kept=entries(run.device.type),
         outside=sorted({*techniques.names()} - known),
         evidence=_evidence(catalogue),
@@ -137,17 +137,20 @@ def _evidence(names: Iterable[str]) -> dict[str, str]:
     return comparisons | {name: results[0].in_words() for name, results in of_studies.items() if results}
 
 
-def _probing(prepared: PreparedRun, seconds: float, fixed: bool, model: UserModel | None) -> TimeOf:
+def _probing(
+    prepared: PreparedRun, seconds: float, fixed: bool, model: UserModel | None, allowed: float | None
+) -> TimeOf:
     """Times candidates in processes of their own, once on a machine; `fixed` are micro-batches that no candidate
-    changes."""
+    changes. None takes longer than the seconds `allowed` for the whole plan, but for a minute that each may take."""
 
     from thrifty.core.claims import Claim
     from thrifty.planning.cost_estimates import StepTiming
     from thrifty.planning.plan_candidate import PlanCandidate
-    from thrifty.planning.probe_jobs import ProbeJob, cache_probe, probe_in_process, sizes
+    from thrifty.planning.probe_jobs import LONGEST, ProbeJob, cache_probe, probe_in_process, sizes
     from thrifty.recipes.recipe_toml import recipe_to_data
 
-    probe = cache_probe(probe_in_process("thrifty.cli.plan.probe_process"), prepared.run.device.type)
+    limit = LONGEST if allowed is None else min(LONGEST, max(allowed, 60.0))
+    probe = cache_probe(probe_in_process("thrifty.cli.plan.probe_process", limit), prepared.run.device.type)
     joint = prepared.run.plain.objective.joint
     own = (model.name, model.code) if model else ("", "")
 
