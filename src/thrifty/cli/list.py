@@ -32,7 +32,7 @@ def _techniques() -> list[tuple[str, str]]:
 
 
 def _about(name: str) -> str:
-    """What a technique's file says of itself, read without running it: it may be a stranger's."""
+    """A technique's description, read from its file without running it: it may be a stranger's."""
     import ast
 
     from thrifty import techniques

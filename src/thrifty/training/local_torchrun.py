@@ -1,5 +1,4 @@
-"""`python -m thrifty.training.local_torchrun`: torchrun for ranks of this machine alone, with torchrun's own options and
-a store that listens on the loopback interface."""
+"""Start ranks of this machine alone: torchrun, with its own options and a store on the loopback interface."""
 
 import sys
 
