@@ -33,7 +33,7 @@ _SPELLED = {
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise IntegrityError(f"{path} cannot be read as JSON: {error}", fix="fetch the model folder again") from error
     if not isinstance(content, dict):
         raise IntegrityError(f"{path} holds no JSON object", fix="fetch the model folder again")
@@ -48,7 +48,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} has no config.json", fix="give the folder that holds config.json")
-    return read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
+    if not isinstance(kind := config.get("model_type", ""), str):
+        raise UsageError(
+            f"{folder / 'config.json'}: model_type is {kind!r:.80}",
+            fix='name one family, such as "model_type": "llama"',
+        )
+    return config
 
 
 def weight_files(folder: Path) -> list[Path]:

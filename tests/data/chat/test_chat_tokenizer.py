@@ -172,3 +172,33 @@ def test_what_cannot_be_learned_from_is_refused(tmp_path):
     noncharacters = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(UsageError, match="every noncharacter"):
         small_tokenizer().pieces([{"role": "user", "content": noncharacters}])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("tokenizer_config.json", b"[]", "holds no JSON object"),
+        ("tokenizer_config.json", b"[" * 100_000, "is not readable JSON"),
+        ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is 3"),
+        (
+            "tokenizer_config.json",
+            b'{"chat_template": [{"name": "default", "template": []}]}',
+            r"chat_template is \[\]",
+        ),
+        ("chat_template.jinja", b"\xff", "is not UTF-8 text"),
+    ],
+)
+def test_a_damaged_file_beside_a_tokenizer_is_refused_by_name(tmp_path, name, content, what):
+    small_tokenizer().save(tmp_path)
+    for beside in ("tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / beside).unlink()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=f"{name}.*{what}"):
+        read_chat_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_special_words_of_another_kind_beside_a_tokenizer_are_passed_over(tmp_path):
+    small_tokenizer().save(tmp_path)
+    config = {"eos_token": {"word": "a"}, "bos_token": ["b"], "chat_template": [3, {"name": "default"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read_chat_tokenizer(tmp_path / "tokenizer.json").template.words == {"eos_token": "<|endoftext|>"}

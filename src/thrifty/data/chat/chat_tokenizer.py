@@ -182,7 +182,7 @@ def template_source(template: str) -> str:
         return NAMED.get(template, "")
     path = Path(template).expanduser()
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _template_text(path)
     raise UsageError(
         f"objective.template is {template!r}: neither a known template nor a file", fix=did_you_mean(template, NAMED)
     )
@@ -195,14 +195,27 @@ def _beside(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
     if path.is_file():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} is not readable JSON: {error}", fix="fetch the file again") from None
+        if not isinstance(config, dict):
+            raise UsageError(f"{path} holds no JSON object", fix="fetch the file again")
     spelled = {part: config.get(part) for part in PARTS}
-    words = {part: word["content"] if isinstance(word, dict) else word for part, word in spelled.items() if word}
+    spelled = {part: word.get("content") if isinstance(word, dict) else word for part, word in spelled.items()}
+    words = {part: word for part, word in spelled.items() if word and isinstance(word, str)}
     template = tokenizer_json.with_name(TEMPLATE_FILE)
     if template.is_file():
-        return words, template.read_text(encoding="utf-8")
+        return words, _template_text(template)
     own = config.get("chat_template")
     if isinstance(own, list):  # several by name, as some tokenizers have
-        own = next((each["template"] for each in own if each.get("name") == "default"), None)
+        named = (each for each in own if isinstance(each, dict))
+        own = next((each.get("template") for each in named if each.get("name") == "default"), None)
+    if not isinstance(own, str | None):
+        raise UsageError(f"{path}: chat_template is {own!r:.80}", fix="write it as a text")
     return words, own
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: {error}", fix="save the template as UTF-8") from None

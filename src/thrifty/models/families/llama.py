@@ -9,7 +9,7 @@ from torch import nn
 from thrifty.core.errors import RefusedError
 from thrifty.kernels.rotary_embedding import rotary_frequencies
 from thrifty.models.attention_layers import Attention, RotaryPositions
-from thrifty.models.families.model_family import Config, ModelFamily, ParameterPacking, flag, number
+from thrifty.models.families.model_family import Config, ModelFamily, ParameterPacking, flag, number, table
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.scaled_rotary import Llama3Scaling
 from thrifty.models.transformer import Transformer
@@ -123,8 +123,8 @@ class Llama(ModelFamily):
 
 def _rope(config: Config) -> tuple[float, Llama3Scaling | None]:
     """Both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` of earlier ones."""
-    rope = {"rope_theta": config.get("rope_theta")} | dict(config.get("rope_scaling") or {})
-    rope |= dict(config.get("rope_parameters") or {})
+    rope = {"rope_theta": config.get("rope_theta")} | dict(table(config, "rope_scaling"))
+    rope |= dict(table(config, "rope_parameters"))
     base = number(rope, "rope_theta", float, 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:

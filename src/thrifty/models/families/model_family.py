@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.setting_bounds import LARGEST_INTEGER
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_config import ModelConfig
@@ -139,10 +140,19 @@ def number(config: Config, key: str, kind: type[int] | type[float], default: flo
     value = default if value is None else value
     if value is None:
         raise UsageError(f"config.json has no {key}", fix=f"add {key}, or fetch the model folder again")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value or value <= 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST_INTEGER
+    if not is_number or kind(value) != value:
         wanted = "whole number" if kind is int else "number"
-        raise UsageError(f"config.json: {key} is {value!r}", fix=f"it must be a positive {wanted}")
+        raise UsageError(f"config.json: {key} is {value!r:.80}", fix=f"it must be a positive {wanted}")
     return kind(value)
+
+
+def table(config: Config, key: str) -> Config:
+    """A table of config.json, which may be missing."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise UsageError(f"config.json: {key} is {value!r:.80}", fix="it must be a JSON object")
+    return value
 
 
 def flag(config: Config, key: str, default: bool) -> bool:
@@ -156,8 +166,8 @@ def side(config: Config, key: str, default: int) -> int:
     """A height and width of config.json, which may be given as one number or as two equal ones."""
     value = config.get(key)
     if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise RefusedError(f"config.json: {key} is {value}, and images and patches are square here")
+        if not value or value.count(value[0]) != len(value):
+            raise RefusedError(f"config.json: {key} is {value!r:.80}, and images and patches are square here")
         config = {**config, key: value[0]}
     pixels = number(config, key, int, default)
     if pixels > 1 << 16:

@@ -11,7 +11,7 @@ from torch import nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.models.attention_layers import Attention, full_attention
-from thrifty.models.families.model_family import ACTIVATION, READ, Config, ModelFamily, ParameterPacking, number
+from thrifty.models.families.model_family import ACTIVATION, READ, Config, ModelFamily, ParameterPacking, number, table
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer_blocks import FeedForward, TransformerBlock
 from thrifty.models.vision_transformer import PatchEmbedding, VisionTransformer
@@ -78,7 +78,7 @@ class ViT(PatchEncoder):
         )
 
     def shape(self, config: Config) -> ModelConfig:
-        labels = config.get("id2label")
+        labels = table(config, "id2label")
         # transformers leaves labels out where there are two without names
         count = len(labels) if labels else number(config, "num_labels", int, 2)
         return ModelConfig(style=self.style, vocabulary=count, **self.encoder(config))
