@@ -76,5 +76,7 @@ NAMED = [
     f"X-Api-Key: {WORD}",
     f"--access-key={WORD}",
     f"dbPassword={WORD}",
+    f"curl --api-key {WORD} https://example.org",
+    f"machine example.org login anna password {WORD}",
 ]
 """Texts in which only a name or a place says that `WORD` is a secret."""

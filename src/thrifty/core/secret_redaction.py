@@ -63,6 +63,8 @@ _URL_KEY = re.compile(r"(?<=://)[^\s/:@]{16,200}(?=@)")
 _URL_SIGNATURE = re.compile(r"""([?&;](?:sig|key)=)[^\s&"'<>;]{16,}""", re.IGNORECASE)
 _HEADER = re.compile(r"\b((?:proxy-)?authorization|(?:set-)?cookie)(\s*:\s*)(?=\S)[^\n\"']+", re.IGNORECASE)
 _BEARER = re.compile(r"\b(bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}", re.IGNORECASE)
+_NETRC = re.compile(r"(\blogin\s+\S+\s+password\s+)\S+")
+_OPTION = re.compile(r"(?<![\w-])(--[A-Za-z][\w-]{1,60}\s+)(?!-)[^\s\"']+")
 _KEY = re.compile(r"""([A-Za-z_][\w.-]{0,120})["']?\s{0,3}[=:]\s{0,3}""")
 _VALUE = re.compile(r""""(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[^\s,;&"']+""")
 _ARGUMENT = re.compile(r"(-*[A-Za-z_][\w.-]*)=(.+)", re.DOTALL)
@@ -85,6 +87,8 @@ def redact_text(text: str) -> str:
     text = _URL_SIGNATURE.sub(rf"\1{REDACTED}", text)
     text = _HEADER.sub(rf"\1\2{REDACTED}", text)
     text = _BEARER.sub(rf"\1 {REDACTED}", text)
+    text = _NETRC.sub(rf"\1{REDACTED}", text)
+    text = _OPTION.sub(lambda found: f"{found[1]}{REDACTED}" if names_a_secret(found[1]) else found[0], text)
     return _redact_assignments(text)
 
 
