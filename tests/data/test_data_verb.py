@@ -9,7 +9,7 @@ from image_files import write_folder, write_image
 
 from thrifty.cli.data.data_verb import command
 from thrifty.core.errors import UsageError
-from thrifty.data.images import image_listing
+from thrifty.data import skipped_files
 from thrifty.data.text.text_inspection import document_lengths, histogram
 
 
@@ -58,7 +58,7 @@ def test_look_works_on_text_shorter_than_an_example(tmp_path):
 
 
 def test_look_does_not_promise_more_names_than_were_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(image_listing, "KEPT", 6)
+    monkeypatch.setattr(skipped_files, "KEPT", 6)
     folder = write_folder(tmp_path / "set")
     for number in range(8):
         (folder / "dark" / f"{number}.jpg").write_text("no image")
