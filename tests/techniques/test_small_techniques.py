@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
-from tiny_runs import plain_run, run_through, technique, tiny_model, with_optimizer
+from tiny_runs import advance, plain_run, run_through, technique, tiny_model, with_optimizer
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
@@ -223,3 +224,15 @@ def test_one_compilation_serves_all_blocks() -> None:
     torch._dynamo.utils.counters.clear()
     run_through(plain_run(depth=2), with_optimizer([technique("compile")]), 2)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == blocks_and_loss
+
+
+@pytest.mark.parametrize("others", [[], ["memory.optimal_recompute"]])
+def test_what_was_counted_before_is_compiled_nevertheless(others: list[str]) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    chosen = [technique("compile", backend="eager"), *map(technique, others)]
+    run = compose(plain_run(), with_optimizer(chosen), 2)
+    explain(run)
+    assert not counters["frames"]
+    advance(run, run.start())
+    assert counters["frames"]["ok"] >= 1

@@ -1,9 +1,10 @@
 """Bytes alive and FLOPs of whatever runs while a trace is open; on fake tensors without memory and arithmetic."""
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import reduce
 from math import inf
 from typing import Any, Self
@@ -80,10 +81,29 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class EagerTrace(TorchDispatchMode):
+    """A trace in which compiled functions run as they are written. Dynamo compiles nothing while somebody looks at each
+    operation, and would remember that of their code: it would not be compiled afterwards either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stances: list[ExitStack] = []
+
+    def __enter__(self) -> Self:
+        self._stances.append(stance := ExitStack())
+        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes a while
+            stance.enter_context(torch.compiler.set_stance("force_eager"))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stances.pop().close()
+
+
 _open_traces: "list[StepTrace]" = []
 
 
-class StepTrace(TorchDispatchMode):
+class StepTrace(EagerTrace):
     """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak;
     and adds up the FLOPs of matrix products and attention. Raises MemoryError where more than `limit` bytes are alive.
     With `casts` elementwise operations cast their arguments in memory, as they do on a processor.

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from thrifty.core.errors import RefusedError
-from thrifty.core.tensor_tracing import storage_bytes, tensors_in
+from thrifty.core.tensor_tracing import EagerTrace, storage_bytes, tensors_in
 from thrifty.memory.saved_tensor_hooks import SMALLEST, base_storage, is_quantizable
 
 UNTOLD_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
@@ -137,7 +136,7 @@ def _gone(packed: None) -> Tensor:
     raise AssertionError("there is no backward pass through a recording")
 
 
-class _OpRecorder(TorchDispatchMode):
+class _OpRecorder(EagerTrace):
     def __init__(self, inputs: Sequence[Tensor], cost: Cost, where: Where):
         super().__init__()
         self.tape, self.cost, self.where = OpTrace(input_bytes=storage_bytes(inputs)), cost, where

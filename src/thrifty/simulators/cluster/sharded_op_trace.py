@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from thrifty.core.op_flops import FLOPS_OF
-from thrifty.core.tensor_tracing import tensor_bytes
+from thrifty.core.tensor_tracing import EagerTrace, tensor_bytes
 from thrifty.simulators.cluster.workload import DividedAmount, PassWork
 
 COPIES = frozenset({"_to_copy", "clone", "copy_", "masked_fill", "where", "flip", "cat", "_softmax_backward_data"})
@@ -70,7 +69,7 @@ class TracedOperation:
     """How many products came before: a chain of elementwise operations does not reach across one."""
 
 
-class OperationTracer(TorchDispatchMode):
+class OperationTracer(EagerTrace):
     """Writes down the operations run inside it under the name of the section they belong to; "" is not written."""
 
     def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()):
