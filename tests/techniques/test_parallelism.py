@@ -46,10 +46,11 @@ LOOSE = {
     "precision.mixed": 3e-3,
     "precision.bfloat16_weights": 3e-3,
     "precision.float8": 1e-2,
+    "precision.optimizer_state": 1e-4,
     "optimizers.soap": 3e-3,
 }
-"""Where the last bit of a sum decides more: which key is kept, in 16 bits, and in eigenvectors of what has not been
-seen yet. In 8 bits each rank scales the first step by its own share."""
+"""Where the last bit of a sum decides more: which key is kept, in 16 or 8 bits, and in eigenvectors of what was not
+seen yet. In float8 each rank scales the first step by its own share."""
 
 
 @cache
