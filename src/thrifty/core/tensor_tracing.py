@@ -213,7 +213,8 @@ def _replaces_gradient(func: Any) -> bool:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """What runs inside the block, and leaves nothing behind, is not counted by the traces that are open already."""
+    """What runs inside the block, and leaves nothing behind on the device, is not counted by the traces that are open
+    already."""
     paused = [trace for trace in _open_traces if not trace.paused]
     for trace in paused:
         trace.paused = True

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+from thrifty.core.tensor_tracing import untraced
 from thrifty.memory.disk_tier import DiskTier
 from thrifty.memory.simulated_tier import SimulatedLink, SimulatedTier
 from thrifty.memory.storage_tier import HostTier, OffloadHandle, StorageTier
@@ -122,10 +123,11 @@ class PinnedHostTier(HostTier):
 class _PinnedHostHandle(OffloadHandle):
     def __init__(self, tier: PinnedHostTier, tensor: Tensor):
         super().__init__(tensor)
-        self.tier, self.buffer = tier, tier.take(self.bytes)
-        self.copy = self.buffer.view(self.dtype).as_strided(self.shape, self.stride)
+        self.tier = tier
         tier.out.wait_stream(tier.computing())  # where the values come to be
-        with torch.cuda.stream(tier.out):
+        with torch.cuda.stream(tier.out), untraced():  # of memory that is not the device's
+            self.buffer = tier.take(self.bytes)
+            self.copy = self.buffer.view(self.dtype).as_strided(self.shape, self.stride)
             self.copy.copy_(tensor, non_blocking=True)
         self.gone = self.last_use = tier.out.record_event()
 

@@ -4,7 +4,7 @@ A grid is made of arithmetic alone, with no random generator and no value looked
 and counted without memory; how many blocks it keeps is known from sizes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ NONE, WHOLE, PART = 0, 1, 2
 """Codes: left out, kept with all pairs, kept with those pairs that the sight shows."""
 
 
-EVERYTHING = VisibilityRule()
-
-
 @dataclass(frozen=True)
 class BlockGrid:
     codes: Tensor
@@ -26,7 +23,7 @@ class BlockGrid:
     """Tokens of a block's side."""
     count: int
     """Blocks that one head keeps for one example, at most; only what is counted as work depends on it."""
-    sight: VisibilityRule = EVERYTHING
+    sight: VisibilityRule = field(default_factory=VisibilityRule)  # torch 2.11 compiles no default that is an object
 
 
 def blocks_of(tokens: int, block: int) -> int:
