@@ -1,5 +1,6 @@
 """A recipe put together from the command line, and where each value came from."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from thrifty.recipes.vision_recipes import vit_cifar10
 from thrifty.techniques.adapters.lora import Lora
 from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.optimizers.lamb import Lamb
 
 
 def test_later_layers_win_and_each_value_knows_its_own() -> None:
@@ -82,7 +84,7 @@ def test_a_mesh_brings_the_techniques_that_its_axes_need() -> None:
         ('adapters.lora:where="attention|mlp"', Lora(where="attention|mlp")),
         ('adapters.lora:where="a=b, c",rank=2', Lora(where="a=b, c", rank=2)),
         ("adapters.lora:alpha=-1.5e-3", Lora(alpha=-1.5e-3)),
-        ("adapters.lora:alpha=-inf", Lora(alpha=float("-inf"))),
+        ("optimizers.lamb:norm_bounds=[0.5,inf]", Lamb(norm_bounds=(0.5, math.inf))),
         ("growth.stacking:at=[10,0.5],moments=copy", ProgressiveStacking(at=(10, 0.5), moments="copy")),
         ("growth.stacking: at = [] , moments = copy", ProgressiveStacking(at=(), moments="copy")),
         ("optimizers.adamw:betas=[0.8,0.9],lr=1e-3", AdamW(betas=(0.8, 0.9), lr=1e-3)),

@@ -1,9 +1,8 @@
 """Limits of settings, stated where the setting is declared: `parts: Positive = 4`."""
 
-import math
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -43,8 +42,6 @@ LEAST_EPSILON = SettingBound(least=1e-20)
 float32."""
 Epsilon = Annotated[float, LEAST_EPSILON]
 Betas = Annotated[tuple[float, float], SettingBound(least=0, below=1)]
-MAY_BE_INFINITE = "may be infinite"
-"""An annotation of numbers; all others are finite."""
 LARGEST_INTEGER = 2**63 - 1
 
 
@@ -57,11 +54,14 @@ def hints_of(kind: type) -> Mapping[str, Any]:
 
 def check_bounds(value: Any, name: str) -> None:
     """Raises UsageError for the first field of a dataclass that is outside the bound in its annotation, none of the
-    words it names, or nothing that a recipe can hold (see `check_plain`)."""
+    words it names, or nothing that a recipe can hold (see `check_plain`). Numbers may be infinite, or NaN, only
+    where their default is."""
     hints = hints_of(type(value))
     for field in fields(value):
-        finite = MAY_BE_INFINITE not in _notes(hints[field.name])
-        check_plain(getattr(value, field.name), f"{name}: {field.name}", finite)
+        usual = field.default if isinstance(field.default, tuple) else (field.default,)
+        strange = {str(abs(number)) for number in usual if isinstance(number, float)}
+        refused = {"nan"} - strange if strange & {"inf", "nan"} else {"inf", "nan"}
+        check_plain(getattr(value, field.name), f"{name}: {field.name}", refused)
         words = typing.get_args(hints[field.name]) if typing.get_origin(hints[field.name]) is Literal else ()
         if words and getattr(value, field.name) not in words:
             setting = getattr(value, field.name)
@@ -77,15 +77,15 @@ def _notes(hint: Any) -> tuple[Any, ...]:
     return getattr(hint, "__metadata__", ())
 
 
-def check_plain(value: Any, name: str, finite: bool = False) -> None:
-    """Raises UsageError for integers beyond 64 bits, for NaN, and for text that is not Unicode or has control
-    characters, in a value or in a list of values; with `finite` also for infinity."""
+def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
+    """Raises UsageError for integers beyond 64 bits, and for text that is not Unicode or has control characters, in a
+    value or in a list of values; also for what is `refused` of "inf" and "nan"."""
     if isinstance(value, list | tuple):
         for item in value:
-            check_plain(item, name, finite)
+            check_plain(item, name, refused)
     elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
         raise UsageError(f"{name} has {value.bit_length()} bits", fix=f"give a number of at most {LARGEST_INTEGER}")
-    elif isinstance(value, float) and (math.isnan(value) or (finite and math.isinf(value))):
+    elif isinstance(value, float) and str(abs(value)) in refused:
         raise UsageError(f"{name} is {value}", fix="give a finite number")
     elif isinstance(value, str) and (strange := _STRANGE.search(value)):
         raise UsageError(

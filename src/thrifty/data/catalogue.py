@@ -115,10 +115,12 @@ def entry(name: str) -> CatalogueEntry:
     return entries()[name]
 
 
-def entry_of_model(folder: Path) -> CatalogueEntry | None:
-    """The named model that belongs into this folder, fetched or not."""
+def refuse_model_to_be_fetched(folder: Path) -> None:
+    """Raises UsageError for the folder of a named model that was not fetched yet."""
     models = (entry for entry in entries().values() if entry.kind == "model")
-    return next((entry for entry in models if entry.model_folder == folder), None)
+    named = next((entry for entry in models if entry.model_folder == folder), None)
+    if named is not None and not (folder / "config.json").is_file():
+        raise UsageError(f"the model {named.name} is not on this machine yet", fix=f"thrifty data get {named.name}")
 
 
 def _entry(name: str, table: dict) -> CatalogueEntry:

@@ -34,7 +34,7 @@ def verify(folder: Path) -> int:
     if is_newer(folder):
         raise NewerFormatError(
             f"{folder} was written by a newer version of thrifty, in a format that this one does not know",
-            fix="pip install --upgrade thrifty",
+            fix="pip install -U thrifty",
         )
     manifest = _read(folder / MANIFEST)
     try:

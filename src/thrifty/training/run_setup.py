@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from thrifty.core.out_of_memory import explain_out_of_memory, is_out_of_memory
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
+from thrifty.data.catalogue import refuse_model_to_be_fetched
 from thrifty.data.chat.chat_data import Chats
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.images.image_data import Images
@@ -119,6 +121,7 @@ def prepare_run(
     device = choose_device(recipe.device)
     chosen_objective(recipe.objective)
     if model is None:  # before data that take long are prepared
+        refuse_model_to_be_fetched(Path(recipe.model.folder))
         check_model(recipe.model, recipe.objective.name)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)

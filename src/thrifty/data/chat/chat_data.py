@@ -19,7 +19,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.objective import ChatLearningSettings, Objective
 from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.data import prepared_cache
-from thrifty.data.catalogue import entry_of_model
+from thrifty.data.catalogue import refuse_model_to_be_fetched
 from thrifty.data.chat.chat_template import Message, TemplateLimitError
 from thrifty.data.chat.chat_tokenizer import (
     TURNS,
@@ -254,7 +254,5 @@ def use_model_tokenizer(settings: DataSettings, model: ModelSettings) -> DataSet
     if settings.tokenizer or not model.folder:
         return settings
     folder = Path(model.folder)
-    named = entry_of_model(folder)
-    if named is not None and not (folder / "config.json").is_file():
-        raise UsageError(f"the model {named.name} is not on this machine yet", fix=f"thrifty data get {named.name}")
+    refuse_model_to_be_fetched(folder)
     return replace(settings, tokenizer=str(folder / "tokenizer.json"))

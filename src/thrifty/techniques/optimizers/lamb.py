@@ -13,11 +13,10 @@ Note      decay is inside the update whose length is scaled; vectors, biases and
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
 
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
-from thrifty.core.setting_bounds import MAY_BE_INFINITE, Betas, Epsilon, Rate
+from thrifty.core.setting_bounds import Betas, Epsilon, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, ScaleByTrustRatio, scale_by_learning_rate
@@ -53,7 +52,7 @@ class Lamb(Technique):
     weight_decay: Rate = 0.01
     bias_correction: bool = True
     """Whether the moments are corrected for having started at zero, as in the paper."""
-    norm_bounds: Annotated[tuple[float, float], MAY_BE_INFINITE] = (0.0, math.inf)
+    norm_bounds: tuple[float, float] = (0.0, math.inf)
     """The paper's φ: between which limits the norm of the weights counts."""
     slices: bool = False
     """Whether layers that share a matrix (queries, keys, values; gate, value) have ratios of their own."""
