@@ -40,7 +40,7 @@ class Overflowing(Technique):
     stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 
     at: tuple[int, ...] = ()
-    value: float = float("inf")
+    value: float = float("nan")
 
     def backward(self, backward: Backward) -> Backward:
         return Overflows(backward, self)
