@@ -19,7 +19,7 @@ show() {
 
 set --
 show "Real text: public domain, fetched once" data get kjv || set -- --data python-stdlib
-show "What pays, and fits" plan plain "$@" --memory 800MB --allow different --out "$plan"
+show "What pays, and fits" plan plain "$@" --memory 800MB --allow different --seconds 120 --out "$plan"
 show "Does it still compute what it promises?" check "$plan"
 # 7 pairs are the fewest that can have a verdict
 status=0
