@@ -27,7 +27,7 @@ show "Is it better than plain PyTorch, in equal time?" compare plain --variant "
     --budget "${COMPARISON_BUDGET:-4s}" --seeds 7 --rate-trials 1 --name "$name-comparison" || status=$?
 case $status in
     0) verdict=runs/$name-comparison/report.html ;;
-    2) verdict="none, as said above: a plan may be plain PyTorch as it is" ;;
+    2 | 3) verdict="none, as said above: a plan may be plain PyTorch as it is, and a machine too busy for equal times" ;;
     *) exit "$status" ;;
 esac
 show "Then train by it" train "$plan" --budget "${TRAIN_BUDGET:-1min}" --name "$name"
