@@ -3,56 +3,26 @@
 import re
 import shlex
 import sys
-import textwrap
 
 import pytest
 from command_line import CommandLine
+from limited_technique import add_limited
 
 from thrifty.training.run_folder import RunFolder
 
-LIMITED = '''
-    """Limited: in its third step a process asks for more than the rest of its address space.
-
-    Paper     none.
-    Promise   nothing.
-    """
-
+LIMITED = """
     import resource
-    from dataclasses import dataclass
-    from pathlib import Path
 
-    import torch
-
-    from thrifty.core.stages import Stage
-    from thrifty.core.technique import Numerics, Technique
-
-
-    @dataclass(frozen=True)
-    class Limited(Technique):
-        stage, numerics = Stage.CLIP, Numerics.DIFFERENT
-
-        def backward(self, backward):
-            steps = []
-
-            def limited(model, objective, batch):
-                steps.append(len(steps))
-                if len(steps) == 3:
-                    pages = int(Path("/proc/self/statm").read_text().split()[0])
-                    size = pages * resource.getpagesize() + 2**26
-                    resource.setrlimit(resource.RLIMIT_AS, (size, size))
-                    blocks = [torch.empty(2**22) for _ in range(32)]
-                return backward(model, objective, batch)
-
-            return limited
-'''
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    size = pages * resource.getpagesize() + 2**26
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    blocks = [torch.empty(2**22) for _ in range(32)]
+"""
 
 
 @pytest.fixture
 def limited(thrifty: CommandLine) -> CommandLine:
-    home = thrifty.folder / "techniques"
-    home.mkdir()
-    (home / "limited.py").write_text(textwrap.dedent(LIMITED))
-    thrifty.environment["THRIFTY_TECHNIQUES"] = str(home)
+    add_limited(thrifty, LIMITED)
     return thrifty
 
 

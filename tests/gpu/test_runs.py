@@ -3,13 +3,13 @@
 import json
 import re
 import shlex
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import CommandLine, assert_equal, kill, wait_until, write_corpus
 from gpu_only import on_a_gpu
+from limited_technique import add_limited
 
 pytestmark = on_a_gpu
 STEPS = 30
@@ -67,46 +67,16 @@ def test_the_memory_that_it_takes_was_told_beforehand(thrifty: CommandLine) -> N
         assert told["peak_memory"] == pytest.approx(told["predicted_memory"], rel=0.1), name
 
 
-LIMITED = '''
-    """Limited: in its third step a process asks for more of the GPU than it may have.
-
-    Paper     none.
-    Promise   nothing.
-    """
-
-    from dataclasses import dataclass
-
-    import torch
-
-    from thrifty.core.stages import Stage
-    from thrifty.core.technique import Numerics, Technique
-
-
-    @dataclass(frozen=True)
-    class Limited(Technique):
-        stage, numerics = Stage.CLIP, Numerics.DIFFERENT
-
-        def backward(self, backward):
-            steps = []
-
-            def limited(model, objective, batch):
-                steps.append(len(steps))
-                if len(steps) == 3:
-                    torch.cuda.empty_cache()
-                    whole = torch.cuda.get_device_properties(0).total_memory
-                    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
-                    blocks = [torch.empty(2**22, device="cuda") for _ in range(64)]
-                return backward(model, objective, batch)
-
-            return limited
-'''
+LIMITED = """
+    torch.cuda.empty_cache()
+    whole = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / whole)
+    blocks = [torch.empty(2**22, device="cuda") for _ in range(64)]
+"""
 
 
 def test_a_gpu_that_is_full_is_told_with_the_phase_and_a_leaner_start_that_works(thrifty: CommandLine) -> None:
-    home = thrifty.folder / "techniques"
-    home.mkdir()
-    (home / "limited.py").write_text(textwrap.dedent(LIMITED))
-    thrifty.environment["THRIFTY_TECHNIQUES"] = str(home)
+    add_limited(thrifty, LIMITED)
     words = thrifty.recipe("short", "--with", "limited", checkpoints__every=2)
     message = thrifty(*words, exit_code=3, timeout=300).stderr
     assert "out of memory in the forward pass of step 3" in message and "Traceback" not in message
