@@ -1,4 +1,4 @@
-"""What the tests of moments in fewer bits let each rank of a tensor-parallel group do, and the same in one process."""
+"""Work of each rank in the tests of moments in fewer bits, and the same in one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +72,7 @@ def saved(form: str, folder: Path, steps: int = 3) -> dict[str, Any]:
 
 
 def loaded(form: str, folder: Path, steps: int = 0) -> dict[str, Any]:
-    """What a fresh state has that is filled from a folder, and goes on for so many steps."""
+    """Load a fresh state from a folder, train it for some steps, and return its content."""
     state = moved(form, 0)
     load_state(state, checkpoint.find(folder, ranks=process_group_sync()), process_group_sync())
     return content(moved(form, steps, state))
@@ -98,7 +98,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 def of_models() -> dict[str, dict[str, Any]]:
-    """What the state of models is that tensor parallelism divides, after two steps."""
+    """Return the states of tensor-parallel models after two steps."""
     found = {}
     for name, (build, settings) in MODELS.items():
         run = composed(build, [(TENSOR, settings), ("precision.optimizer_state", {"min_elements": 1})], 4)
@@ -121,7 +121,7 @@ def on_two(folder: Path) -> dict[str, Any]:
 
 
 def on_four(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ranks along two axes save of a model, and what they find of what one process has saved."""
+    """Save a model over two mesh axes, and load the checkpoint of one process."""
     with laid(tensor=2, shard=2):
         chosen = [(TENSOR, {}), ("parallelism.shard", {})]
         return saved_model(chosen, folder / "of four"), loaded_model(chosen, folder / "of one, model")

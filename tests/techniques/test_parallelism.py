@@ -49,8 +49,8 @@ LOOSE = {
     "precision.optimizer_state": 1e-4,
     "optimizers.soap": 3e-3,
 }
-"""Where the last bit of a sum decides more: which key is kept, in 16 or 8 bits, and in eigenvectors of what was not
-seen yet. In float8 each rank scales the first step by its own share."""
+"""Tolerances of techniques that amplify last bits: choices of keys, 16 or 8 bits, and eigenvectors of null directions.
+In float8 each rank scales the first step by its own share."""
 
 
 @cache

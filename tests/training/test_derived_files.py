@@ -1,4 +1,4 @@
-"""What a run folder holds beside its checkpoints and its recipe is made again where it is damaged."""
+"""Derived files of a run folder are recreated if they are damaged."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a process holds is in every figure beside what its tensors do."""
+"""The size of the process is reported in addition to its tensors."""
 
 import re
 from pathlib import Path

@@ -126,8 +126,8 @@ def train_observed(
     at: Callable[[Run, TrainState], None] = lambda run, state: None,
 ) -> tuple[Run, StepObservations]:
     """Start a run and train it for some steps (None: all); `at` is called with its state before the first step and
-    after each. With a `nudge`, the seed of it, gradients are changed by about their last bit. Returns the composition,
-    the observer left out, and what was seen."""
+    after each. `nudge` is the seed of a change of gradients in their last bits. Returns the composition without the
+    observer, and the observations."""
     trace = StepObservations(TrainState())
 
     def see(model: nn.Module) -> None:
@@ -161,7 +161,7 @@ def advance(
 
 @torch.no_grad()
 def nudge_gradients(model: nn.Module, seed: int) -> None:
-    """Changes each number of the gradients by 1e-7 of itself, up or down by chance."""
+    """Multiply each value of the gradients by 1 + 1e-7 ε, with ε from a standard normal distribution."""
     for index, parameter in enumerate(model.parameters()):
         if parameter.grad is not None:
             (gradient,) = local_tensors([parameter.grad])
@@ -203,8 +203,8 @@ def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[floa
 
 
 def one_line_error(error: Exception) -> str:
-    """What an error says, without its later lines, and of what kind it is where it is none of ours. Raises the error
-    where memory ran out, which is no technique's broken promise."""
+    """Return the first line of an error, after its type unless it is a ThriftyError. Raises the error itself if memory
+    ran out, since that breaks no technique's promise."""
     if is_out_of_memory(error):
         raise error
     first = (str(error).splitlines() or [""])[0]

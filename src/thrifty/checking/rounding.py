@@ -1,7 +1,7 @@
-"""Whether two runs differ by no more than rounding: in the first loss, in its gradients, and in later losses.
+"""Comparison of two runs up to rounding: the first loss, its gradients, and later losses.
 
-An optimizer may make a last bit a larger one. How far later losses may be off is therefore asked of the run itself,
-where they are off by more than usual: as far as it goes when nothing but the last bits of its gradients change.
+Some optimizers amplify differences in the last bits of gradients. If later losses differ by more than usual, the
+reference run is repeated with such differences, and its own deviation sets the limit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,24 +13,24 @@ from thrifty.checking.observed_runs import CheckSubject, StepObservations, farth
 from thrifty.core.technique import Technique
 
 GRADIENTS = 30
-"""A gradient may be so many times as far off, as a share of itself, as the loss."""
+"""Limit on the relative error of a gradient, as a multiple of the tolerance for the loss."""
 LATER = 30
-"""So may the losses of later steps, ..."""
+"""Limit on the relative error of later losses, as a multiple of the tolerance for the first loss."""
 NUDGES, SPREAD = 3, 4
-"""... or so many times as far as the farthest of so many runs whose gradients differ in their last bits."""
+"""Runs with changed last bits of gradients, and the multiple of their largest deviation that later losses may reach."""
 IN_16_BITS = 2e-2
-"""What rounding may come to, as a share of the loss, in a run that computes in 16 bits or less."""
+"""Tolerance for the loss, relative to it, in a run that computes in 16 bits or less."""
 MOST = 0.25
-"""No gradient may be farther off than this, whatever was promised: a factor of two must show."""
+"""Largest relative error of a gradient at any tolerance, so that a factor of two is always detected."""
 
 
 @dataclass(frozen=True)
 class RoundingComparison:
     within: bool
     text: str
-    """How far off what is, and how far it may be."""
+    """The measured errors and their limits."""
     whose: str
-    """The parameter whose gradient is farthest off."""
+    """The parameter with the largest relative error of its gradient."""
     gradient_within: bool
 
 
@@ -41,8 +41,8 @@ def compare_rounding(
     tolerance: float,
     sensitivity: Callable[[], float],
 ) -> RoundingComparison:
-    """Hold the losses of some steps and the gradients of the first against those of a run, within a tolerance as a
-    share of the loss. `sensitivity` is asked how far later losses go by themselves, see `loss_sensitivity`."""
+    """Compare the losses of several steps and the gradients of the first step with a reference run. `tolerance` is
+    relative to the loss; `sensitivity` returns the deviation of `loss_sensitivity` and is only called if needed."""
     first, later = relative(losses[0], wanted.losses[0]), _later(losses, wanted)
     gradient, whose = farthest(dict(gradients), wanted.first)
     most, most_later = min(GRADIENTS * tolerance, MOST), LATER * tolerance
@@ -62,7 +62,7 @@ def compare_rounding(
 def loss_sensitivity(
     subject: CheckSubject, techniques: Sequence[Technique], wanted: StepObservations, quiet: bool
 ) -> float:
-    """How far the losses of these techniques' run come to be off when the last bits of its gradients change."""
+    """Measure the largest relative change of the losses of a run if the last bits of its gradients change."""
     nudged = (train_observed(subject, techniques, quiet=quiet, nudge=seed)[1] for seed in range(NUDGES))
     return max(_later(trace.losses, wanted) for trace in nudged)
 

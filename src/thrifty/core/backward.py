@@ -19,7 +19,7 @@ class BackwardResult:
     """Whether gradients that are not finite have been answered already, by a lower loss scale: such a step is skipped
     like any other, but is no sign of divergence."""
     scale_growth: float = 1.0
-    """By how much all gradients inside the pass will be larger at the next step, where their scale has just moved."""
+    """Factor by which the loss scale, and so all gradients inside the pass, grows from this step to the next."""
 
     def __add__(self, other: "BackwardResult") -> "BackwardResult":
         return BackwardResult(self.loss + other.loss, self.notes | other.notes, self.answered or other.answered)

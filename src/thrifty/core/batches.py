@@ -99,7 +99,7 @@ class BatchSource:
         raise NotImplementedError
 
     def amount(self, step: int) -> float:
-        """How much the effective batch of this step counts beside that of another; the weights in each sum to 1."""
+        """Return the weight of this step's effective batch relative to other steps; weights inside a step sum to 1."""
         return 1.0
 
     def at(self, step: int) -> Batch:

@@ -102,8 +102,8 @@ class GradientTransform:
         return self
 
     def slot_kind(self, slot: str) -> Content:
-        """What a slot is: weights as they are or were, differences between such, squares of gradients, or other moments
-        of them."""
+        """Return the content of a slot: weights or their averages, differences between weights, squares of gradients,
+        or other moments."""
         if not changes_updates(self):
             return "weights"
         return "squares" if slot in self.squares else "moments"

@@ -13,7 +13,7 @@ import torch
 from thrifty.core.errors import InfeasibleError, ThriftyError
 
 _TEXTS = ("DefaultCPUAllocator", "out of memory", "Cannot allocate memory", "ALLOC_FAILED", "bad_alloc")
-"""Of errors that have no type of their own."""
+"""Texts of memory errors that have no type of their own."""
 _SIZE = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _LOOP = ("thrifty/training/loop.py", "train")

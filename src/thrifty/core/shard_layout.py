@@ -144,6 +144,11 @@ def local_shards(tensor: Tensor) -> list[LocalShard]:
     return [LocalShard(there, here.within(local_box)) for there, here in order.boxes(local_box)]
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank holds of each tensor, sharing its memory."""
-    return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
+    """Return this rank's part of each tensor, sharing its memory."""
+    return [local_tensor(tensor) for tensor in tensors]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from thrifty.core.dtensors import is_dtensor
 from thrifty.core.gradient_transform import Slots
-from thrifty.core.shard_layout import FusedOrder, local_shards, order_of, tag_order, tag_order_like
+from thrifty.core.shard_layout import FusedOrder, local_shards, local_tensor, order_of, tag_order, tag_order_like
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def read_log(scalars: Mapping[str, Any]) -> list[StructureLogEntry]:
 @torch.no_grad()
 def fill_tensor(tensor: Tensor, value: Tensor) -> None:
     """Copy a full value, which all ranks have, into a tensor: this rank's part of it where the tensor is divided."""
-    here = tensor.to_local() if is_dtensor(tensor) else tensor
+    here = local_tensor(tensor)
     for part in local_shards(tensor):
         here[part.place].copy_(value[part.box.slices])
 

@@ -82,8 +82,8 @@ def one_thread() -> Iterator[None]:
 
 
 class EagerTrace(TorchDispatchMode):
-    """A trace in which compiled functions run as they are written. Dynamo compiles nothing while somebody looks at each
-    operation, and would remember that of their code: it would not be compiled afterwards either."""
+    """A dispatch mode in which compiled functions run eagerly. Dynamo refuses frames under a dispatch mode and marks
+    their code as skipped, so that later calls would stay uncompiled too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,19 +202,18 @@ _OUT_OF_PLACE = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
 }
-"""What autograd computes in place, the sum of two gradients of one tensor if nobody else holds the first, and the
-gradient of what was indexed in zeros made for it; but under a dispatch mode in new memory."""
+"""Operations that autograd runs in place, but in new memory under a dispatch mode: sums of two gradients of a tensor,
+and gradients of indexing."""
 
 
 def _replaces_gradient(func: Any) -> bool:
-    """Whether autograd runs an operation whose first argument is freed before the next one."""
+    """Return True if autograd runs an operation whose first argument is freed before the next operation."""
     return func in _OUT_OF_PLACE and not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
 
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """What runs inside the block, and leaves nothing behind on the device, is not counted by the traces that are open
-    already."""
+    """Exclude the block from the traces that are open already. It must leave no memory allocated on the device."""
     paused = [trace for trace in _open_traces if not trace.paused]
     for trace in paused:
         trace.paused = True

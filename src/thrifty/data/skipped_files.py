@@ -4,14 +4,14 @@ import os
 from dataclasses import dataclass, field
 
 TOLD = 5
-"""How many of what was left out are named in a message."""
+"""Files named in a message."""
 KEPT = 1000
-"""And at most in all."""
+"""Files whose names are kept."""
 
 
 @dataclass
 class SkippedFiles:
-    """What cannot be used: how much of it, and which, each with the reason."""
+    """Count and names of files that cannot be used, each with the reason."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)

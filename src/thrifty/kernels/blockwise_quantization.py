@@ -63,8 +63,8 @@ def code_book(signed: bool, device: torch.device | str = "cpu") -> CodeBook:
 
 
 def block_count(columns: int) -> int:
-    """How many blocks a row of `columns` numbers has: equal ones where that takes at most twice as many as need be,
-    else the last is shorter."""
+    """Return the number of blocks of a row with `columns` values: equal blocks if at most twice the fewest possible
+    suffice, else the last block is shorter."""
     least = max(-(-columns // BLOCK), 1)
     return next((count for count in range(least, 2 * least + 1) if columns % count == 0), least)
 

@@ -46,7 +46,7 @@ _ASSUMED: ContextVar[bool | None] = ContextVar("assumed", default=None)
 
 @contextmanager
 def assume_bfloat16(units: bool) -> Iterator[None]:
-    """What is decided by units for bfloat16 is decided for another device, which has them or not."""
+    """Inside the block, `has_fast_bfloat16` answers for another device."""
     before = _ASSUMED.set(units)
     try:
         yield
@@ -55,8 +55,8 @@ def assume_bfloat16(units: bool) -> Iterator[None]:
 
 
 def has_fast_bfloat16(device: str = "") -> bool:
-    """Whether matrix products in bfloat16 run on units of their own, on a device of this type: by default on the GPU
-    where there is one, else on the CPU."""
+    """Return True if a device of this type has hardware units for bfloat16 matrix products. By default it is the GPU,
+    or the CPU without one."""
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
     if device != "cpu" and torch.cuda.is_available():

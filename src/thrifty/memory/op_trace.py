@@ -230,8 +230,8 @@ def _short(func: Any) -> str:
 
 
 def _reads_values(func: Any, args: tuple) -> bool:
-    """Whether the shape of a result, or what Python does next, depends on values. Torch says so of every indexing,
-    though only masks do it."""
+    """Return True if the shape of the result, or control flow in Python, depends on values. Torch tags all indexing so,
+    but only masks have such results."""
     if func is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)

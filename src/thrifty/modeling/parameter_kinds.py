@@ -45,12 +45,12 @@ def learning_rate_factor(parameter: Tensor) -> float | None:
 
 
 def set_transposed(parameter: Tensor) -> None:
-    """Let a matrix know that it is kept as (in, out), unlike that of `nn.Linear`."""
+    """Mark a matrix as stored (in, out), unlike the weight of `nn.Linear`."""
     parameter.is_kept_transposed = True  # type: ignore[attr-defined]
 
 
 def is_kept_transposed(parameter: Tensor) -> bool:
-    """Whether a matrix is kept as (in, out), as far as it was told."""
+    """Return True if a matrix was marked by `set_transposed`."""
     return getattr(parameter, "is_kept_transposed", False)
 
 

@@ -123,8 +123,8 @@ class HuggingFaceCausalLM(HuggingFaceModel):
 
     @cached_property
     def keeps_apart(self) -> bool:
-        """Whether a text says nothing to another one behind it in its row, but for the rounding of sums in another
-        order, as where experts share what is given to them."""
+        """True if texts packed into one row do not influence later texts, up to rounding: experts process the tokens
+        of all texts together."""
         tokens = self._tokens()
         changed = tokens.clone()
         changed[0, 0] = tokens[0, -1]

@@ -1,8 +1,8 @@
-"""The formats that moments of gradients are stored in between steps, and the way from one to another.
+"""Storage formats of optimizer moments, and the conversion between them.
 
-In 8 bits a moment is two slots: its codes under its own name, and their scales beside them. A row of codes is divided
-into as many blocks as it has scales, none of which lies on two ranks; so a row that is divided among ranks is a row of
-codes as any other, and only who wants another number of blocks opens it and closes it again.
+An 8-bit moment has two slots: codes under the moment's name, and scales under that name with the ending `.scales`. The
+number of scales of a row is its number of blocks, and no block lies on two ranks. A sharded row therefore has the same
+format as a whole one. Only a mesh that requires another number of blocks dequantizes and quantizes it again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,24 +14,24 @@ from torch import Tensor
 
 from thrifty.core.dtensors import dtensor_of_local, is_dtensor
 from thrifty.core.gradient_transform import Content
-from thrifty.core.shard_layout import local_shards, order_of
+from thrifty.core.shard_layout import local_shards, local_tensor, order_of
 from thrifty.core.state import fill_tensor
 from thrifty.kernels.blockwise_quantization import BLOCK, CodeBook, block_count, code_book, dequantize, quantize
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
 
 SHORTEST_ROW = 16
-"""Blocks of fewer numbers keep float32: a scale would weigh as much as their codes save."""
+"""Fewest elements of a block: a scale for fewer takes as much memory as their codes save."""
 SCALES = ".scales"
-"""What the name of a slot of scales ends with."""
+"""Ending of the name of a slot of scales."""
 
 Seed = int | Tensor | None
-"""Of the step, for rounding by chance; None rounds to the nearest."""
+"""Seed of the step for stochastic rounding; None rounds to the nearest."""
 SlotKind = Callable[[str], Content]
 
 
 class StateFormat(Protocol):
     parts: Sequence[str]
-    """A moment's slots, as endings of its name."""
+    """Endings of the names of a moment's slots."""
 
     def blocks(self, moment: Tensor, parameter: Tensor) -> int:
         """Return into how many blocks this rank's part of each row is divided; 0 for a moment that keeps float32."""
@@ -89,13 +89,8 @@ class Int8Format:
         return self.books[key]
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
-
-
 def divided_like(whole: Tensor, part: Tensor) -> Tensor:
-    """`part`, made from what this rank holds of `whole`, as a tensor divided over the ranks as that is."""
+    """Return `part`, which this rank computed from its part of `whole`, as a DTensor with the placements of `whole`."""
     if not is_dtensor(whole):
         return part
     columns = whole.shape[1] * part.shape[1] // local_tensor(whole).shape[1]
@@ -108,7 +103,7 @@ _INT8 = Int8Format()
 
 
 def scales_name(name: str) -> str:
-    """The name in a state of the scales that belong to codes of this name."""
+    """Return the name of the scales of a quantized tensor in a state."""
     kind, slot, parameter = name.split("/", 2)
     return f"{kind}/{slot}{SCALES}/{parameter}"
 
@@ -118,20 +113,20 @@ def is_scales(name: str) -> bool:
 
 
 def opened(name: str, tensors: Mapping[str, Tensor], slot_kind: SlotKind) -> Tensor:
-    """A whole tensor of a state; where it is stored in codes, the float32 numbers that they stand for."""
+    """Return a whole tensor of a state, dequantized to float32 if it is stored in 8 bits."""
     if (scales := _scales(name, tensors)) is None:
         return tensors[name]
     return _INT8.open((tensors[name], scales), _is_squares(name, slot_kind))
 
 
 def opened_dtype(name: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype that `opened` gives."""
+    """Return the dtype of the result of `opened`."""
     return tensors[name].dtype if _scales(name, tensors) is None else torch.float32
 
 
 @torch.no_grad()
 def fill_moment(name: str, tensors: Mapping[str, Tensor], value: Tensor, slot_kind: SlotKind) -> None:
-    """Fill a tensor of a state with a whole value, in the format in which it is stored: this rank's part of it."""
+    """Fill this rank's part of a tensor of a state from a whole value, quantized if it is stored in 8 bits."""
     if (scales := _scales(name, tensors)) is None:
         return fill_tensor(tensors[name], value)
     codes, scales = local_tensor(tensors[name]), local_tensor(scales)

@@ -73,16 +73,16 @@ class PlanSearch(SingleOptionCosts):
         self.misfits: dict[tuple[PlanOption, ...], str] = {}
         """Candidates that were counted or run and do not fit, or whose probe failed, and why."""
         self.failed: set[tuple[PlanOption, ...]] = set()
-        """Those of them that were counted to fit, and whose probe failed."""
+        """Candidates that were counted to fit and whose probe failed."""
         self.held: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
-        """Those of them that were run, the memory in bytes in which a plan would take them, and what they took."""
+        """Misfits that were run: the bytes that a plan requires for them, and a text of the measured memory."""
         self.surpluses: dict[tuple[bool, int], list[float]] = defaultdict(list)
         """Bytes that processes were seen to hold beyond their tensors, by whether code is compiled, and by ranks."""
         self.probes = 0
         self.fastest, self.longest_probe = inf, SOME_PROBE
         """Seconds of the fastest step that was run, whether it fits or not, and of the longest probe."""
         self.stopped = ""
-        """What was left out because the time for planning was up, if it was."""
+        """Work that was skipped because the time for planning was up; empty if none."""
 
     def run(self) -> PlanCandidate:
         """The best candidate; raises InfeasibleError, saying what to relax and by how much, where none fits. Whatever
@@ -115,7 +115,7 @@ class PlanSearch(SingleOptionCosts):
         return True
 
     def _is_late(self) -> bool:
-        """Whether another probe would take longer than there is time for; where nothing was tried, one more may."""
+        """Return True if no time is left for another probe. Before the first probe there always is."""
         begun = self.tried or self.probes or self.counts >= FINALISTS
         if not begun or self.seconds_left > (self.longest_probe if self.time else 0.0):
             return False
@@ -129,7 +129,7 @@ class PlanSearch(SingleOptionCosts):
         return median(own) if own else min(self.surpluses[False, candidate.ranks], default=0.0)
 
     def _is_hopeless(self, candidate: PlanCandidate) -> bool:
-        """Whether probes of its kind, compiled or not, were half of all that may be made, and none of them fitted."""
+        """Return True if half of all allowed probes were of the candidate's kind, compiled or not, and none fitted."""
         own = len(self.surpluses[candidate.is_compiled, candidate.ranks])
         return own >= PROBES // 2 and all(c.is_compiled != candidate.is_compiled for c in self.tried)
 

@@ -52,7 +52,7 @@ class Plan:
     past: Mapping[str, PredictionRecord]
     """The ledger's of "memory" and "step"."""
     stopped: str = ""
-    """That the time for planning was up and what was left out, if it was."""
+    """Notice that the time for planning was up, with the skipped work; empty if it was not."""
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -94,8 +94,8 @@ AXES: dict[str, tuple[OptionTemplate, ...]] = {
         _one("memory.offload_optimizer", 1.03),
     ),
 }
-"""What a plan tries, by axis, what saves most memory last. A choice: of a technique that is not here, the plan says
-why it was not looked at."""
+"""Options of a plan by axis, from the least to the most memory saved. A choice: the plan states why it did not
+consider other techniques."""
 ADAPTER_OPTIONS = (_one("adapters.lora", 0.75),)
 """Offered where the model is trained already."""
 

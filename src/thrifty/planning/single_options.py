@@ -72,11 +72,11 @@ class SingleOptionCosts:
             self._tell(inner, cutting[0], cutting[-1])
 
     def fits(self) -> bool:
-        """Whether the recipe as it is was found to fit, so that what is faster counts for more than what is leaner."""
+        """Return True if the unchanged recipe fits, so that faster options rank before leaner ones."""
         return True
 
     def is_counting_late(self) -> bool:
-        """Whether the time for counting is up."""
+        """Return True if the time for counting is up."""
         return False
 
     def _look_at(self, ways: Iterable[PlanOption]) -> None:

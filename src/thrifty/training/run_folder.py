@@ -41,7 +41,7 @@ class RunFolder:
         self._lock: RunLock | None = None
         self._records: int | None = None
         self._written = hashlib.sha256()
-        """Of all records in their file."""
+        """Hash of all records in the file."""
 
     @classmethod
     def create(cls, path: Path, agents: Collection[str] = ()) -> "RunFolder":
@@ -177,20 +177,20 @@ class RunFolder:
         self._written.update(line)
 
     def seal_records(self) -> dict[str, Any]:
-        """Bring all records to the disk; what those are known by later: their length and hash."""
+        """Flush all records to the disk and return their length and hash."""
         assert self._records is not None
         AtomicFiles().sync(self._records)
         return {"bytes": os.fstat(self._records).st_size, "sha256": self._written.hexdigest()}
 
     def damage_of_records(self, seal: Mapping[str, Any]) -> list[str]:
-        """Notices of what is not as it was when records were sealed."""
+        """Return a notice if the records before the seal have changed."""
         content = self.records.read_bytes() if self.records.is_file() else b""
         if hashlib.sha256(content[: seal["bytes"]]).hexdigest() == seal["sha256"]:
             return []
         how = "has been cut" if len(content) < seal["bytes"] else "has been changed"
         return [
             f"{self.records} {how} since the checkpoint: curves and evaluations of earlier steps are missing or wrong "
-            "in it, and cannot be made again; the run itself goes on as it was"
+            "in it and cannot be recovered; the run itself continues from its checkpoint unchanged"
         ]
 
     def read_records(self) -> list[dict[str, Any]]:
@@ -242,7 +242,7 @@ def _refuse_full(path: Path) -> None:
 
 
 def _opened_at_whole_lines(file: Path) -> tuple[int, bytes]:
-    """Open for appending, after cutting what a crash left of a last line; also what there is."""
+    """Open a file for appending without the partial last line of a crash. Return the descriptor and the content."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     content = file.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]

@@ -58,7 +58,7 @@ class PreparedRun:
     data: RunData
     run: Run
     model: BuildModel | None = None
-    """What builds a model of the user's own in place of the recipe's."""
+    """Builder of the user's own model, which replaces the recipe's."""
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from thrifty.training.sharded_safetensors import StoredTensorBoxes
 
 
 def load_state(state: TrainState, saved: checkpoint.FoundCheckpoint, ranks: SingleProcess | None = None) -> None:
-    """Fill a state, bit for bit what was saved. Only moments whose rows are divided among other ranks than then, so
-    that their 8-bit blocks would lie on two of them, are opened and closed anew. Raises what `checkpoint.fill` does."""
+    """Load a checkpoint into a state, bit for bit. Only 8-bit moments whose blocks do not fit this mesh are dequantized
+    and quantized again. Raises the errors of `checkpoint.fill`."""
     assert state.optimizer is not None
     own, stored = state.tensors(), StoredTensorBoxes(tensor_files(saved.path))
     other = [name for name in own if _is_in_other_codes(name, own, stored)]

@@ -282,7 +282,7 @@ def _run(
 
 
 def _lost_updates(run: Run, state: TrainState) -> list[str]:
-    """A notice where the model came with trained weights in 16 bits and nothing makes up for what they round away."""
+    """Return a notice if trained weights are in 16 bits and no technique compensates for their rounding."""
     assert state.model is not None
     formats = {p.dtype for p in state.model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
     if not formats or any(Claim.PRECISION in one.claims and one.overrides("update") for one in run.techniques):
@@ -295,8 +295,8 @@ def _lost_updates(run: Run, state: TrainState) -> list[str]:
 
 
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
-    """What would make a run fit into these bytes: techniques that it could be built with, as far as that can be tried
-    without the other ranks."""
+    """Return the fix for a run that must fit into `memory` bytes. Each suggested technique was composed with the run,
+    without its other ranks."""
     run, build = prepared.run, prepared.model
 
     def check(recipe: Recipe) -> None:

@@ -110,7 +110,7 @@ def plan_recipe(
 
 
 def _units_of(cluster: str | None) -> AbstractContextManager[None]:
-    """What a recipe makes of number formats is decided by the device that is planned for."""
+    """Let recipes choose number formats by the device that is planned for."""
     from thrifty.machine.cpu_features import assume_bfloat16
     from thrifty.planning.cluster_file import read_cluster
 

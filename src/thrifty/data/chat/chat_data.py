@@ -54,7 +54,7 @@ AT_ONCE = 1_000
 REASONS = 5
 """Printed of those for which conversations are left out."""
 LeftOut = tuple[int, str]
-"""How many conversations are left out for a reason, and where the first stands."""
+"""The number of conversations left out for each reason, and the place of the first."""
 
 
 def open_instructions(
@@ -115,7 +115,7 @@ def documents(source: ConversationSource) -> Iterator[str]:
 
 
 def _question(document: str) -> str:
-    """What decides the part of a conversation: the first thing that a user says, whatever its case and spaces."""
+    """Return the key that decides the split of a conversation: the first user message without case and spaces."""
     _, messages = json.loads(document)
     asked = next((message for message in messages if message["role"] == "user"), messages[0])
     return " ".join(asked["content"].casefold().split())

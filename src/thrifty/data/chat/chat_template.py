@@ -59,7 +59,7 @@ NAMED = {"chatml": CHATML, "alpaca": ALPACA}
 class WrittenConversation:
     text: str
     answers: list[tuple[int, int]]
-    """Where each answer begins and ends in the text."""
+    """The first and last place of each answer in the text."""
 
 
 class TemplateLimitError(UsageError):

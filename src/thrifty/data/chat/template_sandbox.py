@@ -50,7 +50,7 @@ class _Conversation:
         return self.template.render(messages=messages, add_generation_prompt=prompt, **self.words)
 
     def answers(self, whole: str) -> list[tuple[int, int]]:
-        """Where each answer begins and ends in the whole text."""
+        """Return the first and last place of each answer in the whole text."""
         places = []
         for number, message in enumerate(self.messages):
             if message["role"] != "assistant":

@@ -85,9 +85,9 @@ class AcceleratorSpec:
     modules: Mapping[str, ChipModule] = field(default_factory=dict)
     settings: Mapping[str, Setting] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
-    """Settings that say how large the hardware is, for one size of which area and power are published."""
+    """Names of the settings that are hardware sizes; area and power are published for one value of each."""
     notes: tuple[str, ...] = ()
-    """What has to be known of its figures."""
+    """Conditions and assumptions of its area and power."""
 
     def __post_init__(self) -> None:
         _check_parts(self)

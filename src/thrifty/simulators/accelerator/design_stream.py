@@ -80,7 +80,7 @@ class AcceleratorDesign:
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """What a machine may set besides its stations, with the defaults."""
     sizes: tuple[str, ...] = ()
-    """Those of them that say how large the hardware is."""
+    """Names of the settings that are hardware sizes."""
     activities: tuple[str, ...] = ()
     """Names in `ItemStream.active` that modules may go by, besides the stations."""
     workload: str = "attention"

@@ -97,8 +97,8 @@ def _plus_product(added: Tensor, beta: float, left: Tensor, right: Tensor, alpha
 
 
 def step_size(outputs: int, inputs: int, scale: Scale) -> float:
-    """What an orthogonal update is multiplied by: sqrt(outputs / inputs) where that is above 1 (Jordan), or a size
-    whose root mean square is AdamW's usual 0.2 (Liu et al.)."""
+    """Return the factor of an orthogonal update: sqrt(outputs / inputs), at least 1 (Jordan), or a factor that gives a
+    root mean square of 0.2, as AdamW's usual updates have (Liu et al.)."""
     return max(1.0, outputs / inputs) ** 0.5 if scale == "original" else 0.2 * max(outputs, inputs) ** 0.5
 
 

@@ -37,6 +37,7 @@ from thrifty.core.gradient_transform import (
 from thrifty.core.randomness import seed_of
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
+from thrifty.core.shard_layout import local_tensor
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.fused_updates import fuse_elements
@@ -47,7 +48,6 @@ from thrifty.optim.moment_formats import (
     Seed,
     StateFormat,
     divided_like,
-    local_tensor,
 )
 from thrifty.optim.parameter_partition import ParameterPartition
 from thrifty.optim.transform_elements import SelectiveTransform

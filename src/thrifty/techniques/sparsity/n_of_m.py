@@ -56,12 +56,12 @@ MASK = "n_of_m_mask"
 PRODUCTS: ModuleNote[NOfMProducts] = ModuleNote("n_of_m")
 IS_DENSE: ModuleNote[bool] = ModuleNote("n_of_m_dense")
 MADE_AT: ModuleNote[int | None] = ModuleNote("n_of_m_made_at")
-"""The version of the weight that a mask was made of; None where `NOfMBackward` makes masks when they are due."""
+"""Version of the weight from which the mask was computed; None if `NOfMBackward` updates the masks."""
 
 
 def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
-    """Let a linear layer (or `Conv1D`) compute with n of each m weights. Whoever trains it calls `remake`; a forward
-    pass in training warns where that has not happened."""
+    """Let a linear layer (or `Conv1D`) compute with n of each m weights. A training loop must call `remake` after each
+    update; otherwise the next forward pass in training warns."""
     PRODUCTS.set(layer, products)
     IS_DENSE.set(layer, False)
     MADE_AT.set(layer, layer.weight._version)
