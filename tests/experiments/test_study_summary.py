@@ -10,7 +10,6 @@ from scipy import stats
 from tiny_studies import levels
 
 from thrifty.core.errors import UsageError
-from thrifty.experiments.study import Expectation
 from thrifty.experiments.study_summary import estimate, judge_expectations, summarize
 
 
@@ -60,7 +59,7 @@ def test_expectations_are_reported_as_they_are_for_the_means_and_seed_by_seed() 
 def test_an_error_in_an_expectation_is_no_verdict() -> None:
     from dataclasses import replace
 
-    broken = replace(levels(), expect=[Expectation("is nothing", lambda c: 1 / 0 > 0)])
+    broken = replace(levels(), expect={"is nothing": lambda c: 1 / 0 > 0})
     with pytest.raises(ZeroDivisionError):
         judge_expectations(broken, MEASURED)
 

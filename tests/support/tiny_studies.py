@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.study_result import StudyCell, StudyResult
 
 
@@ -60,11 +60,11 @@ def levels(seeds: int = 3, **settings: object) -> Study:
         },
         seeds=seeds,
         derive=differences,
-        expect=[
-            Expectation("two is higher than one", lambda c: c["two"]["height"] > c["one"]["height"]),
-            Expectation("one is higher than two", lambda c: c["one"]["height"] > c["two"]["height"]),
-            Expectation("four is highest", lambda c: c["four"]["height"] > c["two"]["height"]),
-        ],
+        expect={
+            "two is higher than one": lambda c: c["two"]["height"] > c["one"]["height"],
+            "one is higher than two": lambda c: c["one"]["height"] > c["two"]["height"],
+            "four is highest": lambda c: c["four"]["height"] > c["two"]["height"],
+        },
         plots=[
             StudyPlot("height", "Height <by> level", x="level", y="height"),
             StudyPlot("never", "Never", y="never", log_y=True),

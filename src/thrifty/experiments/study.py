@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +32,6 @@ class MeasuredQuantity:
     """What it is, with its unit."""
     of_machine: bool = False
     """A time, say: shown, but no two machines need agree on it."""
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """A statement about the outcome. That it does not hold is a result too, and is reported as one."""
-
-    sentence: str
-    holds: Callable[[Cells], bool]
-    """Asked of the means over seeds, and of each seed alone; a case that was not measured may raise KeyError."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +62,10 @@ class Study:
     """How many: seeds count from 0."""
     derive: Callable[[Cells], Cells] | None = None
     """What only all cases of a seed together show, such as the best rate: further rows, by their own labels."""
-    expect: Sequence[Expectation] = ()
+    expect: Mapping[str, Callable[[Cells], bool]] = field(default_factory=dict)
+    """Statements about the outcome, each with its condition, which is checked for the means over seeds and for each
+    seed alone. A statement that does not hold is a result too. KeyError for a case that was not measured leaves it
+    open."""
     plots: Sequence[StudyPlot] = ()
     minutes: float = 1.0
     """About how long all of it takes on two cores."""

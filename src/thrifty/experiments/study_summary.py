@@ -1,14 +1,14 @@
 """Cells put together: means over seeds with their intervals, and which statements hold."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from scipy.special import stdtrit
 
 from thrifty.core.errors import UsageError
-from thrifty.experiments.study import Cells, Expectation, Numbers, Study
+from thrifty.experiments.study import Cells, Numbers, Study
 
 CONFIDENCE = 0.95
 HOLDS, FAILS, OPEN = "holds", "does not hold", "open"
@@ -93,16 +93,14 @@ def judge_expectations(study: Study, measured: Measured) -> list[ExpectationVerd
     }
     seeds = cells_of(study, measured).values()
     verdicts = []
-    for expectation in study.expect:
-        each = [_verdict(expectation, cells) for cells in seeds]
-        known = [verdict for verdict in each if verdict != OPEN]
-        of_means = _verdict(expectation, means)
-        verdicts.append(ExpectationVerdict(expectation.sentence, of_means, known.count(HOLDS), len(known)))
+    for sentence, holds in study.expect.items():
+        known = [verdict for cells in seeds if (verdict := _verdict(holds, cells)) != OPEN]
+        verdicts.append(ExpectationVerdict(sentence, _verdict(holds, means), known.count(HOLDS), len(known)))
     return verdicts
 
 
-def _verdict(expectation: Expectation, cells: Cells) -> str:
+def _verdict(holds: Callable[[Cells], bool], cells: Cells) -> str:
     try:
-        return HOLDS if expectation.holds(cells) else FAILS
+        return HOLDS if holds(cells) else FAILS
     except KeyError:
         return OPEN

@@ -32,9 +32,9 @@ def cells(of_blocks: float, narrow_window: float, losses: dict[str, float], dens
 
 def test_each_statement_can_hold_and_can_fail() -> None:
     expected = studies.make("attention_filters").expect
-    assert all(each.holds(cells(2.2, 2.05, LOSSES, DENSITIES)) for each in expected)
+    assert all(holds(cells(2.2, 2.05, LOSSES, DENSITIES)) for holds in expected.values())
     turned = {"plain": 2.0, "wide": 2.2, "narrow": 2.3}
-    assert not any(each.holds(cells(2.1, 2.3, turned, DENSITIES | {"wide": 5.0})) for each in expected)
+    assert not any(holds(cells(2.1, 2.3, turned, DENSITIES | {"wide": 5.0})) for holds in expected.values())
 
 
 def test_density_is_what_a_window_leaves() -> None:

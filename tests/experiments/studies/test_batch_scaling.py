@@ -73,7 +73,7 @@ def test_the_published_shape_is_the_one_expected() -> None:
         for place, batch in enumerate(batches)
     }
     assert cells.keys() == study.cases.keys()
-    assert all(expectation.holds(cells) for expectation in study.expect)
+    assert all(holds(cells) for holds in study.expect.values())
     same = {label: {"accuracy": 0.97} for label in cells}
-    held = [expectation.holds(same) for expectation in study.expect]
+    held = [holds(same) for holds in study.expect.values()]
     assert held == [False, True, False, True, True, False]

@@ -43,11 +43,11 @@ def cells(**changed: tuple[float, float]) -> Cells:
 def test_each_statement_holds_where_the_paper_is_right_and_fails_where_it_is_not() -> None:
     study = studies.make("masked_tokens")
     assert set(cells()) == set(study.cases)
-    assert all(each.holds(cells()) for each in study.expect)
+    assert all(holds(cells()) for holds in study.expect.values())
     useless = cells(**dict.fromkeys(RATES, (43.0, 3.3)))
     worse = cells(**dict.fromkeys((SELF, CROSS), (47.0, 2.7)))
-    assert [each.holds(useless) for each in study.expect] == [False, False, True, True, False]
-    assert [each.holds(worse) for each in study.expect] == [True, True, False, False, False]
+    assert [holds(useless) for holds in study.expect.values()] == [False, False, True, True, False]
+    assert [holds(worse) for holds in study.expect.values()] == [True, True, False, False, False]
 
 
 @pytest.mark.slow

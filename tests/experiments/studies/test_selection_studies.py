@@ -24,7 +24,7 @@ ERRORS = {
 def verdicts(name: str, cells: Cells) -> list[bool]:
     study = studies.make(name)
     assert set(cells) == set(study.cases)
-    return [expectation.holds(cells) for expectation in study.expect]
+    return [holds(cells) for holds in study.expect.values()]
 
 
 def perceptron_cells(errors: dict[str, tuple[float, ...]]) -> Cells:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.data.epoch_sampler import EpochSource
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.babi_stories import SENTENCES, WORDS, StoryExamples, make_stories
 from thrifty.experiments.tasks.memory_network import MemoryNetwork, softmax_weights
 from thrifty.experiments.tasks.whole_run import run_to_end
@@ -160,29 +160,24 @@ def a3_babi(
             "worst": MeasuredQuantity("the same as accuracy, of the kind of question that is answered worst"),
         },
         seeds=seeds,
-        expect=[
-            Expectation("a search of n rounds costs less than a point", lambda c: lost(c, "M = n") < 1),
-            Expectation(
-                "the shorter the search, the fewer sentences are kept, and the fewer questions answered",
-                lambda c: falls(c, SEARCHED, "kept") and falls(c, SEARCHED, "accuracy"),
+        expect={
+            "a search of n rounds costs less than a point": lambda c: lost(c, "M = n") < 1,
+            "the shorter the search, the fewer sentences are kept, and the fewer questions answered": lambda c: (
+                falls(c, SEARCHED, "kept") and falls(c, SEARCHED, "accuracy")
             ),
-            Expectation(
-                "a search leaves within 15 points of the share of the paper's figure, at every M",
-                lambda c: all(abs(c[label]["kept"] - kept) < 15 for label, kept in PAPER_KEPT.items()),
+            "a search leaves within 15 points of the share of the paper's figure, at every M": lambda c: all(
+                abs(c[label]["kept"] - kept) < 15 for label, kept in PAPER_KEPT.items()
             ),
-            Expectation(
-                "n/2 rounds cost less than 3 points (the paper's 1.1), n/8 rounds 5 to 20 (its 9.6)",
-                lambda c: lost(c, "M = n/2") < 3 and 5 < lost(c, "M = n/8") < 20,
+            "n/2 rounds cost less than 3 points (the paper's 1.1), n/8 rounds 5 to 20 (its 9.6)": lambda c: (
+                lost(c, "M = n/2") < 3 and 5 < lost(c, "M = n/8") < 20
             ),
-            Expectation(
-                "a threshold of 20 % alone costs less than a point and leaves less than a fifth of the sentences",
-                lambda c: lost(c, "T = 20 %") < 1 and c["T = 20 %"]["kept"] < 20,
-            ),
-            Expectation(
-                "the conservative setting costs less than 3 points (the paper's 1.0), the aggressive one 5 to 20 (9.6)",
-                lambda c: lost(c, CONSERVATIVE) < 3 and 5 < lost(c, AGGRESSIVE) < 20,
-            ),
-        ],
+            (
+                "a threshold of 20 % alone costs less than a point and leaves less than a fifth of the sentences"
+            ): lambda c: lost(c, "T = 20 %") < 1 and c["T = 20 %"]["kept"] < 20,
+            (
+                "the conservative setting costs less than 3 points (the paper's 1.0), the aggressive one 5 to 20 (9.6)"
+            ): lambda c: lost(c, CONSERVATIVE) < 3 and 5 < lost(c, AGGRESSIVE) < 20,
+        },
         plots=[
             StudyPlot("accuracy", "Answered right by percent of sentences kept", x="kept", y="accuracy", by="percent"),
             StudyPlot("kept", "Sentences kept, percent", y="kept"),

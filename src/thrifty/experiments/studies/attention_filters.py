@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import HeldOutWindows
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.image_task import train_on_images
 from thrifty.experiments.tasks.language_task import decayed_adamw, source_text, train_llama
 from thrifty.modeling.attention_sites import ATTENTION_SITES
@@ -179,32 +179,26 @@ def attention_filters(
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "narrow settings keep fewer pairs than wide ones, of every filter in both models",
-                lambda c: all(
-                    density(c, model, method, "narrow") < density(c, model, method, "wide")
-                    for model in ("text", "images")
-                    for method in SETTINGS
-                ),
+        expect={
+            "narrow settings keep fewer pairs than wide ones, of every filter in both models": lambda c: all(
+                density(c, model, method, "narrow") < density(c, model, method, "wide")
+                for model in ("text", "images")
+                for method in SETTINGS
             ),
-            Expectation(
-                "wide settings cost the language model less than a tenth of a nat",
-                lambda c: all(lost(c, "text", method, "wide") < 0.1 for method in SETTINGS),
+            "wide settings cost the language model less than a tenth of a nat": lambda c: all(
+                lost(c, "text", method, "wide") < 0.1 for method in SETTINGS
             ),
-            Expectation(
-                "filters that look at scores lose less than the narrow blocks, which do not, at a lower density",
-                lambda c: all(
-                    lost(c, "text", method, "narrow") < lost(c, "text", "block-sparse", "narrow")
-                    for method in of_scores
-                    if density(c, "text", method, "narrow") < density(c, "text", "block-sparse", "narrow")
-                ),
+            (
+                "filters that look at scores lose less than the narrow blocks, which do not, at a lower density"
+            ): lambda c: all(
+                lost(c, "text", method, "narrow") < lost(c, "text", "block-sparse", "narrow")
+                for method in of_scores
+                if density(c, "text", method, "narrow") < density(c, "text", "block-sparse", "narrow")
             ),
-            Expectation(
-                "of text, four bytes back are enough to lose less than a tenth of a nat",
-                lambda c: lost(c, "text", "window", "narrow") < 0.1,
+            "of text, four bytes back are enough to lose less than a tenth of a nat": lambda c: (
+                lost(c, "text", "window", "narrow") < 0.1
             ),
-        ],
+        },
         plots=[
             StudyPlot("loss", "Held-out loss by percent of pairs kept", x="density", y="loss", by="method", log_x=True),
             StudyPlot("wrong", "Percent told wrong by percent of pairs kept", x="density", y="wrong", by="method"),

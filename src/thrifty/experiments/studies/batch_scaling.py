@@ -18,7 +18,7 @@ from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.plain_values import build
 from thrifty.core.technique import Technique
 from thrifty.data.images.digits import TRAIN, DigitEpochs, DigitImages
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.whole_run import run_to_end
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.large_batch.scale_learning_rate import Rule, ScaleLearningRate
@@ -119,38 +119,25 @@ def batch_scaling(
             "steps": MeasuredQuantity("steps of training"),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "the same rate collapses: a fifth less at the largest batch than at the base batch",
-                lambda c: reached(c, "same rate", largest) < reached(c, "same rate", base) - 0.2,
+        expect={
+            "the same rate collapses: a fifth less at the largest batch than at the base batch": lambda c: (
+                reached(c, "same rate", largest) < reached(c, "same rate", base) - 0.2
             ),
-            Expectation(
-                "the linear rule holds at the batches between: within 0.03 of the base batch",
-                lambda c: all(
-                    reached(c, "linear", batch) > reached(c, "linear", base) - 0.03 for batch in batches[1:-1]
-                ),
+            "the linear rule holds at the batches between: within 0.03 of the base batch": lambda c: all(
+                reached(c, "linear", batch) > reached(c, "linear", base) - 0.03 for batch in batches[1:-1]
             ),
-            Expectation(
-                "the linear rule breaks at the largest batch: below 0.8", lambda c: reached(c, "linear", largest) < 0.8
+            "the linear rule breaks at the largest batch: below 0.8": lambda c: reached(c, "linear", largest) < 0.8,
+            "warm-up does not help the linear rule: not 0.05 better at any batch": lambda c: all(
+                reached(c, "linear, warm-up", batch) < reached(c, "linear", batch) + 0.05 for batch in batches
             ),
-            Expectation(
-                "warm-up does not help the linear rule: not 0.05 better at any batch",
-                lambda c: all(
-                    reached(c, "linear, warm-up", batch) < reached(c, "linear", batch) + 0.05 for batch in batches
-                ),
+            "the square root holds at the largest batch: above 0.9": lambda c: (
+                reached(c, "square root, warm-up", largest) > 0.9
             ),
-            Expectation(
-                "the square root holds at the largest batch: above 0.9",
-                lambda c: reached(c, "square root, warm-up", largest) > 0.9,
+            "LARS is the highest at the largest batch, within 0.03 of its base batch": lambda c: (
+                max(METHODS, key=lambda method: reached(c, method, largest)) == LARS
+                and reached(c, LARS, largest) > reached(c, LARS, base) - 0.03
             ),
-            Expectation(
-                "LARS is the highest at the largest batch, within 0.03 of its base batch",
-                lambda c: (
-                    max(METHODS, key=lambda method: reached(c, method, largest)) == LARS
-                    and reached(c, LARS, largest) > reached(c, LARS, base) - 0.03
-                ),
-            ),
-        ],
+        },
         plots=[
             StudyPlot(
                 "accuracy",

@@ -13,7 +13,7 @@ from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import BYTES, decayed_adamw, source_text, train_on_bytes
 from thrifty.experiments.tasks.whole_run import initialized
 from thrifty.models.model_config import ModelConfig
@@ -87,18 +87,17 @@ def compressed_activations(
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            *(
-                Expectation(f"{label} end within 0.05 nats of {PLAIN}", lambda c, label=label: _worse(c, label) < 0.05)
+        expect={
+            **{
+                f"{label} end within 0.05 nats of {PLAIN}": lambda c, label=label: _worse(c, label) < 0.05
                 for label in variants
                 if label.startswith(("8", "4"))
+            },
+            "2 bits end above 4 bits": lambda c: c["2 bits"]["loss"] > c["4 bits"]["loss"],
+            "activations shrink to less than a third, a fifth and a seventh in 8, 4 and 2 bits": lambda c: all(
+                _share(c, f"{bits} bits") < 1 / most for bits, most in ((8, 3), (4, 5), (2, 7))
             ),
-            Expectation("2 bits end above 4 bits", lambda c: c["2 bits"]["loss"] > c["4 bits"]["loss"]),
-            Expectation(
-                "activations shrink to less than a third, a fifth and a seventh in 8, 4 and 2 bits",
-                lambda c: all(_share(c, f"{bits} bits") < 1 / most for bits, most in ((8, 3), (4, 5), (2, 7))),
-            ),
-        ],
+        },
         plots=[StudyPlot("loss", "Held-out loss by bytes of activations", x="activations", y="loss", log_x=True)],
         minutes=10,
     )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from thrifty.core.randomness import keyed_generator, seed_of
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.digits_task import (
     CLASSES,
     FixedImages,
@@ -186,32 +186,26 @@ def data_diet(
             ),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "the hardest half by EL2N is more than two points worse than a random one, and so is the easiest",
-                lambda c: max(right(c, "EL2N, hardest"), right(c, "EL2N, easiest")) < right(c, "random") - 2,
+        expect={
+            (
+                "the hardest half by EL2N is more than two points worse than a random one, and so is the easiest"
+            ): lambda c: max(right(c, "EL2N, hardest"), right(c, "EL2N, easiest")) < right(c, "random") - 2,
+            "without the very hardest, EL2N's half beats a random one by two points, and all by one": lambda c: (
+                right(c, "EL2N, hardest but some") > max(right(c, "random") + 2, right(c, ALL) + 1)
             ),
-            Expectation(
-                "without the very hardest, EL2N's half beats a random one by two points, and all by one",
-                lambda c: right(c, "EL2N, hardest but some") > max(right(c, "random") + 2, right(c, ALL) + 1),
+            "GraNd at first values does not beat a random half by more than half a point": lambda c: (
+                right(c, f"{BEGUN}, hardest") < right(c, "random") + 0.5
             ),
-            Expectation(
-                "GraNd at first values does not beat a random half by more than half a point",
-                lambda c: right(c, f"{BEGUN}, hardest") < right(c, "random") + 0.5,
+            "GraNd at first values follows the norm of the input: rank correlation above 0.6": lambda c: (
+                c[SCORES]["first_grand_to_input_norm"] > 0.6
             ),
-            Expectation(
-                "GraNd at first values follows the norm of the input: rank correlation above 0.6",
-                lambda c: c[SCORES]["first_grand_to_input_norm"] > 0.6,
+            "one network's EL2N agrees with the mean of five less well than another mean of five does": lambda c: (
+                c[SCORES]["one_to_mean"] < c[SCORES]["mean_to_mean"]
             ),
-            Expectation(
-                "one network's EL2N agrees with the mean of five less well than another mean of five does",
-                lambda c: c[SCORES]["one_to_mean"] < c[SCORES]["mean_to_mean"],
+            "more than six in ten of the wrong labels are among as many of highest EL2N": lambda c: (
+                c[SCORES]["caught"] > 60
             ),
-            Expectation(
-                "more than six in ten of the wrong labels are among as many of highest EL2N",
-                lambda c: c[SCORES]["caught"] > 60,
-            ),
-        ],
+        },
         plots=[StudyPlot("accuracy", "Percent told right by what half is kept", y="accuracy")],
         minutes=2,
     )

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot, grid
 
 RATES = tuple(10 ** (exponent / 8) for exponent in range(-24, 9))
 
@@ -103,12 +103,12 @@ def depth_preconditioner(
         },
         seeds=seeds,
         derive=speedups,
-        expect=[
-            Expectation("l4: two factors need less than 0.7 of one's steps", lambda c: speedup(c, 4, 2) > 1 / 0.7),
-            Expectation("l4: three factors need less than 0.7 of one's steps", lambda c: speedup(c, 4, 3) > 1 / 0.7),
-            Expectation("l2: two factors gain at most a tenth", lambda c: speedup(c, 2, 2) < 1.1),
-            Expectation("l2: three factors gain at most a tenth", lambda c: speedup(c, 2, 3) < 1.1),
-        ],
+        expect={
+            "l4: two factors need less than 0.7 of one's steps": lambda c: speedup(c, 4, 2) > 1 / 0.7,
+            "l4: three factors need less than 0.7 of one's steps": lambda c: speedup(c, 4, 3) > 1 / 0.7,
+            "l2: two factors gain at most a tenth": lambda c: speedup(c, 2, 2) < 1.1,
+            "l2: three factors gain at most a tenth": lambda c: speedup(c, 2, 3) < 1.1,
+        },
         plots=[StudyPlot("steps", "Steps to 0.1 % above the lowest loss", x="depth", y="steps", by="p", log_y=True)],
         minutes=0.5,
     )

@@ -15,7 +15,7 @@ from torch import nn
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.state import TrainState
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import (
     TrainedLanguageModel,
     decayed_adamw,
@@ -118,23 +118,18 @@ def early_bird(
             "search_seconds": MeasuredQuantity("seconds that the search took, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "the early ticket is drawn within the first 15 % of the steps", lambda c: c["early"]["drawn_at"] <= 0.15
+        expect={
+            "the early ticket is drawn within the first 15 % of the steps": lambda c: c["early"]["drawn_at"] <= 0.15,
+            "the early ticket's loss is within 0.02 of the late one's": lambda c: (
+                abs(loss(c, "early") - loss(c, "late")) < 0.02
             ),
-            Expectation(
-                "the early ticket's loss is within 0.02 of the late one's",
-                lambda c: abs(loss(c, "early") - loss(c, "late")) < 0.02,
+            "early and late tickets learn better than a random one": lambda c: (
+                max(loss(c, "early"), loss(c, "late")) < loss(c, "random")
             ),
-            Expectation(
-                "early and late tickets learn better than a random one",
-                lambda c: max(loss(c, "early"), loss(c, "late")) < loss(c, "random"),
+            "search and ticket in one run take less time than the whole model": lambda c: (
+                c["in one run"]["seconds"] < c["whole"]["seconds"]
             ),
-            Expectation(
-                "search and ticket in one run take less time than the whole model",
-                lambda c: c["in one run"]["seconds"] < c["whole"]["seconds"],
-            ),
-        ],
+        },
         plots=[
             StudyPlot("loss", "Held-out loss", y="loss"),
             StudyPlot("drawn", "When the ticket was drawn", y="drawn_at"),

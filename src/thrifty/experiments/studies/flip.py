@@ -16,7 +16,7 @@ from thrifty.composition.explain import count
 from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.core.technique import Technique
 from thrifty.data.pairs.pair_data import PairData, open_image_pairs
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.whole_run import initialized, run_to_end
 from thrifty.models.model_config import ModelConfig
 from thrifty.objectives.contrastive import Contrastive
@@ -152,30 +152,23 @@ def flip(
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "at the larger budget half of the patches, tuned, finds more than whole images",
-                lambda cells: at_10(cells, HALF_TUNED) > at_10(cells, WHOLE),
+        expect={
+            "at the larger budget half of the patches, tuned, finds more than whole images": lambda cells: (
+                at_10(cells, HALF_TUNED) > at_10(cells, WHOLE)
             ),
-            Expectation(
-                "at the smaller budget it does too",
-                lambda cells: at_10(cells, HALF_TUNED, least) > at_10(cells, WHOLE, least),
+            "at the smaller budget it does too": lambda cells: (
+                at_10(cells, HALF_TUNED, least) > at_10(cells, WHOLE, least)
             ),
-            Expectation(
-                "unmasked tuning helps, and the more the more was dropped",
-                lambda cells: (
-                    at_10(cells, MOST_TUNED) - at_10(cells, MOST) > at_10(cells, HALF_TUNED) - at_10(cells, HALF) > 0
-                ),
+            "unmasked tuning helps, and the more the more was dropped": lambda cells: (
+                at_10(cells, MOST_TUNED) - at_10(cells, MOST) > at_10(cells, HALF_TUNED) - at_10(cells, HALF) > 0
             ),
-            Expectation(
-                "three quarters dropped, tuned, find less than half dropped",
-                lambda cells: at_10(cells, MOST_TUNED) < at_10(cells, HALF_TUNED),
+            "three quarters dropped, tuned, find less than half dropped": lambda cells: (
+                at_10(cells, MOST_TUNED) < at_10(cells, HALF_TUNED)
             ),
-            Expectation(
-                "whole images at the larger budget find ten times as much as chance",
-                lambda cells: at_10(cells, WHOLE) > 10 * cells[label_of(WHOLE, most)]["chance_10"],
+            "whole images at the larger budget find ten times as much as chance": lambda cells: (
+                at_10(cells, WHOLE) > 10 * cells[label_of(WHOLE, most)]["chance_10"]
             ),
-        ],
+        },
         plots=[
             StudyPlot(
                 "recall", "Right among the first 10, percent, by the work", x="whole_steps", y="recall_10", by="way"

@@ -18,7 +18,7 @@ from thrifty.core.randomness import keyed_generator, seed_of
 from thrifty.core.recipe import DataSettings
 from thrifty.data.images.image_data import open_images
 from thrifty.data.train_split import DataSplit
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.digits_task import FixedImages, linear_layers, run_on
 from thrifty.experiments.tasks.whole_run import in_steps
 from thrifty.kernels.example_scores import el2n
@@ -153,38 +153,26 @@ def hard_or_easy(
             "kept": MeasuredQuantity("images that were learned from"),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
+        expect={
+            (
                 "the errors of the hardest half, as a share of those of the easiest, are fewer where there are most "
-                "images than where there are fewest, on both sets",
-                lambda c: all(odds(c, data, sizes[-1]) < odds(c, data, sizes[0]) for data, sizes in sets.items()),
+                "images than where there are fewest, on both sets"
+            ): lambda c: all(odds(c, data, sizes[-1]) < odds(c, data, sizes[0]) for data, sizes in sets.items()),
+            "where images are fewest the easiest half beats a random one, on both sets": lambda c: all(
+                error(c, "easiest", data, sizes[0]) < error(c, "random", data, sizes[0]) for data, sizes in sets.items()
             ),
-            Expectation(
-                "where images are fewest the easiest half beats a random one, on both sets",
-                lambda c: all(
-                    error(c, "easiest", data, sizes[0]) < error(c, "random", data, sizes[0])
-                    for data, sizes in sets.items()
-                ),
+            "of the most digits the hardest half is within a point of all": lambda c: (
+                error(c, "hardest", "digits", digits[-1]) < error(c, ALL, "digits", digits[-1]) + 1
             ),
-            Expectation(
-                "of the most digits the hardest half is within a point of all",
-                lambda c: error(c, "hardest", "digits", digits[-1]) < error(c, ALL, "digits", digits[-1]) + 1,
+            "of the most clothes a random half beats the hardest and the easiest by three points": lambda c: all(
+                error(c, way, "fashion-mnist", clothes[-1]) > error(c, "random", "fashion-mnist", clothes[-1]) + 3
+                for way in ("hardest", "easiest")
             ),
-            Expectation(
-                "of the most clothes a random half beats the hardest and the easiest by three points",
-                lambda c: all(
-                    error(c, way, "fashion-mnist", clothes[-1]) > error(c, "random", "fashion-mnist", clothes[-1]) + 3
-                    for way in ("hardest", "easiest")
-                ),
+            "leaving out the hardest tenth first makes the hardest half of the most clothes better": lambda c: (
+                error(c, "hardest but some", "fashion-mnist", clothes[-1])
+                < error(c, "hardest", "fashion-mnist", clothes[-1])
             ),
-            Expectation(
-                "leaving out the hardest tenth first makes the hardest half of the most clothes better",
-                lambda c: (
-                    error(c, "hardest but some", "fashion-mnist", clothes[-1])
-                    < error(c, "hardest", "fashion-mnist", clothes[-1])
-                ),
-            ),
-        ],
+        },
         plots=[
             StudyPlot(
                 "accuracy",

@@ -20,7 +20,7 @@ from torch import Tensor
 from thrifty.composition.compose import CPU
 from thrifty.core.batches import ExampleSubset
 from thrifty.core.randomness import seed_of
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.data_selection_task import (
     TIMES,
     SelectionTask,
@@ -135,37 +135,28 @@ def importance_sampling(
             "true_gain": MeasuredQuantity("by what sampling divides the second moment of that model's gradient"),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "all do the same work, within a tenth",
-                lambda c: all(abs(value(c, way, data, "work") - 1) < 0.1 for way in WAYS for data in own),
+        expect={
+            "all do the same work, within a tenth": lambda c: all(
+                abs(value(c, way, data, "work") - 1) < 0.1 for way in WAYS for data in own
             ),
-            Expectation(
+            (
                 "at the end of the uniform run sampling would divide the gradient's second moment by more than 2 on "
-                "digits, and by less than 1.2 on text",
-                lambda c: (
-                    value(c, "uniform", "digits", "true_gain") > 2 and value(c, "uniform", "text", "true_gain") < 1.2
-                ),
+                "digits, and by less than 1.2 on text"
+            ): lambda c: (
+                value(c, "uniform", "digits", "true_gain") > 2 and value(c, "uniform", "text", "true_gain") < 1.2
             ),
-            Expectation(
-                "the gate opens on digits and never on text",
-                lambda c: value(c, "sampled", "digits", "opened") > 0 == value(c, "sampled", "text", "opened"),
+            "the gate opens on digits and never on text": lambda c: (
+                value(c, "sampled", "digits", "opened") > 0 == value(c, "sampled", "text", "opened")
             ),
-            Expectation(
-                "at equal work nothing has a lower loss on digits than uniform examples",
-                lambda c: all(
-                    value(c, way, "digits", "loss") > value(c, "uniform", "digits", "loss") for way in WAYS[1:]
-                ),
+            "at equal work nothing has a lower loss on digits than uniform examples": lambda c: all(
+                value(c, way, "digits", "loss") > value(c, "uniform", "digits", "loss") for way in WAYS[1:]
             ),
-            Expectation(
-                "at equal work half of the windows of text is worse than all of them, the easiest half most",
-                lambda c: (
-                    value(c, "easiest half", "text", "loss")
-                    > value(c, "hardest half", "text", "loss")
-                    > value(c, "uniform", "text", "loss")
-                ),
+            "at equal work half of the windows of text is worse than all of them, the easiest half most": lambda c: (
+                value(c, "easiest half", "text", "loss")
+                > value(c, "hardest half", "text", "loss")
+                > value(c, "uniform", "text", "loss")
             ),
-        ],
+        },
         plots=[StudyPlot("loss", "Held-out loss at equal work", y="loss")],
         minutes=8,
     )

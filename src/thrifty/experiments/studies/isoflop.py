@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Numbers, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Numbers, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_llama
 from thrifty.planning import isoflop_analysis
 from thrifty.planning.scaling_law_fit import TrainedRun
@@ -100,15 +100,12 @@ def isoflop(
         },
         seeds=seeds,
         derive=partial(optima, budgets),
-        expect=[
-            Expectation(
-                "the optimal size grows from each budget to the next", lambda c: sizes(c) == sorted(set(sizes(c)))
+        expect={
+            "the optimal size grows from each budget to the next": lambda c: sizes(c) == sorted(set(sizes(c))),
+            "its exponent is between 0.3 and 0.8 (the literature has about a half)": lambda c: (
+                0.3 <= c[EXPONENT]["exponent"] <= 0.8
             ),
-            Expectation(
-                "its exponent is between 0.3 and 0.8 (the literature has about a half)",
-                lambda c: 0.3 <= c[EXPONENT]["exponent"] <= 0.8,
-            ),
-        ],
+        },
         plots=[
             StudyPlot("loss", "Held-out loss by size at each budget", x="parameters", y="loss", by="flops", log_x=True),
             StudyPlot("optimum", "Optimal size by compute", x="flops", y="optimal_parameters", log_x=True, log_y=True),

@@ -15,7 +15,7 @@ from typing import Literal
 from thrifty import techniques
 from thrifty.core.plain_values import build
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import train_llama
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.schedules.linear import LinearDecay
@@ -112,18 +112,16 @@ def lamb_batch(
         },
         seeds=seeds,
         derive=partial(optima, batches),
-        expect=[
-            Expectation(
-                "no best rate is at an end of its grid",
-                lambda c: all(c[_best(optimizer, batch)]["inside"] == 1 for optimizer in RATES for batch in batches),
+        expect={
+            "no best rate is at an end of its grid": lambda c: all(
+                c[_best(optimizer, batch)]["inside"] == 1 for optimizer in RATES for batch in batches
             ),
-            Expectation("AdamW is lower at the smallest batch", lambda c: gain(c, batches[0]) < 0),
-            Expectation("LAMB is lower at the largest batch", lambda c: gain(c, batches[-1]) > 0),
-            Expectation(
-                "LAMB gains from each batch to the next",
-                lambda c: all(gain(c, one) < gain(c, other) for one, other in pairwise(batches)),
+            "AdamW is lower at the smallest batch": lambda c: gain(c, batches[0]) < 0,
+            "LAMB is lower at the largest batch": lambda c: gain(c, batches[-1]) > 0,
+            "LAMB gains from each batch to the next": lambda c: all(
+                gain(c, one) < gain(c, other) for one, other in pairwise(batches)
             ),
-        ],
+        },
         plots=[StudyPlot("gain", "How far LAMB is below AdamW, nats per byte", x="batch", y="lamb_gain", log_x=True)],
         minutes=15,
     )

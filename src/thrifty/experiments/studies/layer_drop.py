@@ -9,7 +9,7 @@ Note      work is counted in expected block-steps, so a run that drops blocks ha
 from typing import Literal
 
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, Study, grid
+from thrifty.experiments.study import Cells, Study, grid
 from thrifty.experiments.tasks.equal_flops_task import QUANTITIES, after, losses_by
 from thrifty.techniques.growth.layer_drop import LayerDrop, keep_probability, theta_at
 from thrifty.techniques.schedules.constant_then_decay import ConstantThenDecay
@@ -84,14 +84,13 @@ def layer_drop(
         quantities=QUANTITIES,
         seeds=seeds,
         derive=gains,
-        expect=[
-            Expectation(
-                f"at a {rate} rate nothing is gained in the work of {budget} steps: less than 0.01 nats",
-                lambda c, rate=rate, budget=budget: gain(c, rate, budget) < 0.01,
-            )
+        expect={
+            (
+                f"at a {rate} rate nothing is gained in the work of {budget} steps: less than 0.01 nats"
+            ): lambda c, rate=rate, budget=budget: gain(c, rate, budget) < 0.01
             for rate in RATES
             for budget in budgets
-        ],
+        },
         plots=[losses_by("dropping")],
         minutes=40,
     )

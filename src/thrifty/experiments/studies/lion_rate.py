@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import train_llama
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
@@ -98,16 +98,13 @@ def lion_rate(
         },
         seeds=seeds,
         derive=optima,
-        expect=[
-            Expectation(
-                "both optima lie inside their grids",
-                lambda c: c["best of adamw"]["inside"] == c["best of lion"]["inside"] == 1,
+        expect={
+            "both optima lie inside their grids": lambda c: (
+                c["best of adamw"]["inside"] == c["best of lion"]["inside"] == 1
             ),
-            Expectation(
-                "Lion's best rate is 3 to 10 times lower than AdamW's", lambda c: 3 <= c[RATIO]["rate_ratio"] <= 10
-            ),
-            Expectation("at this small batch Lion ends higher", lambda c: c[RATIO]["loss_difference"] > 0),
-        ],
+            "Lion's best rate is 3 to 10 times lower than AdamW's": lambda c: 3 <= c[RATIO]["rate_ratio"] <= 10,
+            "at this small batch Lion ends higher": lambda c: c[RATIO]["loss_difference"] > 0,
+        },
         plots=[StudyPlot("loss", "Held-out loss by learning rate", x="rate", y="loss", by="optimizer", log_x=True)],
         minutes=12,
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from thrifty.composition.compose import CPU, BaseRun, compose
 from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.images.digits import DigitEpochs, DigitImages
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot, grid
 from thrifty.experiments.tasks.digits_task import accuracy, decayed_sgd, perceptron
 from thrifty.experiments.tasks.whole_run import run_to_end
 from thrifty.objectives.classification import Classification
@@ -121,32 +121,23 @@ def lottery_ticket(
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "at 10 % and less the loss of the ticket is below that of its mask with other first values",
-                lambda c: in_order(c, KINDS[:2]),
+        expect={
+            "at 10 % and less the loss of the ticket is below that of its mask with other first values": lambda c: (
+                in_order(c, KINDS[:2])
             ),
-            Expectation(
-                "at 10 % and less the loss of its mask with other first values is below that of a random mask",
-                lambda c: in_order(c, KINDS[1:]),
+            "at 10 % and less the loss of its mask with other first values is below that of a random mask": lambda c: (
+                in_order(c, KINDS[1:])
             ),
-            Expectation(
-                "at 10 % and less the loss of the ticket is below that of a random mask",
-                lambda c: in_order(c, ("ticket", "random mask")),
+            "at 10 % and less the loss of the ticket is below that of a random mask": lambda c: in_order(
+                c, ("ticket", "random mask")
             ),
-            Expectation(
-                "with the fewest weights the ticket is the most accurate, a random mask the least",
-                lambda c: (
-                    at(c, "ticket", "accuracy")
-                    > at(c, "other first values", "accuracy")
-                    > at(c, "random mask", "accuracy")
-                ),
+            "with the fewest weights the ticket is the most accurate, a random mask the least": lambda c: (
+                at(c, "ticket", "accuracy") > at(c, "other first values", "accuracy") > at(c, "random mask", "accuracy")
             ),
-            Expectation(
-                "a ticket of 10 to 20 % stays within a percent of the dense network's accuracy",
-                lambda c: all(at(c, "ticket", "accuracy", n) > c[DENSE]["accuracy"] - 1 for n in most),
+            "a ticket of 10 to 20 % stays within a percent of the dense network's accuracy": lambda c: all(
+                at(c, "ticket", "accuracy", n) > c[DENSE]["accuracy"] - 1 for n in most
             ),
-        ],
+        },
         plots=[
             StudyPlot("loss", "Loss of the test images", x="density", y="loss", by="kind", log_x=True, log_y=True),
             StudyPlot("accuracy", "Test images told right, percent", x="density", y="accuracy", by="kind", log_x=True),

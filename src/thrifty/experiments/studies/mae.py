@@ -11,7 +11,7 @@ Note      paces are those of a larger model on images of `side` pixels, in patch
 from thrifty.composition.compose import compose
 from thrifty.core.recipe import AugmentationSettings
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.autoencoder_task import (
     AutoencoderSizes,
     EncoderPace,
@@ -141,39 +141,29 @@ def mae(
             "encoder_flops": MeasuredQuantity("their FLOPs"),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "at 75 % the encoder is 3.5 times as fast or more, and the whole step 2.5 times",
-                lambda c: faster(c, 0.75, "encoder") > 3.5 and faster(c, 0.75, "step") > 2.5,
+        expect={
+            "at 75 % the encoder is 3.5 times as fast or more, and the whole step 2.5 times": lambda c: (
+                faster(c, 0.75, "encoder") > 3.5 and faster(c, 0.75, "step") > 2.5
             ),
-            Expectation(
-                "the more is removed the faster, in the encoder and in the whole step",
-                lambda c: all(
-                    faster(c, 0.9, part) > faster(c, 0.75, part) > faster(c, 0.5, part) > 1
-                    for part in ("encoder", "step")
-                ),
+            "the more is removed the faster, in the encoder and in the whole step": lambda c: all(
+                faster(c, 0.9, part) > faster(c, 0.75, part) > faster(c, 0.5, part) > 1 for part in ("encoder", "step")
             ),
-            Expectation(
-                f"with {few} labels 50 and 75 % are a better start than none, by 3 points and more",
-                lambda c: min(gain(c, rate, "tuned") for rate in (0.5, 0.75)) > 3,
+            f"with {few} labels 50 and 75 % are a better start than none, by 3 points and more": lambda c: (
+                min(gain(c, rate, "tuned") for rate in (0.5, 0.75)) > 3
             ),
-            Expectation(
-                f"with {few} labels 90 %, where one patch of 16 is left, is no better start than 75 %",
-                lambda c: gain(c, 0.9, "tuned") < gain(c, 0.75, "tuned"),
+            f"with {few} labels 90 %, where one patch of 16 is left, is no better start than 75 %": lambda c: (
+                gain(c, 0.9, "tuned") < gain(c, 0.75, "tuned")
             ),
-            Expectation(
-                f"with {few} labels 75 % is above training from scratch {longer} times as long",
-                lambda c: gain(c, 0.75, "tuned", LONGER) > 0,
+            f"with {few} labels 75 % is above training from scratch {longer} times as long": lambda c: (
+                gain(c, 0.75, "tuned", LONGER) > 0
             ),
-            Expectation(
-                f"a head on frozen features, {few} labels: 75 % is 20 points above first values",
-                lambda c: gain(c, 0.75, "probe") > 20,
+            f"a head on frozen features, {few} labels: 75 % is 20 points above first values": lambda c: (
+                gain(c, 0.75, "probe") > 20
             ),
-            Expectation(
-                "leaving out blanks costs nothing at equal steps: within 3 points or above, tuned",
-                lambda c: gain(c, 0.75, "tuned", BLANKS) > -3,
+            "leaving out blanks costs nothing at equal steps: within 3 points or above, tuned": lambda c: (
+                gain(c, 0.75, "tuned", BLANKS) > -3
             ),
-        ],
+        },
         plots=[
             StudyPlot("tuned", f"Told right after tuning on {few} labels, percent", x="case", y=f"tuned_{few}"),
             StudyPlot("step", "A step: times as fast as with blanks, by FLOPs", x="step_flops", y="step_gain"),

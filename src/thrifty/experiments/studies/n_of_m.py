@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import decayed_adamw, train_llama
 from thrifty.techniques.sparsity.n_of_m import NOfM
 
@@ -81,30 +81,24 @@ def n_of_m(
             "seconds": MeasuredQuantity("seconds in training steps, one thread, products emulated", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            Expectation("2:4 masks along rows cost less than a tenth of a nat", lambda c: abs(_cost(c, PLAIN)) < 0.1),
-            Expectation("1:4 masks cost more than 2:4 masks", lambda c: _cost(c, QUARTER) > _cost(c, PLAIN)),
-            Expectation(
-                "masks settle: late in the run a fifth of the places that changed at the peak, or fewer",
-                lambda c: c[PLAIN]["late_flips"] < c[PLAIN]["peak_flips"] / 5,
+        expect={
+            "2:4 masks along rows cost less than a tenth of a nat": lambda c: abs(_cost(c, PLAIN)) < 0.1,
+            "1:4 masks cost more than 2:4 masks": lambda c: _cost(c, QUARTER) > _cost(c, PLAIN),
+            "masks settle: late in the run a fifth of the places that changed at the peak, or fewer": lambda c: (
+                c[PLAIN]["late_flips"] < c[PLAIN]["peak_flips"] / 5
             ),
-            Expectation(
-                "a strong decay calms the masks: fewer flips at the peak and late",
-                lambda c: all(c[STRONG][name] < c[PLAIN][name] for name in ("peak_flips", "late_flips")),
+            "a strong decay calms the masks: fewer flips at the peak and late": lambda c: all(
+                c[STRONG][name] < c[PLAIN][name] for name in ("peak_flips", "late_flips")
             ),
-            Expectation(
-                "decay lowers the loss, as in the papers' longer runs",
-                lambda c: min(_cost(c, DECAYED), _cost(c, STRONG)) < _cost(c, PLAIN) - 0.005,
+            "decay lowers the loss, as in the papers' longer runs": lambda c: (
+                min(_cost(c, DECAYED), _cost(c, STRONG)) < _cost(c, PLAIN) - 0.005
             ),
-            Expectation(
-                "transposable masks cost more than masks along rows", lambda c: _cost(c, BOTH_WAYS) > _cost(c, DECAYED)
+            "transposable masks cost more than masks along rows": lambda c: _cost(c, BOTH_WAYS) > _cost(c, DECAYED),
+            "a dense finish lowers the loss": lambda c: _cost(c, FINISH) < _cost(c, BOTH_WAYS),
+            "estimated gradients cost less than a tenth of a nat more": lambda c: (
+                _cost(c, ESTIMATED) < _cost(c, BOTH_WAYS) + 0.1
             ),
-            Expectation("a dense finish lowers the loss", lambda c: _cost(c, FINISH) < _cost(c, BOTH_WAYS)),
-            Expectation(
-                "estimated gradients cost less than a tenth of a nat more",
-                lambda c: _cost(c, ESTIMATED) < _cost(c, BOTH_WAYS) + 0.1,
-            ),
-        ],
+        },
         plots=[
             StudyPlot("loss", "Held-out loss, nats per byte", y="held_out_loss"),
             StudyPlot("flips", "Late flip rate of the masks", y="late_flips"),

@@ -15,7 +15,7 @@ from torch import nn
 from thrifty import techniques
 from thrifty.core.plain_values import build as build_value
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import BYTES, source_text, train_on_bytes
 from thrifty.modeling.stream_norms import bypass_norms
 from thrifty.models.families import assemble
@@ -124,28 +124,23 @@ def norm_free(
         },
         seeds=seeds,
         derive=lambda cells: {UNIGRAM: {"loss": unigram_entropy()}},
-        expect=[
-            Expectation(
-                "post-norm is stuck: not a tenth of a nat below the unigram entropy, with warm-up or without",
-                lambda c: min(_loss(c, "post-norm"), _loss(c, "post-norm, warm-up")) > _loss(c, UNIGRAM) - 0.1,
+        expect={
+            "post-norm is stuck: not a tenth of a nat below the unigram entropy, with warm-up or without": lambda c: (
+                min(_loss(c, "post-norm"), _loss(c, "post-norm, warm-up")) > _loss(c, UNIGRAM) - 0.1
             ),
-            Expectation("pre-norm learns: half a nat below post-norm", lambda c: _gain(c, "pre-norm") > 0.5),
-            Expectation(
-                "without norms and without another start it ends above where it would begin, ln 256",
-                lambda c: _loss(c, "nothing") > np.log(BYTES),
+            "pre-norm learns: half a nat below post-norm": lambda c: _gain(c, "pre-norm") > 0.5,
+            "without norms and without another start it ends above where it would begin, ln 256": lambda c: (
+                _loss(c, "nothing") > np.log(BYTES)
             ),
-            *(
-                Expectation(f"{name} learns: half a nat below post-norm", lambda c, name=name: _gain(c, name) > 0.5)
+            **{
+                f"{name} learns: half a nat below post-norm": lambda c, name=name: _gain(c, name) > 0.5
                 for name in NORM_FREE
+            },
+            "T-Fixup is the lowest of all": lambda c: min(cases, key=lambda label: _loss(c, label)) == "t_fixup",
+            "LayerScale changes little at this depth: within a tenth of pre-norm": lambda c: (
+                abs(_loss(c, "layer_scale") - _loss(c, "pre-norm")) < 0.1
             ),
-            Expectation(
-                "T-Fixup is the lowest of all", lambda c: min(cases, key=lambda label: _loss(c, label)) == "t_fixup"
-            ),
-            Expectation(
-                "LayerScale changes little at this depth: within a tenth of pre-norm",
-                lambda c: abs(_loss(c, "layer_scale") - _loss(c, "pre-norm")) < 0.1,
-            ),
-        ],
+        },
         plots=[StudyPlot("loss", "Training loss at the end, nats per byte", y="loss")],
         minutes=15,
     )

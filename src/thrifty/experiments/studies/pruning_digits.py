@@ -11,7 +11,7 @@ Note      the head is masked as well, which is what collapses first. Pixels are 
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.technique import Technique
 from thrifty.data.images.digits import DigitEpochs
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.digits_task import accuracy, decayed_sgd, perceptron
 from thrifty.experiments.tasks.whole_run import run_to_end
 from thrifty.objectives.classification import Classification
@@ -94,46 +94,37 @@ def pruning_digits(
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "at 10 % all methods but GraSP stay within two points of dense",
-                lambda c: all(
-                    right(c, method, 0.1) > c[DENSE]["accuracy"] - 2 for method in METHODS if method != "GraSP"
-                ),
+        expect={
+            "at 10 % all methods but GraSP stay within two points of dense": lambda c: all(
+                right(c, method, 0.1) > c[DENSE]["accuracy"] - 2 for method in METHODS if method != "GraSP"
             ),
-            Expectation(
-                "at 10 % GraSP is worse than SNIP, at 2 % it is not: within a point of it or above",
-                lambda c: (
-                    right(c, "GraSP", 0.1) < right(c, "SNIP", 0.1)
-                    and right(c, "GraSP", 0.02) > right(c, "SNIP", 0.02) - 1
-                ),
+            "at 10 % GraSP is worse than SNIP, at 2 % it is not: within a point of it or above": lambda c: (
+                right(c, "GraSP", 0.1) < right(c, "SNIP", 0.1) and right(c, "GraSP", 0.02) > right(c, "SNIP", 0.02) - 1
             ),
-            Expectation(
-                "at 2 % ERK beats uniform by more than 20 points",
-                lambda c: right(c, "static, ERK", 0.02) > right(c, "static, uniform", 0.02) + 20,
+            "at 2 % ERK beats uniform by more than 20 points": lambda c: (
+                right(c, "static, ERK", 0.02) > right(c, "static, uniform", 0.02) + 20
             ),
-            Expectation(
-                "at 2 % RigL beats SET, and SET beats the static mask",
-                lambda c: right(c, "RigL", 0.02) > right(c, "SET", 0.02) > right(c, "static, ERK", 0.02),
+            "at 2 % RigL beats SET, and SET beats the static mask": lambda c: (
+                right(c, "RigL", 0.02) > right(c, "SET", 0.02) > right(c, "static, ERK", 0.02)
             ),
-            Expectation(
-                "at 2 % a global threshold on first values collapses: below half right",
-                lambda c: right(c, "magnitude, global", 0.02) < 50,
+            "at 2 % a global threshold on first values collapses: below half right": lambda c: (
+                right(c, "magnitude, global", 0.02) < 50
             ),
-            Expectation(
-                "at 0.5 % SNIP and GraSP are above half right, static masks and first magnitudes below",
-                lambda c: (
-                    min(right(c, method, 0.005) for method in ("SNIP", "GraSP"))
-                    > 50
-                    > max(right(c, method, 0.005) for method in METHODS[:3])
-                ),
+            "at 0.5 % SNIP and GraSP are above half right, static masks and first magnitudes below": lambda c: (
+                min(right(c, method, 0.005) for method in ("SNIP", "GraSP"))
+                > 50
+                > max(right(c, method, 0.005) for method in METHODS[:3])
             ),
-        ],
+        },
         plots=[
             StudyPlot(
-                "accuracy", "Percent told right by the share of weights kept", x="density", y="accuracy", by="method",
+                "accuracy",
+                "Percent told right by the share of weights kept",
+                x="density",
+                y="accuracy",
+                by="method",
                 log_x=True,
             ),
         ],
         minutes=10,
-    )  # fmt: skip
+    )

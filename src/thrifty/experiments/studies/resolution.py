@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Literal
 
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot, grid
 from thrifty.experiments.tasks.image_task import train_on_images
 from thrifty.techniques.curriculum.low_frequency import LowFrequencyCurriculum
 from thrifty.techniques.curriculum.resolution import ResolutionCurriculum
@@ -79,20 +79,20 @@ def resolution(
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            expectation
+        expect={
+            sentence: holds
             for way in PROGRESSIVE
-            for expectation in (
-                Expectation(
+            for sentence, holds in (
+                (
                     f"{way} takes less than four fifths of the seconds of full images",
                     lambda c, way=way: value(c, way, last, "seconds") < 0.8 * value(c, "full", last, "seconds"),
                 ),
-                Expectation(
+                (
                     f"{way} loses less accuracy than half as many full steps do",
                     lambda c, way=way: value(c, way, last, "accuracy") > value(c, "full", half, "accuracy"),
                 ),
             )
-        ],
+        },
         plots=[
             StudyPlot(
                 "accuracy", "Accuracy against seconds in training", x="seconds", y="accuracy", by="way", log_x=True

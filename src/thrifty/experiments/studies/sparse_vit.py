@@ -10,7 +10,7 @@ Note      SViTE's recipe: AdamW, ERK densities, half of the connections moved at
 
 from thrifty.composition.explain import count
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.image_task import TrainedImageModel, train_on_images
 from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.rigl import Rigl
@@ -129,24 +129,20 @@ def sparse_vit(
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "at 20 % all ways stay within two points of dense",
-                lambda c: all(right(c, method, 0.2) > c[DENSE]["accuracy"] - 2 for method in METHODS),
+        expect={
+            "at 20 % all ways stay within two points of dense": lambda c: all(
+                right(c, method, 0.2) > c[DENSE]["accuracy"] - 2 for method in METHODS
             ),
-            Expectation(
-                "at the lowest density RigL beats SET, and SET the fixed mask",
-                lambda c: right(c, "RigL", least) > right(c, "SET", least) > right(c, "static", least),
+            "at the lowest density RigL beats SET, and SET the fixed mask": lambda c: (
+                right(c, "RigL", least) > right(c, "SET", least) > right(c, "static", least)
             ),
-            Expectation(
-                "masked products save less than a tenth of the time, whatever they save of the FLOPs",
-                lambda c: all(ladder(c, "RigL", density)[1] < 10 for density in densities),
+            "masked products save less than a tenth of the time, whatever they save of the FLOPs": lambda c: all(
+                ladder(c, "RigL", density)[1] < 10 for density in densities
             ),
-            Expectation(
-                "sparse products save time at the lowest density, and less of it than of the FLOPs",
-                lambda c: 0 < ladder(c, SKIPPING, least)[1] < ladder(c, SKIPPING, least)[0],
+            "sparse products save time at the lowest density, and less of it than of the FLOPs": lambda c: (
+                0 < ladder(c, SKIPPING, least)[1] < ladder(c, SKIPPING, least)[0]
             ),
-        ],
+        },
         plots=[
             StudyPlot("accuracy", "Percent told right by density", x="density", y="accuracy", by="method", log_x=True),
             StudyPlot("ladder", "Seconds by percent of the FLOPs", x="flops", y="seconds", by="method"),

@@ -9,7 +9,7 @@ Note      work is counted in block-steps, so a run that starts shallow has more 
 from typing import Literal
 
 from thrifty.core.technique import Technique
-from thrifty.experiments.study import Cells, Expectation, Study, grid
+from thrifty.experiments.study import Cells, Study, grid
 from thrifty.experiments.tasks.equal_flops_task import QUANTITIES, after, losses_by
 from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.schedules.cosine import CosineDecay
@@ -82,16 +82,14 @@ def stacking(
         quantities=QUANTITIES,
         seeds=seeds,
         derive=gains,
-        expect=[
-            Expectation("at the short budget stacking gains more than 0.02 nats", lambda c: gain(c, short) > 0.02),
-            Expectation(
-                "at the long budget the gain is less than half as large", lambda c: gain(c, long) < gain(c, short) / 2
-            ),
-            *(
-                Expectation(f"at the short budget {way} gains too", lambda c, way=way: gain(c, short, way) > 0)
+        expect={
+            "at the short budget stacking gains more than 0.02 nats": lambda c: gain(c, short) > 0.02,
+            "at the long budget the gain is less than half as large": lambda c: gain(c, long) < gain(c, short) / 2,
+            **{
+                f"at the short budget {way} gains too": lambda c, way=way: gain(c, short, way) > 0
                 for way in ("zeroed", "mean")
-            ),
-        ],
+            },
+        },
         plots=[losses_by("way")],
         minutes=40,
     )

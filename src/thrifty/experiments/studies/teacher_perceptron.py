@@ -13,7 +13,7 @@ import math
 import numpy as np
 from scipy.optimize import nnls
 
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 
 ALL, BLURRED = "all", "hardest, blurred probe"
 WAYS = (ALL, "random", "easiest", "hardest", BLURRED)
@@ -92,35 +92,33 @@ def teacher_perceptron(
             "examples": MeasuredQuantity("examples that the student learned from"),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "of 2 and 4 examples per dimension the easiest quarter beats a random one, and that the hardest",
-                lambda c: all(error(c, "easiest", n) < error(c, "random", n) < error(c, "hardest", n) for n in (2, 4)),
+        expect={
+            (
+                "of 2 and 4 examples per dimension the easiest quarter beats a random one, and that the hardest"
+            ): lambda c: all(error(c, "easiest", n) < error(c, "random", n) < error(c, "hardest", n) for n in (2, 4)),
+            "of 16 and 32 the hardest quarter beats the easiest, and that a random one": lambda c: all(
+                error(c, "hardest", n) < error(c, "easiest", n) < error(c, "random", n) for n in (16, 32)
             ),
-            Expectation(
-                "of 16 and 32 the hardest quarter beats the easiest, and that a random one",
-                lambda c: all(
-                    error(c, "hardest", n) < error(c, "easiest", n) < error(c, "random", n) for n in (16, 32)
-                ),
+            "of 16 and 32 the hardest quarter is within a tenth of the error of all examples": lambda c: all(
+                error(c, "hardest", n) < 1.1 * error(c, ALL, n) for n in (16, 32)
             ),
-            Expectation(
-                "of 16 and 32 the hardest quarter is within a tenth of the error of all examples",
-                lambda c: all(error(c, "hardest", n) < 1.1 * error(c, ALL, n) for n in (16, 32)),
+            "of 2 the easiest quarter is within a tenth of the error of all examples": lambda c: (
+                error(c, "easiest", 2) < 1.1 * error(c, ALL, 2)
             ),
-            Expectation(
-                "of 2 the easiest quarter is within a tenth of the error of all examples",
-                lambda c: error(c, "easiest", 2) < 1.1 * error(c, ALL, 2),
+            "of 32 a probe at an angle to the teacher finds a quarter that is worse by half": lambda c: (
+                error(c, BLURRED, 32) > 1.5 * error(c, "hardest", 32)
             ),
-            Expectation(
-                "of 32 a probe at an angle to the teacher finds a quarter that is worse by half",
-                lambda c: error(c, BLURRED, 32) > 1.5 * error(c, "hardest", 32),
-            ),
-        ],
+        },
         plots=[
             StudyPlot(
-                "error", "Error of the student by examples per dimension", x="per_dimension", y="error", by="kept",
-                log_x=True, log_y=True,
+                "error",
+                "Error of the student by examples per dimension",
+                x="per_dimension",
+                y="error",
+                by="kept",
+                log_x=True,
+                log_y=True,
             ),
         ],
         minutes=1,
-    )  # fmt: skip
+    )

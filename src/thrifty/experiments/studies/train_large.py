@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Numbers, Study, StudyPlot
+from thrifty.experiments.study import Cells, MeasuredQuantity, Numbers, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import decayed_adamw, llama, parameters_of, steps_for, train_llama
 from thrifty.modeling.parameter_kinds import is_matrix
 
@@ -106,19 +106,17 @@ def train_large(
         },
         seeds=seeds,
         derive=best_widths,
-        expect=[
-            Expectation("the best width grows with the budget", grow),
-            Expectation(
-                "at the largest budget, each wider model loses less when half of its block weights are cut",
-                lambda c: all(lost(c, wide) < lost(c, narrow) for narrow, wide in pairwise(widths)),
+        expect={
+            "the best width grows with the budget": grow,
+            "at the largest budget, each wider model loses less when half of its block weights are cut": lambda c: all(
+                lost(c, wide) < lost(c, narrow) for narrow, wide in pairwise(widths)
             ),
-            Expectation(
-                "at the largest budget, a model cut to the size of the next narrower one beats it (the paper's claim)",
-                lambda c: all(
-                    at_most(c, wide)["cut_loss"] < at_most(c, narrow)["loss"] for narrow, wide in pairwise(widths)
-                ),
+            (
+                "at the largest budget, a model cut to the size of the next narrower one beats it (the paper's claim)"
+            ): lambda c: all(
+                at_most(c, wide)["cut_loss"] < at_most(c, narrow)["loss"] for narrow, wide in pairwise(widths)
             ),
-        ],
+        },
         plots=[
             StudyPlot("loss", "Held-out loss by compute", x="flops", y="loss", by="width", log_x=True),
             StudyPlot("seconds", "Held-out loss by seconds of training", x="seconds", y="loss", by="width", log_x=True),

@@ -14,7 +14,7 @@ from thrifty.composition.compose import CPU, BaseRun, compose
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot, grid
 from thrifty.experiments.tasks.language_task import llama, source_text
 from thrifty.objectives.next_token import NextToken
 from thrifty.optim.weight_average import EmaTransform
@@ -128,28 +128,23 @@ def weight_averaging(
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "early the mean of the copies is worse than the weights, at both rates",
-                lambda c: max(value(c, name, early, "lawa_gain") for name in ("constant", "cosine")) < 0,
+        expect={
+            "early the mean of the copies is worse than the weights, at both rates": lambda c: (
+                max(value(c, name, early, "lawa_gain") for name in ("constant", "cosine")) < 0
             ),
-            Expectation(
-                "at the constant rate both means gain more than 0.03 in the middle and at the end",
-                lambda c: min(gains(c, "constant", middle) + gains(c, "constant", end)) > 0.03,
+            "at the constant rate both means gain more than 0.03 in the middle and at the end": lambda c: (
+                min(gains(c, "constant", middle) + gains(c, "constant", end)) > 0.03
             ),
-            Expectation(
-                "at the decayed rate both means differ from the weights by less than 0.01 at the end",
-                lambda c: max(abs(gain) for gain in gains(c, "cosine", end)) < 0.01,
+            "at the decayed rate both means differ from the weights by less than 0.01 at the end": lambda c: (
+                max(abs(gain) for gain in gains(c, "cosine", end)) < 0.01
             ),
-            Expectation(
-                "at the constant rate the mean of the copies saves the last stretch: it is lower than the weights get",
-                lambda c: value(c, "constant", moments[-2], "lawa_loss") < value(c, "constant", end, "loss"),
+            (
+                "at the constant rate the mean of the copies saves the last stretch: it is lower than the weights get"
+            ): lambda c: value(c, "constant", moments[-2], "lawa_loss") < value(c, "constant", end, "loss"),
+            "at the end it is within 0.02 of the weights of the decayed rate": lambda c: (
+                value(c, "constant", end, "lawa_loss") < value(c, "cosine", end, "loss") + 0.02
             ),
-            Expectation(
-                "at the end it is within 0.02 of the weights of the decayed rate",
-                lambda c: value(c, "constant", end, "lawa_loss") < value(c, "cosine", end, "loss") + 0.02,
-            ),
-        ],
+        },
         plots=[
             StudyPlot("lawa_gain", "Gain of the latest copies' mean, nats", x="at", y="lawa_gain", by="schedule"),
             StudyPlot("ema_gain", "Gain of the exponential average, nats", x="at", y="ema_gain", by="schedule"),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.data.images.digits import digits
-from thrifty.experiments.study import Cells, Expectation, MeasuredQuantity, Study, StudyPlot, grid
+from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot, grid
 
 Inputs = Literal["digits", "sphere"]
 CONTROL = "conflicting labels"
@@ -106,15 +106,14 @@ def width_lazy(
             "flips": MeasuredQuantity("share of (input, unit) pairs whose activation changed its side"),
         },
         seeds=seeds,
-        expect=[
-            Expectation(
-                "the widest network needs at most half of the narrowest one's steps",
-                lambda c: c[wide]["steps"] <= 0.5 * c[narrow]["steps"],
+        expect={
+            "the widest network needs at most half of the narrowest one's steps": lambda c: (
+                c[wide]["steps"] <= 0.5 * c[narrow]["steps"]
             ),
-            Expectation("the relative movement falls from each width to the next", lambda c: falls(c, "movement")),
-            Expectation("the largest movement of a unit falls too", lambda c: falls(c, "largest_movement")),
-            Expectation("conflicting labels are never fitted", lambda c: math.isinf(c[CONTROL]["steps"])),
-        ],
+            "the relative movement falls from each width to the next": lambda c: falls(c, "movement"),
+            "the largest movement of a unit falls too": lambda c: falls(c, "largest_movement"),
+            "conflicting labels are never fitted": lambda c: math.isinf(c[CONTROL]["steps"]),
+        },
         plots=[
             StudyPlot(
                 "movement",
