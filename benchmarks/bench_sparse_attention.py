@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from side_by_side import keep, side_by_side, tell
-from thrifty.kernels.attention_filters.position_masks import pairs_of
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import NONE, BlockGrid, blocks_of, encode_blocks
 from thrifty.kernels.sparse_attention.row_attention import row_attention
@@ -81,6 +80,13 @@ def held_bytes(core: Callable[..., Tensor], qkv: list[Tensor]) -> int:
     return sum(storages.values())
 
 
+def mask_of(grid: BlockGrid, tokens: int) -> Tensor:
+    """Return the pairs that a grid keeps, (1, 1, t, t)."""
+    blocks = (grid.codes != NONE).repeat_interleave(grid.block, -1).repeat_interleave(grid.block, -2)
+    place = torch.arange(tokens)
+    return blocks[..., :tokens, :tokens] & grid.sight.visible(place[:, None], place)
+
+
 def compare(tokens: int, causal: bool, options: argparse.Namespace) -> None:
     qkv = [torch.randn(1, options.heads, tokens, WIDTH).requires_grad_() for _ in range(3)]
     upstream = torch.randn_like(qkv[0])
@@ -89,7 +95,7 @@ def compare(tokens: int, causal: bool, options: argparse.Namespace) -> None:
     density = grid.count / (side * (side + 1) / 2 if causal else side * side)
     cores: dict[str, Callable[..., Tensor]] = {
         "torch": partial(F.scaled_dot_product_attention, is_causal=causal),
-        "torch, under a mask": partial(F.scaled_dot_product_attention, attn_mask=pairs_of(grid, tokens, tokens)),
+        "torch, under a mask": partial(F.scaled_dot_product_attention, attn_mask=mask_of(grid, tokens)),
         "blocks": partial(block_attention, grid=grid),
     }
     if options.rows:

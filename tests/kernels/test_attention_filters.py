@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_references import greedy_scores_reference, kept_attention_reference, pairs_of, window_mask
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
@@ -15,7 +16,6 @@ from thrifty.kernels.attention_filters import (
     a3_filter,
     dota_filter,
     elsa_filter,
-    position_masks,
     sanger_filter,
     spatten_filter,
     vitcod_filter,
@@ -28,7 +28,6 @@ from thrifty.kernels.attention_filters.keep_masks import (
     with_one,
 )
 from thrifty.kernels.sparse_attention.block_grid import scattered_grid
-from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
 
 CASE = {
     "t": st.integers(1, 12),
@@ -148,16 +147,16 @@ class TestA3:
         query, keys = torch.randn(k, generator=generator), torch.randn(n, k, generator=generator)
         everything = torch.ones(1, n, dtype=torch.bool)
         found = a3_filter.greedy_scores(query[None], keys[None], torch.tensor([rounds]), everything)[0]
-        torch.testing.assert_close(found, a3_filter.greedy_scores_reference(query, keys, rounds))
+        torch.testing.assert_close(found, greedy_scores_reference(query, keys, rounds))
 
     def test_keys_that_a_query_does_not_see_take_no_rounds_of_its_search(self):
         """Zeros in their place would come before what is negative, and leave the sum as it is."""
         query, keys = torch.tensor([[1.0, 1.0]]), torch.tensor([[[-1.0, -2.0], [-3.0, 5.0], [9.0, 9.0]]])
         visible = torch.tensor([[True, True, False]])
         found = a3_filter.greedy_scores(query, keys, torch.tensor([3]), visible)[0]
-        expected = a3_filter.greedy_scores_reference(query[0], keys[0, :2], 3)
+        expected = greedy_scores_reference(query[0], keys[0, :2], 3)
         torch.testing.assert_close(found[:2], expected)
-        zeros = a3_filter.greedy_scores_reference(query[0], keys[0] * visible[0][:, None], 3)
+        zeros = greedy_scores_reference(query[0], keys[0] * visible[0][:, None], 3)
         assert not torch.equal(zeros[:2], expected) and found[2] == 0
 
     @settings(max_examples=20, deadline=None)
@@ -167,7 +166,7 @@ class TestA3:
         found, scores = a3_filter.a3_keep(q, key, share, percent, visible), exact_scores(q, key)
         for h, i, seen, g in each_query(q, key, visible):
             rounds = math.ceil(np.float32(len(seen)) * np.float32(share))
-            greedy = a3_filter.greedy_scores_reference(q[0, h, i], key[0, g][seen], rounds)  # hidden keys are not there
+            greedy = greedy_scores_reference(q[0, h, i], key[0, g][seen], rounds)  # hidden keys are not there
             candidates = [j for j, score in zip(seen, greedy, strict=True) if score > 0]
             mine = scores[0, h, i].tolist()
             if candidates:
@@ -207,40 +206,6 @@ class TestSanger:
         rounded = sanger_filter.quantized(x, 4, 1.0)
         assert sorted({round(v * 7) for v in rounded.tolist()}) == list(range(-7, 8))
         assert torch.equal(torch.autograd.grad(rounded.sum(), x)[0], torch.ones(49))
-
-    @settings(max_examples=30, deadline=None)
-    @given(t=st.integers(1, 20), s=st.integers(1, 200), density=st.floats(0, 1), seed=st.integers(0, 99))
-    def test_split_rows_are_counted_as_by_a_loop(self, t, s, density, seed):
-        mask = torch.rand(t, s, generator=torch.Generator().manual_seed(seed)) < density
-        kept, rows = 0, 0
-        for row, start in itertools.product(mask.numpy(), range(0, s, 64)):
-            here = int(row[start : start + 64].sum())
-            kept, rows = kept + here, rows + math.ceil(here / 16)
-        assert sanger_filter.utilisation(mask) == pytest.approx(kept / (16 * rows) if rows else 0.0)
-
-    def test_utilisation_of_masks_as_dense_as_berts_is_in_the_papers_range(self):
-        """Sanger, table 5 (from a note on the paper): 0.56 to 0.74 with packing and splitting, at 0.09 to 0.33 kept."""
-        for density in (0.15, 0.2, 0.33):
-            mask = torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < density
-            assert 0.56 <= sanger_filter.utilisation(mask) <= 0.85, density
-
-    @settings(max_examples=40, deadline=None)
-    @given(height=st.integers(1, 8), s=st.integers(0, 40), elements=st.integers(1, 5), density=st.floats(0, 1),
-           seed=st.integers(0, 99))  # fmt: skip
-    def test_columns_pack_as_in_a_stream_with_counters(self, height, s, elements, density, seed):
-        """Oracle 4: counters for each row; a column that would overflow one flushes; empty columns are not written."""
-        mask = np.random.default_rng(seed).random((height, s)) < density
-        groups: list[list[int]] = []
-        held, counters = [], np.zeros(height, dtype=int)
-        for column in range(s):
-            if not mask[:, column].any():
-                continue
-            if ((counters + mask[:, column]) > elements).any():
-                groups.append(held)
-                held, counters = [], np.zeros(height, dtype=int)
-            held.append(column)
-            counters += mask[:, column]
-        assert sanger_filter.packed_columns(torch.from_numpy(mask), elements) == groups + ([held] if held else [])
 
 
 class TestDota:
@@ -285,15 +250,6 @@ class TestDota:
         step = [w.detach() - 1e-4 * gradient for w, gradient in zip(weights, gradients, strict=True)]
         assert float(loss(*step).sum()) < float(loss(*(w.detach() for w in weights)).sum())
 
-    @settings(max_examples=30, deadline=None)
-    @given(t=st.integers(1, 13), s=st.integers(1, 20), density=st.floats(0, 1), seed=st.integers(0, 99))
-    def test_reuse_of_keys_is_that_of_sets(self, t, s, density, seed):
-        """Oracle 8: keys in the union of four queries' sets over the sum of their sizes."""
-        mask = torch.rand(t, s, generator=torch.Generator().manual_seed(seed)) < density
-        sets = [set(row.nonzero().flatten().tolist()) for row in mask]
-        unions = sum(len(set.union(*sets[i : i + 4])) for i in range(0, t, 4))
-        assert dota_filter.key_reuse(mask) == pytest.approx(unions / max(sum(map(len, sets)), 1))
-
 
 class TestVitcod:
     @settings(max_examples=30, deadline=None)
@@ -309,14 +265,6 @@ class TestVitcod:
                 kept.add(j)
                 total += float(average[i, j])
             assert set(found[i].nonzero().flatten().tolist()) == (kept if i else set(range(t)))
-
-    def test_global_tokens_come_first_and_the_mask_goes_with_them(self):
-        mask = torch.zeros(6, 6, dtype=torch.bool)
-        mask[:, 2], mask[:4, 5], mask[0, 0] = True, True, True
-        order, count = vitcod_filter.split_and_conquer(mask, limit=3)
-        assert (order.tolist(), count) == ([2, 5, 0, 1, 3, 4], 2)
-        moved = vitcod_filter.reordered(mask, order)
-        assert moved[:, :2].sum() == 10 and moved.sum() == mask.sum()
 
     def test_heads_go_through_a_code_of_half_as_many(self):
         x = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0))
@@ -372,9 +320,9 @@ class TestSpatten:
 
 
 def test_patterns_are_the_masks_that_their_rules_say():
-    window = position_masks.window_mask(7, 2, first=1, causal=True)
+    window = window_mask(7, 2, first=1, causal=True)
     assert all(bool(window[i, j]) == (j <= i and (i - j < 2 or j < 1 or i < 1)) for i in range(7) for j in range(7))
-    scattered = position_masks.pairs_of(scattered_grid(8, 2, 0, 1, 1, False), 8, 8)[0, 0]
+    scattered = pairs_of(scattered_grid(8, 2, 0, 1, 1, False), 8, 8)[0, 0]
     assert bool(scattered[:2].all()) and bool(scattered[:, :2].all())
     assert [int(row.sum()) for row in scattered[2:]] == [6] * 6  # the first block, its own, and one drawn
 

@@ -3,8 +3,9 @@
 import pytest
 import scipy.linalg
 import torch
+from kernel_references import hadamard_reference
 
-from thrifty.kernels.hadamard import draw_fastfood, hadamard, hadamard_matrix, hadamard_reference
+from thrifty.kernels.hadamard import draw_fastfood, hadamard, hadamard_matrix
 
 
 def drawn(dimension: int, total: int, seed: int = 0):

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from kernel_references import add_low_rank_reference
 from torch import Tensor
 
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled
-from thrifty.kernels.low_rank_product import add_low_rank, add_low_rank_reference, low_rank_product, on_diagonal
+from thrifty.kernels.low_rank_product import add_low_rank, low_rank_product, on_diagonal
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:

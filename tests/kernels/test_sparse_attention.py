@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_references import kept_attention_reference, pairs_of
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
-from thrifty.kernels.attention_filters.position_masks import pairs_of
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import (
     NONE,
@@ -19,7 +19,6 @@ from thrifty.kernels.sparse_attention.block_grid import (
     scattered_grid,
     window_grid,
 )
-from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
 from thrifty.kernels.sparse_attention.row_attention import row_attention
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 from thrifty.kernels.tiled_attention import segment_mask

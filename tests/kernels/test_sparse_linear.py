@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_references import sddmm_reference, spmm_reference
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +17,7 @@ from thrifty.kernels.sparse import block_sparse_matrix, compiled_products
 from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix
 from thrifty.kernels.sparse.csr_matrix import CsrMatrix
 from thrifty.kernels.sparse.sparse_linear import sddmm, sparse_linear, spmm
-from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern, sddmm_reference, spmm_reference
+from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 from thrifty.machine.cpu_features import cpp_compiler
 
 needs_compiler = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler")

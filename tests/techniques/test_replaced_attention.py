@@ -7,6 +7,7 @@ import torch
 import transformers
 from adapter_models import TOKENS, theirs
 from image_runs import PIXELS, tiny_vit
+from kernel_references import kept_attention_reference, window_mask
 from tiny_runs import advance, losses, plain_run, restored, run_through, snapshot, technique, with_optimizer
 from torch import Tensor, nn
 
@@ -15,8 +16,6 @@ from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.state import TrainState
 from thrifty.kernels.attention_filters import dota_filter, elsa_filter, sanger_filter
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
-from thrifty.kernels.attention_filters.position_masks import window_mask
-from thrifty.kernels.sparse_attention.dense_reference import kept_attention_reference
 from thrifty.kernels.tiled_attention import causal_attention_reference, full_attention, segment_mask
 from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM

@@ -1,1 +1,1 @@
-"""Pure functions on tensors. Each fast version has its plain reference beside it."""
+"""Pure functions on tensors. Plain references of the fast ones are with the tests."""

@@ -74,15 +74,6 @@ def dequantize_float8(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.float() / scale
 
 
-def round_reference(numbers: Tensor, format: Float8Format) -> Tensor:
-    """What `cast` makes of scaled numbers, by arithmetic in float64 instead of torch's dtypes; values, not codes."""
-    exact = numbers.double()
-    exponent = torch.frexp(exact).exponent - 1
-    spacing = torch.ldexp(torch.ones_like(exact), exponent.clamp(min=format.least_exponent) - format.mantissa_bits)
-    rounded = ((exact / spacing).round() * spacing).clamp(-format.largest, format.largest)
-    return torch.where(exact.isfinite(), rounded, exact if format.has_infinity else torch.nan)
-
-
 def has_units(device: torch.device) -> bool:
     """Whether a device multiplies these codes itself."""
     if device.type != "cuda" or torch.version.hip is not None:

@@ -5,7 +5,7 @@ Papers: Le, Sarlós and Smola 2013, Fastfood (arXiv 1408.3060), section 3; its u
 
 A Hadamard matrix of size a · b is the Kronecker product of those of sizes a and b, so the transform of a row seen as
 (a, b) is two products with small matrices: faster on processors and accelerators than log2 passes of sums and
-differences, which are the reference here.
+differences.
 
 Shapes: r rows, n a power of two.
 """
@@ -21,16 +21,6 @@ CHUNK = 1 << 18
 _LARGEST = 64
 
 
-def hadamard_reference(x: Tensor) -> Tensor:
-    """x H along the last dim, H the Hadamard matrix of ±1 in Sylvester's order, by sums and differences."""
-    n, half = x.shape[-1], 1
-    while half < n:
-        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
-        x = torch.stack((a + b, a - b), -2).flatten(-3)
-        half *= 2
-    return x
-
-
 def hadamard_matrix(n: int, like: Tensor) -> Tensor:
     """(n, n) of ±1."""
     matrix = like.new_ones(1, 1)
@@ -41,7 +31,8 @@ def hadamard_matrix(n: int, like: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """As the reference, for x (r, n), by products with matrices of at most 64 by 64."""
+    """Return x H for x (r, n), by products with matrices of at most 64 by 64; H is the Hadamard matrix of ±1 in
+    Sylvester's order."""
     rest, n = x.shape[-1], x.shape[-1]
     stride = 1
     while rest > 1:

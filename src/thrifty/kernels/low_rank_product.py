@@ -5,14 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def add_low_rank_reference(result: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """result + scale · x Aᵀ Bᵀ for result (..., out), x (..., in), A (rank, in), B (out, rank)."""
-    return result + F.linear(F.linear(x, a), b) * scale
-
-
 def add_low_rank(result: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The same with fewer passes over the wide result, forward and backward: the second product starts from it, and
-    the scale falls on thin matrices. Autograd keeps x and x Aᵀ.
+    """Return result + scale · x Aᵀ Bᵀ for result (..., out), x (..., in), A (rank, in), B (out, rank).
+
+    The wide result is passed over few times: the second product starts from it, and the scale falls on thin matrices.
+    Autograd keeps x and x Aᵀ.
 
     Computes in the dtype of the factors, under autocast in that of products; gives the dtype of `result`.
     """

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from kernel_references import greedy_scores_reference
 
 from thrifty.experiments import studies
 from thrifty.experiments.studies.a3_babi import (
@@ -18,7 +19,6 @@ from thrifty.experiments.studies.a3_babi import (
 )
 from thrifty.experiments.study import Cells
 from thrifty.experiments.tasks.memory_network import softmax_weights
-from thrifty.kernels.attention_filters.a3_filter import greedy_scores_reference
 
 
 def test_weights_are_those_of_the_papers_search_and_threshold() -> None:

@@ -3,7 +3,6 @@
 Paper: Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA).
 """
 
-import heapq
 import math
 
 import torch
@@ -15,40 +14,14 @@ PRODUCTS = 2**24
 """How many products are looked through at once."""
 
 
-def greedy_scores_reference(query: Tensor, keys: Tensor, rounds: int) -> Tensor:
-    """The paper's search for one query (k,) over keys (n, k), with a heap for each end of the sorted columns: the
-    greedy score of each key, (n,) in float64.
+def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) -> Tensor:
+    """Return the greedy score of each key, (n, s) in float64, for queries (n, k) over their keys (n, s, k), so many
+    `rounds` (n,) each.
 
     In each round the largest product that is left is added to its key's score if it is positive; then the smallest, if
-    negative, unless the sum of all that was taken is negative by now.
-    """
-    products = (query * keys).double()
-    ends = []
-    for sign in (-1, 1):  # heapq gives the smallest
-        columns = [sorted((sign * products[:, c]).tolist()) for c in range(keys.shape[1])]
-        rows = [(sign * products[:, c]).argsort(stable=True).tolist() for c in range(keys.shape[1])]
-        heap = [(column[0], c, 0) for c, column in enumerate(columns)]
-        heapq.heapify(heap)
-        ends.append((heap, columns, rows))
-    scores, total = torch.zeros(len(keys), dtype=torch.float64), 0.0
-    for _ in range(rounds):
-        for sign, (heap, columns, rows) in zip((-1, 1), ends, strict=True):
-            if not heap or (sign == 1 and total < 0):
-                continue
-            value, c, at = heapq.heappop(heap)
-            total += sign * value
-            if value < 0:  # positive at the upper end, negative at the lower one
-                scores[rows[c][at]] += sign * value
-            if at + 1 < len(keys):
-                heapq.heappush(heap, (columns[c][at + 1], c, at + 1))
-    return scores
-
-
-def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) -> Tensor:
-    """The same for many queries (n, k) over their keys (n, s, k), so many `rounds` (n,) each: (n, s) in float64.
-
-    Heaps over sorted columns give products in the order of all of them, so those are sorted instead. A key that is not
-    `visible` (n, s) is not among them.
+    negative, unless the sum of all that was taken is negative by now. The paper's heaps over sorted columns give
+    products in the order of all of them, so those are sorted instead. A key that is not `visible` (n, s) is not among
+    them.
     """
     (n, s), hidden = visible.shape, ~visible[..., None]
     products = (query[:, None, :] * keys).double()

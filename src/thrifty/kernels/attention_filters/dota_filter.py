@@ -12,9 +12,6 @@ from torch import Tensor
 
 from thrifty.kernels.rotary_embedding import rotate
 
-PARALLEL = 4
-"""Queries that are worked on together (unverified)."""
-
 
 def sparse_projection(width: int, reduced: int, generator: torch.Generator) -> Tensor:
     """P (d, k): sqrt(3 / k) times 1 or -1, one in six each, or 0 (Achlioptas 2003), in float32."""
@@ -56,11 +53,3 @@ def keep_of(keys: Tensor, count: int) -> Tensor:
     spare = torch.where(keys < 0, count, keys)
     mask = torch.zeros(*keys.shape[:-1], count + 1, dtype=torch.bool, device=keys.device)
     return mask.scatter(-1, spare, True)[..., :count]
-
-
-def key_reuse(keep: Tensor, parallel: int = PARALLEL) -> float:
-    """Keys that are fetched when `parallel` queries share each fetch, over those fetched one by one: the size of the
-    unions of neighbouring queries' sets in a mask (…, t, s) over the sum of their sizes."""
-    missing = -keep.shape[-2] % parallel
-    groups = torch.nn.functional.pad(keep, (0, 0, 0, missing)).unflatten(-2, (-1, parallel))
-    return float(groups.any(-2).sum() / keep.sum().clamp(min=1))

@@ -1,5 +1,4 @@
-"""Sanger: keys to which softmax over scores of 4 bits gives more than a threshold; and how a mask packs into rows of
-processing elements.
+"""Sanger: keys to which softmax over scores of 4 bits gives more than a threshold.
 
 Paper: Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable Architecture
 (MICRO). Not read in full: what is here follows its abstract and its published code.
@@ -43,35 +42,3 @@ def sanger_keep(
     scores = predicted_scores(q, k, bits, largest)
     keep = scores.masked_fill(~visible, float("-inf")).softmax(-1) > threshold
     return with_one(keep, scores, visible)
-
-
-def sub_rows(mask: Tensor, ports: int = 64) -> Tensor:
-    """How many pairs a mask (t, s) keeps in each row of each tile of `ports` columns: (t, tiles)."""
-    missing = -mask.shape[-1] % ports
-    return torch.nn.functional.pad(mask, (0, missing)).unflatten(-1, (-1, ports)).sum(-1)
-
-
-def utilisation(mask: Tensor, ports: int = 64, elements: int = 16) -> float:
-    """The share of the elements that work, when rows of tiles that keep nothing are dropped and longer ones are split
-    over as many rows of `elements` as they need."""
-    kept = sub_rows(mask, ports)
-    rows = (-(-kept // elements)).sum()
-    return float(kept.sum() / (elements * rows).clamp(min=1))
-
-
-def packed_columns(mask: Tensor, elements: int) -> list[list[int]]:
-    """The columns of a mask (height, s) in the groups that the published packer sends out: columns come one after the
-    other, each row counts its own, and one that some row has no element left for begins a new group. Columns without
-    any pair are not sent."""
-    groups: list[list[int]] = []
-    counts = torch.zeros(mask.shape[0], dtype=torch.int64)
-    for column in range(mask.shape[1]):
-        bits = mask[:, column].long().cpu()
-        if not bits.any():
-            continue
-        if not groups or bool((counts + bits > elements).any()):
-            groups.append([])
-            counts = torch.zeros_like(counts)
-        groups[-1].append(column)
-        counts += bits
-    return groups

@@ -48,19 +48,6 @@ def informative_pairs(average: Tensor, cut: float, first: int = 1) -> Tensor:
     return kept
 
 
-def split_and_conquer(mask: Tensor, limit: int = GLOBAL) -> tuple[Tensor, int]:
-    """The tokens of a mask (t, t), True for what is kept, in the order that puts global ones in front, (t,) int64, and
-    how many those are: columns with more than `limit` kept pairs."""
-    is_global = mask.sum(0) > limit
-    order = (~is_global).long().argsort(stable=True)
-    return order, int(is_global.sum())
-
-
-def reordered(mask: Tensor, order: Tensor) -> Tensor:
-    """A mask (t, t) with rows and columns in this order."""
-    return mask[order][:, order]
-
-
 def average_map(probabilities: Tensor, visible: Tensor) -> Tensor:
     """The mean (h, t, s) of probabilities (b, h, t, s) over the examples in which the query sees something."""
     counts = visible.any(-1, keepdim=True).expand(*probabilities.shape[:3], 1).sum(0)
@@ -90,8 +77,8 @@ def read_masks(text: str, heads: int, tokens: int) -> np.ndarray:
 
 
 def split_blocks(masks: np.ndarray, limit: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each head of masks (h, t, t) the order of `split_and_conquer` (h, t), and which blocks of so many tokens of
-    the reordered mask keep something (h, T, T)."""
+    """Return, for each head of masks (h, t, t), the order that puts global tokens in front (h, t), and which blocks of
+    so many tokens of the reordered mask keep something (h, T, T)."""
     tokens = masks.shape[-1]
     order = (masks.sum(1) <= limit).argsort(axis=-1, kind="stable")
     moved = np.take_along_axis(np.take_along_axis(masks, order[:, :, None], 1), order[:, None, :], 2)

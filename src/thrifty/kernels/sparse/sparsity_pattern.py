@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Protocol, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -63,16 +62,6 @@ class TransposedPattern:
 
     def sddmm(self, left: Tensor, right: Tensor) -> Tensor:
         return self.whole.turn(self.whole.sddmm(right, left))
-
-
-def spmm_reference(x: Tensor, values: Tensor, pattern: SparsityPattern, bias: Tensor | None = None) -> Tensor:
-    """`spmm` by a dense product."""
-    return F.linear(x, pattern.place(values), bias)
-
-
-def sddmm_reference(left: Tensor, right: Tensor, pattern: SparsityPattern) -> Tensor:
-    """`sddmm` by a dense product."""
-    return pattern.pick(left.T @ right)
 
 
 def rows_of(starts: Tensor) -> Tensor:

@@ -50,14 +50,6 @@ def ordered_fetches(groups: np.ndarray) -> np.ndarray:
     return fetched
 
 
-def imbalance(kept: np.ndarray, lanes: int) -> float:
-    """Cycles of a group's longest query over those of its mean, over all groups, less one: 0 where all keep as many."""
-    counts = grouped(kept, lanes).sum(-1)
-    present = grouped(kept.any(-1, keepdims=True), lanes)[..., 0].sum(-1)
-    longest = (counts.max(-1) * present).sum()
-    return float(longest / counts.sum() - 1)
-
-
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     lanes, width, bits = machine.stations["attend"].width, layer.width, int(machine.number("bits"))
     each, kept = int(machine.number("lane")), layer.kept()

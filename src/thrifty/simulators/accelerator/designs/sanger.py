@@ -76,12 +76,6 @@ def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
     return loads
 
 
-def utilisation(kept: np.ndarray, ports: int, elements: int) -> float:
-    """The share of elements that work in rows of the array that do anything, sub-rows split."""
-    counts = sub_row_counts(kept, ports)
-    return float(counts.sum() / max(elements * ceil_div(counts, elements).sum(), 1))
-
-
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     rows, elements = machine.stations["attend"].width, int(machine.number("elements"))
     ports, width, kept = int(machine.number("ports")), layer.width, layer.kept()
