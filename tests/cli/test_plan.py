@@ -112,7 +112,7 @@ def test_tokens_ask_for_the_model_that_suits_them() -> None:
         (("fit",), "there is nothing to fit"),
         (("fit", "--csv", "absent.csv"), "absent.csv cannot be read"),
         (("fit", "--csv", "absent.csv", "--flops", "-2"), "--flops is -2"),
-        (("fit", "no-such-run"), "no-such-run is not a run folder"),
+        (("fit", "no-such-run"), "there is no run 'no-such-run'"),
     ],
     ids=" ".join,
 )

@@ -58,7 +58,7 @@ def test_without_a_prompt_the_model_begins_a_document(folder):
 
 
 def test_what_cannot_be_sampled_from_is_refused(folder, tmp_path):
-    with pytest.raises(UsageError, match="is not a run folder"):
+    with pytest.raises(UsageError, match="there is no run"):
         run(tmp_path / "nothing")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match="no tokenizer"):

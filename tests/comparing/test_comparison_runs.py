@@ -18,8 +18,9 @@ from thrifty.comparing.run_launchers import InProcessLauncher, RunExit, Worker, 
 from thrifty.comparing.run_process import read_exit, run_to_end, summary_of
 from thrifty.comparing.variants import Variant
 from thrifty.core.recipe import Budget, CheckpointSettings, EvaluationSettings, Recipe
+from thrifty.machine.lock_owner import lock_owner
 from thrifty.recipes.recipe_toml import recipe_to_data
-from thrifty.training.run_lock import RunLock, holder
+from thrifty.training.run_lock import RunLock
 
 
 def short(name: str, steps: int) -> Recipe:
@@ -68,9 +69,9 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_run_that_is_still_saving_is_waited_for(tmp_path: Path) -> None:
     saving = RunLock(tmp_path / "lock")
     Timer(0.3, saving.release).start()
-    assert holder(tmp_path / "lock")
+    assert lock_owner(tmp_path / "lock")
     wait_for_release(tmp_path / "lock")
-    assert not holder(tmp_path / "lock")
+    assert not lock_owner(tmp_path / "lock")
 
 
 def test_only_signals_count_as_an_interruption() -> None:

@@ -9,8 +9,10 @@ import pytest
 from report_folders import records, summary
 
 from thrifty.dashboard import run_summary
-from thrifty.dashboard.run_summary import FINISHED, RUNNING, STOPPED, WAITING, RunSummary, sampled_losses
-from thrifty.training.run_lock import RunLock, holder
+from thrifty.dashboard.run_summary import RunSummary, sampled_losses
+from thrifty.machine.lock_owner import lock_owner
+from thrifty.reporting.run_state import FINISHED, KILLED, RUNNING, WAITING
+from thrifty.training.run_lock import RunLock
 
 
 def look(folder):
@@ -30,17 +32,21 @@ def test_a_finished_run_shows_its_last_numbers(run_folder):
 
 
 @pytest.mark.parametrize(
-    ("status", "reason"),
-    [("interrupted", "by a signal"), ("stopped", "by an error"), ("running", "its process is gone")],
+    ("status", "state", "reason"),
+    [
+        ("interrupted", "interrupted", "by a signal"),
+        ("stopped", "stopped", "by an error"),
+        ("running", KILLED, "its process ended without a word"),
+    ],
 )
-def test_a_run_that_nobody_holds_has_stopped_and_says_why(run_folder, status, reason):
+def test_a_run_that_nobody_holds_has_stopped_and_says_why(run_folder, status, state, reason):
     row = look(run_folder(summary={"status": status, "steps": 60}))
-    assert (row.state, row.reason) == (STOPPED, reason)
+    assert (row.state, row.reason) == (state, reason)
 
 
 def test_a_finished_run_that_goes_on_is_not_finished(run_folder):
     folder = run_folder(records=records(120), summary={"status": "finished", "steps": 60})
-    assert look(folder).state == STOPPED
+    assert look(folder).state == KILLED
 
 
 def test_a_run_whose_lock_is_held_is_running(run_folder):
@@ -51,23 +57,23 @@ def test_a_run_whose_lock_is_held_is_running(run_folder):
         assert row.state == RUNNING and row.reason == f"process {os.getpid()} on {socket.gethostname()}"
     finally:
         lock.release()
-    assert look(folder).state == STOPPED
+    assert look(folder).state == KILLED
 
 
 def test_looking_never_takes_the_lock_and_sees_who_is_dead(tmp_path):
     file = tmp_path / "lock"
-    assert holder(file) == {}
+    assert lock_owner(file) == {}
     lock = RunLock(file)
-    assert holder(file)["pid"] == os.getpid()
+    assert lock_owner(file)["pid"] == os.getpid()
     lock.release()
-    assert holder(file) == {}
+    assert lock_owner(file) == {}
     dead = {"pid": 2**22 - 1, "host": socket.gethostname(), "started": 1.0}
     file.write_text(json.dumps(dead))
-    assert holder(file) == {}
+    assert lock_owner(file) == {}
     file.write_text(json.dumps(dead | {"host": "another-machine"}))
-    assert holder(file)["host"] == "another-machine"
+    assert lock_owner(file)["host"] == "another-machine"
     file.write_text("damaged")
-    assert holder(file) == {}
+    assert lock_owner(file) == {}
 
 
 def test_a_run_before_its_first_record_is_waiting(run_folder):
@@ -137,7 +143,7 @@ def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder
 def test_a_lock_file_with_an_impossible_number_is_nobodys(tmp_path, pid):
     file = tmp_path / "lock"
     file.write_text(f'{{"pid": {pid}, "host": "{socket.gethostname()}", "started": 1.0}}')
-    assert holder(file) == {}
+    assert lock_owner(file) == {}
 
 
 def test_numbers_beyond_all_measure_and_pipes_leave_the_list_standing(run_folder):

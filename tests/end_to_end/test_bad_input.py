@@ -118,7 +118,7 @@ def test_a_run_folder_is_never_overwritten_and_a_changed_recipe_not_resumed(trai
     assert {name: text for name, text in after.items() if name != "lock"} == {
         name: text for name, text in before.items() if name != "lock"
     }
-    refused(trained, "resume", "nun", says=("nun is not a run folder", "did you mean 'run'"))
+    refused(trained, "resume", "nun", says=("there is no run 'nun'", "did you mean 'run'"))
 
 
 def test_a_fork_goes_on_from_the_old_state_by_the_changed_recipe(trained: CommandLine) -> None:
@@ -135,6 +135,30 @@ def test_a_fork_goes_on_from_the_old_state_by_the_changed_recipe(trained: Comman
     origins = json.loads((trained.run("new") / "origins.json").read_text())
     assert origins["data.batch"] == "--set" and origins["data.length"] == "--set"
     assert contents(trained.run("run") / "checkpoints") == before
+
+
+def test_a_killed_run_is_called_killed_until_it_is_resumed_which_names_the_process(trained: CommandLine) -> None:
+    report = trained.json("report", "run")
+    assert report["status"] == "killed" and "was killed after step" in report["verdict"]
+    process = trained.start("resume", "run", stderr=subprocess.STDOUT)
+    assert wait_until(lambda: len(trained.records("run", "notice")) > 0, process)
+    assert trained.json("report", "run")["status"] == "running"
+    kill(process)
+    assert "ended without giving this run back" in trained.records("run", "notice")[-1]["text"]
+
+
+def test_a_run_without_its_recipe_file_is_read_and_resumed_by_the_recipe_of_its_checkpoint(
+    trained: CommandLine,
+) -> None:
+    recipe = trained.run("run") / "recipe.toml"
+    content = recipe.read_text()
+    recipe.unlink()
+    trained("export", "run", "model")
+    refused(trained, "resume", "run", "--set", "data.batch=4", says=("data.batch: 8 → 4",))
+    process = trained.start("resume", "run", stderr=subprocess.STDOUT)
+    assert wait_until(recipe.is_file, process)
+    kill(process)
+    assert recipe.read_text() == content
 
 
 def cut(file: Path) -> None:

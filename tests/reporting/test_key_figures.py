@@ -6,6 +6,8 @@ import pytest
 
 from thrifty.reporting.key_figures import batch_advice, key_figures, verdict
 from thrifty.reporting.run_record import read_run
+from thrifty.reporting.run_state import KILLED, RUNNING
+from thrifty.training.run_lock import RunLock
 
 
 def test_the_verdict_gives_loss_and_entropy_in_nats_and_bits(write_run):
@@ -44,8 +46,11 @@ def test_the_noise_scale_is_the_last_that_was_noted_and_comes_with_the_batch(wri
 
 
 def test_a_running_run_is_told_from_its_records(write_run):
-    key = key_figures(read_run(write_run(steps=120, summary=None)))
-    assert (key.status, key.steps, key.tokens) == ("in progress", 120, 120 * 8192)
+    folder = write_run(steps=120, summary=None)
+    lock = RunLock(folder / "lock")
+    key = key_figures(read_run(folder))
+    lock.release()
+    assert (key.status, key.steps, key.tokens) == (RUNNING, 120, 120 * 8192)
     assert key.held_out_loss is not None and key.peak_memory is None
     assert key.predicted_memory == pytest.approx(2.63e8)
 
@@ -55,8 +60,15 @@ def test_a_run_resumed_past_its_summary_is_told_from_its_records(write_run):
     with (folder / "records.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "step", "step": 121, "loss": 2.0, "tokens": 7}) + "\n")
     key = key_figures(read_run(folder))
-    assert (key.status, key.steps, key.loss, key.tokens) == ("in progress", 121, 2.0, 7)
+    assert (key.status, key.steps, key.loss, key.tokens) == (KILLED, 121, 2.0, 7)
     assert key.unigram_entropy == 5.94
+
+
+def test_a_run_whose_process_was_killed_is_called_killed_whatever_its_summary_says(write_run):
+    folder = write_run(steps=120, summary={"status": "running", "exit_code": 0, "steps": 0})
+    key = key_figures(read_run(folder))
+    assert key.status == KILLED
+    assert "was killed after step 120; `thrifty resume` continues the run" in verdict(key)
 
 
 def test_before_the_first_evaluation_there_is_no_verdict_on_learning(write_run):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from thrifty.cli.verb_output import print_result, run_path
+from thrifty.cli.verb_output import print_result
+from thrifty.reporting.run_record import find_run
 
 
 @click.command()
@@ -40,7 +41,7 @@ def command(
     from thrifty.peft_format import save_adapter
     from thrifty.training.trained_model import Adapters, load_trained_model
 
-    path = run_path(run)
+    path = find_run(run)
     if part == "masks":
         _export_masks(path, folder, step, as_json)
         return

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":
     """The model of a run or of an exported folder, its tokenizer file, and the tokens of context it was made for."""
     if not (path / "config.json").is_file():
-        from thrifty.cli.verb_output import run_path
+        from thrifty.reporting.run_record import find_run
 
-        return _load_run(run_path(path))
+        return _load_run(find_run(path))
 
     from thrifty.models.text_generation import check_task
     from thrifty.models.weight_conversion import import_folder

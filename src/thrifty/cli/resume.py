@@ -31,13 +31,14 @@ def command(
     as_json: bool,
 ) -> Any:
     """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
-    from thrifty.cli.verb_output import print_summary, run_path
+    from thrifty.cli.verb_output import print_summary
     from thrifty.recipes.recipe_layers import RecipeLayers
-    from thrifty.recipes.recipe_toml import read_stored_tables
+    from thrifty.reporting.run_record import find_run
+    from thrifty.training.trained_model import stored_recipe
     from thrifty.training.trainer import resume
 
-    path = run_path(run)
-    layers = RecipeLayers().override(f"run {path.name}", read_stored_tables(path / "recipe.toml"))
+    path = find_run(run)
+    layers = RecipeLayers().override(f"run {path.name}", stored_recipe(path))
     layers.apply_changes(removals, additions, assignments)
     if mesh is not None:
         layers.apply_mesh(mesh)

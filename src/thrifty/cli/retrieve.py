@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from thrifty.cli.verb_output import print_json, progress, run_path
+from thrifty.cli.verb_output import print_json, progress
 from thrifty.core.errors import UsageError
+from thrifty.reporting.run_record import find_run
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +43,7 @@ def command(
 
     if prompts and not classes:
         raise UsageError("--prompt is given and no images to tell apart", fix="--classes SOURCE, such as cifar10")
-    path = run_path(run)
+    path = find_run(run)
     model, recipe = load_trained_model(path, step, raw_weights)
     if not isinstance(model, ContrastiveModel):
         raise UsageError(

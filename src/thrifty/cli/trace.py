@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from thrifty.cli.verb_output import print_result, run_path
+from thrifty.cli.verb_output import print_result
 from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+from thrifty.reporting.run_record import find_run
 
 if TYPE_CHECKING:
     from thrifty.simulators.accelerator.attention_trace import AttentionTrace
@@ -88,7 +89,7 @@ def _recorded(source: str, examples: int, length: int | None, data: Path | None,
     if (Path(source) / "config.json").is_file():
         return _of_folder(Path(source), examples, length, data)
     try:
-        run = run_path(Path(source))
+        run = find_run(source)
     except UsageError as error:
         near = did_you_mean(source, [*PRESETS, *PATTERNS])
         raise UsageError(f"{source} is no run, model folder, preset, pattern or .npy file", fix=near) from error

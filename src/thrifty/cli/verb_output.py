@@ -1,4 +1,4 @@
-"""How verbs find runs and print results."""
+"""How verbs print results."""
 
 import json
 import math
@@ -10,20 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from thrifty.core.errors import UsageError, did_you_mean
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-
-def run_path(run: Path) -> Path:
-    """A run folder by path, or by name under runs/. Raises UsageError with the nearest name."""
-    for path in (run, Path("runs") / run):
-        if (path / "recipe.toml").is_file():
-            return path
-    known = [folder.parent.name for folder in Path("runs").glob("*/recipe.toml")]
-    raise UsageError(f"{run} is not a run folder", fix=did_you_mean(str(run), known))
 
 
 def print_json(value: Any) -> None:

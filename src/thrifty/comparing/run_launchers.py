@@ -23,9 +23,9 @@ from thrifty.core.errors import ThriftyError
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact_command
 from thrifty.machine.energy_meter import EnergyMeter, counters
+from thrifty.machine.lock_owner import lock_owner
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.process_launch import python
-from thrifty.training.run_lock import holder
 from thrifty.training.run_setup import BuildModel
 
 SAVING = 600.0
@@ -154,7 +154,7 @@ def _let_go(process: subprocess.Popen[bytes]) -> None:
 def wait_for_release(lock: Path) -> None:
     """A start right after a kill may find the run still saving; refused, it would be listed as failed."""
     end = time.monotonic() + SAVING
-    while holder(lock).get("host") == socket.gethostname() and time.monotonic() < end:
+    while lock_owner(lock).get("host") == socket.gethostname() and time.monotonic() < end:
         time.sleep(0.1)
 
 

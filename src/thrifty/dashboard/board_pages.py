@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from thrifty.dashboard.run_summary import FINISHED, RUNNING, RunListRow
+from thrifty.dashboard.run_summary import RunListRow
 from thrifty.reporting import run_tables
 from thrifty.reporting.color_theme import DARK, LIGHT
 from thrifty.reporting.key_figures import KeyFigures, verdict
@@ -16,6 +16,7 @@ from thrifty.reporting.number_format import scaled, significant, whole
 from thrifty.reporting.page_templates import asset, environment
 from thrifty.reporting.run_charts import EACH, HELD_OUT, SMOOTHED, TRAINED
 from thrifty.reporting.run_record import RunRecord
+from thrifty.reporting.run_state import FINISHED, RUNNING
 
 SORTS = {
     "name": ("Run", lambda row: row.name, False),

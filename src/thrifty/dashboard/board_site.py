@@ -15,7 +15,7 @@ from thrifty.dashboard import board_pages, live_charts
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.dashboard.page_responses import PageResponse, Query, changed_parts, figure_data
 from thrifty.dashboard.run_listing import RunListing
-from thrifty.dashboard.run_summary import RUNNING, RunListRow
+from thrifty.dashboard.run_summary import RunListRow
 from thrifty.dashboard.run_watcher import RunWatcher
 from thrifty.dashboard.saved_results import outcome, saved_results, tables
 from thrifty.dashboard.technique_cards import TechniqueCard, card_from
@@ -23,6 +23,7 @@ from thrifty.reporting.chart_renderer import VEGA_LITE, vega_bundle
 from thrifty.reporting.color_theme import chart_look, css_variable
 from thrifty.reporting.run_page import repeat_command, scripts_policy
 from thrifty.reporting.run_record import read_run
+from thrifty.reporting.run_state import RUNNING
 from thrifty.reporting.run_tables import environment, predicted_parts, settings
 
 LARGEST_PAGE = 64 << 20

@@ -13,7 +13,7 @@ from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.loss_curves import CurvePoint, thin
 from thrifty.reporting.run_record import mappings, number, parse_record
-from thrifty.training.run_lock import holder
+from thrifty.reporting.run_state import run_state
 
 FROM_END = 1 << 16
 """Bytes at the end of the records; what lies before them is not read, however much it is."""
@@ -22,8 +22,6 @@ AROUND = 1 << 12
 """Bytes that are read where the loss is sampled."""
 RECENT = 50
 """Steps over which tokens per second are taken."""
-
-RUNNING, FINISHED, STOPPED, WAITING = "running", "finished", "stopped", "not started"
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,8 @@ class RunSummary:
         recipe = rename_recipe(self.files.toml(self.folder / "recipe.toml"))
         summary = self.files.json_object(self.folder / "summary.json")
         named = mappings(self.files.json_object(self.folder / "explanation.json").get("techniques"))
-        status = str(summary.get("status", ""))
         step = int(number(self.step.get("step")) or number(summary.get("steps")) or 0)
-        state, reason = self._state(status, step, number(summary.get("steps")) or 0)
+        state = run_state(self.folder, summary, step)
         rate = median(self.rates) if self.rates else None
         loss = number(self.step.get("loss"))
         return RunListRow(
@@ -78,8 +75,8 @@ class RunSummary:
             about=redact_text(str(recipe.get("about", ""))),
             recipe=redact_text(_in_short(recipe)),
             techniques=tuple(redact_text(rename_techniques(str(each.get("name", "")))) for each in named),
-            state=state,
-            reason=reason,
+            state=state.name,
+            reason=state.reason,
             step=step,
             steps=_steps(recipe),
             loss=number(summary.get("loss")) if loss is None else loss,
@@ -106,17 +103,6 @@ class RunSummary:
                         self.rates.append(rate)
                 elif record.get("kind") == "evaluation":
                     self.held_out = number(record.get("loss"))
-
-    def _state(self, status: str, step: int, summarized: float) -> tuple[str, str]:
-        """Whether it runs, and in a few words why not. A run that was killed still says that it is running."""
-        owner = holder(self.folder / "lock")
-        if owner:
-            return RUNNING, f"process {owner['pid']} on {redact_text(owner['host'])}"
-        if status == "finished" and step <= summarized:
-            return FINISHED, ""
-        if not status and not step:
-            return WAITING, ""
-        return STOPPED, {"interrupted": "by a signal", "stopped": "by an error"}.get(status, "its process is gone")
 
     def _updated(self) -> float:
         times = [0.0]

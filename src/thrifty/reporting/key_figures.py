@@ -8,6 +8,7 @@ from typing import Any
 
 from thrifty.reporting.number_format import duration, percent, significant
 from thrifty.reporting.run_record import RunRecord, mapping, number
+from thrifty.reporting.run_state import KILLED
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def key_figures(record: RunRecord) -> KeyFigures:
     if predicted is None:
         predicted = number(mapping(record.explanation.get("footprint")).get("memory"))
     return KeyFigures(
-        status=str(current.get("status", "in progress" if record.steps else "not started")),
+        status=record.state.name,
         steps=int(_first(current, "steps", record.last_step) or 0),
         skipped_steps=int(_first(current, "skipped_steps", skipped) or 0),
         tokens=_first(current, "tokens", last.get("tokens")),
@@ -113,11 +114,13 @@ def key_figures(record: RunRecord) -> KeyFigures:
 
 
 def verdict(key: KeyFigures) -> str:
-    """One sentence: held-out loss against what frequencies of single tokens would give; and of a finished run on a
-    budget in seconds another, on how much of that it used."""
+    """One sentence: held-out loss against what frequencies of single tokens would give. Another one says how much of
+    its budget in seconds a finished run used, or that a run was killed."""
     used = ""
     if key.status == "finished" and key.budget_seconds and key.seconds is not None:
         used = f" Training took {duration(key.seconds)} of the {duration(key.budget_seconds)} of its budget."
+    if key.status == KILLED:
+        used = f" Its process was killed after step {key.steps:,}; `thrifty resume` continues the run."
     return _verdict_on_loss(key) + used
 
 

@@ -13,8 +13,11 @@ import tomli_w
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.old_names import rename_origins, rename_recipe, rename_techniques
 from thrifty.core.secret_redaction import redact, redact_text
+from thrifty.reporting.run_state import RunState, run_state
 
 EVENTS = ("change", "checkpoint", "notice")
+RUN_FILES = ("recipe.toml", "records.jsonl", "checkpoints/LATEST")
+"""Any of these in a folder makes it a run's."""
 LARGEST = 64 << 20
 """Bytes of a file beside the records that is read."""
 
@@ -40,6 +43,7 @@ class RunRecord:
     """Selected examples of a pruned run, for `example_gallery.py`. Not redacted yet, since pictures are text."""
     pictures: Mapping[str, Any] = field(default_factory=dict)
     """What can be seen of a model's predictions, likewise."""
+    state: RunState = field(default_factory=RunState)
 
     @property
     def name(self) -> str:
@@ -56,7 +60,7 @@ class RunRecord:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
 
-def find_run(run: str) -> Path:
+def find_run(run: str | Path) -> Path:
     """The folder of a run given as a path or as a name under ./runs.
 
     Raises `UsageError` when there is no such run folder.
@@ -68,18 +72,18 @@ def find_run(run: str) -> Path:
     existing = next((folder for folder in candidates if folder.exists()), None)
     if existing is not None:
         raise UsageError(
-            f"{existing} is not a run folder: it holds neither recipe.toml nor records.jsonl",
+            f"{existing} is not a run folder: it holds none of {', '.join(RUN_FILES)}",
             fix="give the folder that `thrifty train` made, such as runs/NAME",
         )
     names = [folder.name for folder in Path("runs").glob("*") if is_run_folder(folder)]
     raise UsageError(
-        f"there is no run {run!r}, neither as a folder nor under runs/",
-        fix=did_you_mean(run, names) if names else "train one first: thrifty train",
+        f"there is no run {str(run)!r}, neither as a folder nor under runs/",
+        fix=did_you_mean(str(run), names) if names else "train one first: thrifty train",
     )
 
 
 def is_run_folder(folder: Path) -> bool:
-    return (folder / "recipe.toml").is_file() or (folder / "records.jsonl").is_file()
+    return any((folder / file).is_file() for file in RUN_FILES)
 
 
 def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -> RunRecord:
@@ -109,6 +113,7 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
         evaluations=kinds["evaluation"],
         events=tuple(rename_techniques(redact(record)) for record in records if record["kind"] in EVENTS),
         damage=tuple(damage),
+        state=run_state(folder, files["summary"], max((record["step"] for record in kinds["step"]), default=0)),
     )
 
 

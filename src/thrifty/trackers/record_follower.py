@@ -11,11 +11,11 @@ from typing import Any
 from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.secret_redaction import redact_text
+from thrifty.machine.lock_owner import lock_owner
 from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.run_record import RunRecord, mapping, number, parse_record, read_run
 from thrifty.reporting.run_tables import settings
 from thrifty.trackers.tracker import TrackedRun, Tracker, open_tracker
-from thrifty.training.run_lock import holder
 
 EVERY = 1.0
 """Seconds between two looks at a run that goes on."""
@@ -87,7 +87,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _new_lines(tail: FileTail, run: Path, follow: bool) -> Iterator[list[bytes]]:
     while True:
-        running = follow and bool(holder(run / "lock"))  # before the reading, so that its last records are read too
+        running = follow and bool(lock_owner(run / "lock"))  # before the reading, so that its last records are read too
         while lines := tail.read():
             yield lines
         if not running:
@@ -127,7 +127,8 @@ def _tracked(record: RunRecord, kept: _Position) -> TrackedRun:
 def _summary(run: Path) -> Mapping[str, Any]:
     """As it is at the end; nothing where the run was removed meanwhile."""
     try:
-        return read_run(run, records=()).summary
+        record = read_run(run, records=())
+        return {**record.summary, "status": record.state.name}
     except UsageError:
         return {}
 

@@ -11,7 +11,7 @@ from thrifty.trackers.tracker import TrackedRun
 EXPERIMENT = "thrifty"
 AT_ONCE = 900
 """Metrics of a batch; MLflow takes up to 1,000."""
-STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "stopped": "FAILED"}
+STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "killed": "KILLED", "stopped": "FAILED"}
 """MLflow's words for how a run ended; one that goes on stays RUNNING."""
 LONGEST = 6000
 """Characters of a setting, as MLflow allows."""

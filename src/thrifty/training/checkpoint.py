@@ -120,6 +120,18 @@ def find(
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
 
+def find_of_run(folder: Path, step: int | None = None, *, ranks: SingleProcess | None = None) -> FoundCheckpoint:
+    """Do as `find`. Raises `IntegrityError` if the checkpoint does not hold the recipe, data and steps of its run."""
+    saved = find(folder, step, ranks=ranks)
+    kinds = {"recipe": dict, "data": dict, "steps": int}
+    if lacking := [name for name, kind in kinds.items() if not isinstance(saved.scalars.get(name), kind)]:
+        raise IntegrityError(
+            f"{saved.path} does not say the {' and the '.join(lacking)} of its run",
+            fix="bring the checkpoint back from a copy, or remove it to use the one before it",
+        )
+    return saved
+
+
 def fill(
     checkpoint: FoundCheckpoint,
     into: Tensors,

@@ -18,7 +18,7 @@ from typing import Any
 from thrifty.core.atomic_files import NO_ROOM, AtomicFiles, refuse_links
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError, did_you_mean
 from thrifty.core.secret_redaction import redact
-from thrifty.training.checkpoint_index import remove_leftovers
+from thrifty.training.checkpoint_index import checkpoints, remove_leftovers
 from thrifty.training.run_lock import RunLock
 
 Record = Mapping[str, Any]
@@ -67,7 +67,7 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """An existing run, not locked. Raises `UsageError` if there is none."""
         run = cls(path)
-        if not run.recipe.is_file():
+        if not run.recipe.is_file() and not checkpoints(run.checkpoints):
             runs = [recipe.parent.name for recipe in path.parent.glob("*/recipe.toml")]
             fix = did_you_mean(path.name, runs) if runs else "start one with `thrifty train`"
             raise UsageError(f"there is no run in {path}", fix)

@@ -14,7 +14,8 @@ from typing import Any
 from thrifty.core.atomic_files import NO_ROOM
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.file_locks import lock_file
-from thrifty.machine.process_start import is_running, process_start
+from thrifty.machine.lock_owner import is_alive, read_owner
+from thrifty.machine.process_start import process_start
 
 
 class RunLock:
@@ -50,7 +51,7 @@ class RunLock:
         except BlockingIOError as error:
             raise self._taken(self._owner()) from error
         owner = self._owner()
-        if owner and (_is_alive(owner) if owner["host"] == socket.gethostname() else not self.ours):
+        if owner and (is_alive(owner) if owner["host"] == socket.gethostname() else not self.ours):
             raise self._taken(owner)
         if owner:
             self.notice = f"process {owner['pid']} ended without giving this run back; taken over from it"
@@ -59,7 +60,7 @@ class RunLock:
         os.pwrite(self._descriptor, json.dumps(mine).encode(), 0)
 
     def _owner(self) -> dict[str, Any]:
-        return _read_owner(os.pread(self._descriptor, 4096, 0))
+        return read_owner(os.pread(self._descriptor, 4096, 0))
 
     def _taken(self, owner: dict[str, Any]) -> UsageError:
         who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
@@ -87,30 +88,3 @@ def _unwritable(file: Path, error: OSError) -> ThriftyError:
     room = error.errno in NO_ROOM
     fix = "free some space there" if room else "check the folder's permissions, or choose another with --runs"
     return ThriftyError(f"{file} cannot be written: {error.strerror}", fix=fix)
-
-
-def holder(file: Path) -> dict[str, Any]:
-    """Who holds a lock, as its file says: {"pid", "host", "started"}, or {} where nobody does. Of another machine what
-    is written there is believed. The lock itself is not touched, so that a start at this moment is not refused."""
-    if not file.is_file():  # to open a pipe would be to wait for somebody who writes into it
-        return {}
-    try:
-        with file.open("rb") as opened:
-            owner = _read_owner(opened.read(4096))
-    except OSError:
-        return {}
-    return owner if owner and (owner["host"] != socket.gethostname() or _is_alive(owner)) else {}
-
-
-def _read_owner(content: bytes) -> dict[str, Any]:
-    """Who wrote the file last and did not empty it; {} if nobody, or if it is not readable as that."""
-    try:
-        owner = json.loads(content)
-        return {"pid": int(owner["pid"]), "host": str(owner["host"]), "started": float(owner["started"])}
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return {}
-
-
-def _is_alive(owner: dict[str, Any]) -> bool:
-    """Whether the very process is there, not a later one with the same number."""
-    return is_running(owner["pid"], owner["started"])

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from thrifty.core.state import fill_tensor, read_log
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.models import build_model_for
 from thrifty.objectives import find_objective
-from thrifty.recipes.recipe_toml import read_recipe
+from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
 
 RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
@@ -24,6 +24,13 @@ RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {S
 
 
 Adapters = Literal["merged", "kept", "left out"]
+
+
+def stored_recipe(folder: Path) -> dict[str, Any]:
+    """Return the tables of a run's recipe.toml; if that file is gone, those of the newest undamaged checkpoint."""
+    if (file := folder / "recipe.toml").is_file():
+        return read_stored_tables(file)
+    return checkpoint.find_of_run(folder / "checkpoints").scalars["recipe"]
 
 
 def load_trained_model(
@@ -39,7 +46,7 @@ def load_trained_model(
     average, or with `trained` the weights in training. Needs no data: the run folder keeps what is asked of inputs and
     outputs.
     """
-    recipe = read_recipe(folder / "recipe.toml")
+    recipe = recipe_from_data(stored_recipe(folder))
     stored = checkpoint.load(folder / "checkpoints", step)
     ends = read_model_spec(folder, recipe.data.length)
 

@@ -160,22 +160,11 @@ def _binding(recipe: Recipe) -> dict[str, Any]:
 def _newest(folder: RunFolder) -> checkpoint.FoundCheckpoint | None:
     """The newest undamaged checkpoint; None when the run ended before it made one."""
     try:
-        return _with_run(checkpoint.find(folder.checkpoints, ranks=process_group_sync()))
+        return checkpoint.find_of_run(folder.checkpoints, ranks=process_group_sync())
     except IntegrityError:
         if process_group_sync().run_first(lambda: len(checkpoint_index.checkpoints(folder.checkpoints))):
             raise
         return None
-
-
-def _with_run(saved: checkpoint.FoundCheckpoint) -> checkpoint.FoundCheckpoint:
-    """Raises IntegrityError where a checkpoint does not say of which run it is."""
-    kinds = {"recipe": dict, "data": dict, "steps": int}
-    if lacking := [name for name, kind in kinds.items() if not isinstance(saved.scalars.get(name), kind)]:
-        raise IntegrityError(
-            f"{saved.path} does not say the {' and the '.join(lacking)} of its run",
-            fix="bring the checkpoint back from a copy, or remove it to use the one before it",
-        )
-    return saved
 
 
 def _fork(
@@ -188,7 +177,7 @@ def _fork(
     rewound_to: int | None = None,
     drop_weights: bool = False,
 ) -> dict[str, Any]:
-    saved = _with_run(checkpoint.find(old / "checkpoints", rewound_to, ranks=process_group_sync()))
+    saved = checkpoint.find_of_run(old / "checkpoints", rewound_to, ranks=process_group_sync())
 
     def fill(state: TrainState) -> list[str]:
         rewound = rewound_to is not None
@@ -237,7 +226,7 @@ def _run(
     try:
         with explain_out_of_memory(predicted, remedy):
             state = run.start() if log is None else run.init_state(log)
-            notices = [*fill(state), *_lost_updates(run, state)]
+            notices = [*fill(state), *_lost_updates(run, state), *filter(None, [folder.notice])]
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:
             folder.write_text("recipe.toml", write_recipe(recipe))

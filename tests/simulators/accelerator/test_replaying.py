@@ -91,7 +91,7 @@ def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_und
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batches = SimpleNamespace(batches=lambda *count: [X])
-    monkeypatch.setattr("thrifty.cli.verb_output.run_path", lambda run: run)
+    monkeypatch.setattr("thrifty.reporting.run_record.find_run", lambda run: run)
     monkeypatch.setattr(
         "thrifty.training.run_setup.open_examples", lambda recipe: (None, SimpleNamespace(held_out=batches))
     )

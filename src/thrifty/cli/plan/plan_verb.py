@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from thrifty.cli.plan.plan_recipe import plan_recipe
-from thrifty.cli.verb_output import open_table, print_result, run_path, wide_console
+from thrifty.cli.verb_output import open_table, print_result, wide_console
 from thrifty.core.errors import UsageError
 from thrifty.reporting.number_format import percent, scaled, significant
+from thrifty.reporting.run_record import find_run
 
 if TYPE_CHECKING:
     from thrifty.planning.scaling_law_fit import TrainedRun
@@ -149,7 +150,7 @@ def _read(runs: tuple[Path, ...], table: Path | None) -> list[TrainedRun]:
     if bool(runs) == (table is not None):
         what = "both runs and a table are given" if runs else "there is nothing to fit"
         raise UsageError(what, fix="name run folders, or give --csv FILE with the columns parameters,tokens,loss")
-    return runs_from_table(table) if table is not None else runs_from_folders([run_path(run) for run in runs])
+    return runs_from_table(table) if table is not None else runs_from_folders([find_run(run) for run in runs])
 
 
 def _nearest_preset(parameters: float) -> dict[str, Any]:

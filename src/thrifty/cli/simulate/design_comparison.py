@@ -114,14 +114,14 @@ def held_out_losses(run: Path, traces: Sequence[AttentionTrace]) -> list[float]:
     is more than softmax over some pairs."""
     import torch
 
-    from thrifty.cli.verb_output import run_path
     from thrifty.core.errors import RefusedError, UsageError
+    from thrifty.reporting.run_record import find_run
     from thrifty.simulators.accelerator.masked_replay import replay_with_masks
     from thrifty.training.evaluation import held_out_loss
     from thrifty.training.run_setup import open_examples
     from thrifty.training.trained_model import load_trained_model
 
-    folder = run_path(run)
+    folder = find_run(run)
     traced = traces[0].provenance.get("run")
     if traced != folder.name or "examples" not in traces[0].provenance:
         raise UsageError(f"the trace is of {traced or 'no run'}, not of {folder.name}", fix=f"thrifty trace {run}")
