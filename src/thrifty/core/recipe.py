@@ -100,7 +100,7 @@ class DataSettings:
     near_duplicates: float | None = None
     """Of text: how alike a document may be to one before it, as a share of their runs of five words, before it is left
     out; 0.8 is usual. None are looked for unless it is given."""
-    size: int | None = None
+    size: Annotated[int | None, SettingBound(least=1, most=8192)] = None
     """Height and width of images in pixels; unless given those of a known set, and for a folder those of the model."""
     augment: AugmentationSettings | None = None
 

@@ -136,7 +136,8 @@ def test_a_fork_on_other_labels_is_refused(tmp_path):
 def test_settings_that_mean_nothing_for_images_are_refused():
     with pytest.raises(UsageError, match=r"data.tokenizer is set, and digits holds images"):
         opened(tokenizer="some.json")
-    with pytest.raises(UsageError, match=r"data.size is 0"):
-        opened(size=0)
+    for size in (0, 10**9):
+        with pytest.raises(UsageError, match=f"data: size is {size}\n  fix: size must be at least 1 and at most 8192"):
+            opened(size=size)
     with pytest.raises(UsageError, match="1300 images to train on, fewer than one batch of 2000"):
         opened(batch=2000)

@@ -162,12 +162,24 @@ def test_a_hub_data_set_is_read_by_name(tmp_path, monkeypatch):
     write(tmp_path / "me" / "tales" / "train.jsonl", '{"text": "one"}\n{"text": "two"}\n')
     assert read("hub:me/tales") == ["one", "two"]
     assert "hub:me/tales: no column 'body'; there are: text" in refused("hub:me/tales", "body")
-    assert "hub:me/absent cannot be loaded" in refused("hub:me/absent")
+    assert "hub:me/absent cannot be read" in refused("hub:me/absent")
 
 
 def test_hub_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'thrifty[hub]'" in refused("hub:owner/name")
+
+
+@pytest.mark.parametrize(("damage", "by"), [(b"\xff", b"sixth"), (b"\xff\xff\xff\x7f", (6 * 5).to_bytes(4, "little"))])
+def test_a_damaged_folder_that_datasets_has_saved_is_refused(damage: bytes, by: bytes, tmp_path: Path) -> None:
+    """A byte that is no UTF-8, and an offset beyond the end of the file."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["first", "secnd", "third", "forth", "fifth", "sixth"]}).save_to_disk(tmp_path)
+    (file,) = tmp_path.glob("*.arrow")
+    content = file.read_bytes()
+    place = content.rindex(by)
+    file.write_bytes(content[:place] + damage + content[place + len(damage) :])
+    assert f"{tmp_path} cannot be read: " in (said := refused(tmp_path)) and "save_to_disk" in said
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -159,7 +159,6 @@ def open_images(
     check_settings(settings, special=())
     if settings.tokenizer:
         raise UsageError(f"data.tokenizer is set, and {settings.source} holds images", fix="leave data.tokenizer out")
-    refuse_no_pixels(settings)
     _refuse_mixing(settings, labelled)
     parts, identity, said = _open(settings, settings.size or side, say, labelled)
     if not labelled:
@@ -240,12 +239,6 @@ def _refuse_mixing(settings: DataSettings, labelled: bool) -> None:
             f"data.augment.{name} mixes labels of images, and the objective learns from none",
             fix=f"leave data.augment.{name} out",
         )
-
-
-def refuse_no_pixels(settings: DataSettings) -> None:
-    """Raises UsageError for images of less than one pixel."""
-    if settings.size is not None and settings.size < 1:
-        raise UsageError(f"data.size is {settings.size}", fix="give the height and width of images in pixels")
 
 
 class Images(DataKind):

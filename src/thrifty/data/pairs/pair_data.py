@@ -23,7 +23,7 @@ from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochsByKey, HeldOutByKey, fingerprint
 from thrifty.data.fetched_sets import read_origin
 from thrifty.data.images.image_arrays import ImageArrays, normalized, open_arrays
-from thrifty.data.images.image_data import known_side, refuse_no_pixels
+from thrifty.data.images.image_data import known_side
 from thrifty.data.images.image_previews import input_pictures
 from thrifty.data.pairs.caption_rows import CaptionRows, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
@@ -187,7 +187,6 @@ def _refuse_settings(settings: DataSettings) -> None:
                 f"data.augment.{name} mixes labels of images, and captions cannot be mixed",
                 fix=f"leave data.augment.{name} out",
             )
-    refuse_no_pixels(settings)
 
 
 class ImagesWithCaptions(DataKind):

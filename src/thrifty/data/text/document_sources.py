@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
-from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
+from thrifty.core.errors import IntegrityError, UsageError, did_you_mean, reason_of
 from thrifty.data.catalogue import PYTHON_STDLIB, CatalogueEntry, entries
 from thrifty.data.fetched_sets import DOCUMENTS, find_damage, read_origin
 from thrifty.data.skipped_files import SkippedFiles
@@ -22,6 +22,7 @@ from thrifty.data.text.text_readers import (
     json_lines,
     looks_binary,
     parquet_rows,
+    row_text,
     text_passages,
     whole_text,
 )
@@ -121,6 +122,7 @@ class HubSource(DocumentSource):
 
     dataset: str
     column: str
+    remedy: ClassVar[str] = "check the name, that it has a split called train, and that it can be reached"
 
     @property
     def label(self) -> str:
@@ -135,21 +137,15 @@ class HubSource(DocumentSource):
             ) from None
         try:
             rows = self.training_rows(datasets)
-        except Exception as error:  # the library raises errors of a dozen packages; all mean that the set cannot be had
-            raise UsageError(
-                f"{self.label} cannot be loaded: {str(error).splitlines()[0] if str(error) else error!r}",
-                fix="check the name, that it has a split called train, and that it can be reached",
-            ) from error
-        check_column(self.column, rows.column_names, self.label)
-        for number, row in enumerate(rows.select_columns(self.column)):
-            text = row[self.column]
-            if text is not None and not isinstance(text, str):
-                raise UsageError(
-                    f"{self.label}, row {number}: column {self.column!r} holds {type(text).__name__}, not text",
-                    fix="set data.column to a text one",
-                )
-            if text and text.strip():
-                yield text
+            check_column(self.column, rows.column_names, self.label)
+            for number, row in enumerate(rows.select_columns(self.column)):
+                text = row_text(row, self.column, f"{self.label}, row {number}")
+                if text.strip():
+                    yield text
+        except UsageError:
+            raise
+        except Exception as error:  # the library raises errors of a dozen packages; all mean that the set is not there
+            raise UsageError(f"{self.label} cannot be read: {reason_of(error)}", fix=self.remedy) from error
 
     def training_rows(self, datasets: ModuleType) -> Any:
         return datasets.load_dataset(self.dataset, split="train")
@@ -163,13 +159,17 @@ class HubSource(DocumentSource):
 class SavedDataset(HubSource):
     """A folder that `datasets` wrote by `save_to_disk`: the data set, or its training split."""
 
+    remedy: ClassVar[str] = "write the folder again by `save_to_disk`, with a split called train if it has splits"
+
     @property
     def label(self) -> str:
         return self.dataset
 
     def training_rows(self, datasets: ModuleType) -> Any:
         rows = datasets.load_from_disk(self.dataset)
-        return rows["train"] if isinstance(rows, dict) else rows
+        rows = rows["train"] if isinstance(rows, dict) else rows
+        rows.data.validate(full=True)  # an offset beyond the end of a damaged file would be followed
+        return rows
 
     def identity(self) -> str:
         return _file_states(sorted(path for path in Path(self.dataset).rglob("*") if path.is_file()))

@@ -1,7 +1,7 @@
 """Reading text out of files, one document at a time, with errors that name the file and the line."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -68,7 +68,7 @@ def json_lines(path: Path, column: str) -> Iterator[str]:
     Raises UsageError at a line that is no JSON object, or lacks the column, or has something else than text in it.
     """
     for where, row in json_rows(path):
-        text = _column(row, column, where)
+        text = row_text(row, column, where)
         if text.strip():
             yield text
 
@@ -143,7 +143,8 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _column(row: dict[str, Any], column: str, where: str) -> str:
+def row_text(row: Mapping[str, Any], column: str, where: str) -> str:
+    """Return the text in a column of a row; "" for null. Raises UsageError for a missing column and for no text."""
     check_column(column, list(row), where)
     text = row[column]
     if text is None:
