@@ -1,12 +1,24 @@
 import errno
+import os
 import select
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from thrifty.core.errors import ThriftyError
-from thrifty.data.data_cache import build_folder
+from thrifty.core.atomic_folders import write_aside
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.data.data_cache import build_folder, lock_folder
+from thrifty.models.hf_folder import written_aside
+
+KILLED_WRITER = """
+import importlib, os, signal, sys
+from pathlib import Path
+with getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(Path(sys.argv[3])) as aside:
+    (aside / "half").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 WAIT_FOR_THE_LOCK = """
 import sys
@@ -61,3 +73,24 @@ def test_a_lock_is_held_by_one_process_and_freed_when_it_is_killed(tmp_path):
             first.kill()
             assert second.stdout.readline() == "held\n"
             second.stdin.close()
+
+
+@pytest.mark.parametrize("write", [build_folder, written_aside])
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_that_of_a_living_one_is_not(tmp_path, write):
+    dead = subprocess.run(
+        [sys.executable, "-c", KILLED_WRITER, write.__module__, write.__name__, str(tmp_path / "set")], check=False
+    )
+    assert dead.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    os.mkfifo(tmp_path / f".set{left.suffix}0")
+    with write_aside(tmp_path / "set") as living:
+        with write(tmp_path / "set"):
+            assert not left.exists() and living.exists()
+        (tmp_path / "set").rename(tmp_path / "moved")
+    assert (tmp_path / "set").is_dir()
+
+
+def test_a_pipe_in_the_place_of_a_lock_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / ".set.lock")
+    with pytest.raises(UsageError, match="cannot write to the cache folder"), lock_folder(tmp_path / "set"):
+        pass

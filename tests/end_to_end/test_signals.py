@@ -62,7 +62,7 @@ def test_a_signal_while_data_is_prepared_ends_at_once_and_leaves_nothing_broken(
     stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 128 + number
     assert time.monotonic() - began < 15 and "Traceback" not in stderr
-    assert not list((tmp_path / "cache").rglob("*.part"))
+    assert not list((tmp_path / "cache").rglob("*.partial-*"))
     assert own_cache.train("run", steps=2)["status"] == "finished"
 
 

@@ -301,6 +301,16 @@ def test_a_run_folder_with_a_link_is_refused_and_what_it_names_is_untouched(tmp_
     assert outside.read_text() == "precious, without a last line"
 
 
+@pytest.mark.parametrize("name", ["records.jsonl", "checkpoints/.LATEST.0f1e.partial"])
+def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    path = existing_run(tmp_path / "mine")
+    (path / name).parent.mkdir(exist_ok=True)
+    (path / name).unlink(missing_ok=True)
+    os.mkfifo(path / name)
+    with pytest.raises(UsageError, match=f"{name} is a pipe or a device.*\n  fix: rm {path / name}"):
+        RunFolder.open(path).lock()
+
+
 def test_what_a_kill_left_is_gone_once_the_run_is_locked(tmp_path: Path) -> None:
     path = existing_run(tmp_path / "mine")
     strays = [path / "checkpoints" / f"step-00000004.{kind}-0f1e" for kind in ("partial", "removed")]

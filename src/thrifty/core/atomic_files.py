@@ -9,6 +9,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -130,9 +131,11 @@ class AtomicFiles:
 
 
 def refuse_links(*folders: Path) -> None:
-    """Raises UsageError if a file or folder directly in one of these is a symbolic link, or one of them is: it would
-    lead reads and writes out of a run folder."""
-    links = [path for folder in folders for path in (folder, *folder.glob("*")) if path.is_symlink()]
-    if links:
-        what = f"{links[0]} is a symbolic link, and nothing outside a run folder is read or written"
-        raise UsageError(what, fix="remove the link, or put a copy of what it names in its place")
+    """Raises UsageError if one of these, or an entry directly in one, is a symbolic link, which would lead reads and
+    writes out of a run folder, or a pipe or device, at which they would wait forever."""
+    for path in (path for folder in folders for path in (folder, *folder.glob("*"))):
+        if path.is_symlink():
+            what = f"{path} is a symbolic link, and nothing outside a run folder is read or written"
+            raise UsageError(what, fix="remove the link, or put a copy of what it names in its place")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UsageError(f"{path} is a pipe or a device, not a regular file", fix=f"rm {shlex.quote(str(path))}")

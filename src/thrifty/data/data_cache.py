@@ -1,22 +1,19 @@
 """The cache folder: fetched sets and prepared tokens. A folder in it is either whole or absent, whoever was killed.
 
-A folder is built aside, flushed, and then takes its name by a rename. A lock per name lets one process build while the
-others wait to use the result; it is released by the operating system when its holder dies.
+A lock per name lets one process build a folder while the others wait to use the result; it is released by the operating
+system when its holder dies.
 """
 
-import errno
 import hashlib
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from thrifty.core.atomic_files import NO_ROOM
+from thrifty.core.atomic_folders import replace_folder
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.file_locks import lock_file
-
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def file_sha256(path: Path) -> str:
@@ -33,7 +30,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     lock = folder.with_name(f".{folder.name}.lock")
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
+        file = os.fdopen(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "w")
     except OSError as error:
         raise UsageError(
             f"cannot write to the cache folder {folder.parent}: {error.strerror}",
@@ -48,43 +45,15 @@ def lock_folder(folder: Path) -> Iterator[None]:
 def build_folder(folder: Path) -> Iterator[Path]:
     """A new folder that takes the name `folder` when the block ends well, and vanishes when it does not.
 
-    Call it under `locked(folder)`. An existing `folder` is replaced.
+    Call it under `lock_folder(folder)`. An existing `folder` is replaced.
     """
-    for leftover in folder.parent.glob(f".{folder.name}.*.part"):
-        shutil.rmtree(leftover)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.part")
     try:
-        aside.mkdir()
-        yield aside
-        for path in aside.iterdir():
-            _flush(path)
-        _take_name(aside, folder)
+        with replace_folder(folder) as aside:
+            yield aside
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in NO_ROOM:
             raise ThriftyError(
                 f"the disk is full while writing {folder}",
                 fix="free some space, or set THRIFTY_CACHE to a folder on a larger disk",
             ) from error
         raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _take_name(aside: Path, folder: Path) -> None:
-    if folder.exists():
-        old = aside.with_suffix(".old.part")
-        folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old)
-    else:
-        aside.rename(folder)
-    _flush(folder.parent)
-
-
-def _flush(path: Path) -> None:
-    """Force a file or folder to the disk, so that the rename never outlives what it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

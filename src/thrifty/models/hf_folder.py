@@ -2,8 +2,6 @@
 without `transformers`; pickled weights (.bin, .pt) are never opened."""
 
 import json
-import os
-import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from thrifty.core.atomic_folders import write_aside
 from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -124,32 +123,17 @@ def written_aside(folder: Path) -> Iterator[Path]:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already", fix="name a folder that does not exist yet, or remove that one")
-    aside = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(6)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        aside.mkdir()
-        yield aside
-        readable = aside.stat().st_mode & 0o666  # as the user's umask has it; safetensors lets its owner alone read
-        for path in aside.iterdir():
-            path.chmod(readable)
-            _flush(path)
-        _flush(aside)
-        aside.replace(folder)
-        _flush(folder.parent)
+        with write_aside(folder) as aside:
+            yield aside
+            readable = aside.stat().st_mode & 0o666  # as the user's umask has it; safetensors lets its owner alone read
+            for path in aside.iterdir():
+                path.chmod(readable)
     except (OSError, SafetensorError) as error:
         raise ThriftyError(
             f"{folder} could not be written: {error}", fix="free disk space or choose another place"
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

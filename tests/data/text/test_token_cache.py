@@ -179,14 +179,14 @@ def test_a_killed_build_leaves_nothing_that_is_used(tmp_path, cache):
     lines = (" ".join(str(words.randrange(500)) for _ in range(20)) for _ in range(60_000))
     source.write_text("\n\n".join(lines))
     builder = subprocess.Popen([sys.executable, "-c", PREPARE, str(source)])
-    while not list((cache / "prepared").glob(".*.part/train.bin")):
+    while not list((cache / "prepared").glob(".*.partial-*/train.bin")):
         assert builder.poll() is None, "the build ended before it could be killed"
         time.sleep(0.005)
     builder.send_signal(signal.SIGKILL)
     builder.wait()
     assert not [path for path in (cache / "prepared").iterdir() if not path.name.startswith(".")]
     prepared = open_token_cache(settings(source), quiet)
-    assert not list((cache / "prepared").glob("*.part"))
+    assert not list((cache / "prepared").glob(".*.partial-*"))
     assert sum(prepared.manifest["bytes"].values()) > 4_000_000
 
 
