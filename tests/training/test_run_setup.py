@@ -1,7 +1,10 @@
 """Data opened for a run: once in each process, by the kind of data that the objective and the source decide."""
 
+import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,3 +98,29 @@ def test_the_weights_of_a_folder_are_read_once_before_the_first_step(
     tuned = replace(recipe, name="tuned", model=settings, techniques=(*recipe.techniques, Lora(), Recompute()))
     assert train(tuned, tmp_path / "runs", quiet=True)["status"] == "finished"
     assert opened == [folder / "model.safetensors"]
+
+
+def test_each_file_of_a_folder_that_only_transformers_knows_is_read_once_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "opt"
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "word_embed_proj_dim": 16}
+    config = transformers.OPTConfig(**sizes, ffn_dim=32, vocab_size=300, max_position_embeddings=64)
+    transformers.OPTForCausalLM(config).save_pretrained(folder)
+    opened: Counter[str] = Counter()
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(str(folder)):
+            opened[Path(arguments[0]).name] += 1
+
+    def open_counted(path: Path, *rest: Any, **options: Any) -> Any:
+        opened[Path(path).name] += 1
+        return safe_open(path, *rest, **options)
+
+    sys.addaudithook(count)
+    monkeypatch.setattr("transformers.modeling_utils.safe_open", open_counted)
+    tuned = replace(text(tmp_path, budget=Budget(steps=2)), model=ModelSettings(folder=str(folder)))
+    tuned = replace(tuned, techniques=(*tuned.techniques, Lora(), Recompute()))
+    assert train(tuned, tmp_path / "runs", quiet=True)["status"] == "finished"
+    assert set(opened.values()) == {1} and opened.keys() >= {"config.json", "model.safetensors"}

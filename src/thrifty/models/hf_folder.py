@@ -5,6 +5,8 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +47,23 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UsageError(
             f"there is no model folder {folder}", fix="give a folder with config.json and safetensors in it"
         )
-    if not (folder / "config.json").is_file():
+    file = folder / "config.json"
+    if not file.is_file():
         raise UsageError(f"{folder} has no config.json", fix="give the folder that holds config.json")
-    config = read_json(folder / "config.json")
+    state = file.stat()
+    config = deepcopy(_read_config(file, state.st_ino, state.st_size, state.st_mtime_ns))
     if not isinstance(kind := config.get("model_type", ""), str):
         raise UsageError(
-            f"{folder / 'config.json'}: model_type is {kind!r:.80}",
+            f"{file}: model_type is {kind!r:.80}",
             fix='name one family, such as "model_type": "llama"',
         )
     return config
+
+
+@lru_cache(8)
+def _read_config(file: Path, *state: int) -> dict[str, Any]:
+    """Read a file once as long as its state is the same: a run asks for it a dozen times before its first step."""
+    return read_json(file)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -39,11 +39,13 @@ def load_model(
     fresh: bool = False,
     vocabulary: int | None = None,
     length: int | None = None,
+    values: bool = True,
 ) -> HuggingFaceModel:
     """The model of a folder in float32, as one that learns `task`; with `fresh`, its architecture with random values
     from torch's generator.
 
-    `vocabulary` and `length` (tokens of context) change a fresh architecture, and are ignored otherwise. Raises
+    `vocabulary` and `length` (tokens of context) change a fresh architecture, and are ignored otherwise. Without
+    `values` the weights are not read, and random ones take their places: for a model that is only counted. Raises
     UsageError without `transformers` or for a folder without config.json or safetensors, RefusedError for an
     architecture that `transformers` does not know as a model of this kind, or whose tokens see what the task forbids.
     """
@@ -59,9 +61,10 @@ def load_model(
         weight_files(folder)
     kind = getattr(transformers, wrapper.auto)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
         if fresh:
             _resize(config, vocabulary, length)
+        if fresh or not values:
             lm = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
         else:
             lm = _with_weights(kind, folder, config)

@@ -56,18 +56,18 @@ def build_model_for(
     than the task needs, and where the data does not fit weights that exist.
     """
     task = _KIND_FOR.get(task, task)
-    shape = shape_for(ends, settings)
+    shape, is_counted = shape_for(ends, settings), active_fake_mode() is not None  # then nobody looks at values
     if shape is not None:
         _refuse_another_kind(settings, shape, task)
     if shape is None:
         # transformers' models are asked what they see, by values, even where all else is counted on fake tensors
         with unset_fake_temporarily():
-            return _build_other(settings, ends, seed, task)
+            return _build_other(settings, ends, seed, task, values=not is_counted)
     if not settings.folder or settings.reinitialize:
         model = assemble(shape)
         initialize(model, seed)
         return model
-    folder, is_counted = Path(settings.folder), active_fake_mode() is not None  # whose values nobody looks at
+    folder = Path(settings.folder)
     model = assemble(folder_shape(folder)) if is_counted else import_folder(folder)[0]
     if isinstance(model, ContrastiveModel):
         model.image.embedding.resize(shape.image)
@@ -94,7 +94,7 @@ def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "m
     _refuse_another_kind(settings, shape, _KIND_FOR.get(task, task))
 
 
-def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task) -> nn.Module:
+def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task, values: bool) -> nn.Module:
     if not isinstance(ends, TextModelSpec):
         raise UsageError(
             f"the model in {settings.folder} is none of ours that read images",
@@ -116,7 +116,7 @@ def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task
     vocabulary, length = ends.vocabulary, ends.length
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = load_model(Path(settings.folder), task, settings.reinitialize, vocabulary, length)
+        model = load_model(Path(settings.folder), task, settings.reinitialize, vocabulary, length, values)
     if not settings.reinitialize:
         limit = getattr(model.lm.config, "max_position_embeddings", None) or length
         check_fit(settings.folder, model.vocabulary, limit, vocabulary, length)
