@@ -129,6 +129,14 @@ def test_conversations_that_the_template_refuses_are_left_out_counted_and_named(
     assert sum(map(len, sides(data))) == 199
 
 
+def test_tools_of_a_row_stand_in_what_is_learned_from(file, tmp_path):
+    shows = tmp_path / "shows.jinja"
+    shows.write_text("{{ tools | tojson }}" + CHATML)
+    write_rows(file, [{**row, "tools": [{"name": f"tool {at}"}]} for at, row in enumerate(sums(200))])
+    texts = [text for side in sides(opened(file, ChatLearningSettings(template=str(shows)))) for text in side]
+    assert texts and all(text.startswith('[{"name": "tool ') for text in texts)
+
+
 def test_a_template_that_refuses_all_conversations_or_writes_no_answer_is_an_error(file, tmp_path):
     with pytest.raises(UsageError, match=r"too few conversations .*200 conversations are left out"):
         opened(file, strict(tmp_path, "messages[0].content != 'a'"))

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,6 +122,19 @@ def test_roles_and_calls_that_the_template_knows_are_written():
         answers = [written.text[begin:end] for begin, end in written.answers]
         assert len(answers) == sum(message["role"] == "assistant" for message in messages)
         assert answers[-1].startswith("3") and all(message["content"] in written.text for message in messages)
+
+
+def test_tools_are_given_to_the_template_and_one_that_leaves_them_out_is_refused():
+    tools, messages = [{"type": "function", "function": {"name": "add"}}], [ASKED, CALL, TOOL, SAID]
+    source = "{% if tools is not none %}{{ tools | tojson }}{{ eos_token }}{% endif %}" + KNOWS_TOOLS
+    written = ChatTemplate(source, WORDS).write(messages, tools=tools)
+    plain = ChatTemplate(source, WORDS).write(messages)
+    assert written.text == json.dumps(tools) + WORDS["eos_token"] + plain.text
+    assert [written.text[begin:end] for begin, end in written.answers] == [
+        plain.text[begin:end] for begin, end in plain.answers
+    ]
+    with pytest.raises(UsageError, match="leaves out the tools that can be called"):
+        ChatTemplate(KNOWS_TOOLS, WORDS).write(messages, tools=tools)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from thrifty.data.text.python_sources import described_functions
 
 
 def read(path):
-    return [messages for _, messages in conversations(open_conversations(str(path)))]
+    return [each.messages for each in conversations(open_conversations(str(path)))]
 
 
 def test_every_form_gives_the_same_messages(tmp_path):
@@ -51,6 +51,18 @@ def test_calls_of_tools_and_what_replies_to_them_are_messages(tmp_path):
     assert [message["role"] for message in read_back] == ["system", "user", "tool", "assistant"]
 
 
+def test_calls_of_sharegpt_are_calls_and_the_tools_of_a_row_are_read_as_a_list_or_as_text(tmp_path):
+    call, tools = {"name": "add", "arguments": {"a": 1}}, [{"type": "function", "function": {"name": "add"}}]
+    turns = [("human", "How?"), ("function_call", json.dumps(call)), ("observation", "3"), ("gpt", "So.")]
+    row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+    rows = [{**row, "tools": tools}, {**row, "tools": json.dumps(tools)}, {**row, "tools": None}, row]
+    written = list(conversations(open_conversations(str(write_rows(tmp_path / "a.jsonl", rows)))))
+    assert [each.tools for each in written] == [tools, tools, [], []]
+    assert all(each.messages == written[0].messages for each in written)
+    calling = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    assert written[0].messages[1:3] == [calling, {"role": "tool", "content": "3"}]
+
+
 def test_an_input_follows_its_instruction_and_a_system_message_comes_first(tmp_path):
     row = {"system": "Be brief.", "instruction": "Add.", "input": "1 2", "output": "3"}
     [[system, asked, said]] = read(write_rows(tmp_path / "a.jsonl", [row]))
@@ -75,6 +87,9 @@ def test_what_follows_the_last_answer_is_dropped_and_rows_without_one_are_passed
         ('{"messages": [{"role": "usr", "content": "a"}]}', "line 2, turn 1: unknown role 'usr'.*\n.*'user'"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "line 2, turn 1: 'content' holds list"),
         ('{"conversations": [{"from": "human"}]}', "line 2, turn 1: not a message"),
+        ('{"conversations": [{"from": "function_call", "value": "add"}]}', "line 2, turn 1: not valid JSON"),
+        ('{"conversations": [{"from": "function_call", "value": "{}"}]}', "line 2, turn 1: not a call of a tool"),
+        ('{"prompt": "a", "completion": "b", "tools": "3"}', "line 2: 'tools' holds int, not a list"),
         ('{"instruction": 3, "output": "a"}', "line 2: 'instruction' holds int, not text"),
         ('{"prompt": "\\ud800", "completion": "a"}', "line 2: 'prompt' holds half of a surrogate pair"),
         ("{", "line 2: not valid JSON"),
@@ -142,7 +157,7 @@ class Shape:
 
 def test_the_functions_of_this_environment_need_no_download():
     assert isinstance(open_conversations(PYTHON_FUNCTIONS), PythonFunctions)
-    _, first = next(conversations(PythonFunctions()))
+    first = next(conversations(PythonFunctions())).messages
     assert first[0]["content"].startswith("Write the Python function") and first[1]["content"].startswith("def ")
 
 

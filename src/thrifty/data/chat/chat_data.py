@@ -48,7 +48,7 @@ from thrifty.data.text.token_files import unigram_entropy
 from thrifty.data.tokenizer import TOKENIZER, train_tokenizer
 from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
-FORMAT = 2
+FORMAT = 3
 AT_ONCE = 1_000
 """Conversations tokenised together."""
 REASONS = 5
@@ -109,14 +109,14 @@ def prepare_instructions(
 
 
 def documents(source: ConversationSource) -> Iterator[str]:
-    """Each conversation and where it stands as one text."""
+    """Each conversation as one text."""
     for document in conversations(source):
         yield json.dumps(document, ensure_ascii=False)
 
 
 def _question(document: str) -> str:
     """Return the key that decides the split of a conversation: the first user message without case and spaces."""
-    _, messages = json.loads(document)
+    messages = json.loads(document)[1]
     asked = next((message for message in messages if message["role"] == "user"), messages[0])
     return " ".join(asked["content"].casefold().split())
 
@@ -205,10 +205,10 @@ def _placed(
 ) -> Iterator[tuple[DataSplit, list[Message], list[ChatSegment]]]:
     """Each conversation that the template accepts; the others are counted in `left_out`."""
     for part, document in parts:
-        where, messages = json.loads(document)
+        where, messages, tools = json.loads(document)
         reason = "the chat template writes no answer"
         try:
-            pieces = tokenizer.pieces(messages)
+            pieces = tokenizer.pieces(messages, tools=tools)
             if any(piece.answer for piece in pieces):
                 yield part, messages, pieces
                 continue

@@ -72,21 +72,33 @@ class ChatTemplate:
     words: Mapping[str, str] = field(default_factory=dict)
     """How special tokens are spelled, by the part they play: eos_token, bos_token, …"""
 
-    def write(self, messages: Sequence[Message], prompt: bool = False) -> WrittenConversation:
-        """The conversation as text with its answers; with `prompt` up to where the next answer begins.
+    def write(
+        self, messages: Sequence[Message], prompt: bool = False, tools: Sequence[Any] = ()
+    ) -> WrittenConversation:
+        """The conversation as text with its answers; with `prompt` up to where the next answer begins. `tools` are
+        those that it may call.
 
-        Raises UsageError where the template is none, or does not accept these messages: also one that leaves a tool's
-        or developer's message out, writes it as another role's, or writes earlier turns anew in later ones.
+        Raises UsageError where the template is none, or does not accept these messages: also one that leaves the tools,
+        or a tool's or developer's message out, writes it as another role's, or writes earlier turns anew in later ones.
         """
-        return self._write(messages, prompt, answers=True)
+        return self._write(messages, prompt, tools, answers=True)
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
         """The text that the template makes of messages. Raises UsageError where it is none or refuses them."""
-        return self._write(messages, prompt, answers=False).text
+        return self._write(messages, prompt, (), answers=False).text
 
-    def _write(self, messages: Sequence[Message], prompt: bool, answers: bool) -> WrittenConversation:
+    def _write(
+        self, messages: Sequence[Message], prompt: bool, tools: Sequence[Any], answers: bool
+    ) -> WrittenConversation:
         write = template_sandbox.write_conversation if self.source in NAMED.values() else _SANDBOX.write_conversation
-        reply = write(self.source, dict(self.words), list(messages), prompt, answers)
+        reply = write(
+            source=self.source,
+            words=dict(self.words),
+            messages=list(messages),
+            tools=list(tools),
+            prompt=prompt,
+            answers=answers,
+        )
         if "error" in reply:
             raise UsageError(
                 f"the chat template does not accept these messages: {reply['error']}",
@@ -101,11 +113,8 @@ class _SandboxProcess:
     def __init__(self):
         self.lock, self.process, self.owner = Lock(), None, 0
 
-    def write_conversation(
-        self, source: str, words: Mapping[str, str], messages: Sequence[Message], prompt: bool, answers: bool
-    ) -> dict[str, Any]:
+    def write_conversation(self, **request: Any) -> dict[str, Any]:
         """Do as `template_sandbox.write_conversation`. Raises TemplateLimitError."""
-        request = {"source": source, "words": words, "messages": messages, "prompt": prompt, "answers": answers}
         with self.lock:
             process = self._running()
             try:

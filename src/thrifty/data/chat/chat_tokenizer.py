@@ -62,11 +62,12 @@ class ChatTokenizer(TextTokenizer):
         self.end_of_turn = self._find_end_of_turn()
         """The special token that ends an answer."""
 
-    def pieces(self, messages: Sequence[Message], prompt: bool = False) -> list[ChatSegment]:
+    def pieces(self, messages: Sequence[Message], prompt: bool = False, tools: Sequence[Any] = ()) -> list[ChatSegment]:
         """The conversation in pieces, cut at special tokens and where answers begin and end; with `prompt` up to where
-        the next answer begins. Raises UsageError where the template does not accept the messages."""
-        mark = self._unused_mark(messages)
-        written = self.template.write(self._mark(messages, mark), prompt)
+        the next answer begins. `tools` are those that it may call. Raises UsageError where the template does not accept
+        the messages or the tools."""
+        mark = self._unused_mark([*messages, *tools])
+        written = self.template.write(self._mark(messages, mark), prompt, self._mark(tools, mark))
         segments, done = [], 0
         for begin, end in written.answers:
             segments += self._cut(written.text[done:begin], mark, False)
@@ -121,7 +122,7 @@ class ChatTokenizer(TextTokenizer):
         if start < len(text):
             yield ChatSegment(text[start:].replace(mark, ""), answer)
 
-    def _unused_mark(self, messages: Sequence[Message]) -> str:
+    def _unused_mark(self, messages: Sequence[Any]) -> str:
         texts = json.dumps(messages, ensure_ascii=False)
         unused = next((mark for mark in _MARKS if mark not in texts), None)
         if unused is None:

@@ -2,8 +2,10 @@
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}      any number of turns;
                         a "content" may also be parts of text, [{"type": "text", "text": "…"}]; an answer may have
-                        "tool_calls", to which messages of the role "tool" reply
-    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          the same, as ShareGPT
+                        "tool_calls", to which messages of the role "tool" reply; beside the messages, "tools" are those
+                        that can be called
+    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          the same, as ShareGPT;
+                        "function_call" is an answer that calls a tool, "observation" is the reply
     {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; no input needed
     {"prompt": "…", "completion": "…"}
 
@@ -14,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_FUNCTIONS, entries
@@ -27,12 +29,21 @@ from thrifty.data.text.text_readers import check_characters, json_rows
 ROLES = {
     "human": "user",
     "gpt": "assistant",
+    "function_call": "assistant",
     "function": "tool",
     "observation": "tool",
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
 }
 """What speakers are called, and their roles."""
 FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
+
+
+class Conversation(NamedTuple):
+    """Messages, the tools that they may call, and where they stand."""
+
+    where: str
+    messages: list[Message]
+    tools: list[Any]
 
 
 class ConversationSource(Protocol):
@@ -43,8 +54,8 @@ class ConversationSource(Protocol):
         """A hash that changes when the rows may have changed."""
 
 
-def conversations(source: ConversationSource) -> Iterator[tuple[str, list[Message]]]:
-    """The messages of each row up to the last answer, with where it stands; rows without one are passed over.
+def conversations(source: ConversationSource) -> Iterator[Conversation]:
+    """The messages of each row up to the last answer; rows without one are passed over.
 
     Raises UsageError, with the number of the line, for what is in none of the forms.
     """
@@ -52,7 +63,7 @@ def conversations(source: ConversationSource) -> Iterator[tuple[str, list[Messag
         messages = read_messages(row, where)
         answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and _says(each)]
         if answers:
-            yield where, messages[: answers[-1] + 1]
+            yield Conversation(where, messages[: answers[-1] + 1], _read_tools(row, where))
 
 
 def _says(message: Message) -> bool:
@@ -85,11 +96,41 @@ def _turn(turn: Any, where: str) -> Message:
     speaker = turn[keys[0]]
     if not isinstance(speaker, str) or speaker not in ROLES:
         raise UsageError(f"{where}: unknown role {speaker!r}", fix=did_you_mean(str(speaker), ROLES))
-    message = {"role": ROLES[speaker], "content": _text({keys[1]: _joined(turn[keys[1]])}, keys[1], where)}
+    content = turn[keys[1]]
+    if speaker == "function_call":
+        return {"role": "assistant", "content": "", "tool_calls": _named_calls(content, where)}
+    message = {"role": ROLES[speaker], "content": _text({keys[1]: _joined(content)}, keys[1], where)}
     calls = turn.get("tool_calls") if message["role"] == "assistant" else None
     if calls:
         check_characters(json.dumps(calls, ensure_ascii=False), f"{where}: 'tool_calls'")
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _named_calls(content: Any, where: str) -> list[dict[str, Any]]:
+    """Return the calls that a turn of ShareGPT holds as JSON: {"name": "…", "arguments": {…}}, or a list of these."""
+    calls = _parsed(content, where)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
+        raise UsageError(f"{where}: not a call of a tool", fix='write {"name": "...", "arguments": {...}} as its value')
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _read_tools(row: Mapping[str, Any], where: str) -> list[Any]:
+    tools = _parsed(row.get("tools") or [], f"{where}: 'tools'")
+    if not isinstance(tools, list):
+        raise UsageError(f"{where}: 'tools' holds {type(tools).__name__}, not a list", fix="write a list of tools")
+    return tools
+
+
+def _parsed(value: Any, where: str) -> Any:
+    """Return a JSON value that may be written as text."""
+    if not isinstance(value, str):
+        check_characters(json.dumps(value, ensure_ascii=False), where)
+        return value
+    try:
+        return _parsed(json.loads(value or "[]"), where)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: not valid JSON ({error})", fix="write it as JSON") from None
 
 
 def _joined(content: Any) -> Any:

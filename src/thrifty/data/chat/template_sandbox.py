@@ -43,11 +43,14 @@ class _Generation(Extension):
 class _Conversation:
     """A template with the messages of a conversation."""
 
-    def __init__(self, source: str, words: Mapping[str, str], messages: Sequence[Mapping[str, Any]]):
-        self.template, self.words, self.messages = _compiled(source), words, messages
+    def __init__(
+        self, source: str, words: Mapping[str, str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ):
+        self.template, self.words, self.messages, self.tools = _compiled(source), words, messages, tools or None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
-        return self.template.render(messages=messages, add_generation_prompt=prompt, **self.words)
+    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False, **changes: Any) -> str:
+        given = {"messages": messages, "tools": self.tools, "add_generation_prompt": prompt, **self.words, **changes}
+        return self.template.render(given)
 
     def answers(self, whole: str) -> list[tuple[int, int]]:
         """Return the first and last place of each answer in the whole text."""
@@ -66,7 +69,9 @@ class _Conversation:
         return places
 
     def check_roles(self, whole: str, prompt: bool) -> None:
-        """Raises ValueError where a tool's or developer's message, or a call of tools, is not written as such."""
+        """Raises ValueError where the tools, a call of them, or a tool's or developer's message are not written."""
+        if self.tools and self.render(self.messages, prompt, tools=None) == whole:
+            raise ValueError("it leaves out the tools that can be called")
         for number, message in enumerate(self.messages):
             role = message["role"]
             if role in GIVEN_ROLES:
@@ -88,16 +93,21 @@ class _Conversation:
 
 
 def write_conversation(
-    source: str, words: Mapping[str, str], messages: Sequence[Mapping[str, Any]], prompt: bool, answers: bool
+    source: str,
+    words: Mapping[str, str],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any],
+    prompt: bool,
+    answers: bool,
 ) -> dict[str, Any]:
     """Return {"text": the conversation, "answers": [[begin, end], …] in it}, or {"error": why there is none}.
 
     With `prompt` the text goes up to where the next answer begins. Without `answers` none is looked for.
     """
     try:
-        conversation = _Conversation(source, words, messages)
+        conversation = _Conversation(source, words, messages, tools)
         whole = conversation.render(messages, prompt)
-        limit = max(LEAST_TEXT, GROWTH * len(str(messages)))
+        limit = max(LEAST_TEXT, GROWTH * len(str((messages, tools))))
         if len(whole) > limit:
             raise ValueError(f"it writes {len(whole):,} characters, of at most {limit:,}")
         if answers:
