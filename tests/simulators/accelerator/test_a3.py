@@ -19,7 +19,7 @@ def played(machine=A3, tokens: int = 320, candidates: float = 0.2, kept: float =
     mask = synthetic_trace("balanced", kept, heads=1, tokens=tokens).layers[0].kept()[None]
     counted = np.full((1, 1, tokens), round(candidates * tokens))
     stream = lower(layer_of("bert", mask=mask, counts={"candidates": counted}), machine)
-    return scan(stream.service, stream.buffers)
+    return scan(stream.service, machine.buffers)
 
 
 def per_query(timeline: StationTimeline) -> float:

@@ -87,7 +87,7 @@ def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
         ("elsa,dense,elsa", "clock=1e9", "names elsa twice"),
         ("elsa", "clock=inf", "clock is inf.*\n.*finite"),
         ("elsa", "bandwidth=1e-300", "bandwidth is 1e-300.*\n.*at least 1"),
-        ("elsa", "multipliers=1e30", "copies is 1.9.*\n.*below 2"),
+        ("elsa", "multipliers=1e30", "copies has 91 bits"),
         ("outerspace", "clock=1e9", "computes spgemm, not attention"),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_names
 from thrifty.simulators.accelerator.accelerator_simulation import ENGINES, LoweredWork, limit_resources, run, simulate
-from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec, PipelineStation
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ItemTransfer
 from thrifty.simulators.accelerator.designs import design_names
 from thrifty.simulators.accelerator.result_export import action_counts, perfetto, write_csv, write_perfetto
@@ -138,16 +138,17 @@ def test_streams_of_anything_with_several_servers_and_windows_are_played_by_even
     cycles = np.random.default_rng(0).integers(1, 60, (2, 3, 40))
     cycles[1] //= 6
     none = np.zeros(3)
-    stream = ItemStream(("multiply", "merge"), cycles, (0,), 1.0, none, none, servers={"multiply": 4})
-    machine = find_machine("dense")
+    stream = ItemStream(cycles, 1.0, none, none, servers={"score": 4})
+    stations = {name: PipelineStation(name, buffer=0) for name in ("score", "value")}
+    machine = replace(find_machine("dense"), stations=stations)
     plain, ordered, loose = (
         run(machine, [LoweredWork("tasks", each, 1.0, 1.0)], "tasks").layers[0]
-        for each in (replace(stream, servers={}), stream, replace(stream, windows={"merge": 8}))
+        for each in (replace(stream, servers={}), stream, replace(stream, windows={"value": 8}))
     )
-    assert ordered.cycles < plain.cycles / 3 and loose.stations["merge"].starved < ordered.stations["merge"].starved
+    assert ordered.cycles < plain.cycles / 3 and loose.stations["value"].starved < ordered.stations["value"].starved
     for found, servers in ((plain, 1), (ordered, 4), (loose, 4)):
         assert found.cycles >= found.bound >= cycles[0].sum() // servers / 3
-        time = found.stations["multiply"]
+        time = found.stations["score"]
         assert time.busy == cycles[0].sum() and time.busy + time.starved + time.blocked == servers * found.cycles
 
 

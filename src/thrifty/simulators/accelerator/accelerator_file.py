@@ -3,28 +3,25 @@
 In a file areas are in mm² and powers in mW, as papers print them; all else is in SI units.
 """
 
-import math
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.plain_values import parse_toml
+from thrifty.core.plain_values import build, convert, parse_toml
 from thrifty.simulators.accelerator.accelerator_spec import (
     AcceleratorMemory,
     AcceleratorSpec,
     ChipModule,
     PipelineStation,
-    Setting,
 )
 from thrifty.simulators.accelerator.designs import AcceleratorDesign, find_design
 
-_KEYS = ("design", "clock", "node", "copies", "source", "grade", "about", "settings", "stations", "memories", "modules")
-_MODULE = {"area_mm2": ("area", 1.0), "dynamic_mw": ("dynamic", 1e-3), "static_mw": ("static", 1e-3)}
+Part = TypeVar("Part")
 
 
 def machine_names(workload: str | None = None) -> list[str]:
@@ -84,101 +81,69 @@ def _resized(machine: AcceleratorSpec, published: AcceleratorSpec) -> Accelerato
 
 def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
     """A machine of what a file says. Raises UsageError for anything unknown, missing or impossible."""
-    _known(name, "", content, _KEYS)
-    for key in ("design", "clock", "source", "grade"):
-        if key not in content:
-            raise UsageError(f"machine {name} does not say its {key}", fix=f"add {key} = … to its file")
-    for key in ("design", "source", "grade", "about"):
-        if not isinstance(content.get(key, ""), str):
-            raise UsageError(f"machine {name}: {key} is {content[key]!r}", fix=f'make it text, {key} = "…"')
-    for key in ("settings", "stations", "memories", "modules"):
-        if not isinstance(content.get(key, {}), Mapping):
-            raise UsageError(f"machine {name}: {key} is {content[key]!r}", fix=f"make it a table [{key}]")
-    design = find_design(content["design"])
-    stations = _parts(name, content, "stations", ("width", "buffer"))
-    _known(name, "stations", stations, design.stations, "station")
+    if missing := [key for key in ("design", "clock", "source", "grade") if key not in content]:
+        raise UsageError(f"machine {name} does not say its {missing[0]}", fix=f"add {missing[0]} = … to its file")
+    tables = {key: _table(name, key, content.get(key, {})) for key in ("settings", "stations", "memories", "modules")}
+    values = {key: value for key, value in content.items() if key not in tables}
+    machine = build(AcceleratorSpec, {**values, "name": name}, name)
+    design = find_design(machine.design)
+    settings, stations, memories, modules = tables.values()
+    _known(f"{name}.settings: unknown key", settings, design.settings)
+    _known(f"{name}.stations: unknown station", stations, design.stations)
     if missing := [station for station in design.stations if station not in stations]:
         raise UsageError(f"machine {name} lacks station {missing[0]!r}, which {design.name} needs")
-    memories = _parts(
-        name, content, "memories", ("bytes", "banks", "ports", "bandwidth", "latency", "outstanding", "burst")
-    )
-    modules = _parts(name, content, "modules", ("active", "source", "grade", "count", *_MODULE))
-    return AcceleratorSpec(
-        name=name,
-        design=design.name,
-        clock=_number(name, "clock", content["clock"]),
-        node=_number(name, "node", content.get("node", 0.0)),
-        copies=_number(name, "copies", content.get("copies", 1)),
-        source=content["source"],
-        grade=content["grade"],
-        about=content.get("about", ""),
-        stations={
-            key: PipelineStation(key, **_numbers(name, f"stations.{key}", stations[key])) for key in design.stations
-        },
-        memories={
-            key: AcceleratorMemory(key, **_numbers(name, f"memories.{key}", part)) for key, part in memories.items()
-        },
-        modules={key: _module(name, key, part, content, design) for key, part in modules.items()},
-        settings=_settings(name, content.get("settings", {}), design),
+    own = {key: convert(type(design.settings[key]), value, f"{name}.settings.{key}") for key, value in settings.items()}
+    return replace(
+        machine,
+        stations={key: _part(PipelineStation, name, f"stations.{key}", stations[key]) for key in design.stations},
+        memories={key: _part(AcceleratorMemory, name, f"memories.{key}", part) for key, part in memories.items()},
+        modules={key: _module(key, part, machine, design) for key, part in modules.items()},
+        settings={**design.settings, **own},
         sizes=design.sizes,
     )
 
 
-def _module(
-    machine: str, name: str, part: Mapping[str, Any], content: Mapping[str, Any], design: AcceleratorDesign
-) -> ChipModule:
-    active = str(part.get("active", ""))
-    _known(machine, f"modules.{name}", [active], (*design.stations, *design.activities), "station or activity")
-    count = _number(machine, f"modules.{name}.count", part.get("count", 1))
-    values = {
-        key: count * scale * _number(machine, f"modules.{name}.{word}", part.get(word, 0.0))
-        for word, (key, scale) in _MODULE.items()
-    }
-    source, grade = (str(part.get(key, content[key])) for key in ("source", "grade"))
-    return ChipModule(name, active, clock=float(content["clock"]), source=source, grade=grade, **values)
+@dataclass(frozen=True)
+class ModuleTable:
+    """A module as a file has it: `count` equal ones."""
+
+    active: str
+    count: float = 1.0
+    area_mm2: float = 0.0
+    dynamic_mw: float = 0.0
+    static_mw: float = 0.0
+    source: str = ""
+    grade: str = ""
 
 
-def _settings(machine: str, values: Mapping[str, Any], design: AcceleratorDesign) -> dict[str, Setting]:
-    _known(machine, "settings", values, design.settings)
-    return {**design.settings, **{key: _setting(machine, key, values[key], design.settings[key]) for key in values}}
+def _module(name: str, content: object, machine: AcceleratorSpec, design: AcceleratorDesign) -> ChipModule:
+    path = f"modules.{name}"
+    part = build(ModuleTable, _table(machine.name, path, content), f"{machine.name}.{path}")
+    _known(f"{machine.name}.{path}: unknown station or activity", [part.active], (*design.stations, *design.activities))
+    return ChipModule(
+        name,
+        part.active,
+        area=part.count * part.area_mm2,
+        dynamic=part.count * 1e-3 * part.dynamic_mw,
+        static=part.count * 1e-3 * part.static_mw,
+        clock=machine.clock,
+        source=part.source or machine.source,
+        grade=part.grade or machine.grade,
+    )
 
 
-def _setting(machine: str, key: str, value: object, wanted: Setting) -> Setting:
-    """A setting as the kind of value that its default is."""
-    if isinstance(wanted, (bool, str)):
-        if type(value) is not type(wanted):
-            raise UsageError(f"machine {machine}: settings.{key} is {value!r}", fix=f"for example {wanted!r}")
-        return value  # pyrefly: ignore
-    number = _number(machine, f"settings.{key}", value)
-    if isinstance(wanted, int) and math.isfinite(number):
-        if number != int(number):
-            raise UsageError(f"machine {machine}: settings.{key} is {number:g}", fix="it must be a whole number")
-        return int(number)
-    return float(number)
+def _part(kind: type[Part], machine: str, path: str, content: object) -> Part:
+    values = {**_table(machine, path, content), "name": path.partition(".")[2]}
+    return build(kind, values, f"{machine}.{path}")
 
 
-def _parts(machine: str, content: Mapping[str, Any], kind: str, keys: Iterable[str]) -> dict[str, Mapping[str, Any]]:
-    parts = content.get(kind, {})
-    for name, part in parts.items():
-        if not isinstance(part, Mapping):
-            raise UsageError(f"machine {machine}: {kind}.{name} is {part!r}", fix=f"make it a table [{kind}.{name}]")
-        _known(machine, f"{kind}.{name}", part, keys)
-    return dict(parts)
+def _table(machine: str, path: str, content: object) -> Mapping[str, Any]:
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{machine}.{path} is {content!r}", fix=f"make it a table [{path}]")
+    return content
 
 
-def _known(machine: str, where: str, words: Iterable[str], known: Iterable[str], what: str = "key") -> None:
-    known = list(known)
+def _known(complaint: str, words: Iterable[str], known: Iterable[str]) -> None:
     for word in words:
         if word not in known:
-            place = f" in {where}" if where else ""
-            raise UsageError(f"machine {machine} has an unknown {what} {word!r}{place}", fix=did_you_mean(word, known))
-
-
-def _numbers(machine: str, where: str, part: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _number(machine, f"{where}.{key}", value) for key, value in part.items()}
-
-
-def _number(machine: str, where: str, value: object) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise UsageError(f"machine {machine}: {where} is {value!r}", fix="it must be a number")
-    return value
+            raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(word, known))

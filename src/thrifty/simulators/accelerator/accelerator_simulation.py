@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec, PipelineStation
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream
 from thrifty.simulators.accelerator.designs import find_design
@@ -118,7 +118,7 @@ def limit_resources(
 def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool) -> LayerResult:
     stream = work.stream
     by_events = stream.needs_events or (engine == "event" and stream.transfers)
-    played = _played(stream, machine) if by_events else scan(stream.service, stream.buffers)
+    played = _played(stream, machine) if by_events else scan(stream.service, machine.buffers)
     units = (played.makespan + stream.lead).astype(np.int64)
     memory = machine.memories.get("dram")
     copies, with_memory, moving = machine.copies, 0, 0
@@ -129,9 +129,9 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
     outer = stream.read.sum() + stream.written.sum() if memory is not None else 0.0
     stations = {
         name: StationTime(*(float(getattr(played, kind)[number].sum()) for kind in ("busy", "starved", "blocked")))
-        for number, name in enumerate(stream.stations)
+        for number, name in enumerate(machine.stations)
     }
-    servers = [stream.servers.get(name, 1) for name in stream.stations]
+    servers = [stream.servers.get(name, 1) for name in machine.stations]
     least = _dealt(bound(stream.service, servers) + stream.lead, copies).sum(1).max(initial=0)
     return LayerResult(
         name=work.name,
@@ -155,16 +155,16 @@ def _played(stream: ItemStream, machine: AcceleratorSpec) -> StationTimeline:
     """Units one by one through the event engine."""
     memories, parts = list(machine.memories.values()), []
     for unit in range(stream.service.shape[1]):
-        places = [_place(stream, number, unit) for number in range(len(stream.stations))]
+        places = [_place(stream, station, number, unit) for number, station in enumerate(machine.stations.values())]
         parts.append(play(places, memories, machine.clock))
     start, end, free = (np.concatenate([getattr(p, k) for p in parts], axis=1) for k in ("start", "end", "free"))
     return StationTimeline(start, end, free, parts[0].servers)
 
 
-def _place(stream: ItemStream, number: int, unit: int) -> StationUnit:
-    name, service = stream.stations[number], stream.service[number, unit]
-    place = StationUnit(service, (*stream.buffers, 0)[number], stream.servers.get(name, 1), stream.windows.get(name, 1))
-    moved = stream.transfers.get(name)
+def _place(stream: ItemStream, station: PipelineStation, number: int, unit: int) -> StationUnit:
+    servers, window = (counts.get(station.name, 1) for counts in (stream.servers, stream.windows))
+    place = StationUnit(service := stream.service[number, unit], station.buffer, servers, window)
+    moved = stream.transfers.get(station.name)
     if moved is None:
         return place
     banks = None if moved.banks is None else moved.banks[unit]

@@ -7,12 +7,17 @@ from somebody's notes on the paper, M from memory and unverified: no target."""
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.setting_bounds import Rate, SettingBound, check_bounds
 
 Setting = float | str | bool
-GRADES = ("P", "R", "X", "S", "M")
+Grade = Literal["P", "R", "X", "S", "M"]
+Size = Annotated[int, SettingBound(least=1, most=2**31 - 1)]
+Limit = Annotated[int, SettingBound(least=0, most=2**31 - 1)]
+"""A number that is limited; 0 stands for no limit."""
+FromOne = Annotated[float, SettingBound(least=1)]
 
 
 @dataclass(frozen=True)
@@ -20,10 +25,13 @@ class PipelineStation:
     """A stage of the pipeline that serves one item at a time."""
 
     name: str
-    width: int = 1
+    width: Size = 1
     """What it does in a cycle; the design says of what."""
-    buffer: int = 1
+    buffer: Limit = 1
     """Items that fit between it and the next station; 0 for no limit."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, f"stations.{self.name}")
 
 
 @dataclass(frozen=True)
@@ -31,20 +39,23 @@ class AcceleratorMemory:
     """A memory, reached through a crossbar of `ports` by `banks`."""
 
     name: str
-    bytes: float = math.inf
-    banks: int = 1
-    ports: int = 0
+    bytes: FromOne = math.inf
+    banks: Size = 1
+    ports: Limit = 0
     """Each sends one request a cycle; 0 for no limit."""
-    bandwidth: float = math.inf
+    bandwidth: FromOne = math.inf
     """Bytes/s of all banks together."""
-    latency: float = 0.0
+    latency: Rate = 0.0
     """Seconds from a request's turn at its bank to its answer, beside the transfer itself."""
-    outstanding: int = 0
+    outstanding: Limit = 0
     """Requests that may be under way at a time; 0 for no limit."""
-    burst: int = 64
+    burst: Size = 64
     """Bytes of a request."""
     shared: bool = False
     """True if `bandwidth` is a copy's part of one memory, so that idle copies leave theirs to the others."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, f"memories.{self.name}")
 
 
 @dataclass(frozen=True)
@@ -54,16 +65,19 @@ class ChipModule:
     name: str
     active: str
     """The station, or the activity that the design counts, during whose cycles it is at work."""
-    area: float = 0.0
+    area: Rate = 0.0
     """mm²."""
-    dynamic: float = 0.0
+    dynamic: Rate = 0.0
     """W while at work, at `clock`."""
-    static: float = 0.0
+    static: Rate = 0.0
     """W, always."""
-    clock: float = 1.0
+    clock: FromOne = 1.0
     """Hz at which the power was published."""
     source: str = ""
-    grade: str = "M"
+    grade: Grade = "M"
+
+    def __post_init__(self) -> None:
+        check_bounds(self, f"modules.{self.name}")
 
 
 @dataclass(frozen=True)
@@ -72,14 +86,14 @@ class AcceleratorSpec:
 
     name: str
     design: str
-    clock: float
+    clock: FromOne
     """Hz."""
     source: str
-    grade: str
+    grade: Grade
     about: str = ""
-    node: float = 0.0
+    node: Rate = 0.0
     """nm; 0 where it means nothing."""
-    copies: int = 1
+    copies: Size = 1
     stations: Mapping[str, PipelineStation] = field(default_factory=dict)
     memories: Mapping[str, AcceleratorMemory] = field(default_factory=dict)
     modules: Mapping[str, ChipModule] = field(default_factory=dict)
@@ -90,12 +104,20 @@ class AcceleratorSpec:
     """Conditions and assumptions of its area and power."""
 
     def __post_init__(self) -> None:
-        _check_parts(self)
+        check_bounds(self, f"machine {self.name}")
+        for setting, value in self.settings.items():
+            if not isinstance(value, (bool, str)) and not 0 < value < math.inf:
+                raise UsageError(f"{self.name}: {setting} is {value:g}", fix="it must be above zero, and finite")
 
     @property
     def area(self) -> float | None:
         """mm² of one copy; None where nothing is published."""
         return sum(module.area for module in self.modules.values()) or None
+
+    @property
+    def buffers(self) -> list[int]:
+        """Items that fit between each station and the next; 0 for no limit."""
+        return [station.buffer for station in self.stations.values()][:-1]
 
     def number(self, setting: str) -> float:
         """A setting that is a number."""
@@ -214,37 +236,3 @@ def _like(path: str, value: object, present: Setting) -> Any:
         kind = "true or false" if isinstance(present, bool) else "a whole number" if whole else "a number"
         raise UsageError(f"{path} = {value!r} is not {kind}", fix=f"for example {path}={present}")
     return int(number) if whole else number
-
-
-_FROM_1 = {"width", "copies", "bytes", "banks", "bandwidth", "burst", "clock"}
-_WHOLE = {"width", "buffer", "copies", "banks", "ports", "outstanding", "burst"}
-_ENDLESS = {"bytes", "bandwidth"}
-"""What may be infinite."""
-
-
-def _check_parts(machine: AcceleratorSpec) -> None:
-    for setting, value in machine.settings.items():
-        if not isinstance(value, (bool, str)) and not 0 < value < math.inf:
-            raise UsageError(f"{machine.name}: {setting} is {value:g}", fix="it must be above zero, and finite")
-    parts: dict[str, Any] = {"": machine}
-    for kind in ("stations", "memories", "modules"):
-        parts |= {f"{kind}.{name}.": part for name, part in getattr(machine, kind).items()}
-    for place, part in parts.items():
-        for key in _keys(part):
-            value = getattr(part, key)
-            if isinstance(value, (int, float)):
-                _check_number(f"{machine.name}: {place}{key}", key, value)
-        grade = getattr(part, "grade", GRADES[0])
-        if grade not in GRADES:
-            raise UsageError(f"{machine.name}: {place}grade is {grade!r}", fix=did_you_mean(str(grade), GRADES))
-
-
-def _check_number(path: str, key: str, value: float) -> None:
-    if not value >= (key in _FROM_1):
-        raise UsageError(
-            f"{path} is {value:g}", fix="it must be at least 1" if key in _FROM_1 else "it must not be negative"
-        )
-    if math.isinf(value) and key not in _ENDLESS:
-        raise UsageError(f"{path} is {value:g}", fix="it must be a finite number")
-    if key in _WHOLE and (value != int(value) or value >= 2**31):
-        raise UsageError(f"{path} is {value:g}", fix="it must be a whole number below 2^31")

@@ -21,11 +21,8 @@ class ItemStream:
     Units with fewer items than others end in items that take no time.
     """
 
-    stations: tuple[str, ...]
     service: np.ndarray
-    """(s, u, i) cycles that each item occupies each station."""
-    buffers: tuple[int, ...]
-    """(s - 1,) items that fit between a station and the next; 0 for no limit."""
+    """(s, u, i) cycles that each item occupies each station of the machine."""
     macs: float
     """Multiply-accumulate operations of scores and values that are carried out."""
     read: np.ndarray

@@ -57,9 +57,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     read, written = operand_bytes(layer, machine.number("bits"))
     sorted_keys = 2 * layer.unit_keys * layer.width * machine.number("bits") / 8 if approximate else 0
     return ItemStream(
-        stations=STATIONS,
         service=service,
-        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=(scores + weighed) * layer.width,
         read=read + sorted_keys,
         written=written,

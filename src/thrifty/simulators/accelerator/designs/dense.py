@@ -26,9 +26,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     read, written = operand_bytes(layer, machine.number("bits"))
     bits, memory = int(machine.number("bits")), machine.size("operands")
     return ItemStream(
-        stations=STATIONS,
         service=np.stack([layer.per_query(each) for each in cycles]),
-        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=2 * pairs * layer.width,
         read=read,
         written=written,

@@ -68,9 +68,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     computed = float(kept.sum())
     read, written = operand_bytes(layer, bits)
     return ItemStream(
-        stations=STATIONS,
         service=service,
-        buffers=(machine.stations["fetch"].buffer,),
         macs=2 * computed * width,
         read=read,
         written=written,

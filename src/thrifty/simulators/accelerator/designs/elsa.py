@@ -64,9 +64,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     read, written = operand_bytes(layer, machine.number("bits"))
     pairs = float((layer.unit_queries * layer.unit_keys).sum()) if approximate else 0.0
     return ItemStream(
-        stations=STATIONS,
         service=service,
-        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=2 * computed * width,
         lead=lead,
         read=read,

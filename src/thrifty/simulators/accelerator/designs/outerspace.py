@@ -80,7 +80,6 @@ def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     cycles = np.stack([size * latency, latency + row, (read + written) * machine.clock / _outer(machine).bandwidth])
     moved = traffic(product, machine)
     return _stream(
-        machine,
         _by_tile(cycles, tile, machine.copies),
         moved["A"] + moved["B"],
         moved["T"] / 2,
@@ -101,7 +100,6 @@ def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     bytes_of_row = moved * (NUMBER * product.partial + CHUNK * product.chunks + ROW) + NUMBER * product.found + ROW
     cycles = np.stack([0 * working, working, bytes_of_row * machine.clock / _outer(machine).bandwidth])
     stream = _stream(
-        machine,
         _by_tile(cycles, np.arange(len(working)) % machine.copies, machine.copies),
         traffic(product, machine)["T"] / 2,
         traffic(product, machine)["Z"],
@@ -115,14 +113,10 @@ def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     return replace(stream, servers={"work": int(machine.number("merging"))})
 
 
-def _stream(
-    machine: AcceleratorSpec, service: np.ndarray, read: float, written: float, operations: Operations, macs: float
-) -> ItemStream:
+def _stream(service: np.ndarray, read: float, written: float, operations: Operations, macs: float) -> ItemStream:
     none = np.zeros(service.shape[1])
     return ItemStream(
-        stations=STATIONS,
         service=service,
-        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=macs,
         read=none + read / len(none),
         written=none + written / len(none),

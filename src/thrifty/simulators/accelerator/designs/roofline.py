@@ -35,9 +35,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     bits = int(machine.number("bits"))
     macs = float(operations.sum()) / 2
     return ItemStream(
-        stations=STATIONS,
         service=whole_cycles(np.maximum(computing, moving))[None, :, None],
-        buffers=(),
         macs=macs,
         read=moved - written,
         written=written,

@@ -100,9 +100,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     read, written = operand_bytes(layer, machine.number("bits"))
     lead = np.full(layer.units, 0 if machine.settings["skewed"] else int(machine.number("skew")), dtype=np.int64)
     return ItemStream(
-        stations=STATIONS,
         service=service,
-        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=2.0 * float(kept.sum()) * width,
         lead=lead,
         read=read,

@@ -52,9 +52,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     left = queries.sum(1)
     values = (layer.kept() & (queries > 0)[..., None]).any(1).sum(-1) * width * (high + low) / 8
     return ItemStream(
-        stations=STATIONS,
         service=np.stack(cycles).astype(np.int64),
-        buffers=tuple(machine.stations[name].buffer for name in STATIONS[:-1]),
         macs=float(scored.sum() + kept.sum()) * width,
         read=(left + keys) * width * (high + share * low) / 8 + values,
         written=left * width * (high + low) / 8,

@@ -56,9 +56,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     fetched = (score_folds * score_cycles + value_folds * value_cycles).sum() * (rows + columns)
     memory = machine.size("operands")
     return ItemStream(
-        stations=STATIONS,
         service=service,
-        buffers=(),
         macs=macs,
         read=read,
         written=written,

@@ -61,9 +61,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     computed = (denser + sparser).astype(float)
     indices = 2 * sparser * machine.number("index_bits") / 8
     return ItemStream(
-        stations=STATIONS,
         service=service,
-        buffers=(),
         macs=2 * float(computed.sum()) * width,
         read=(vectors * share + layer.unit_keys) * width * bits / 8 + indices,
         written=layer.unit_queries * width * bits / 8,
