@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from technique_runs import RUNS
-from tiny_runs import advance, evaluated_loss, losses, plain_run, technique, with_optimizer
-from torch import Tensor
+from tiny_runs import VOCABULARY, advance, evaluated_loss, losses, plain_run, technique, with_optimizer
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -120,3 +120,34 @@ def probed(name: str) -> dict[str, Any]:
     settings = {"micro_batches": 2} if name == "parallelism.pipeline" else {}
     run = compose(plain_run(batch=4), with_optimizer([technique(name, **settings)]), 20)
     return time_steps(run, (4,), 1, [run.plain.source.at(0)], 0.1).as_dict()
+
+
+class NormalizedBlock(nn.Module):
+    """A linear layer after a norm over the batch, which keeps statistics."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+class NormalizedModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.blocks = nn.ModuleList(NormalizedBlock(16) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def trained_with_batch_norm(strategy: str) -> Run:
+    plain = plain_run()
+    run = BaseRun(NormalizedModel, plain.source, plain.objective)
+    return trained(compose(run, with_optimizer([technique(strategy)]), STEPS))

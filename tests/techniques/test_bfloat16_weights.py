@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thrifty.composition.compose import compose
 from thrifty.composition.explain import count
 from thrifty.core.backward import plain_backward
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, Recipe
@@ -332,6 +332,12 @@ def test_a_run_is_kept_in_16_bits_and_comes_back_in_32(tmp_path: Path, monkeypat
     for name, parameter in model.named_parameters():
         assert kept[f"parameters/{name}"].dtype == torch.bfloat16 and parameter.dtype == torch.float32
         assert torch.equal(parameter, kept[f"parameters/{name}"].float())
+
+
+def test_norms_that_keep_statistics_in_float32_are_refused() -> None:
+    with pytest.raises(RefusedError, match="running statistics") as refused:
+        technique("precision.bfloat16_weights").model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    assert "--with precision.mixed" in refused.value.fix
 
 
 def test_one_technique_decides_the_format_of_products() -> None:

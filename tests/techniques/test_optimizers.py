@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ from thrifty.techniques.optimizers.lion import lion
 from thrifty.techniques.optimizers.muon import muon, orthogonalized
 from thrifty.techniques.optimizers.schedule_free import ScheduleFreeTransform, schedule_free
 from thrifty.techniques.optimizers.sgd import sgd
-from thrifty.techniques.optimizers.soap import soap
+from thrifty.techniques.optimizers.soap import eigenvectors, soap
 
 MATRICES = [name for name, shape in SHAPES.items() if len(shape) == 2]
 HIDDEN = [name for name in MATRICES if "embedding" not in name]
@@ -191,6 +192,20 @@ def test_soap_is_adam_in_the_axes_of_shampoo() -> None:
         return w - 0.02 * (moved + (0.1 * w if name in MATRICES else 0))
 
     assert_close(trained(soap(0.02, (0.9, 0.95), 1e-8, 0.1, every=3, max_dim=6)), stepped(rule), 1e-10)
+
+
+def test_soap_finds_axes_where_lapack_returns_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.linalg.eigh
+
+    def eigh(side: Tensor) -> Any:
+        found = plain(side)
+        if side.dtype == torch.float32:  # as LAPACK may for a side of which most rows are zero
+            found.eigenvectors.fill_(torch.nan)
+        return found
+
+    monkeypatch.setattr(torch.linalg, "eigh", eigh)
+    side = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    assert torch.allclose(eigenvectors(side).abs(), torch.full((2, 2), 0.5**0.5))
 
 
 def test_soap_finds_axes_where_most_words_do_not_occur() -> None:

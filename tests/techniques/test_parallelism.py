@@ -4,7 +4,17 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from parallel_work import STEPS, Run, alone, masks_and_copies, plain_with, predicted, refusals, train_with_each
+from parallel_work import (
+    STEPS,
+    Run,
+    alone,
+    masks_and_copies,
+    plain_with,
+    predicted,
+    refusals,
+    train_with_each,
+    trained_with_batch_norm,
+)
 from rank_processes import on_ranks
 from table_samples import sample_of, whole_tables
 from tiny_runs import plain_run, technique, with_optimizer
@@ -90,6 +100,13 @@ def test_processes_that_order_names_differently_do_the_same(strategy: str) -> No
     assert first.keys() == second.keys() and len(first) > len(OTHERS) / 2
     for name, run in first.items():  # of a parameter of one line one rank holds all, the other nothing
         assert replace(run, sharded=0) == replace(second[name], sharded=0), name
+
+
+@pytest.mark.parametrize("strategy", CLAIMING)
+def test_ranks_have_the_same_statistics_of_norms_over_the_batch_and_judge_alike(strategy: str) -> None:
+    first, second = on_ranks(2, trained_with_batch_norm, strategy)
+    assert "buffers/blocks.0.norm.running_var" in first.tensors
+    assert (first.tensors, first.evaluated) == (second.tensors, second.evaluated)
 
 
 @pytest.mark.parametrize("strategy", CLAIMING)

@@ -6,13 +6,14 @@ import pytest
 import torch
 from rank_processes import on_ranks
 from recompute_work import equal, gradients, live_bytes, model_of_kind, same_on_ranks, same_run, trained
+from routed_model import RoutedModel
 from stacked_models import KINDS
-from tiny_runs import plain_run, technique, with_optimizer
+from tiny_runs import advance, plain_run, technique, with_optimizer
 from torch import Tensor, nn
 
-from thrifty.composition.compose import compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
@@ -52,6 +53,16 @@ def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
 def test_any_architecture_keeps_its_gradients(kind: str, schedule: Any) -> None:
     assert equal(gradients(Recompute(schedule=schedule).model(model_of_kind(kind)), kind),
                  gradients(model_of_kind(kind), kind))  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", ["every", "sqrt"])
+def test_a_mixture_of_experts_that_comes_back_rounded_is_refused_by_its_cause(schedule: Any) -> None:
+    plain = plain_run(batch=32)
+    techniques = [Recompute(schedule=schedule), technique("memory.compress_activations", bits=2)]
+    run = compose(BaseRun(RoutedModel, plain.source, plain.objective), with_optimizer(techniques), 2)
+    with pytest.raises(IntegrityError, match=r"saved .*other") as refused:
+        advance(run, run.start())
+    assert "--without memory.compress_activations" in refused.value.fix
 
 
 class Deep(nn.Module):

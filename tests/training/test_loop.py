@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from tiny_runs import Repeated, advance, plain_run, snapshot, technique
-from torch import Tensor
+from torch import Tensor, nn
 
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.batches import Batch
@@ -69,6 +69,31 @@ def test_a_step_without_a_finite_gradient_changes_no_tensor_and_no_schedule() ->
         assert state.optimizer.updates == step - skipped
         assert state.counters["skipped"] == skipped
     assert 0 < skipped < 8
+
+
+class NormalizedEmbedding(nn.Module):
+    """A table whose rows are normalized over the batch; of the second step they are not numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(256, 8), nn.BatchNorm1d(8), nn.Linear(8, 256)
+        self.passes = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.passes += 1
+        rows = self.table(tokens) * (float("nan") if self.passes == 2 else 1.0)
+        return self.norm(rows.flatten(0, 1)).view_as(rows)
+
+
+def test_a_skipped_step_leaves_the_statistics_of_norms_as_they_were() -> None:
+    plain = plain_run()
+    run = compose(BaseRun(NormalizedEmbedding, plain.source, plain.objective), [STILL], 2)
+    state = run.start()
+    advance(run, state, 1)
+    before = snapshot(state)
+    (record,) = advance(run, state, 2)
+    assert record.skipped and "buffers/norm.running_var" in before.tensors
+    assert all(torch.equal(tensor, before.tensors[name]) for name, tensor in snapshot(state).tensors.items())
 
 
 def test_a_run_that_stays_without_a_finite_gradient_stops_and_says_what_to_do() -> None:

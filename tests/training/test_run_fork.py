@@ -110,3 +110,15 @@ def test_weights_stay_behind_only_if_they_are_to(left_out: str, tmp_path: Path) 
     assert "--drop-weights" in str(refused.value.fix)
     _, told = forked(tmp_path, run_of(adamw), drop_weights=True)
     assert "are left out, such as parameters/" in told
+
+
+@pytest.mark.parametrize("placement", ["outside", "inside"])
+def test_a_momentum_of_scaled_updates_is_no_momentum_of_gradients(placement: str, tmp_path: Path) -> None:
+    lars, sgd = technique("optimizers.lars", learning_rate_placement=placement), technique("optimizers.sgd")
+    for old, new in ((sgd, lars), (lars, sgd)):
+        folder = tmp_path / old.name
+        trained(folder, run_of(old))
+        state, told = forked(folder, run_of(new))
+        assert "start fresh" in told and state.optimizer is not None
+        (momentum,) = state.optimizer.slots.values()
+        assert not any(bool(each.any()) for each in momentum)

@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.tensor_tracing import tensors_in
+from thrifty.core.written_buffers import BufferSnapshot
+from thrifty.memory.recomputation import RERUN_FIX
 from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
-from thrifty.memory.written_buffers import BufferSnapshot
 
 
 class BlockChain:
@@ -168,7 +169,7 @@ class BlockCall:
             raise IntegrityError(
                 f"block {self.place} saved {len(self.saves)} tensors for its backward pass, and {len(saves)} or others "
                 "when it ran again",
-                fix="a block that is to run again must do the same each time",
+                fix=RERUN_FIX,
             )
 
 

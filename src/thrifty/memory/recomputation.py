@@ -7,7 +7,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from thrifty.memory.written_buffers import BufferSnapshot
+from thrifty.core.written_buffers import BufferSnapshot
+
+RERUN_FIX = (
+    "a block that is to run again must do the same each time; the routing of a mixture of experts does not where the "
+    "block's input comes back rounded: --without memory.compress_activations"
+)
+"""Fix where a block saves other tensors when it runs again."""
 
 
 def recompute(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
 
-HEAD_WIDTHS = ("head_width", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+HEAD_WIDTHS = ("qk_head_dim", "head_width", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 
 
 AttentionCore = Callable[..., Tensor]

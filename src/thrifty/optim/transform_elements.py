@@ -20,13 +20,13 @@ from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices, is_matri
 
 class ScaleByMomentum(GradientTransform):
     """A decaying sum of gradients, v = decay · v + g (Polyak 1964), or with `nesterov` a step ahead of it,
-    g + decay · v (Sutskever et al. 2013)."""
+    g + decay · v (Sutskever et al. 2013). A sum of anything else than gradients has another `name`, since forks take a
+    slot over by its name."""
 
-    name = "scale_by_momentum"
     reach = TransformScope.ROWS
 
-    def __init__(self, decay: float = 0.9, nesterov: bool = False):
-        self.decay, self.nesterov = decay, nesterov
+    def __init__(self, decay: float = 0.9, nesterov: bool = False, name: str = "scale_by_momentum"):
+        self.decay, self.nesterov, self.name = decay, nesterov, name
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {"momentum": [torch.zeros_like(parameter) for parameter in parameters]}

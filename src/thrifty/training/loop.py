@@ -16,11 +16,13 @@ import torch
 from thrifty.composition.compose import Run
 from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import axis
-from thrifty.core.randomness import seed_of, start_draws
+from thrifty.core.randomness import seed_of
 from thrifty.core.ranks import random_stream
 from thrifty.core.state import StructureLogEntry, TrainState
+from thrifty.core.written_buffers import BufferSnapshot
 from thrifty.data.prefetch import prefetch
 from thrifty.optim.transform_elements import global_norm
+from thrifty.training.determinism import start_draws
 
 PATIENCE = 10
 """Steps in a row without a finite gradient after which a run stops."""
@@ -51,8 +53,9 @@ def step_seed(seed: int, step: int, draws: int) -> int:
 def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, None]:
     """Train from the state's step to the run's end, one record a step; the state moves along.
 
-    A step whose loss or gradient is not finite changes neither parameters nor optimizer state nor schedule. Raises
-    ThriftyError after ten such steps in a row that nothing answered, IntegrityError when a technique's promise breaks.
+    A step whose loss or gradient is not finite changes neither parameters nor buffers nor optimizer state nor
+    schedule. Raises ThriftyError after ten such steps in a row that nothing answered, IntegrityError when a technique's
+    promise breaks.
     """
     run.verify(state)
     skipped, began = 0, time.perf_counter()
@@ -64,7 +67,9 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
         assert model is not None and optimizer is not None
         model.train()
         start_draws(step_seed(seed, state.step, random_stream()), run.device)
+        buffers = BufferSnapshot(model)
         outcome = run.backward(model, run.objective, batch.to(run.device))
+        buffers.forget_constant()
         norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
         # one transfer for both, and the same numbers on every rank: all take the same decision
         loss, gradient_norm = torch.stack([outcome.loss.float(), norm.float()]).tolist()
@@ -73,6 +78,8 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
         moved = finite and optimizer.will_move_masks()
         if finite:
             optimizer.step()
+        else:
+            buffers.put_back()
         optimizer.zero_grad()
         state.step += 1
         if moved:

@@ -5,7 +5,8 @@ Promise   activation memory of one micro-batch at the statistics of the whole ba
           effective batch, so unequal micro-batches (the last may be smaller) weigh what they should.
 Cost      less work per kernel launch; nothing else.
 Does not  change the result beyond the order of summation (numerics: rounding).
-Avoid     when the whole batch fits: then it only adds launches. Refused for a contrastive loss, whose examples are
+Avoid     when the whole batch fits: then it only adds launches; BatchNorm, which normalizes each micro-batch by itself,
+          so that the result is another one. Refused for a contrastive loss, whose examples are
           compared with each other: large_batch.gradient_cache takes such a batch in parts.
 """
 

@@ -28,7 +28,7 @@ from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.memory.written_buffers import BufferSnapshot
+from thrifty.core.written_buffers import BufferSnapshot
 
 
 class VectorGradientObjective(WrappedObjective):

@@ -19,10 +19,13 @@ from functools import partial
 from typing import Any, Literal
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointError, CheckpointPolicy, create_selective_checkpoint_contexts
 
+from thrifty.core.backward import Backward, BackwardResult
+from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.objective import Objective
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
@@ -30,7 +33,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
-from thrifty.memory.recomputation import recompute
+from thrifty.memory.recomputation import RERUN_FIX, recompute
 from thrifty.memory.recompute_schedule import RecomputeSchedule
 from thrifty.modeling.attention_sites import LOSING_CORES
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
@@ -57,6 +60,19 @@ def run_segments_again(blocks: list[nn.Module]) -> int:
     length = math.isqrt(len(blocks) - 1) + 1
     BlockChain(blocks, RecomputeSchedule.of(periodic_schedule(len(blocks), length)))
     return length
+
+
+def explain_other_tensors(backward: Backward) -> Backward:
+    """Return a backward pass that raises IntegrityError with a fix in place of torch's CheckpointError."""
+
+    def explained(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+        try:
+            return backward(model, objective, batch)
+        except CheckpointError as error:
+            what = "a block saved other tensors for its backward pass when it ran again"
+            raise IntegrityError(what, fix=RERUN_FIX) from error
+
+    return explained
 
 
 @dataclass(frozen=True)
@@ -97,3 +113,6 @@ class Recompute(Technique):
                 wrap_forward(block, wrapper)
             add_note(f"{len(stack[:: self.every])} of {len(stack)} blocks in {name or 'the model'}")
         return model
+
+    def backward(self, backward: Backward) -> Backward:
+        return explain_other_tensors(backward)

@@ -34,7 +34,8 @@ def lars(
     ‖parameter‖) for each layer; parameter -= lr · v. With the rate "inside", lr multiplies what is added to v, and so
     does `schedule`."""
     ratio, schedule = ScaleByTrustRatio(coefficient, weight_decay), schedule or GradientTransform()
-    velocity = ScaleByMomentum(momentum, nesterov) if momentum else GradientTransform()
+    name = "step_momentum" if rate == "inside" else "layer_scaled_momentum"
+    velocity = ScaleByMomentum(momentum, nesterov, name) if momentum else GradientTransform()
     if rate == "inside":
         return chain(ratio, scale_by_learning_rate(lr), schedule, velocity)
     return chain(ratio, velocity, scale_by_learning_rate(lr), schedule)

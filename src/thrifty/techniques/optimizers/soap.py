@@ -15,6 +15,7 @@ Note      Wen et al. 2025 (arXiv 2509.02046) found SOAP and Muon ahead of tuned 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,12 +73,13 @@ def find_axes(axes: Sides, spread: Sides) -> None:
 
 
 def eigenvectors(side: Tensor) -> Tensor:
-    """Of a symmetric matrix, by ascending eigenvalue. Where many rows are zero (words that have not occurred) LAPACK
-    may not converge in the matrix's own precision, and does in double."""
-    try:
-        return torch.linalg.eigh(side).eigenvectors
-    except torch.linalg.LinAlgError:
-        return torch.linalg.eigh(side.double()).eigenvectors.to(side.dtype)
+    """Return those of a symmetric matrix, by ascending eigenvalue. Where many rows are zero (words that have not
+    occurred) LAPACK may raise or return NaN in the matrix's own precision, and converges in double."""
+    with suppress(torch.linalg.LinAlgError):
+        vectors = torch.linalg.eigh(side).eigenvectors
+        if vectors.isfinite().all():
+            return vectors
+    return torch.linalg.eigh(side.double()).eigenvectors.to(side.dtype)
 
 
 def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> None:

@@ -4,6 +4,8 @@ Paper     the synchronous scheme of Goyal et al. 2017 (arXiv 1706.02677), sectio
           weights that are fixed for the effective batch, so that no rank's mean is averaged with another's.
 Promise   the single-process run at the same effective batch and in the same data order, within the order of summation.
 Cost      all gradients are summed over the ranks once a step: 2 · parameters elements sent by each rank.
+Avoid     BatchNorm, which normalizes the examples of each rank by themselves: such a run is not the single-process one.
+          Running statistics are those of the first rank, as in torch's DistributedDataParallel.
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +24,7 @@ from thrifty.core.ranks import rank_shard
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.core.written_buffers import broadcast_buffers
 
 BUCKET = 8_000_000
 """Elements summed in one collective: enough to fill a link, little enough to stay out of peak memory."""
@@ -54,6 +57,7 @@ def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
                 gradients.append(parameter.grad)
         loss = outcome.loss.clone()
         sum_over(group, [*local_tensors(gradients), loss])
+        broadcast_buffers(model, group)
         return replace(outcome, loss=loss)
 
     return over_ranks

@@ -40,6 +40,7 @@ from thrifty.core.ranks import rank_shard
 from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.core.written_buffers import broadcast_buffers
 from thrifty.modeling.module_surgery import find_stacks
 
 Zero = Literal[1, 2, 3]
@@ -144,6 +145,7 @@ class ShardedDataParallel(Technique):
             outcome = backward(model, objective, batch)
             loss = outcome.loss.clone()
             dist.all_reduce(loss, group=data.group)
+            broadcast_buffers(model, data.group)
             return replace(outcome, loss=loss)
 
         return over_ranks if data.size > 1 else backward

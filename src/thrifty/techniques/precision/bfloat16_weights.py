@@ -17,7 +17,7 @@ Note      "nearest" is there to show why: 1 + 1e-3 is 1 in bfloat16, so that sma
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
+from thrifty.core.errors import RefusedError
 from thrifty.core.gradient_transform import (
     COMPENSATION,
     Content,
@@ -195,7 +196,7 @@ class Bfloat16InputObjective(WrappedObjective):
         fields = {
             name: field.bfloat16() if field.is_floating_point() else field for name, field in batch.fields.items()
         }
-        return super().predict(model, Batch(fields, batch.weight))
+        return super().predict(model, replace(batch, fields=fields))
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,11 @@ class Bfloat16Weights(Technique):
     """Of each new weight: by chance, to the nearest with what that cuts off kept, or to the nearest and no more."""
 
     def model(self, model: nn.Module) -> nn.Module:
+        if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
+            raise RefusedError(
+                "BatchNorm requires weights in the format of its running statistics, float32",
+                fix=f"--with precision.mixed --without {self.name}",
+            )
         parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
         for parameter in parameters:
             parameter.data = parameter.data.bfloat16()

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from thrifty.core.backward import plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
+from thrifty.core.written_buffers import SMALL
 from thrifty.memory.recomputation import recompute
-from thrifty.memory.written_buffers import SMALL
 from thrifty.techniques.large_batch.gradient_cache import cached
 
 WIDTH, BLOCKS, STEPS = 6, 5, 3

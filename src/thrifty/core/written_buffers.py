@@ -1,13 +1,16 @@
-"""The buffers of modules whose forward pass is run again: each run sees what the first saw, and leaves what it left."""
+"""Buffers that a forward pass writes: put back where it runs again or its step is skipped, the same on all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
+
+from thrifty.core.shard_layout import local_tensor
 
 SMALL = 2**16
 """Numbers of a buffer up to which it is always copied; one of more is where the first forward pass has changed it."""
@@ -44,20 +47,39 @@ class BufferSnapshot:
             if value.numel() <= SMALL or name not in _CONSTANT.get(owner, ())
         ]
 
+    def put_back(self) -> None:
+        """Write the values as they were."""
+        for owner, name, value in self.values:
+            _write(owner, name, owner._buffers[name], value)
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """The values as they were, for as long as the block lasts; afterwards they are again what they are now."""
         with _disable_current_modes():  # torch's selective checkpoint counts the operations of both runs
             now = [(owner, name, owner._buffers[name]) for owner, name, _ in self.values]
             copies = [None if buffer is None else buffer.clone() for _, _, buffer in now]
-            for owner, name, value in self.values:
-                _write(owner, name, owner._buffers[name], value)
+            self.put_back()
         try:
             yield
         finally:
             with _disable_current_modes():
                 for (owner, name, buffer), value in zip(now, copies, strict=True):
                     _write(owner, name, buffer, value)
+
+
+def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Give every rank of a group (None: all) the persistent buffers of its first rank, as DistributedDataParallel does:
+    each rank's forward pass writes statistics of its own examples."""
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for owner in model.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                alike.setdefault(buffer.dtype, []).append(local_tensor(buffer))
+    for buffers in alike.values():
+        flat = torch.cat([buffer.flatten() for buffer in buffers])
+        dist.broadcast(flat, group=group, group_src=0)
+        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view_as(buffer))
 
 
 def _write(owner: nn.Module, name: str, buffer: Tensor | None, value: Tensor | None) -> None:
