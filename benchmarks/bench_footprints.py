@@ -26,6 +26,7 @@ import transformers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from allocator_trace import measure_allocations
 from side_by_side import write
 from thrifty import techniques
 from thrifty.composition.compose import CPU, BaseRun, Run, compose
@@ -40,7 +41,6 @@ from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocator_trace import measure_allocations
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.loop import train
 

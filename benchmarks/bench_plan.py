@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from allocator_trace import measure_allocations
 from bench_footprints import MODELS, chosen, one_rank
 from side_by_side import write
 from thrifty.composition.compose import BaseRun, Run, compose
@@ -37,7 +38,6 @@ from thrifty.core import mesh
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Technique
-from thrifty.planning.allocator_trace import measure_allocations
 from thrifty.planning.cost_estimates import COUNTED_HIGH, OVER_MESH_HIGH, count_footprint
 from thrifty.planning.probe_jobs import sizes
 from thrifty.planning.step_timing import time_steps

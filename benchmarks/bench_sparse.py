@@ -40,7 +40,7 @@ def ours(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPattern) 
         pattern.spmm(x, pattern.pick(weight))
 
     def backward() -> None:
-        pattern.T.spmm(upstream, pattern.turn(pattern.pick(weight)))
+        pattern.spmm_turned(upstream, pattern.turn(pattern.pick(weight)))
         pattern.place(pattern.sddmm(upstream, x))
 
     return forward, backward

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from benchmarks.allocator_trace import AllocationReport, measure_allocations
 from table_samples import sample_of
 from technique_runs import RUNS
 from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
@@ -30,7 +31,6 @@ from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocator_trace import AllocationReport, measure_allocations
 from thrifty.techniques.data_selection import gradient_norm_sampling
 
 DEPTH, WIDTH, LENGTH, BATCH, STEPS = 2, 128, 64, 8, 5

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.allocator_trace import measure_allocations
 from planned_runs import CATALOGUE
 from routed_model import VOCABULARY, build
 from tiny_runs import corpus, technique, with_optimizer
@@ -16,7 +17,6 @@ from thrifty.core.recipe import Budget, DataSettings, EvaluationSettings, Recipe
 from thrifty.core.technique import Numerics
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocator_trace import measure_allocations
 from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.planner import allowed_options
 from thrifty.simulators.cluster.traced_workload import trace_workload

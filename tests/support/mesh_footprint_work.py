@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.allocator_trace import measure_allocations
 from tiny_runs import ROOM, VOCABULARY, corpus, technique, with_optimizer
 from torch import nn
 
@@ -13,7 +14,6 @@ from thrifty.data.text.token_windows import PackedTokens
 from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
-from thrifty.planning.allocator_trace import measure_allocations
 from thrifty.planning.cost_estimates import count_footprint
 
 LENGTH, BATCH, STEPS = 64, 8, 2

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.allocator_trace import measure_allocations
 from hypothesis import given
 from hypothesis import strategies as some
 from masked_work import ALONG, SETTINGS, double, trained_along
@@ -25,7 +26,6 @@ from thrifty.models.model_presets import ModelConfig, assemble
 from thrifty.models.transformer import Encoder, initialize
 from thrifty.models.weight_conversion import export_folder, import_folder
 from thrifty.objectives.masked_token import MaskedToken
-from thrifty.planning.allocator_trace import measure_allocations
 from thrifty.techniques.data_selection.drop_masked_tokens import DecoderCrossAttention, DropMaskedTokens
 
 transformers = pytest.importorskip("transformers")

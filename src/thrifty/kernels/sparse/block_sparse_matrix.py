@@ -14,7 +14,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.sparse import compiled_products
 from thrifty.kernels.sparse.csr_matrix import LANES, TILE_BYTES, CsrMatrix
-from thrifty.kernels.sparse.sparsity_pattern import TransposedPattern, rows_of
+from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 BATCH_BYTES = 2**26
 """Of the products of blocks that torch makes at once."""
@@ -47,10 +47,6 @@ class BlockSparseMatrix:
     def density(self) -> float:
         return self.grid.density
 
-    @property
-    def T(self) -> TransposedPattern:
-        return TransposedPattern(self)
-
     def _in_blocks(self, matrix: Tensor) -> Tensor:
         rows, columns = self.grid.shape
         return matrix.view(rows, self.block, columns, self.block).transpose(1, 2)
@@ -65,9 +61,6 @@ class BlockSparseMatrix:
 
     def turn(self, values: Tensor) -> Tensor:
         return self.grid.turn(values).transpose(1, 2)
-
-    def turn_back(self, turned: Tensor) -> Tensor:
-        return self.grid.turn_back(turned.transpose(1, 2))
 
     def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
         return _spmm(x.contiguous(), values, self.grid.starts, self.grid.columns, bias, self.grid.shape[0])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.sparse import compiled_products
-from thrifty.kernels.sparse.sparsity_pattern import TransposedPattern
 
 LANES = 16
 """Tokens of a vector."""
@@ -50,10 +49,6 @@ class CsrMatrix:
     def density(self) -> float:
         return len(self.columns) / max(self.shape[0] * self.shape[1], 1)
 
-    @property
-    def T(self) -> TransposedPattern:
-        return TransposedPattern(self)
-
     def pick(self, matrix: Tensor) -> Tensor:
         return matrix.reshape(-1).index_select(0, self.places)
 
@@ -63,9 +58,6 @@ class CsrMatrix:
 
     def turn(self, values: Tensor) -> Tensor:
         return values.index_select(0, self.order)
-
-    def turn_back(self, turned: Tensor) -> Tensor:
-        return torch.empty_like(turned).index_copy(0, self.order, turned)
 
     def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
         return _spmm(x.contiguous(), values.contiguous(), self.starts, self.columns, bias, self.shape[0])

@@ -174,7 +174,7 @@ def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPatter
     dtype = x.dtype
     wide, wide_upstream = x.float(), upstream.float()
     pattern.spmm(wide, pattern.pick(weight)).to(dtype)
-    pattern.T.spmm(wide_upstream, pattern.turn(pattern.pick(weight))).to(dtype)
+    pattern.spmm_turned(wide_upstream, pattern.turn(pattern.pick(weight))).to(dtype)
     pattern.place(pattern.sddmm(wide_upstream, wide))
 
 

@@ -1,8 +1,4 @@
-"""SpMM and SDDMM with gradients, and a linear layer of a sparse weight.
-
-Each is the other's gradient: of y = x Sᵀ the gradient of x is an SpMM with the transpose of S, that of the kept values
-an SDDMM; of an SDDMM both gradients are SpMMs. So both may be differentiated as often as one likes.
-"""
+"""A linear layer of a sparse weight: for y = x Sᵀ, the gradient of x is an SpMM too, that of kept values an SDDMM."""
 
 from typing import Any
 
@@ -10,45 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern, TransposedPattern
-
-
-class _Spmm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, pattern: SparsityPattern | TransposedPattern) -> Tensor:
-        ctx.save_for_backward(x, values)
-        ctx.pattern = pattern
-        return pattern.spmm(x, values)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x, values), pattern = ctx.saved_tensors, ctx.pattern
-        of_x = spmm(upstream, pattern.turn(values), pattern.T) if ctx.needs_input_grad[0] else None
-        return of_x, sddmm(upstream, x, pattern) if ctx.needs_input_grad[1] else None, None
-
-
-class _Sddmm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor, pattern: SparsityPattern | TransposedPattern) -> Tensor:
-        ctx.save_for_backward(left, right)
-        ctx.pattern = pattern
-        return pattern.sddmm(left, right)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (left, right), pattern = ctx.saved_tensors, ctx.pattern
-        of_left = spmm(right, upstream, pattern) if ctx.needs_input_grad[0] else None
-        return of_left, spmm(left, pattern.turn(upstream), pattern.T) if ctx.needs_input_grad[1] else None, None
-
-
-def spmm(x: Tensor, values: Tensor, pattern: SparsityPattern | TransposedPattern) -> Tensor:
-    """x (n, k) times the transpose of the sparse matrix (m, k) with these values: (n, m)."""
-    return _Spmm.apply(x, values, pattern)
-
-
-def sddmm(left: Tensor, right: Tensor, pattern: SparsityPattern | TransposedPattern) -> Tensor:
-    """The values of leftᵀ right, for left (n, m) and right (n, k), at the kept places alone."""
-    return _Sddmm.apply(left, right, pattern)
+from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 
 
 class _SparseLinear(torch.autograd.Function):
@@ -66,7 +24,7 @@ class _SparseLinear(torch.autograd.Function):
         (x, weight), pattern = ctx.saved_tensors, ctx.pattern
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = pattern.T.spmm(upstream, pattern.turn(pattern.pick(weight)).to(x.dtype))
+            of_x = pattern.spmm_turned(upstream, pattern.turn(pattern.pick(weight)).to(x.dtype))
         if ctx.needs_input_grad[1]:
             dense = ctx.dense_gradient
             of_weight = upstream.T @ x if dense else pattern.place(pattern.sddmm(upstream, x))

@@ -1,7 +1,6 @@
-"""Which places of a matrix (m, k) are kept, and the products that follow: what `Csr` and `Blocks` have in common."""
+"""Which places of a matrix (m, k) are kept, and the products that follow, for single weights and for whole blocks."""
 
-from dataclasses import dataclass
-from typing import Protocol, Union
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ class SparsityPattern(Protocol):
     def shape(self) -> tuple[int, int]: ...
     @property
     def density(self) -> float: ...
-    @property
-    def T(self) -> Union["SparsityPattern", "TransposedPattern"]: ...
 
     def pick(self, matrix: Tensor) -> Tensor:
         """The values of a dense matrix (m, k) at the kept places."""
@@ -29,8 +26,6 @@ class SparsityPattern(Protocol):
         """The values of the transpose, in its order."""
         ...
 
-    def turn_back(self, turned: Tensor) -> Tensor: ...
-
     def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (n, k) Sᵀ + bias (m,), as (n, m)."""
         ...
@@ -42,26 +37,6 @@ class SparsityPattern(Protocol):
     def sddmm(self, left: Tensor, right: Tensor) -> Tensor:
         """The values of leftᵀ right at the kept places alone, for left (n, m) and right (n, k)."""
         ...
-
-
-@dataclass(frozen=True, eq=False)
-class TransposedPattern:
-    """The transpose of a pattern, from the same tensors."""
-
-    whole: SparsityPattern
-
-    @property
-    def T(self) -> SparsityPattern:
-        return self.whole
-
-    def turn(self, values: Tensor) -> Tensor:
-        return self.whole.turn_back(values)
-
-    def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.whole.spmm_turned(x, values, bias)
-
-    def sddmm(self, left: Tensor, right: Tensor) -> Tensor:
-        return self.whole.turn(self.whole.sddmm(right, left))
 
 
 def rows_of(starts: Tensor) -> Tensor:

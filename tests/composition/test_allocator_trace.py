@@ -1,8 +1,7 @@
 """Memory that the allocator gave out, told by its events."""
 
 import pytest
-
-from thrifty.planning.allocator_trace import AllocatedBlocks
+from benchmarks.allocator_trace import AllocatedBlocks
 
 
 def test_what_is_given_out_and_taken_back_is_added_up() -> None:
