@@ -86,17 +86,14 @@ class Bert(ModelFamily):
         return self.written_fields(shape) | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
-        for ours, theirs in _EMBEDDING.items():
-            yield ParameterPacking(f"embedding.{ours}.weight", (f"bert.embeddings.{theirs}.weight",))
-        yield ParameterPacking("embedding.norm.bias", ("bert.embeddings.LayerNorm.bias",))
+        yield from ParameterPacking.renamed(_EMBEDDING, "embedding.", "bert.embeddings.", ["weight"])
         for index in range(shape.depth):
-            ours, theirs = f"blocks.{index}", f"bert.encoder.layer.{index}"
-            for kind in ("weight", "bias"):
-                qkv = tuple(f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-                yield ParameterPacking(f"{ours}.attention.qkv.{kind}", qkv, rows=(shape.width,) * 3)
-                for mine, yours in _BLOCK.items():
-                    yield ParameterPacking(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
-        for kind in ("weight", "bias"):
-            yield ParameterPacking(f"transform.dense.{kind}", (f"cls.predictions.transform.dense.{kind}",))
-            yield ParameterPacking(f"transform.norm.{kind}", (f"cls.predictions.transform.LayerNorm.{kind}",))
+            ours, theirs = f"blocks.{index}.", f"bert.encoder.layer.{index}."
+            qkv = [f"{theirs}attention.self.{part}" for part in ("query", "key", "value")]
+            yield from ParameterPacking.stacked(f"{ours}attention.qkv", qkv, (shape.width,) * 3)
+            yield from ParameterPacking.renamed(_BLOCK, ours, theirs)
+        yield from ParameterPacking.renamed(
+            {"dense": "dense", "norm": "LayerNorm"}, "transform.", "cls.predictions.transform."
+        )
+        yield ParameterPacking("embedding.norm.bias", ("bert.embeddings.LayerNorm.bias",))
         yield ParameterPacking("head.bias", ("cls.predictions.bias",))

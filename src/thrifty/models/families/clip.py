@@ -148,31 +148,23 @@ class CLIP(ModelFamily):
         return config | {"text_config": config["text_config"] | special}
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
-        for ours, theirs in _TABLES.items():
-            yield ParameterPacking(f"{ours}.weight", (f"{theirs}.weight",))
+        yield from ParameterPacking.renamed(_TABLES, kinds=["weight"])
         yield ParameterPacking("image.embedding.class_token", ("vision_model.embeddings.class_embedding",), ahead=2)
         yield ParameterPacking(
             "image.embedding.position", ("vision_model.embeddings.position_embedding.weight",), ahead=1
         )
         yield ParameterPacking("logit_scale", ("logit_scale",), ahead=1)
-        for kind in ("weight", "bias"):
-            for ours, theirs in _ENDS.items():
-                yield ParameterPacking(f"{ours}.{kind}", (f"{theirs}.{kind}",))
+        yield from ParameterPacking.renamed(_ENDS)
         towers = (
             ("image", "vision_model", shape.depth, shape.width),
             ("text", "text_model", shape.text_depth, shape.text_width),
         )
         for mine, yours, depth, width in towers:
             for index in range(depth):
-                yield from _block_table(f"{mine}.blocks.{index}", f"{yours}.encoder.layers.{index}", width)
-
-
-def _block_table(ours: str, theirs: str, width: int) -> Iterator[ParameterPacking]:
-    for kind in ("weight", "bias"):
-        qkv = tuple(f"{theirs}.self_attn.{part}_proj.{kind}" for part in "qkv")
-        yield ParameterPacking(f"{ours}.attention.qkv.{kind}", qkv, rows=(width,) * 3)
-        for mine, yours in _BLOCK.items():
-            yield ParameterPacking(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))
+                ours, theirs = f"{mine}.blocks.{index}.", f"{yours}.encoder.layers.{index}."
+                qkv = [f"{theirs}self_attn.{part}_proj" for part in "qkv"]
+                yield from ParameterPacking.stacked(f"{ours}attention.qkv", qkv, (width,) * 3)
+                yield from ParameterPacking.renamed(_BLOCK, ours, theirs)
 
 
 def _section(config: Config, name: str) -> Config:

@@ -1,6 +1,6 @@
 """GPT-2 (pre-norm) and GPT-1 (post-norm): decoders with learned positions."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import nn
@@ -21,6 +21,7 @@ _BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
+_WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
 def _embedding(shape: ModelConfig) -> TokenEmbedding:
@@ -41,9 +42,15 @@ class GPT1(ModelFamily):
 
     style, model_type, architecture, task = "gpt1", "openai-gpt", "OpenAIGPTLMHeadModel", "next_token"
     free_hidden = False
-    read = frozenset(
-        {"n_embd", "n_head", "n_layer", "vocab_size", "n_positions", "tie_word_embeddings", "layer_norm_epsilon"}
-    )
+    fields: ClassVar = {
+        "depth": ("n_layer", None),
+        "width": ("n_embd", None),
+        "heads": ("n_head", None),
+        "vocabulary": ("vocab_size", None),
+        "length": ("n_positions", None),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+    }
+    read = frozenset({"tie_word_embeddings"})
     only: ClassVar = {"afn": ("gelu",)}  # the approximation by tanh is meant
     ignored = frozenset({"n_special", "predict_special_tokens"})
     body, token = "transformer.", "transformer.tokens_embed.weight"
@@ -59,19 +66,10 @@ class GPT1(ModelFamily):
         )
 
     def shape(self, config: Config) -> ModelConfig:
-        width, heads = number(config, "n_embd", int), number(config, "n_head", int)
-        return ModelConfig(
-            style=self.style,
-            depth=number(config, "n_layer", int),
-            width=width,
-            heads=heads,
-            kv_heads=heads,
-            hidden=number(config, "n_inner", int, 4 * width),
-            vocabulary=number(config, "vocab_size", int),
-            length=number(config, "n_positions", int),
-            tied=flag(config, "tie_word_embeddings", True),
-            norm_eps=number(config, "layer_norm_epsilon", float, 1e-5),
-        )
+        fields = self.read_fields(config)
+        hidden = number(config, "n_inner", int, 4 * fields["width"])
+        tied = flag(config, "tie_word_embeddings", True)
+        return ModelConfig(style=self.style, kv_heads=fields["heads"], hidden=hidden, tied=tied, **fields)
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.hidden != 4 * shape.width:
@@ -79,11 +77,11 @@ class GPT1(ModelFamily):
                 f"GPT-1 has an inner width of 4 times the width, this model {shape.hidden} for {shape.width}",
                 fix="train without model.hidden to export to this format",
             )
-        return _config(shape, {}, {"afn": "gelu"})
+        return self.written_fields(shape) | {"afn": "gelu"} | _WITHOUT_DROPOUT
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
-        yield ParameterPacking("embedding.token.weight", (self.token,))
-        yield ParameterPacking("embedding.position.weight", ("transformer.positions_embed.weight",))
+        embeddings = {"embedding.token": "tokens_embed", "embedding.position": "positions_embed"}
+        yield from ParameterPacking.renamed(embeddings, theirs=self.body, kinds=["weight"])
         yield from _blocks_table(shape)
 
 
@@ -107,20 +105,14 @@ class GPT2(GPT1):
         )
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
-        return _config(shape, {"n_inner": shape.hidden}, {"activation_function": "gelu_new"})
+        own = {"n_inner": shape.hidden, "activation_function": "gelu_new"}
+        return self.written_fields(shape) | own | _WITHOUT_DROPOUT
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
-        yield ParameterPacking("embedding.token.weight", (self.token,))
-        yield ParameterPacking("embedding.position.weight", ("transformer.wpe.weight",))
+        embeddings = {"embedding.token": "wte", "embedding.position": "wpe"}
+        yield from ParameterPacking.renamed(embeddings, theirs=self.body, kinds=["weight"])
         yield from _blocks_table(shape)
-        yield ParameterPacking("norm.weight", ("transformer.ln_f.weight",))
-        yield ParameterPacking("norm.bias", ("transformer.ln_f.bias",))
-
-
-def _config(shape: ModelConfig, inner: Mapping[str, int], activation: Mapping[str, str]) -> dict[str, Any]:
-    sizes = {"n_layer": shape.depth, "n_embd": shape.width, "n_head": shape.heads, **inner, "n_positions": shape.length}
-    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    return sizes | {"layer_norm_epsilon": shape.norm_eps} | activation | dropout
+        yield from ParameterPacking.renamed({"norm": "transformer.ln_f"})
 
 
 def _blocks_table(shape: ModelConfig) -> Iterator[ParameterPacking]:

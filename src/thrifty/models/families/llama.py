@@ -15,6 +15,13 @@ from thrifty.models.scaled_rotary import Llama3Scaling
 from thrifty.models.transformer import Transformer
 from thrifty.models.transformer_blocks import GatedFeedForward, TokenEmbedding, TransformerBlock
 
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.out": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.down": "mlp.down_proj",
+}
+
 
 def _rotary(shape: ModelConfig) -> RotaryPositions:
     # values even where the weights have none yet: the table follows from the shape, no file brings it
@@ -36,11 +43,18 @@ def _block(shape: ModelConfig, position: RotaryPositions) -> TransformerBlock:
 class Llama(ModelFamily):
     style, model_type, architecture, task = "llama", "llama", "LlamaForCausalLM", "next_token"
     free_heads = True
-    read = frozenset({
-        "num_attention_heads", "hidden_size", "head_dim", "num_hidden_layers", "num_key_value_heads",
-        "intermediate_size", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "rms_norm_eps",
-        "rope_theta", "rope_scaling", "rope_parameters",
-    })  # fmt: skip
+    fields: ClassVar = {
+        "depth": ("num_hidden_layers", None),
+        "width": ("hidden_size", None),
+        "heads": ("num_attention_heads", None),
+        "hidden": ("intermediate_size", None),
+        "vocabulary": ("vocab_size", None),
+        "length": ("max_position_embeddings", 2048),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+    }
+    read = frozenset(
+        {"head_dim", "num_key_value_heads", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters"}
+    )
     only: ClassVar = {"hidden_act": ("silu", "swish")}
     ignored = frozenset({"is_llama_config", "pretraining_tp"})
     body, token = "model.", "model.embed_tokens.weight"
@@ -56,7 +70,8 @@ class Llama(ModelFamily):
         )
 
     def shape(self, config: Config) -> ModelConfig:
-        heads, width = number(config, "num_attention_heads", int), number(config, "hidden_size", int)
+        fields = self.read_fields(config)
+        heads, width = fields["heads"], fields["width"]
         head_width = number(config, "head_dim", int, width // heads)
         is_narrower = config.get("head_dim") is not None and head_width * heads < width  # heads were taken out
         if head_width * heads != width and not is_narrower:
@@ -64,18 +79,12 @@ class Llama(ModelFamily):
         base, scaling = _rope(config)
         return ModelConfig(
             style=self.style,
-            depth=number(config, "num_hidden_layers", int),
-            width=width,
-            heads=heads,
             kv_heads=number(config, "num_key_value_heads", int, heads),
-            hidden=number(config, "intermediate_size", int),
-            vocabulary=number(config, "vocab_size", int),
-            length=number(config, "max_position_embeddings", int, 2048),
             tied=flag(config, "tie_word_embeddings", False),
             fixed_head_width=head_width if is_narrower else None,
-            norm_eps=number(config, "rms_norm_eps", float, 1e-6),
             rope_base=base,
             rope_scaling=scaling,
+            **fields,
         )
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
@@ -88,15 +97,9 @@ class Llama(ModelFamily):
                 "high_freq_factor": shape.rope_scaling.high,
                 "original_max_position_embeddings": shape.rope_scaling.original,
             }
-        return {
-            "num_hidden_layers": shape.depth,
-            "hidden_size": shape.width,
-            "num_attention_heads": shape.heads,
+        return self.written_fields(shape) | {
             "num_key_value_heads": shape.kv_heads,
             "head_dim": shape.head_width,
-            "intermediate_size": shape.hidden,
-            "max_position_embeddings": shape.length,
-            "rms_norm_eps": shape.norm_eps,
             "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
@@ -109,15 +112,13 @@ class Llama(ModelFamily):
         yield ParameterPacking("embedding.token.weight", (self.token,))
         heads = tuple(each * shape.head_width for each in (shape.heads, shape.kv_heads, shape.kv_heads))
         for index in range(shape.depth):
-            ours, theirs = f"blocks.{index}", f"model.layers.{index}"
-            qkv = tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv")
-            gated = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
-            yield ParameterPacking(f"{ours}.attention_norm.weight", (f"{theirs}.input_layernorm.weight",))
-            yield ParameterPacking(f"{ours}.attention.qkv.weight", qkv, rows=heads)
-            yield ParameterPacking(f"{ours}.attention.out.weight", (f"{theirs}.self_attn.o_proj.weight",))
-            yield ParameterPacking(f"{ours}.mlp_norm.weight", (f"{theirs}.post_attention_layernorm.weight",))
-            yield ParameterPacking(f"{ours}.mlp.up.weight", gated, rows=(shape.hidden, shape.hidden))
-            yield ParameterPacking(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight",))
+            ours, theirs = f"blocks.{index}.", f"model.layers.{index}."
+            qkv, gated = [f"{theirs}self_attn.{name}_proj" for name in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+            yield from ParameterPacking.renamed(_BLOCK, ours, theirs, ["weight"])
+            yield from ParameterPacking.stacked(f"{ours}attention.qkv", qkv, heads, ["weight"])
+            yield from ParameterPacking.stacked(
+                f"{ours}mlp.up", [theirs + name for name in gated], (shape.hidden,) * 2, ["weight"]
+            )
         yield ParameterPacking("norm.weight", ("model.norm.weight",))
 
 

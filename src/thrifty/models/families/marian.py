@@ -13,17 +13,24 @@ from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import BlockStack, EncoderDecoder
 from thrifty.models.transformer_blocks import FeedForward, PostNormBlock, SinusoidalPositions, TokenEmbedding
 
-_ATTENTION = {"attention": "self_attn", "cross_attention": "encoder_attn"}
 _BLOCK = {
     "attention_norm": "self_attn_layer_norm",
     "attention.out": "self_attn.out_proj",
-    "cross_attention_norm": "encoder_attn_layer_norm",
-    "cross_attention.q": "encoder_attn.q_proj",
-    "cross_attention.out": "encoder_attn.out_proj",
     "mlp_norm": "final_layer_norm",
     "mlp.up": "fc1",
     "mlp.down": "fc2",
 }
+_OVER_MEMORY = {
+    "cross_attention_norm": "encoder_attn_layer_norm",
+    "cross_attention.q": "encoder_attn.q_proj",
+    "cross_attention.out": "encoder_attn.out_proj",
+}
+_OF_BOTH_SIDES = {
+    "decoder_attention_heads": "heads",
+    "decoder_ffn_dim": "hidden",
+    "decoder_vocab_size": "vocabulary",
+}
+"""What config.json says of the decoder, which is what it says of the encoder."""
 
 
 def _block(shape: ModelConfig, decoder: bool) -> PostNormBlock:
@@ -43,11 +50,18 @@ def _block(shape: ModelConfig, decoder: bool) -> PostNormBlock:
 
 class Marian(ModelFamily):
     style, model_type, architecture, task = "marian", "marian", "MarianMTModel", "sequence_to_sequence"
-    fields: ClassVar = {"length": ("max_position_embeddings", 1024), "activation": ("activation_function", "gelu")}
-    read = frozenset({
-        "d_model", "vocab_size", "decoder_vocab_size", "encoder_layers", "decoder_layers", "encoder_attention_heads",
-        "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "scale_embedding",
-    })  # fmt: skip
+    fields: ClassVar = {
+        "depth": ("encoder_layers", None),
+        "width": ("d_model", None),
+        "heads": ("encoder_attention_heads", None),
+        "hidden": ("encoder_ffn_dim", None),
+        "vocabulary": ("vocab_size", None),
+        "length": ("max_position_embeddings", 1024),
+        "activation": ("activation_function", "gelu"),
+    }
+    read = frozenset(
+        {"decoder_vocab_size", "decoder_layers", "decoder_attention_heads", "decoder_ffn_dim", "scale_embedding"}
+    )
     only: ClassVar = {
         "is_decoder": (False,),
         "is_encoder_decoder": (True,),
@@ -75,28 +89,19 @@ class Marian(ModelFamily):
         )
 
     def shape(self, config: Config) -> ModelConfig:
-        depth, heads = number(config, "encoder_layers", int), number(config, "encoder_attention_heads", int)
-        hidden, vocabulary = number(config, "encoder_ffn_dim", int), number(config, "vocab_size", int)
-        for key, same in (
-            ("decoder_attention_heads", heads),
-            ("decoder_ffn_dim", hidden),
-            ("decoder_vocab_size", vocabulary),
-        ):
+        fields = self.read_fields(config)
+        for key, name in _OF_BOTH_SIDES.items():
+            same = fields[name]
             if number(config, key, int, same) != same:
                 raise RefusedError(f"config.json sets {key} = {config[key]}, unlike the encoder's {same}; not imported")
         decoder_depth = number(config, "decoder_layers", int)
         return ModelConfig(
             style=self.style,
-            depth=depth,
-            width=number(config, "d_model", int),
-            heads=heads,
-            kv_heads=heads,
-            hidden=hidden,
-            vocabulary=vocabulary,
+            kv_heads=fields["heads"],
             tied=True,
-            decoder_depth=None if decoder_depth == depth else decoder_depth,
+            decoder_depth=None if decoder_depth == fields["depth"] else decoder_depth,
             scaled_embedding=flag(config, "scale_embedding", False),
-            **self.read_fields(config),
+            **fields,
         )
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
@@ -104,16 +109,10 @@ class Marian(ModelFamily):
             raise RefusedError("Marian's head is tied to its embedding, this one is free", fix="train with model.tied")
         if shape.norm_eps != 1e-5:
             raise RefusedError(f"Marian's norms have an epsilon of 1e-5, these {shape.norm_eps}")
-        sides = {
-            f"{side}_{key}": value
-            for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks))
-            for key, value in (("layers", depth), ("attention_heads", shape.heads), ("ffn_dim", shape.hidden))
-        }
         return {
-            **sides,
             **self.written_fields(shape),
-            "d_model": shape.width,
-            "decoder_vocab_size": shape.vocabulary,
+            **{key: getattr(shape, name) for key, name in _OF_BOTH_SIDES.items()},
+            "decoder_layers": shape.decoder_blocks,
             "scale_embedding": shape.scaled_embedding,
             "share_encoder_decoder_embeddings": True,
             "is_encoder_decoder": True,
@@ -127,18 +126,12 @@ class Marian(ModelFamily):
         yield ParameterPacking("embedding.token.weight", (self.token,))
         for side, depth in (("encoder", shape.depth), ("decoder", shape.decoder_blocks)):
             for index in range(depth):
-                for kind in ("weight", "bias"):
-                    prefixes = (f"{side}.blocks.{index}", f"model.{side}.layers.{index}")
-                    yield from _block_table(shape, *prefixes, kind, cross=side == "decoder")
+                ours, theirs = f"{side}.blocks.{index}.", f"model.{side}.layers.{index}."
+                qkv = [f"{theirs}self_attn.{part}_proj" for part in "qkv"]
+                yield from ParameterPacking.stacked(f"{ours}attention.qkv", qkv, (shape.width,) * 3)
+                yield from ParameterPacking.renamed(_BLOCK, ours, theirs)
+                if side == "decoder":
+                    kv = [f"{theirs}encoder_attn.{part}_proj" for part in "kv"]
+                    yield from ParameterPacking.stacked(f"{ours}cross_attention.kv", kv, (shape.width,) * 2)
+                    yield from ParameterPacking.renamed(_OVER_MEMORY, ours, theirs)
         yield ParameterPacking("head.bias", ("final_logits_bias",), as_row=True)
-
-
-def _block_table(shape: ModelConfig, ours: str, theirs: str, kind: str, cross: bool) -> Iterator[ParameterPacking]:
-    for fused, parts in (("attention.qkv", "qkv"), ("cross_attention.kv", "kv")):
-        attention = _ATTENTION[fused.partition(".")[0]]
-        if cross or attention == "self_attn":
-            names = tuple(f"{theirs}.{attention}.{part}_proj.{kind}" for part in parts)
-            yield ParameterPacking(f"{ours}.{fused}.{kind}", names, rows=(shape.width,) * len(parts))
-    for mine, yours in _BLOCK.items():
-        if cross or not mine.startswith("cross"):
-            yield ParameterPacking(f"{ours}.{mine}.{kind}", (f"{theirs}.{yours}.{kind}",))

@@ -1,9 +1,9 @@
 """What a family of published models is: how it is put together, and how its Hugging Face folders spell it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ ACTIVATION: dict[str, Callable[[], nn.Module]] = {
 }
 SPELLED = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 """Our names of activations in the spelling of transformers."""
+Kinds = Sequence[Literal["weight", "bias"]]
+KINDS: Kinds = ("weight", "bias")
 READ = {theirs: ours for ours, theirs in SPELLED.items()} | {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
 
 
@@ -56,6 +58,21 @@ class ParameterPacking:
         parts = whole.split(self.rows) if self.rows else [whole]
         parts = [(part.T if self.transposed else part).contiguous() for part in parts]
         return dict(zip(self.theirs, parts, strict=True))
+
+    @classmethod
+    def renamed(
+        cls, names: Mapping[str, str], ours: str = "", theirs: str = "", kinds: Kinds = KINDS
+    ) -> Iterator[Self]:
+        """Modules whose parameters differ in their names alone, after these prefixes."""
+        for mine, yours in names.items():
+            for kind in kinds:
+                yield cls(f"{ours}{mine}.{kind}", (f"{theirs}{yours}.{kind}",))
+
+    @classmethod
+    def stacked(cls, ours: str, theirs: Sequence[str], rows: tuple[int, ...], kinds: Kinds = KINDS) -> Iterator[Self]:
+        """A module whose parameters are those of several of theirs, so many rows of each."""
+        for kind in kinds:
+            yield cls(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), rows=rows)
 
 
 class ModelFamily:

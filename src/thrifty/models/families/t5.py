@@ -56,10 +56,20 @@ def _stack(shape: ModelConfig, depth: int, decoder: bool) -> BlockStack:
 class T5(ModelFamily):
     style, model_type, architecture, task = "t5", "t5", "T5ForConditionalGeneration", "sequence_to_sequence"
     bounded = False
+    fields: ClassVar = {
+        "depth": ("num_layers", None),
+        "width": ("d_model", None),
+        "hidden": ("d_ff", None),
+        "heads": ("num_heads", None),
+        "vocabulary": ("vocab_size", None),
+        "length": ("n_positions", 512),
+        "buckets": ("relative_attention_num_buckets", 32),
+        "distance": ("relative_attention_max_distance", 128),
+        "norm_eps": ("layer_norm_epsilon", 1e-6),
+    }
     read = frozenset({
-        "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads", "vocab_size", "n_positions",
-        "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon",
-        "feed_forward_proj", "dense_act_fn", "is_gated_act", "tie_word_embeddings", "scale_decoder_outputs",
+        "d_kv", "num_decoder_layers", "feed_forward_proj", "dense_act_fn", "is_gated_act", "tie_word_embeddings",
+        "scale_decoder_outputs",
     })  # fmt: skip
     only: ClassVar = {"is_decoder": (False,), "is_encoder_decoder": (True,)}
     ignored = frozenset({"classifier_dropout", "dropout_rate", "initializer_factor"})
@@ -78,41 +88,25 @@ class T5(ModelFamily):
         )
 
     def shape(self, config: Config) -> ModelConfig:
-        depth, width = number(config, "num_layers", int), number(config, "d_model", int)
-        heads, head_width = number(config, "num_heads", int), number(config, "d_kv", int)
+        fields = self.read_fields(config)
+        depth, heads, head_width = fields["depth"], fields["heads"], number(config, "d_kv", int)
         decoder_depth = number(config, "num_decoder_layers", int, depth)
         return ModelConfig(
             style=self.style,
-            depth=depth,
-            width=width,
-            heads=heads,
             kv_heads=heads,
-            hidden=number(config, "d_ff", int),
-            vocabulary=number(config, "vocab_size", int),
-            length=number(config, "n_positions", int, 512),
             tied=_tied(config),
-            norm_eps=number(config, "layer_norm_epsilon", float, 1e-6),
             activation=_activation(config),
             decoder_depth=None if decoder_depth == depth else decoder_depth,
-            fixed_head_width=None if head_width * heads == width else head_width,
-            buckets=number(config, "relative_attention_num_buckets", int, 32),
-            distance=number(config, "relative_attention_max_distance", int, 128),
+            fixed_head_width=None if head_width * heads == fields["width"] else head_width,
+            **fields,
         )
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         gated = shape.activation.startswith(_GATED)
         activation = SPELLED[shape.activation.removeprefix(_GATED)]
-        return {
-            "num_layers": shape.depth,
+        return self.written_fields(shape) | {
             "num_decoder_layers": shape.decoder_blocks,
-            "d_model": shape.width,
             "d_kv": shape.head_width,
-            "d_ff": shape.hidden,
-            "num_heads": shape.heads,
-            "n_positions": shape.length,
-            "relative_attention_num_buckets": shape.buckets,
-            "relative_attention_max_distance": shape.distance,
-            "layer_norm_epsilon": shape.norm_eps,
             "feed_forward_proj": "gated-gelu" if gated and activation == "gelu_new" else _GATED * gated + activation,
             "dense_act_fn": activation,
             "is_gated_act": gated,
@@ -132,28 +126,32 @@ class T5(ModelFamily):
 
 
 def _block_table(shape: ModelConfig, ours: str, theirs: str) -> Iterator[ParameterPacking]:
-    heads, decoder = shape.heads * shape.head_width, ours.startswith("decoder")
-    mlp = f"{theirs}.{2 if decoder else 1}"
-    up, rows = (f"{mlp}.DenseReluDense.wi.weight",), ()
-    if shape.activation.startswith(_GATED):
-        up = (f"{mlp}.DenseReluDense.wi_0.weight", f"{mlp}.DenseReluDense.wi_1.weight")
-        rows = (shape.hidden, shape.hidden)
-    inside, across = f"{theirs}.0.SelfAttention", f"{theirs}.1.EncDecAttention"
-    yield ParameterPacking(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",))
-    yield ParameterPacking(
-        f"{ours}.attention.qkv.weight", tuple(f"{inside}.{part}.weight" for part in "qkv"), rows=(heads,) * 3
+    heads, decoder, weight = shape.heads * shape.head_width, ours.startswith("decoder"), ["weight"]
+    inside, across, mlp = f"{theirs}.0.SelfAttention", f"{theirs}.1.EncDecAttention", f"{theirs}.{2 if decoder else 1}"
+    names = {
+        "attention_norm": f"{theirs}.0.layer_norm",
+        "attention.out": f"{inside}.o",
+        "mlp_norm": f"{mlp}.layer_norm",
+        "mlp.down": f"{mlp}.DenseReluDense.wo",
+    }
+    yield from ParameterPacking.stacked(
+        f"{ours}.attention.qkv", [f"{inside}.{part}" for part in "qkv"], (heads,) * 3, weight
     )
-    yield ParameterPacking(f"{ours}.attention.out.weight", (f"{inside}.o.weight",))
+    if shape.activation.startswith(_GATED):
+        gated = [f"{mlp}.DenseReluDense.wi_{part}" for part in (0, 1)]
+        yield from ParameterPacking.stacked(f"{ours}.mlp.up", gated, (shape.hidden,) * 2, weight)
+    else:
+        names["mlp.up"] = f"{mlp}.DenseReluDense.wi"
     if decoder:
-        yield ParameterPacking(f"{ours}.cross_attention_norm.weight", (f"{theirs}.1.layer_norm.weight",))
-        yield ParameterPacking(f"{ours}.cross_attention.q.weight", (f"{across}.q.weight",))
-        yield ParameterPacking(
-            f"{ours}.cross_attention.kv.weight", tuple(f"{across}.{part}.weight" for part in "kv"), rows=(heads,) * 2
+        names |= {
+            "cross_attention_norm": f"{theirs}.1.layer_norm",
+            "cross_attention.q": f"{across}.q",
+            "cross_attention.out": f"{across}.o",
+        }
+        yield from ParameterPacking.stacked(
+            f"{ours}.cross_attention.kv", [f"{across}.{part}" for part in "kv"], (heads,) * 2, weight
         )
-        yield ParameterPacking(f"{ours}.cross_attention.out.weight", (f"{across}.o.weight",))
-    yield ParameterPacking(f"{ours}.mlp_norm.weight", (f"{mlp}.layer_norm.weight",))
-    yield ParameterPacking(f"{ours}.mlp.up.weight", up, rows=rows)
-    yield ParameterPacking(f"{ours}.mlp.down.weight", (f"{mlp}.DenseReluDense.wo.weight",))
+    yield from ParameterPacking.renamed(names, f"{ours}.", kinds=weight)
 
 
 def _tied(config: Config) -> bool:

@@ -96,8 +96,7 @@ class ViT(PatchEncoder):
             if ours != "class_token" or shape.pool != "mean":
                 yield ParameterPacking(f"embedding.{ours}", (f"vit.embeddings.{theirs}",))
         yield from packed_blocks("blocks", "vit.encoder.layer", shape.depth, shape.width)
-        for kind in ("weight", "bias"):
-            yield ParameterPacking(f"norm.{kind}", (f"vit.layernorm.{kind}",))
+        yield from ParameterPacking.renamed({"norm": "vit.layernorm"})
         yield ParameterPacking("head.bias", ("classifier.bias",))
 
 
@@ -113,8 +112,6 @@ def pre_norm_block(shape: ModelConfig, width: int, heads: int, hidden: int) -> T
 def packed_blocks(ours: str, theirs: str, depth: int, width: int) -> Iterator[ParameterPacking]:
     """Which of their tensors make up those of so many blocks, listed under these names."""
     for index in range(depth):
-        for kind in ("weight", "bias"):
-            parts = (f"{theirs}.{index}.attention.attention.{part}.{kind}" for part in ("query", "key", "value"))
-            yield ParameterPacking(f"{ours}.{index}.attention.qkv.{kind}", tuple(parts), rows=(width,) * 3)
-            for mine, yours in _BLOCK.items():
-                yield ParameterPacking(f"{ours}.{index}.{mine}.{kind}", (f"{theirs}.{index}.{yours}.{kind}",))
+        qkv = [f"{theirs}.{index}.attention.attention.{part}" for part in ("query", "key", "value")]
+        yield from ParameterPacking.stacked(f"{ours}.{index}.attention.qkv", qkv, (width,) * 3)
+        yield from ParameterPacking.renamed(_BLOCK, f"{ours}.{index}.", f"{theirs}.{index}.")

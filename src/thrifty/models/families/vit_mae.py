@@ -78,8 +78,7 @@ class ViTMAE(PatchEncoder):
         for ours, theirs in EMBEDDING.items():
             yield ParameterPacking(f"embedding.{ours}", (f"vit.embeddings.{theirs}",))
         yield from packed_blocks("blocks", "vit.encoder.layer", shape.depth, shape.width)
-        for kind in ("weight", "bias"):
-            yield ParameterPacking(f"norm.{kind}", (f"vit.layernorm.{kind}",))
+        yield from ParameterPacking.renamed({"norm": "vit.layernorm"})
         for ours, theirs in _DECODER.items():
             yield ParameterPacking(ours, (f"decoder.{theirs}",))
         yield from packed_blocks("decoder.blocks", "decoder.decoder_layers", shape.decoder_blocks, shape.decoder_width)
