@@ -1,10 +1,12 @@
 """Finding and changing modules of any model, ours or of transformers."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
 from stacked_models import KINDS
-from tiny_runs import tiny_model
+from tiny_runs import technique, tiny_model
 from torch import nn
 
 from thrifty.core.errors import RefusedError
@@ -143,3 +145,29 @@ def test_a_wrapped_forward_keeps_names_and_can_be_wrapped_again() -> None:
 def test_tied_names_point_at_the_first_name() -> None:
     assert tied_names(tiny_model(tied=True)) == {"head.weight": "embedding.token.weight"}
     assert tied_names(tiny_model(tied=False)) == {}
+
+
+def test_what_replaces_a_forward_counts_in_torchs_encoder_layers_when_they_are_evaluated() -> None:
+    torch.manual_seed(0)
+    torch.backends.mha.set_fastpath_enabled(True)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    plain = layer(x)
+    wrap_forward(layer.linear1, lambda module, inner, *args: 2 * inner(*args))
+    changed = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), changed)
+    assert not torch.allclose(plain, changed, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.parametrize("name", ["adapters.lora", "sparsity.n_of_m", "sparsity.static", "sparsity.snip"])
+def test_layers_that_compute_their_weight_are_refused_where_nothing_else_is_left(norm: Any, name: str) -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(norm(nn.Linear(16, 16)), nn.ReLU(), norm(nn.Linear(16, 16)))
+
+    model = nn.Sequential(*(block() for _ in range(2)))
+    settings = {} if name == "sparsity.n_of_m" else {"where": r"\d"}
+    with pytest.raises(RefusedError, match="computed"):
+        technique(name, **settings).model(model)

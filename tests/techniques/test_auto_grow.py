@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 from tiny_runs import advance, assert_same, plain_run, restored, snapshot, technique, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from thrifty.composition.compose import Run, compose
 from thrifty.core.backward import plain_backward
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.modeling.module_surgery import find_blocks
@@ -206,3 +206,10 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_a_stack_keeps_one_block_at_least() -> None:
     assert [blocks_at(share, 4) for share in (0.01, 0.5, 0.6, 1.0)] == [1, 2, 2, 4]
+
+
+def test_blocks_whose_layers_compute_their_weights_have_no_width_to_count_with() -> None:
+    norm = nn.utils.parametrizations.weight_norm
+    blocks = nn.ModuleList(nn.Sequential(norm(nn.Linear(4, 4)), nn.ReLU()) for _ in range(2))
+    with pytest.raises(RefusedError, match="no linear layer with a weight of its own"):
+        step_flops(nn.ModuleDict({"blocks": blocks}), {"blocks": 2}, 8)

@@ -46,16 +46,7 @@ def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFA
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and LORA.get(module.out_proj):
             attach_adapters(module)
-        _shut_shortcuts(module)
     activate(model, name)
-
-
-def _shut_shortcuts(module: nn.Module) -> None:
-    """torch's encoder, when it is evaluated, reads the weights of its layers itself; these are its conditions."""
-    if isinstance(module, nn.TransformerEncoderLayer):
-        module.activation_relu_or_gelu = 0
-    if isinstance(module, nn.TransformerEncoder):
-        module.use_nested_tensor = False
 
 
 def adapted_layers(model: nn.Module, name: str = "") -> dict[str, nn.Module]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, TypeGuard
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
@@ -38,11 +39,17 @@ def select(
     skip: Callable[[str, nn.Module], str | None] = lambda name, module: None,
 ) -> ModuleSelection:
     """Modules of `kind` whose name contains a match of the pattern `where`; `skip` gives a reason to pass one over.
+    Those whose weight is computed are passed over.
 
     Raises RefusedError when nothing matches, naming what there was: a filter that silently finds nothing is worse.
     """
     of_kind = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-    reasons = {name: skip(name, module) for name, module in of_kind.items() if re.search(where, name)}
+    computed = "its weight is computed from other parameters"
+    reasons = {
+        name: computed if computes_weight(module) else skip(name, module)
+        for name, module in of_kind.items()
+        if re.search(where, name)
+    }
     matched = {name: of_kind[name] for name, reason in reasons.items() if not reason}
     skipped = {name: reason for name, reason in reasons.items() if reason}
     if not matched:
@@ -84,7 +91,7 @@ def _stacks(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.ModuleList]
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inside = any(is_under(name, stack) for stack in stacks)
-        if not inside and _is_list_of_equals(module, kind) and len(weight_layers(present(module)[0])) > 1:
+        if not inside and _is_list_of_equals(module, kind) and len(_matrix_layers(present(module)[0])) > 1:
             stacks[name] = _here(module)
     return stacks
 
@@ -107,8 +114,12 @@ def _here(blocks: nn.ModuleList) -> nn.ModuleList:
 
 
 def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules that multiply by a matrix, by name, in the order of definition: linear layers of any class, and
-    `nn.MultiheadAttention` as a whole, since it does not call the layers it holds."""
+    """Modules that multiply by a matrix of their own, by name, in the order of definition: linear layers of any class,
+    and `nn.MultiheadAttention` as a whole, since it does not call the layers it holds."""
+    return {name: layer for name, layer in _matrix_layers(module).items() if not computes_weight(layer)}
+
+
+def _matrix_layers(module: nn.Module) -> dict[str, nn.Module]:
     layers: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
         if _multiplies(child) and not any(is_under(name, whole) for whole in layers):
@@ -120,8 +131,15 @@ def _multiplies(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return True
     is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    is_leaf = not any(True for _ in module.children())
+    is_leaf = all(name == "parametrizations" for name, _ in module.named_children())
     return is_leaf and not is_table and getattr(getattr(module, "weight", None), "ndim", 0) == 2
+
+
+def computes_weight(module: nn.Module) -> bool:
+    """Return True if a module computes its weight from other parameters, as `weight_norm` lets it: a value written to
+    such a weight is lost."""
+    own = "weight" in module._parameters or "weight" in module._buffers
+    return not own and isinstance(getattr(module, "weight", None), Tensor)
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
@@ -131,7 +149,14 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return wrapper(self, inner, *args, **kwargs)
 
-    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
+    replace_forward(module, MethodType(forward, module))
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace a module's forward. torch's fused encoder layers, which in evaluation read weights past any forward, are
+    switched off in this process."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    module.forward = forward  # type: ignore[method-assign]
 
 
 def change_first(output: Any, change: Callable[[Any], Any]) -> Any:

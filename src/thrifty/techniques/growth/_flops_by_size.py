@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.errors import RefusedError
 from thrifty.modeling.embeddings import find_head
 from thrifty.modeling.image_sizes import images_of
 from thrifty.modeling.module_surgery import find_stacks, weight_layers
@@ -34,6 +35,12 @@ def step_flops(model: nn.Module, depths: Mapping[str, int], positions: float) ->
     for stack, depth in depths.items():
         block = stacks[stack][0]
         weights = sum(p.numel() for name, p in block.named_parameters() if is_matrix(name, p))
-        width = in_width(next(iter(weight_layers(block).values())))
+        layers = list(weight_layers(block).values())
+        if not layers:
+            raise RefusedError(
+                f"{type(block).__name__} has no linear layer with a weight of its own, whose inputs tell its width",
+                fix="choose sizes without counting: growth.compound or growth.stacking",
+            )
+        width = in_width(layers[0])
         flops += depth * (6 * positions * weights + 12 * width * positions**2)
     return flops

@@ -25,6 +25,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
 from thrifty.distributed.stage_communication import merge_over_stages
+from thrifty.modeling.module_surgery import computes_weight, is_under
 from thrifty.optim.mask_selection import (
     Shapes,
     drop_fraction,
@@ -118,6 +119,13 @@ class MatrixMaskTechnique(MaskTechnique):
                 f"{self.where!r} would mask {min(inside)}, which is an embedding: rows that a batch has no token for "
                 "would be pruned first",
                 fix=f"leave it out: where = '^(?!{'|'.join(map(re.escape, sorted(inside)))}).*{self.where}'",
+            )
+        computed = [name for name, module in model.named_modules() if computes_weight(module)]
+        if parts := [name for name in chosen if any(is_under(name, layer) for layer in computed)]:
+            raise RefusedError(
+                f"{self.where!r} would mask {parts[0]}, from which a weight is computed: a zero there need not be a "
+                "zero of the weight",
+                fix="leave such layers out by where, or take weight_norm and the like off the model",
             )
         dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in chosen]
         left = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in dense))
