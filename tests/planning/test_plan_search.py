@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planned_runs import BATCH, CATALOGUE, MB, by_expectation, formula, searching
+from planned_runs import BATCH, CATALOGUE, MB, PLANNER, by_expectation, formula, searching
 
 from thrifty.composition.compose import Run, compose, refuse_illegal
 from thrifty.core.errors import InfeasibleError, RefusedError
@@ -305,6 +305,61 @@ def test_nothing_is_said_not_to_fit_before_the_leanest_was_run() -> None:
     assert estimates[run[-1].ways] == min(estimates.values())
     named = float(error.value.fix.split("MB")[0].split()[-1])
     assert searching(named, Numerics.EXACT, time=holding(100.0, 100.0)).run().ways
+
+
+def keeping(kept: float, given_back: float) -> TimeOf:
+    """Probes of processes that hold so many MB beyond their tensors: where freed memory stays, and where it goes."""
+
+    def time(candidate: PlanCandidate, bar: float) -> StepTiming:
+        gives_back = any(technique.limits_activation_bytes for technique in candidate.techniques)
+        timing = by_expectation(candidate)
+        return replace(timing, memory=timing.memory + (given_back if gives_back else kept) * MB)
+
+    return time
+
+
+@pytest.mark.parametrize("memory", [260.0, 330.0])
+def test_freed_memory_that_stays_is_charged_to_processes_that_keep_it_alone(memory: float) -> None:
+    """The candidate with the fewest bytes of tensors keeps freed memory, so its process is not the leanest."""
+    search = searching(memory, Numerics.EXACT, time=keeping(kept=250.0, given_back=5.0))
+    best = search.run()
+    assert best.timing is not None and best.timing.memory * search.margin <= memory * MB
+    assert any(technique.limits_activation_bytes for technique in best.techniques)
+
+
+@settings(max_examples=25)
+@given(st.floats(100, 900), st.floats(0, 400), st.floats(0, 40), st.booleans())
+def test_what_is_said_to_fit_does_and_what_it_would_take_suffices(
+    memory: float, kept: float, given_back: float, counted_alone: bool
+) -> None:
+    time = None if counted_alone else keeping(kept, given_back)
+    try:
+        best = searching(memory, Numerics.EXACT, time=time).run()
+    except InfeasibleError as error:
+        named = float(error.fix.split("MB")[0].split()[-1])
+        assert named > memory
+        assert searching(named, Numerics.EXACT, time=time).run().footprint
+    else:
+        assert best.footprint is not None
+        assert (best.timing.memory if best.timing else best.footprint.memory) <= memory * MB
+
+
+def test_a_verdict_that_nothing_fits_offers_more_seconds_where_time_was_up() -> None:
+    search = searching(100.0, Numerics.EXACT, time=keeping(500.0, 50.0), allowance=lambda step: 0.0)
+    with pytest.raises(InfeasibleError, match="nothing that was looked at in 0 s, without options") as error:
+        search.run()
+    assert error.value.fix.startswith("--seconds 60 or --memory ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "budget", "allowed"),
+    [(None, 60.0, 60.0), (None, 3000.0, 600.0), (7.0, 60.0, 7.0), (7.0, 3000.0, 7.0)],
+)
+def test_planning_takes_a_minute_at_least_and_a_fifth_of_a_longer_run(
+    seconds: float | None, budget: float, allowed: float
+) -> None:
+    planner = replace(PLANNER, wanted=PlanRequest(seconds=budget), seconds=seconds)
+    assert planner._allowance(1.0) == allowed
 
 
 def test_the_process_counts_and_a_probe_says_how_large_it_is() -> None:

@@ -1,14 +1,17 @@
 """The size of the process is reported in addition to its tensors."""
 
 import re
+import sys
 from pathlib import Path
 
 import psutil
+import pytest
 import tiny_recipes
 import torch
 from click.testing import CliRunner
 
 from thrifty.cli.explain import command
+from thrifty.memory.disk_tier import DiskTier
 from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.reporting.key_figures import key_figures
 from thrifty.reporting.run_record import read_run
@@ -43,3 +46,10 @@ def test_what_a_process_held_before_is_no_part_of_the_peak_of_its_run() -> None:
     assert meter.process > before.nbytes
     after = torch.ones(2**24)
     assert after.nbytes * 0.9 < meter.peak() < after.nbytes * 1.5
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells pages of files apart")
+def test_pages_of_mapped_files_are_not_counted_since_the_system_can_drop_them(tmp_path: Path) -> None:
+    meter = MemoryMeter(torch.device("cpu"))
+    offloaded = DiskTier(str(tmp_path)).allocate([torch.ones(2**24)])[0]
+    assert meter.now() < offloaded.nbytes / 2

@@ -53,6 +53,13 @@ class PlanCandidate:
         return any(Claim.COMPILED_BLOCKS in technique.claims for technique in self.techniques)
 
     @property
+    def process_kind(self) -> tuple[bool, bool, int]:
+        """What decides how much a process holds beyond its tensors: a compiler's own memory, freed memory that stays or
+        goes back (`training.memory_meter.set_freed_memory_policy`), and the number of ranks."""
+        gives_back = any(technique.limits_activation_bytes for technique in self.techniques)
+        return self.is_compiled, gives_back, self.ranks
+
+    @property
     def step(self) -> float:
         """Measured seconds of a step, as a run will see it."""
         assert self.timing is not None

@@ -74,10 +74,13 @@ class PlanSearch(SingleOptionCosts):
         """Candidates that were counted or run and do not fit, or whose probe failed, and why."""
         self.failed: set[tuple[PlanOption, ...]] = set()
         """Candidates that were counted to fit and whose probe failed."""
-        self.held: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
-        """Misfits that were run: the bytes that a plan requires for them, and a text of the measured memory."""
-        self.surpluses: dict[tuple[bool, int], list[float]] = defaultdict(list)
-        """Bytes that processes were seen to hold beyond their tensors, by whether code is compiled, and by ranks."""
+        self.needs: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
+        """The bytes that a plan requires for candidates that do not fit: of those that were run, and of the leanest
+        where this machine has no room to run it. With a text of how that is known."""
+        self.surpluses: dict[tuple[bool, bool, int], list[float]] = defaultdict(list)
+        """Bytes that runs were seen to hold beyond their tensors, by the kind of process."""
+        self.processes: dict[int, float] = {}
+        """The fewest bytes that a process was seen to hold before it built the model, by the number of ranks."""
         self.probes = 0
         self.fastest, self.longest_probe = inf, SOME_PROBE
         """Seconds of the fastest step that was run, whether it fits or not, and of the longest probe."""
@@ -122,16 +125,29 @@ class PlanSearch(SingleOptionCosts):
         self.stopped = "combinations that were not tried"
         return True
 
-    def beyond(self, candidate: PlanCandidate) -> float:
-        """Bytes that a process like this one holds beyond its tensors, as the probes of its kind say: compilers take
-        memory of their own, which says nothing of code that is not compiled."""
-        own = self.surpluses[candidate.is_compiled, candidate.ranks]
-        return median(own) if own else min(self.surpluses[False, candidate.ranks], default=0.0)
+    def beyond(self, candidate: PlanCandidate, of: Callable[[list[float]], float] = median) -> float:
+        """Bytes that a run holds beyond its tensors, as those of its kind of process did. Before one was run, compiled
+        code is expected to hold what other code does, and nothing is known of the rest."""
+        own = self.surpluses[candidate.process_kind] or self.surpluses[False, *candidate.process_kind[1:]]
+        return of(own) if own else 0.0
+
+    def before_model(self, candidate: PlanCandidate) -> float:
+        """Bytes that its process holds before it builds the model."""
+        return self.processes.get(candidate.ranks, self.process)
+
+    def _expected(self, candidate: PlanCandidate, of: Callable[[list[float]], float] = median) -> float:
+        """Bytes that its process is expected to hold, before it was counted."""
+        return self.before_model(candidate) + self.estimated(candidate.ways) + self.beyond(candidate, of)
+
+    def _expected_least(self, candidate: PlanCandidate) -> float:
+        """Bytes that a plan would require for it, if it held as little as any of its kind did."""
+        before = self.before_model(candidate)
+        return (before + (self._expected(candidate, min) - before) * self.margin) * self._sharing(candidate)
 
     def _is_hopeless(self, candidate: PlanCandidate) -> bool:
-        """Return True if half of all allowed probes were of the candidate's kind, compiled or not, and none fitted."""
-        own = len(self.surpluses[candidate.is_compiled, candidate.ranks])
-        return own >= PROBES // 2 and all(c.is_compiled != candidate.is_compiled for c in self.tried)
+        """Return True if half of all allowed probes were of the candidate's kind of process, and none fitted."""
+        kind = candidate.process_kind
+        return len(self.surpluses[kind]) >= PROBES // 2 and all(c.process_kind != kind for c in self.tried)
 
     def room(self, candidate: PlanCandidate) -> float:
         """Bytes that each of its ranks may hold."""
@@ -176,11 +192,11 @@ class PlanSearch(SingleOptionCosts):
         """Combinations from the fastest; of equal ones that which changes least."""
         changed = (candidate for candidate in self.combinations() if candidate.ways)
         ordered = sorted(changed, key=lambda c: (round(c.relative, 3), len(c.ways)))
-        estimates = [(candidate, self.estimated(candidate.ways)) for candidate in ordered]
-        yield from (candidate for candidate, memory in estimates if memory <= self.room(candidate))
+        yield from (candidate for candidate in ordered if self._expected(candidate) <= self.room(candidate))
         # an estimate may be too high as well: what is little above comes last, the least first
-        little_above = [pair for pair in estimates if 1 < pair[1] / self.room(pair[0]) <= TOO_HIGH]
-        yield from (candidate for candidate, _ in sorted(little_above, key=lambda pair: pair[1]))
+        above = [(self._expected(candidate), candidate) for candidate in ordered]
+        little_above = [pair for pair in above if 1 < pair[0] / self.room(pair[1]) <= TOO_HIGH]
+        yield from (candidate for _, candidate in sorted(little_above, key=lambda pair: pair[0]))
 
     def try_out(self, candidate: PlanCandidate) -> None:
         """Count it, and run it if it fits and is not one that was tried with something that only costs."""
@@ -203,17 +219,20 @@ class PlanSearch(SingleOptionCosts):
 
     def _run_if_possible(self, candidate: PlanCandidate) -> None:
         """Run what may not fit where this machine has room for it; where nothing is run, take it if it fits."""
-        room = self.room(candidate) if self.time is None else self.free / candidate.ranks
-        if self._least_room(candidate) <= room:
+        needed = self._least_room(candidate)
+        if needed <= (self.room(candidate) if self.time is None else self.free / candidate.ranks):
             self._run(candidate)
-        else:
-            self.misfits[candidate.ways] = self._misfit(candidate)
+            return
+        self.misfits[candidate.ways] = why = self._misfit(candidate)
+        least = f"the least is about {needed * self._sharing(candidate) / 1e6:,.0f} MB, with {candidate.label} ({why})"
+        self.needs[candidate.ways] = needed * self._sharing(candidate), least
 
-    def _of_process(self) -> str:
-        return f", {self.process / 1e6:,.0f} MB of it before it builds the model" if self.process else ""
+    def _sharing(self, candidate: PlanCandidate) -> int:
+        """How many ranks the memory is for."""
+        return candidate.ranks if self.shared else 1
 
     def _misfit(self, candidate: PlanCandidate) -> str:
-        beyond = self.process + self.beyond(candidate)
+        beyond = self.before_model(candidate) + self.beyond(candidate)
         besides = f", and {beyond / 1e6:,.0f} MB of the process besides" if beyond else ""
         return f"does not fit: {candidate.tensors / 1e6:,.0f} MB counted{besides}"
 
@@ -233,10 +252,8 @@ class PlanSearch(SingleOptionCosts):
 
     def _least_room(self, candidate: PlanCandidate) -> float:
         """Bytes that each of its ranks must be allowed to hold, before it was run."""
-        most = max(
-            candidate.tensors * candidate.counted_high, (candidate.tensors + self.beyond(candidate)) * self.margin
-        )
-        return self.process + most
+        seen = (candidate.tensors + self.beyond(candidate)) * self.margin
+        return self.before_model(candidate) + max(candidate.tensors * candidate.counted_high, seen)
 
     def _run(self, candidate: PlanCandidate) -> None:
         """Run it, where probes are made, and keep it if it fits."""
@@ -245,15 +262,24 @@ class PlanSearch(SingleOptionCosts):
             self.tried.append(timed)
 
     def _try_leanest(self) -> None:
-        """Run the combination that is expected to hold least, though it was counted not to fit: counts are a little
-        off, and what a process holds besides is not known of what was not run. Raises InfeasibleError where nothing
-        fits."""
-        leanest = sorted(self.combinations(), key=lambda c: self.estimated(c.ways) + self.beyond(c))
-        least = next((counted for candidate in leanest if (counted := self._counted(candidate))), None)
-        if least is not None and least.ways not in {*self.held, *self.failed}:
-            self._run_if_possible(least)
+        """Run the combinations whose processes are expected to hold least, though they were counted not to fit: two,
+        since the first shows what its kind of process holds beyond its tensors, and then what may fit if it holds as
+        little as that. Raises InfeasibleError where nothing fits."""
+        waiting = [c for c in self.combinations() if c.ways not in {*self.needs, *self.failed}]
+        runs = 0
+        while waiting and not self.tried:
+            leanest = min(waiting, key=self._expected_least)
+            least = self._expected_least(leanest)
+            if least >= min(self.needs.values(), default=(inf,))[0]:
+                break
+            if runs and ((runs > 1 and least > self.memory) or self._is_late()):
+                break
+            waiting.remove(leanest)
+            if counted := self._counted(leanest):
+                runs += 1
+                self._run_if_possible(counted)
         if not self.tried:
-            self._raise_infeasible(least)
+            self._raise_infeasible()
 
     def _footprint(self, ways: tuple[PlanOption, ...]) -> Footprint:
         if not ways:
@@ -288,15 +314,17 @@ class PlanSearch(SingleOptionCosts):
             return candidate
         finally:
             self.longest_probe = max(self.longest_probe, monotonic() - began)
-        self.surpluses[candidate.is_compiled, candidate.ranks].append(max(timing.memory - candidate.tensors, 0.0))
+        whole = timing.process + timing.memory
+        self.surpluses[candidate.process_kind].append(max(timing.memory - candidate.tensors, 0.0))
+        self.processes[candidate.ranks] = min(self.processes.get(candidate.ranks, inf), timing.process)
         self.fastest = min(self.fastest, timing.least_step(candidate.batch, candidate.parts))
-        self.process = timing.process
-        step = timing.step(candidate.batch, candidate.parts)
-        took = f"its process took {(timing.process + timing.memory) / 1e6:,.0f} MB{self._of_process()}"
-        self.say(f"its steps take {step:.3g} s, and {took}")
+        before = f", {timing.process / 1e6:,.0f} MB of it before it builds the model" if timing.process else ""
+        took = f"its process took {whole / 1e6:,.0f} MB{before}"
+        self.say(f"its steps take {timing.step(candidate.batch, candidate.parts):.3g} s, and {took}")
         needed = timing.process + timing.memory * self.margin
         if needed > self.room(candidate):
-            self.held[candidate.ways] = needed * (candidate.ranks if self.shared else 1), took
+            least = f"the least that was run is {candidate.label}: {took}"
+            self.needs[candidate.ways] = needed * self._sharing(candidate), least
             self.misfits[candidate.ways] = f"does not fit: {took} when it was run"
             return candidate
         return replace(candidate, timing=timing)
@@ -321,7 +349,7 @@ class PlanSearch(SingleOptionCosts):
         spread = candidate.timing.spread if candidate.timing else 0.0
         return max(NO_DIFFERENCE, spread / 2)
 
-    def _raise_infeasible(self, least: PlanCandidate | None) -> NoReturn:
+    def _raise_infeasible(self) -> NoReturn:
         if failures := [why for ways, why in self.misfits.items() if ways in self.failed]:
             raise InfeasibleError(
                 f"nothing that fits {self.memory / 1e6:,.0f} MB ran its steps: {failures[0]}",
@@ -329,18 +357,24 @@ class PlanSearch(SingleOptionCosts):
             )
         if full := next((why for why in self.misfits.values() if why.startswith(NO_ROOM)), ""):
             raise InfeasibleError(f"what was counted {full}", fix="--disk with more, --set checkpoints.keep=1")
-        if least is None:
+        if not self.needs:
             raise InfeasibleError(f"every combination is refused: {next(iter(self.misfits.values()))}")
-        if self.held:
-            ways, (needed, took) = min(self.held.items(), key=lambda pair: pair[1][0])
-            what = f"the least that was run is {PlanCandidate(ways, (), 0).label}: {took}"
-        else:
-            needed = self._least_room(least) * (least.ranks if self.shared else 1)
-            what = f"the least is about {needed / 1e6:,.0f} MB, with {least.label} ({self.misfits[least.ways]})"
+        needed, what = min(self.needs.values())
+        among, further = "that may be changed", ""
+        if self.stopped:
+            took = monotonic() - self.began
+            among = f"that was looked at in {took:.0f} s, without {self.stopped},"
+            further = f"--seconds {further_seconds(took)} or "
         raise InfeasibleError(
-            f"nothing that may be changed fits {self.memory / 1e6:,.0f} MB: {what}",
-            fix=f"--memory {ceil(needed / 1e6)}MB, --allow different, or a smaller model, data.length or data.batch",
+            f"nothing {among} fits {self.memory / 1e6:,.0f} MB: {what}",
+            fix=f"{further}--memory {ceil(needed / 1e6)}MB, --allow different, or a smaller model, data.length or "
+            "data.batch",
         )
+
+
+def further_seconds(took: float) -> int:
+    """The seconds to offer to a plan that was stopped after so many."""
+    return max(ceil(2 * took), 60)
 
 
 def _lighter(sibling: PlanCandidate, candidate: PlanCandidate) -> StepTiming:

@@ -19,7 +19,7 @@ from thrifty.planning.choice_explanations import ChoiceExplainer, ChoiceReason
 from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, PlanRequest, refuse_no_step
 from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
 from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
+from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf, further_seconds
 from thrifty.planning.rank_options import RANKS, options_over_ranks
 from thrifty.planning.search_space import (
     ADAPTER_OPTIONS,
@@ -35,8 +35,9 @@ from thrifty.planning.search_space import (
 
 STEPS = 1000
 """Of a run whose budget is none in steps, for what depends on them."""
-SHARE = 0.2
-"""The share of a run's time that planning it may take."""
+SHARE, FLOOR = 0.2, 60.0
+"""The share of a run's time that planning it may take, and the seconds that it may take of the shortest run: the recipe
+is run, its options are counted, and a few combinations are run."""
 OUTSIDE = "installed by a third party, whose code is loaded only where a recipe names it: try it with --with"
 
 
@@ -95,7 +96,7 @@ def allowed_options(
 class Planner:
     """Plans for a recipe whose data are open. `rate` is FLOP/s that training reaches here, as long as nothing was run;
     `tokens` are those of an example; there may be as many `ranks`, or one. Planning takes `seconds` since it `began`,
-    or a fifth of what the run takes."""
+    or a fifth of what the run takes, and a minute in any case."""
 
     recipe: Recipe
     plain: BaseRun
@@ -152,10 +153,7 @@ class Planner:
         chosen = search.run()
         budget = self.budget
         slowdown = median([c.step / c.least_step for c in search.tried if c.timing] or [1.0])
-        forecasts = {
-            c.ways: replace(self.forecast(c, budget, records[c.ranks], slowdown), process=search.process)
-            for c in search.tried
-        }
+        forecasts = {c.ways: self.forecast(c, budget, records[c.ranks], slowdown) for c in search.tried}
         forecast = forecasts[chosen.ways]
         refuse_no_step(budget, forecast.steps.value, forecast.step.value, chosen.batch * self.tokens, forecast.startup)
         self.wanted.refuse_late(forecast.seconds)
@@ -200,19 +198,20 @@ class Planner:
         """Seconds that planning may take where a step takes so many."""
         if self.seconds is not None:
             return self.seconds
-        if self.budget.seconds is not None:
-            return SHARE * self.budget.seconds
-        steps = self.budget.steps or (self.budget.tokens or 0) / (self.plain.source.batch * self.tokens)
-        return SHARE * steps * (self._unsure_step if isinf(step) else step)
+        seconds = self.budget.seconds
+        if seconds is None:
+            steps = self.budget.steps or (self.budget.tokens or 0) / (self.plain.source.batch * self.tokens)
+            seconds = steps * (self._unsure_step if isinf(step) else step)
+        return max(SHARE * seconds, FLOOR)
 
     def _stopped(self, search: PlanSearch) -> str:
         if not search.stopped:
             return ""
-        limit = "--seconds" if self.seconds is not None else "a fifth of what the run takes"
+        limit = "--seconds" if self.seconds is not None else "a fifth of what the run takes, or a minute"
         allowed, took = search.allowance(search.fastest), monotonic() - self.began
         return (
             f"stopped after {took:.0f} s, with {search.stopped}: {allowed:.0f} s are {limit}; "
-            f"--seconds {max(2 * took, 60):.0f} looks further"
+            f"--seconds {further_seconds(took)} looks further"
         )
 
     def _records(self, ranks: int) -> dict[str, PredictionRecord]:
@@ -227,7 +226,8 @@ class Planner:
     def forecast(
         self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord], slowdown: float = 1.0
     ) -> Forecast:
-        return self.expecting(past).forecast(candidate, budget, slowdown)
+        forecast = self.expecting(past).forecast(candidate, budget, slowdown)
+        return replace(forecast, process=candidate.timing.process if candidate.timing else self.process)
 
     def no_room(self, candidate: PlanCandidate) -> str:
         """Why a candidate does not fit the disk; "" where it does."""

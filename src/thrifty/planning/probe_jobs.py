@@ -82,7 +82,7 @@ def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[
 
 def cache_probe(probe: Probe, device: str) -> Probe:
     """A probe whose results are kept for this machine, and not made again; but for those that other work disturbed."""
-    here = machine_identity(device) | {"counts": "the process"}  # earlier results did not
+    here = machine_identity(device) | {"counts": "what the system cannot drop"}  # earlier results had mapped files, too
 
     def found_or_made(job: ProbeJob) -> StepTiming:
         same = {name: value for name, value in job.as_dict().items() if name != "bar"}

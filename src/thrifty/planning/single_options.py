@@ -20,8 +20,9 @@ from thrifty.planning.search_space import MICRO_BATCHES, PlanOption, apply_optio
 COUNTED_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary", "flops")
 
 
-def _adds(way: PlanOption) -> bool:
-    return bool(way.techniques)
+def _leanest_first(way: PlanOption) -> tuple[bool, bool]:
+    """Sort first what only takes techniques out, then what promises a limit: its process gives freed memory back."""
+    return bool(way.techniques), not any(technique.limits_activation_bytes for technique in way.techniques)
 
 
 @dataclass
@@ -65,7 +66,7 @@ class SingleOptionCosts:
         inner = cutting[1:-1]
         # in turns, so that each axis has its share where time is short; on each what saves most memory stands last,
         # and what only takes techniques out stands first
-        axes = [some if self.fits() else sorted(some[::-1], key=_adds) for some in self.ways.values()]
+        axes = [some if self.fits() else sorted(some[::-1], key=_leanest_first) for some in self.ways.values()]
         in_turns = (way for turn in zip_longest(*axes) for way in turn if way is not None)
         self._look_at(way for way in in_turns if way not in inner)
         if inner:

@@ -4,7 +4,7 @@ import ctypes
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -68,8 +68,9 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 class MemoryMeter:
-    """Bytes now and at the peak since it was made: of the device on a GPU, resident ones on a CPU. `process` are those
-    that a process on a CPU held before; what it can do without is given back then.
+    """Bytes now and at the peak since it was made: of the device on a GPU, resident ones on a CPU, without pages of
+    files that were mapped since, which the system drops when others need the room. `process` are those that a process
+    on a CPU held before; what it can do without is given back then.
 
     On Linux the kernel keeps the peak itself and lets a process reset its own; elsewhere the peak is the largest
     value that was asked for.
@@ -84,6 +85,7 @@ class MemoryMeter:
                 libc.malloc_trim(0)  # of what counting a run on fake tensors leaves behind
             if Path("/proc/self/clear_refs").exists():
                 Path("/proc/self/clear_refs").write_text("5")
+        self._mapped = _mapped_bytes()
         self._before = self._absolute()
 
     @property
@@ -99,9 +101,21 @@ class MemoryMeter:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._before
         now = self.now()
-        return max(process_peak() - self._before, now, self._largest)
+        return max(process_peak() - self._dropped() - self._before, now, self._largest)
+
+    def _dropped(self) -> int:
+        """Bytes that the system can drop: pages of files, more than when the meter was made."""
+        return max(_mapped_bytes() - self._mapped, 0)
 
     def _absolute(self) -> float:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        return psutil.Process().memory_info().rss
+        return psutil.Process().memory_info().rss - self._dropped()
+
+
+def _mapped_bytes() -> int:
+    """Bytes of this process's resident pages that lie in files; 0 where the kernel does not tell."""
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("RssFile:")).split()[1])
+    return 0

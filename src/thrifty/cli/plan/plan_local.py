@@ -35,7 +35,8 @@ def plan_on_machine(
     quiet: bool = False,
 ) -> Plan:
     """The plan for a recipe on this machine, with a `model` in place of the recipe's, for as many `ranks` or for one,
-    that takes `seconds` or a fifth of the run's time. Raises InfeasibleError where nothing fits."""
+    that takes `seconds`, or a fifth of the run's time and at least a minute. Raises InfeasibleError where nothing
+    fits."""
     import time
     from math import isinf
 

@@ -53,7 +53,9 @@ PROBING = ("probe", "probe_seconds", "probed_candidates", "seconds")
 @click.option("--probe-seconds", type=float, help="How long the steps of one probe may take.  [default: 20]")
 @click.option("--probed-candidates", type=click.IntRange(1), help="Candidates that are run.  [default: 4]")
 @click.option(
-    "--seconds", type=click.FloatRange(0), help="How long planning may take.  [default: a fifth of the run's time]"
+    "--seconds",
+    type=click.FloatRange(0),
+    help="How long planning may take.  [default: a fifth of the run's time, at least 60]",
 )
 @click.option("--cluster", metavar="NAME|FILE", help="Plan for a cluster that is not here, by simulation.")
 @click.option("--ranks", type=click.IntRange(1), help="Devices: of this machine, or of the cluster, unless all of it.")
