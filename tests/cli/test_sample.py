@@ -1,12 +1,15 @@
 import json
+import math
 
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from thrifty.cli.loaded_model import read_tokenizer
 from thrifty.cli.sample import command
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model, model_shape
 from thrifty.models.text_generation import generate
@@ -55,6 +58,29 @@ def test_text_continues_the_prompt_and_the_seed_decides_how(folder):
 def test_without_a_prompt_the_model_begins_a_document(folder):
     answer = json.loads(run(folder, "--tokens", 5, "--json").stdout)
     assert answer["prompt"] == "" and 1 <= len(answer["new_tokens"]) <= 5
+
+
+def test_a_prompt_is_neither_cut_nor_filled_and_text_ends_at_any_known_end(folder):
+    answer = json.loads(run(folder, "--prompt", "a word and another", "--tokens", 5, "--json").stdout)
+    file = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=40)
+    tokenizer.save(str(file))
+    again = json.loads(run(folder, "--prompt", "a word and another", "--tokens", 5, "--json").stdout)
+    assert {**again, "seconds": 0} == {**answer, "seconds": 0}
+    file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
+    assert read_tokenizer(file, "a")[2] == 0
+
+
+def test_a_model_whose_weights_are_lost_and_a_damaged_tokenizer_are_errors_with_a_fix(folder):
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: value * math.nan for name, value in weights.items()}, folder / "model.safetensors")
+    with pytest.raises(ThriftyError, match="the model's logits are NaN"):
+        run(folder)
+    (folder / "tokenizer.json").write_text('{"added_tokens": "x"}')
+    with pytest.raises(UsageError, match=r"is not a tokenizer\.json"):
+        run(folder)
 
 
 def test_what_cannot_be_sampled_from_is_refused(folder, tmp_path):

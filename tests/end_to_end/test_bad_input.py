@@ -46,6 +46,7 @@ def refused(thrifty: CommandLine, *words: str | Path, exit_code: int = USAGE, sa
         (("--with", "optimizers.lion"), ("both decide the optimizer", "--without optimizers.adamw")),
         (("--with", "adapters.lora", "--with", "sparsity.rigl"), ("cannot go together",)),
         (("--data", "nowhere.txt"), ("nowhere.txt",)),
+        (("--data", ""), ("data.source is empty",)),
         (("--data", "empty.txt"), ("empty.txt",)),
         (("--data", "binary.txt"), ("binary.txt", "binary")),
         (("--data", "table.csv"), ("cannot read .csv files",)),
@@ -159,6 +160,8 @@ def test_a_run_without_its_recipe_file_is_read_and_resumed_by_the_recipe_of_its_
     assert wait_until(recipe.is_file, process)
     kill(process)
     assert recipe.read_text() == content
+    recipe.write_bytes(b"\xff")
+    refused(trained, "resume", "run", says=("is not TOML", "rm runs/run/recipe.toml"))
 
 
 def cut(file: Path) -> None:

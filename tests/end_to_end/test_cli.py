@@ -11,10 +11,12 @@ import textwrap
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from command_line import CommandLine, assert_equal
 
+from thrifty.cli.chat import _questions
 from thrifty.cli.main import ABOUT
 
 
@@ -112,6 +114,14 @@ def test_a_file_that_cannot_be_written_is_named_without_a_traceback(thrifty: Com
     (thrifty.folder / "runs").touch()
     said = thrifty(*thrifty.recipe("run"), exit_code=2).stderr
     assert "runs/run: Not a directory" in said and "Traceback" not in said
+
+
+def test_standard_streams_that_are_full_or_closed_end_without_a_traceback(thrifty: CommandLine) -> None:
+    with open("/dev/full", "w") as full:
+        said = thrifty("list", exit_code=2, stdout=full).stderr
+    assert "No space left on device" in said and "Traceback" not in said
+    with patch("sys.stdin", None):
+        assert list(_questions()) == []
 
 
 def test_quiet_prints_nothing_even_where_data_are_prepared_first(thrifty: CommandLine, tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.core.errors import ThriftyError
+from thrifty.core.errors import RefusedError, ThriftyError
 from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.recipe import ModelSettings
+from thrifty.models.hf_loader import load_model
 from thrifty.models.model_resolution import shape_for
 
 BLOCKS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
@@ -39,6 +40,14 @@ def test_no_value_of_a_config_ends_in_a_traceback(config: dict, tmp_path: Path) 
                 shape(tmp_path)
             except ThriftyError as error:
                 assert error.what and len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": 0}, {"num_attention_heads": 10**12}, {"model_type": "x"}], ids=str)
+def test_what_transformers_cannot_build_is_refused_whatever_error_it_raises(changes: dict, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[0], "vocab_size": 300, **changes}))
+    with pytest.raises(RefusedError, match=r"transformers cannot build a .*\n  fix: give a folder"):
+        load_model(tmp_path, fresh=True)
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"[]", b'{"vocab_size": 1' + b"0" * 5000 + b"}"])

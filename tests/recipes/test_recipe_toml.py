@@ -53,6 +53,10 @@ def values_of(kind: Any) -> some.SearchStrategy:
 def bounded(kind: type, bound: SettingBound) -> some.SearchStrategy:
     if typing.get_origin(kind) is tuple:
         return some.tuples(*(bounded(part, bound) for part in typing.get_args(kind)))
+    if typing.get_origin(kind) in (Union, types.UnionType):
+        return some.one_of(
+            *(values_of(part) if part is types.NoneType else bounded(part, bound) for part in typing.get_args(kind))
+        )
     if kind is int:
         return some.integers(int(bound.least or 0), 2**62 if bound.most is None else int(bound.most))
     low = bound.above if bound.above is not None else bound.least

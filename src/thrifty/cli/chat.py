@@ -116,7 +116,7 @@ class _Typist:
 
 def _questions() -> Iterator[str]:
     """Lines of the input until an empty one; on a terminal a prompt stands before each."""
-    while True:
+    while sys.stdin is not None:
         if sys.stdin.isatty():
             click.echo("> ", nl=False)
         line = sys.stdin.readline()

@@ -45,14 +45,11 @@ def _load_run(run: Path) -> "tuple[nn.Module, Path, int | None]":
 
 def read_tokenizer(tokenizer_json: Path, prompt: str) -> "tuple[Tokenizer, list[int], int | None]":
     """The tokenizer, the tokens to start from, and the token that ends a document where there is one."""
-    from tokenizers import Tokenizer
+    from thrifty.data.tokenizer import KNOWN_ENDS, read_tokenizer_file
 
-    from thrifty.models.hf_folder import END_OF_TEXT
-
-    if not tokenizer_json.is_file():
-        raise UsageError(f"there is no tokenizer {tokenizer_json}", fix="put the model's tokenizer.json in its folder")
-    tokenizer = Tokenizer.from_file(str(tokenizer_json))
-    end = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer = read_tokenizer_file(tokenizer_json)
+    ends = (tokenizer.token_to_id(end) for end in KNOWN_ENDS)
+    end = next((end for end in ends if end is not None), None)
     start = tokenizer.encode(prompt).ids or ([] if end is None else [end])
     if not start:
         raise UsageError("the tokenizer has no token to begin a document with", fix="give a --prompt")

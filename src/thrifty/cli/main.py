@@ -1,5 +1,6 @@
 """`thrifty VERB …`: verbs are imported only when used, so that help answers at once."""
 
+import errno
 import importlib
 import os
 import pkgutil
@@ -85,9 +86,9 @@ def main(arguments: list[str] | None = None) -> Any:
             click.echo(f"thrifty: {error}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.filename is None:  # nothing that the user named
+        if error.filename is None and error.errno != errno.ENOSPC:  # nothing that the user named
             raise
-        click.echo(f"thrifty: {error.filename}: {error.strerror}", err=True)
+        click.echo(f"thrifty: {error.filename or 'a file or standard output'}: {error.strerror}", err=True)
         sys.exit(UsageError.exit_code)
 
 

@@ -47,8 +47,6 @@ class TextTokenizer:
     """
 
     def __init__(self, inner: Tokenizer, name: str = "the tokenizer"):
-        inner.no_padding()
-        inner.no_truncation()
         inner.encode_special_tokens = True
         self.inner, self.name = inner, name
         ends = (inner.token_to_id(end) for end in KNOWN_ENDS)
@@ -120,15 +118,22 @@ def text_pieces(text: str, longest: int = LONGEST_PIECE) -> Iterator[str]:
 
 def read_tokenizer(path: Path) -> TextTokenizer:
     """The tokenizer in a tokenizer.json; raises UsageError where the file is not one."""
+    return TextTokenizer(read_tokenizer_file(path), str(path))
+
+
+def read_tokenizer_file(path: Path) -> Tokenizer:
+    """Read a tokenizer.json without the padding and truncation that it sets. Raises UsageError if it is not one."""
     if not path.is_file():
-        raise UsageError(f"{path}: no such tokenizer file", fix="give the path of a tokenizer.json")
+        raise UsageError(f"there is no tokenizer {path}", fix="give the path of a tokenizer.json")
     try:
         inner = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for every fault of the file
         raise UsageError(
             f"{path} is not a tokenizer.json: {error}", fix="give a file that `tokenizers` saved"
         ) from None
-    return TextTokenizer(inner, str(path))
+    inner.no_padding()
+    inner.no_truncation()
+    return inner
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> TextTokenizer:

@@ -91,7 +91,9 @@ def _shards(index: Path) -> list[Path]:
     paths = [index.parent / name for name in sorted(set(names.values()))]
     for path in paths:
         if path.parent != index.parent or path.suffix != ".safetensors":
-            raise UsageError(f"{index} points to {path.name}, outside of what a shard may be called")
+            raise UsageError(
+                f"{index} points to {path.name}, outside of what a shard may be called", fix="fetch the file again"
+            )
         if not path.is_file():
             raise IntegrityError(f"{index} names {path.name}, which is missing", fix="fetch the missing shard")
     return paths

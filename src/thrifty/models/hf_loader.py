@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, ThriftyError, UsageError, reason_of
+from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.modeling.module_surgery import tied_names
 from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.hf_folder import (
@@ -68,9 +69,12 @@ def load_model(
             lm = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
         else:
             lm = _with_weights(kind, folder, config)
-    except (ValueError, KeyError, OSError, ImportError) as error:
+    except Exception as error:  # what a folder says goes into code that may fail at it in any way
+        if isinstance(error, ThriftyError) or is_out_of_memory(error):
+            raise
         raise RefusedError(
-            f"transformers cannot build a {wrapper.words} of type {content.get('model_type')!r} from {folder}: {error}",
+            f"transformers cannot build a {wrapper.words} of type {content.get('model_type')!r} from {folder}: "
+            f"{reason_of(error)}",
             fix=f"give a folder of an architecture that this version of transformers knows as a {wrapper.words}",
         ) from error
     return wrapper(lm)

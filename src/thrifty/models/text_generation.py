@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.models.attention_layers import Attention, RotaryPositions, causal_attention
 from thrifty.models.transformer import Transformer
 from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding, TransformerBlock
@@ -39,15 +39,17 @@ def generate(
     top_k keeps the k most likely tokens, top_p the fewest whose probabilities reach p; `greedy` takes the most likely
     one. `context` bounds how many tokens the model looks back on, besides its own limit. A row that has produced
     `stop` repeats it, and generation ends when all have. `seen` is given each new token (b,) at once. The model is in
-    eval mode meanwhile.
+    eval mode meanwhile. Raises ThriftyError if the first logits are NaN.
     """
     _check(model, tokens, temperature, top_k, top_p)
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
     limit = min(filter(None, (context, context_limit(model))), default=None)
     ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
     with eval_mode(model), _reader(model, limit) as read:
-        for _ in range(count):
+        for number in range(count):
             logits = read(tokens).float()
+            if number == 0 and logits.isnan().any():
+                raise ThriftyError("the model's logits are NaN", fix="take an earlier checkpoint, or another model")
             chosen = logits.argmax(-1) if greedy else sample_token(logits, generator, temperature, top_k, top_p)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)

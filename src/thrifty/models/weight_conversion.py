@@ -68,7 +68,8 @@ def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Mod
         if values[name].shape != tensor.shape:
             raise IntegrityError(
                 f"{folder}: {name} would be {tuple(values[name].shape)} by its weights and "
-                f"{tuple(tensor.shape)} by config.json"
+                f"{tuple(tensor.shape)} by config.json",
+                fix="fetch weights and config.json of one and the same model",
             )
     model.load_state_dict(values, strict=False, assign=True)  # not strict: a tied head has no value of its own
     tie(model, shape)

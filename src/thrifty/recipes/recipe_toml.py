@@ -1,6 +1,7 @@
 """The TOML spelling of a recipe. Reading what was written gives the same value."""
 
 import os
+import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -83,16 +84,20 @@ def read_tables(path: Path) -> dict[str, Any]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     if path.stat().st_size > LARGEST:
-        raise UsageError(f"{path} has {path.stat().st_size} bytes: too large for a recipe")
+        raise UsageError(f"{path} has {path.stat().st_size} bytes: too large for a recipe", fix="give a recipe file")
     try:
         return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
+        raise UsageError(f"{path} is not TOML: {error}", fix="correct the file there, or write it again") from None
 
 
 def read_stored_tables(path: Path) -> dict[str, Any]:
     """The tables of the recipe that a run folder keeps, whatever version wrote it, by the names of today."""
-    return rename_recipe(_read_toml(path))
+    try:
+        return rename_recipe(_read_toml(path))
+    except UsageError as error:
+        fix = f"rm {shlex.quote(str(path))}: the recipe in the newest checkpoint is then used, if there is one"
+        raise UsageError(error.what, fix) from None
 
 
 def read_recipe(path: Path) -> Recipe:

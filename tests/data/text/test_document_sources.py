@@ -59,6 +59,16 @@ def test_parquet_gives_its_column(tmp_path):
     assert "holds int64, not text" in refused(path, "n")
 
 
+def test_parquet_of_repeated_or_viewed_strings_is_text_and_two_columns_of_one_name_are_refused(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = arrow.array(["one", None, "two", "one"])
+    for number, column in enumerate((texts.dictionary_encode(), texts.cast(arrow.string_view()))):
+        parquet.write_table(arrow.table({"text": column}), tmp_path / f"{number}.parquet")
+        assert read(tmp_path / f"{number}.parquet") == ["one", "two", "one"]
+    parquet.write_table(arrow.table([texts, texts], names=["text", "text"]), tmp_path / "twice.parquet")
+    assert "twice.parquet: several columns are called 'text'" in refused(tmp_path / "twice.parquet")
+
+
 def test_a_damaged_parquet_file_is_named(tmp_path):
     pytest.importorskip("pyarrow")
     assert "a.parquet is not a readable Parquet file" in refused(write(tmp_path / "a.parquet", b"PAR1 broken"))

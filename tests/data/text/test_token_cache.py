@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data import prepared_cache
-from thrifty.data.text.token_cache import open_token_cache
+from thrifty.data.text import token_cache
+from thrifty.data.text.token_cache import open_token_cache, write_streams
 from thrifty.data.train_split import DataSplit
 
 PREPARE = """
@@ -204,6 +205,17 @@ def test_a_given_tokenizer_is_used_and_large_vocabularies_fit(stories, tmp_path)
     assert open_token_cache(settings(stories, tokenizer=str(tmp_path / "given.json")), quiet).folder != prepared.folder
 
 
+def test_a_source_that_changes_while_it_is_read_is_refused_and_nothing_is_kept_of_it(stories, cache, monkeypatch):
+    def write_slowly(parts, *rest):
+        (stories / "00.txt").write_text("changed while the tokens are written")
+        return write_streams(parts, *rest)
+
+    monkeypatch.setattr(token_cache, "write_streams", write_slowly)
+    with pytest.raises(UsageError, match="changed while it was read"):
+        open_token_cache(settings(stories), quiet)
+    assert not list((cache / "prepared").glob("*/"))
+
+
 def test_a_single_text_holds_out_its_end(tmp_path):
     (tmp_path / "one.txt").write_text("".join(f"word{number} " for number in range(300)))
     prepared = open_token_cache(settings(tmp_path / "one.txt"), quiet)
@@ -220,7 +232,7 @@ def test_a_single_text_holds_out_its_end(tmp_path):
         ({"vocabulary": 100}, "data.vocabulary is 100"),
         ({"length": 0}, "data.length is 0"),
         ({"batch": -1}, "data.batch is -1"),
-        ({"tokenizer": "absent.json"}, "absent.json: no such tokenizer file"),
+        ({"tokenizer": "absent.json"}, "there is no tokenizer absent.json"),
     ],
 )
 def test_bad_settings_are_refused_by_name(stories, changes, says):

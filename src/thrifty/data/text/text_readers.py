@@ -93,7 +93,8 @@ def parquet_rows(path: Path, column: str) -> Iterator[str]:
         schema, types = file.schema_arrow, arrow_for(path).types
         check_column(column, schema.names, str(path))
         kind = schema.field(column).type
-        if not (types.is_string(kind) or types.is_large_string(kind)):
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
             raise UsageError(f"{path}: column {column!r} holds {kind}, not text", fix="set data.column to a text one")
         for rows in file.iter_batches(batch_size=1024, columns=[column]):
             yield from (text for text in rows.column(0).to_pylist() if text and text.strip())
@@ -118,6 +119,9 @@ def open_parquet(path: Path) -> Iterator[Any]:
 
     try:
         with open_data_file(path) as content, parquet.ParquetFile(content, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise UsageError(f"{path}: several columns are called {repeated!r}", fix="write it with other names")
             yield file
     except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:  # a damaged page is an OSError
         raise UsageError(

@@ -65,6 +65,7 @@ def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str])
 
 
 def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str], pairs: bool, folder: Path) -> None:
+    identity = source.identity()
     own_tokenizer = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
     pieces: Callable[[str], list[str]] = (lambda text: text.split(SEPARATOR)) if pairs else (lambda text: [text])
     split = plan_split(source.documents(), settings.held_out, settings.source, lambda text: pieces(text)[0])
@@ -79,6 +80,10 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
         tokenizer.save(aside)
         streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)
         train, held_out = streams[DataSplit.TRAIN], streams[DataSplit.HELD_OUT]
+        if source.identity() != identity or not (train.tokens and held_out.tokens):
+            raise UsageError(
+                f"{settings.source} changed while it was read", fix="start again once nothing else writes to it"
+            )
         manifest = {
             "format": FORMAT,
             "source": settings.source,
