@@ -118,7 +118,7 @@ def test_a_file_that_cannot_be_written_is_named_without_a_traceback(thrifty: Com
 
 def test_standard_streams_that_are_full_or_closed_end_without_a_traceback(thrifty: CommandLine) -> None:
     with open("/dev/full", "w") as full:
-        said = thrifty("list", exit_code=2, stdout=full).stderr
+        said = thrifty("list", exit_code=2, stdout=full.fileno()).stderr
     assert "No space left on device" in said and "Traceback" not in said
     with patch("sys.stdin", None):
         assert list(_questions()) == []

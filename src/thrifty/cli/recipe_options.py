@@ -84,7 +84,7 @@ def build_recipe(
 
 def _whole_path(name: str) -> str:
     """A path that also works from another folder, when the run is resumed or sampled there; names stay names."""
-    return str(Path(name).resolve()) if Path(name).exists() else name
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
 
 
 def read_moment(option: str, text: str, fix: str) -> int | float:

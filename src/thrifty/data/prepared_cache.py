@@ -74,8 +74,6 @@ def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Calla
 
 def check_settings(settings: DataSettings, special: Sequence[str]) -> None:
     """Raises UsageError for a setting that is not what it must be."""
-    if not settings.source.strip():  # as of a shell's variable that is not set; no path at all is the working folder
-        raise UsageError("data.source is empty", fix="give a file, a folder or the name of a known set")
     if not 0 < settings.held_out < 1:
         raise UsageError(f"data.held_out is {settings.held_out}", fix="give a fraction between 0 and 1, such as 0.05")
     alike = settings.near_duplicates

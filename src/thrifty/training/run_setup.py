@@ -167,6 +167,8 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
             f"data.near_duplicates is set, which is for plain text, and {recipe.objective.name} learns from other data",
             fix="leave data.near_duplicates out",
         )
+    if not settings.source.strip():  # as of a shell's variable that is not set; no path at all is the working folder
+        raise UsageError("data.source is empty", fix="give a file, a folder or the name of a known set")
     kind = next((each for each in kinds if each.holds(settings.source)), kinds[-1])
     for name in ("size", "augment"):
         if getattr(settings, name) is not None and name not in kind.own_settings:
