@@ -6,11 +6,13 @@ import pytest
 import torch
 import transformers
 from stacked_models import KINDS
-from tiny_runs import technique, tiny_model
+from tiny_runs import advance, losses, plain_run, technique, tiny_model, with_optimizer
 from torch import nn
 
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note, collect_notes
+from thrifty.core.technique import Technique
 from thrifty.modeling.module_surgery import find_blocks, find_stacks, select, tied_names, weight_layers, wrap_forward
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
@@ -171,3 +173,33 @@ def test_layers_that_compute_their_weight_are_refused_where_nothing_else_is_left
     settings = {} if name == "sparsity.n_of_m" else {"where": r"\d"}
     with pytest.raises(RefusedError, match="computed"):
         technique(name, **settings).model(model)
+
+
+def repeated() -> nn.Module:
+    """Two blocks, each of which is gone through twice."""
+    model = tiny_model()
+    model.blocks = nn.ModuleList([*model.blocks[:2], *model.blocks[:2]])
+    return model
+
+
+@pytest.mark.parametrize(
+    "name", ["initializations.layer_scale", "initializations.rezero", "growth.layer_drop", "growth.auto_grow"]
+)
+def test_what_is_decided_for_each_block_is_refused_where_one_is_in_several_places(name: str) -> None:
+    with pytest.raises(RefusedError, match="one block in several places") as refused:
+        technique(name).model(repeated())
+    assert "memory.share_parameters" in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("memory.recompute", {}), ("memory.recompute", {"every": 2}), ("memory.recompute", {"schedule": "sqrt"}),
+     ("memory.optimal_recompute", {"bytes": 0.3}), ("memory.activation_budget", {"bytes": 0.4})],
+)  # fmt: skip
+def test_a_block_in_several_places_runs_again_in_each(name: str, settings: dict[str, Any]) -> None:
+    def trained(*chosen: Technique) -> list[float]:
+        plain = plain_run()
+        run = compose(BaseRun(repeated, plain.source, plain.objective), with_optimizer(chosen), 2)
+        return losses(advance(run, run.start()))
+
+    assert trained(technique(name, **settings)) == trained()

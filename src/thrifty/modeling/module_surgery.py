@@ -96,6 +96,15 @@ def _stacks(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.ModuleList]
     return stacks
 
 
+def refuse_repeated(stack: str, blocks: nn.ModuleList) -> None:
+    """Raise RefusedError if a stack holds one block in several places."""
+    if len({*blocks}) < len(blocks):
+        raise RefusedError(
+            f"{stack or 'the model'} holds one block in several places, and what is added to it would act in each",
+            fix="build a block for each place: memory.share_parameters lets them share their weights",
+        )
+
+
 def is_under(name: str, module: str) -> bool:
     """Whether a name is that of something inside the module of another name; "" is the model itself."""
     return not module or name.startswith(f"{module}.")

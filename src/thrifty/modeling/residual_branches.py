@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.run_notes import add_note
-from thrifty.modeling.module_surgery import change_first, find_stacks, weight_layers
+from thrifty.modeling.module_surgery import change_first, find_stacks, refuse_repeated, weight_layers
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.modeling.stream_norms import is_norm
 
@@ -65,6 +65,7 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
     """
     branches: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():
+        refuse_repeated(stack, blocks)
         prefix = f"{stack}." if stack else ""
         branches[stack] = [_branches(f"{prefix}{index}", block, where) for index, block in enumerate(blocks)]
         kinds = " + ".join(branch.kind for branch in branches[stack][0])

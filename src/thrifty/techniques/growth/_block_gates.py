@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.modeling.module_surgery import find_stacks, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, refuse_repeated, wrap_forward
 
 
 def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
@@ -19,6 +19,7 @@ def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
     `gate_places[owner]` is (stack, number of the block counted from 0, number of blocks). Gives the blocks."""
     gated = []
     for stack, blocks in find_stacks(model).items():
+        refuse_repeated(stack, blocks)
         for index, block in enumerate(blocks):
             vars(block).setdefault("gate_places", {})[owner] = (stack, index, len(blocks))
             setattr(block, _attribute(owner), True)

@@ -217,9 +217,10 @@ class ActivationBudget(Technique):
         planner = ActivationPlanner(self)
         stacks = find_stacks(model)
         for name, blocks in stacks.items():
-            for place, block in enumerate(blocks):
-                planner.blocks.append(f"{name}.{place}")
-                wrap_forward(block, partial(planner.run, planner.blocks[-1]))
+            names = {block: f"{name}.{place}" for place, block in enumerate(blocks)}
+            planner.blocks += (names[block] for block in blocks)
+            for block, own in names.items():  # each once, in however many places it is
+                wrap_forward(block, partial(planner.run, own))
             add_note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is made at the first step")
         if self.recompute:
             planner.chain = BlockChain([block for blocks in stacks.values() for block in blocks], None)

@@ -109,7 +109,7 @@ class Recompute(Technique):
             return model
         wrapper = run_again_between_products if self.schedule == "selective" else run_block_again
         for name, stack in stacks.items():
-            for block in list(stack)[:: self.every]:
+            for block in dict.fromkeys(list(stack)[:: self.every]):
                 wrap_forward(block, wrapper)
             add_note(f"{len(stack[:: self.every])} of {len(stack)} blocks in {name or 'the model'}")
         return model

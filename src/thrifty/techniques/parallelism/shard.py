@@ -53,7 +53,7 @@ def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy) -> nn.Mo
     mesh = submesh("replicate", "shard", device=device) if copies > 1 else submesh("shard", device=device)
     stacks = find_stacks(model)
     for blocks in stacks.values():
-        for block in blocks:
+        for block in dict.fromkeys(blocks):
             fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
     # the head is used outside the model's own forward pass, so what the root gathers stays until the backward pass
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
