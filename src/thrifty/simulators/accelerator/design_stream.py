@@ -4,11 +4,12 @@ Shapes: s stations, u units of work (one head of one example), i items of a unit
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec, Setting
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.priced_operations import Operations
@@ -72,16 +73,30 @@ class AcceleratorDesign:
     """Of an `AttentionLayer`, or of what else `workload` names."""
     multipliers: Callable[[AcceleratorSpec], int]
     """Multipliers of scores and values in one copy: what a budget of multipliers counts."""
-    scaled: Callable[[AcceleratorSpec, int], AcceleratorSpec]
-    """The machine with at most so many multipliers, all copies together; UsageError where it cannot be so small."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """What a machine may set besides its stations, with the defaults."""
     sizes: tuple[str, ...] = ()
     """Names of the settings that are hardware sizes."""
+    resized: Callable[[AcceleratorSpec, int], AcceleratorSpec] | None = None
+    """One copy with at most so many multipliers; None for a design of one size, of which there are more or fewer."""
+    least: Callable[[AcceleratorSpec], int] = lambda machine: 1
+    """The fewest multipliers that a resized copy has."""
+    grows: bool = False
+    """Whether one copy may also be larger than the machine's; more of them have the larger budgets of other designs."""
     activities: tuple[str, ...] = ()
     """Names in `ItemStream.active` that modules may go by, besides the stations."""
     workload: str = "attention"
     """Or "spgemm": phases of products of sparse matrices."""
+
+    def scaled(self, machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+        """The machine with at most so many multipliers, all copies together; UsageError where it cannot be so small."""
+        own = self.multipliers(machine)
+        least = own if self.resized is None else self.least(machine)
+        if budget < least:
+            raise UsageError(f"{machine.name} needs {least} multipliers, not {budget}", fix=f"give at least {least}")
+        if self.resized is None or (budget >= own and not self.grows):
+            return replace(machine, copies=budget // own)
+        return replace(self.resized(machine, budget), copies=1)
 
 
 def ceil_div(number: np.ndarray, by: int) -> np.ndarray:

@@ -9,8 +9,6 @@ A trace may count "iterations" and "candidates" for each query; without, M is `i
 keys is not the accelerator's work: the paper does it elsewhere and adds 7 % (conservative) or 24 % (aggressive) for it.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from thrifty.core.errors import UsageError
@@ -110,14 +108,6 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["score"].width + machine.stations["output"].width
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """More copies; one is as small as it gets, since it takes a key a cycle."""
-    own = multipliers(machine)
-    if budget < own:
-        raise UsageError(f"A3 has {own} multipliers, not {budget}", fix=f"give at least {own}")
-    return replace(machine, copies=budget // own)
-
-
 SETTINGS = {
     "approximate": True,
     "iterations": 0.5,
@@ -128,4 +118,4 @@ SETTINGS = {
     "most_keys": 320,
 }
 SIZES = ("depth", "scanned", "compared", "bits", "most_keys")
-DESIGN = AcceleratorDesign("a3", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)
+DESIGN = AcceleratorDesign("a3", STATIONS, lower, multipliers, SETTINGS, SIZES)

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div, operand_bytes
@@ -45,15 +44,14 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["score"].width + machine.stations["value"].width
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """Half of the multipliers for scores, half for values, and as wide a softmax as they can use."""
-    if budget < 2:
-        raise UsageError(f"{budget} multipliers cannot be divided", fix="give at least 2")
     half = budget // 2
     softmax = max(1, -(-half // int(machine.number("head_width"))))
     widths = {"score": half, "softmax": softmax, "value": half}
     stations = {name: replace(station, width=widths[name]) for name, station in machine.stations.items()}
-    return replace(machine, copies=1, stations=stations)
+    return replace(machine, stations=stations)
 
 
-DESIGN = AcceleratorDesign("dense", STATIONS, lower, multipliers, scaled, settings={"bits": 16, "head_width": 64})
+SETTINGS = {"bits": 16, "head_width": 64}
+DESIGN = AcceleratorDesign("dense", STATIONS, lower, multipliers, SETTINGS, (), resized, lambda machine: 2, grows=True)

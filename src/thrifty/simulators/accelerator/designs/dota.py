@@ -17,7 +17,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div, operand_bytes
@@ -97,17 +96,18 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["attend"].width * int(machine.number("lane"))
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Lanes of fewer multipliers, or more copies: a group stays of as many queries."""
-    lanes, own = machine.stations["attend"].width, multipliers(machine)
-    if budget < lanes:
-        raise UsageError(f"DOTA has {lanes} lanes, not {budget} multipliers", fix=f"give at least {lanes}")
-    if budget >= own:
-        return replace(machine, copies=budget // own)
-    modules = machine.scaled_modules({"attend": budget / own})
-    return replace(machine, copies=1, settings={**machine.settings, "lane": budget // lanes}, modules=modules)
+def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+    """Lanes of fewer multipliers: a group stays of as many queries."""
+    modules = machine.scaled_modules({"attend": budget / multipliers(machine)})
+    return replace(machine, settings={**machine.settings, "lane": budget // lanes(machine)}, modules=modules)
+
+
+def lanes(machine: AcceleratorSpec) -> int:
+    return machine.stations["attend"].width
 
 
 SETTINGS = {"approximate": True, "reordered": True, "lane": 512, "reduction": 0.2, "detected_bits": 4, "bits": 16}
 SIZES = ("lane", "detected_bits", "bits")
-DESIGN = AcceleratorDesign("dota", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES, activities=("detect",))
+DESIGN = AcceleratorDesign(
+    "dota", STATIONS, lower, multipliers, SETTINGS, SIZES, resized, lanes, activities=("detect",)
+)

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError
 from thrifty.kernels.attention_filters.elsa_filter import factor_sizes, multiplies
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
@@ -114,19 +113,20 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return 2 * int(machine.number("head_width")) * machine.stations["attend"].width
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Fewer banks, or more copies; what hashes and divides is in proportion to the banks."""
-    bank = 2 * int(machine.number("head_width"))
-    if budget < bank:
-        raise UsageError(f"ELSA needs {bank} multipliers for a bank, not {budget}", fix=f"give at least {bank}")
-    own = multipliers(machine)
-    if budget >= own:
-        return replace(machine, copies=budget // own)
-    banks, before = budget // bank, machine.stations["attend"].width
+def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+    """Fewer banks; what hashes and divides is in proportion to them."""
+    banks, before = budget // bank(machine), machine.stations["attend"].width
     modules = machine.scaled_modules(dict.fromkeys((*STATIONS, "select"), banks / before))
-    return replace(machine, copies=1, stations=machine.scaled_stations(banks, before), modules=modules)
+    return replace(machine, stations=machine.scaled_stations(banks, before), modules=modules)
+
+
+def bank(machine: AcceleratorSpec) -> int:
+    """Multipliers of a bank."""
+    return 2 * int(machine.number("head_width"))
 
 
 SETTINGS = {"approximate": True, "selectors": 8, "head_width": 64, "bits": 9, "most_keys": 512}
 SIZES = ("selectors", "head_width", "bits", "most_keys")
-DESIGN = AcceleratorDesign("elsa", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES, activities=("select", "norm"))
+DESIGN = AcceleratorDesign(
+    "elsa", STATIONS, lower, multipliers, SETTINGS, SIZES, resized, bank, activities=("select", "norm")
+)

@@ -152,14 +152,6 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["work"].width
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """More or fewer tiles, each with its share of the memory."""
-    own = multipliers(machine)
-    if budget < own:
-        raise UsageError(f"a tile of OuterSPACE has {own} multipliers, not {budget}", fix=f"give at least {own}")
-    return replace(machine, copies=budget // own)
-
-
 SETTINGS = {"merging": 8, "sorted": 1}
 SIZES = ("merging", "sorted")
-DESIGN = AcceleratorDesign("outerspace", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES, workload="spgemm")
+DESIGN = AcceleratorDesign("outerspace", STATIONS, lower, multipliers, SETTINGS, SIZES, workload="spgemm")

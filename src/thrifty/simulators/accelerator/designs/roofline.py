@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, whole_cycles
@@ -48,13 +47,11 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["device"].width // 2
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """A device with so many multipliers and the same bandwidth; its power is not known then."""
-    if budget < 1:
-        raise UsageError(f"a device cannot have {budget} multipliers", fix="give at least 1")
     stations = {"device": replace(machine.stations["device"], width=2 * budget)}
-    return replace(machine, copies=1, stations=stations, modules={})
+    return replace(machine, stations=stations, modules={})
 
 
 SETTINGS = {"efficiency": 1.0, "bits": 32, "fused": True, "padded": True}
-DESIGN = AcceleratorDesign("roofline", STATIONS, lower, multipliers, scaled, SETTINGS)
+DESIGN = AcceleratorDesign("roofline", STATIONS, lower, multipliers, SETTINGS, (), resized, grows=True)

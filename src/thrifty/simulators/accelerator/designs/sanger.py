@@ -130,16 +130,16 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["attend"].width * int(machine.number("elements"))
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Fewer rows, with the predicting array in proportion, or more copies."""
-    elements, own = int(machine.number("elements")), multipliers(machine)
-    if budget < elements:
-        raise UsageError(f"Sanger has {elements} multipliers in a row, not {budget}", fix=f"give at least {elements}")
-    if budget >= own:
-        return replace(machine, copies=budget // own)
-    rows, before = budget // elements, machine.stations["attend"].width
+def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+    """Fewer rows, with the predicting array in proportion."""
+    rows, before = budget // elements(machine), machine.stations["attend"].width
     modules = machine.scaled_modules(dict.fromkeys(STATIONS, rows / before))
-    return replace(machine, copies=1, stations=machine.scaled_stations(rows, before), modules=modules)
+    return replace(machine, stations=machine.scaled_stations(rows, before), modules=modules)
+
+
+def elements(machine: AcceleratorSpec) -> int:
+    """Multipliers of a row."""
+    return int(machine.number("elements"))
 
 
 SETTINGS = {
@@ -152,4 +152,4 @@ SETTINGS = {
     "predicted_bits": 4,
 }
 SIZES = ("elements", "ports", "bits", "predicted_bits")
-DESIGN = AcceleratorDesign("sanger", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)
+DESIGN = AcceleratorDesign("sanger", STATIONS, lower, multipliers, SETTINGS, SIZES, resized, elements)

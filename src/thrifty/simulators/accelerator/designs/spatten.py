@@ -16,7 +16,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div
@@ -88,22 +87,17 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["score"].width + machine.stations["value"].width
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Everything in proportion, as the paper does for an eighth; more copies beyond its size."""
-    own = multipliers(machine)
-    if budget >= own:
-        return replace(machine, copies=budget // own)
-    if budget < 2:
-        raise UsageError(f"{budget} multipliers cannot be divided", fix="give at least 2")
-    share = budget / own
+def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+    """Everything in proportion, as the paper does for an eighth."""
+    share = budget / multipliers(machine)
     stations = {
         name: replace(station, width=max(1, int(station.width * share))) for name, station in machine.stations.items()
     }
     settings = {**machine.settings, "comparators": max(1, int(machine.number("comparators") * share))}
     modules = machine.scaled_modules(dict.fromkeys((*STATIONS, "fetch"), share))
-    return replace(machine, copies=1, stations=stations, settings=settings, modules=modules)
+    return replace(machine, stations=stations, settings=settings, modules=modules)
 
 
 SETTINGS = {"comparators": 16, "high_bits": 8, "low_bits": 4, "again": 0.059}
 SIZES = ("comparators", "high_bits", "low_bits")
-DESIGN = AcceleratorDesign("spatten", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)
+DESIGN = AcceleratorDesign("spatten", STATIONS, lower, multipliers, SETTINGS, SIZES, resized, lambda machine: 2)

@@ -69,15 +69,13 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return int(machine.number("rows") * machine.number("columns"))
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
     """As square an array as powers of two make, with no more multipliers than that."""
-    if budget < 1:
-        raise UsageError(f"an array cannot have {budget} multipliers", fix="give at least 1")
     rows = 1 << ((budget.bit_length() - 1) // 2)
     settings = {**machine.settings, "rows": rows, "columns": budget // rows}
-    return replace(machine, copies=1, settings=settings)
+    return replace(machine, settings=settings)
 
 
 SETTINGS = {"rows": 32, "columns": 32, "dataflow": "os", "bits": 8}
 SIZES = ("rows", "columns", "bits")
-DESIGN = AcceleratorDesign("systolic", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)
+DESIGN = AcceleratorDesign("systolic", STATIONS, lower, multipliers, SETTINGS, SIZES, resized, grows=True)

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, ceil_div
@@ -93,20 +92,22 @@ def multipliers(machine: AcceleratorSpec) -> int:
     return machine.stations["lines"].width * int(machine.number("line"))
 
 
-def scaled(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """More or fewer lines; both parts need one."""
-    each = int(machine.number("line"))
-    if budget < 2 * each:
-        raise UsageError(f"ViTCoD needs two lines of {each} multipliers, not {budget}", fix=f"give at least {2 * each}")
+def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
+    """More or fewer lines."""
     before = machine.stations["lines"]
-    stations = {"lines": replace(before, width=budget // each)}
+    stations = {"lines": replace(before, width=budget // int(machine.number("line")))}
     modules = machine.scaled_modules({"lines": stations["lines"].width / before.width})
-    return replace(machine, copies=1, stations=stations, modules=modules)
+    return replace(machine, stations=stations, modules=modules)
+
+
+def two_lines(machine: AcceleratorSpec) -> int:
+    """Multipliers of the smallest machine: both parts need a line."""
+    return 2 * int(machine.number("line"))
 
 
 SETTINGS = {"line": 8, "global_tokens": 50, "coded": True, "code": 0.5, "bits": 8, "index_bits": 8}
 SIZES = ("line", "bits", "index_bits")
-DESIGN = AcceleratorDesign("vitcod", STATIONS, lower, multipliers, scaled, SETTINGS, SIZES)
+DESIGN = AcceleratorDesign("vitcod", STATIONS, lower, multipliers, SETTINGS, SIZES, resized, two_lines, grows=True)
 
 
 def released_linear_cycles(tokens: int, heads: int, layers: int) -> tuple[int, int]:
