@@ -17,16 +17,14 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Protocol
 
-from thrifty.comparing.run_process import read_exit, run_to_end, summary_of
+from thrifty.comparing.run_process import read_exit, summary_of
 from thrifty.core.child_python import child_environment
-from thrifty.core.errors import ThriftyError
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact_command
 from thrifty.machine.energy_meter import EnergyMeter, counters
 from thrifty.machine.lock_owner import lock_owner
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.process_launch import python
-from thrifty.training.run_setup import BuildModel
 
 SAVING = 600.0
 """Seconds that a run whose starter was killed may take to end its step and save."""
@@ -166,22 +164,3 @@ def _waited(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
             return 128 - code if 128 - code in SIGNALLED else code
         except subprocess.TimeoutExpired:
             meter.read_joules()
-
-
-@dataclass(frozen=True)
-class InProcessLauncher:
-    """Starts runs in this process: for models that a function makes. Their peak memory is that of the process, and the
-    first run bears what is made once."""
-
-    model: BuildModel | None = None
-
-    def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
-        began = time.monotonic()
-        try:
-            code, error = run_to_end(recipe, runs, self.model)["exit_code"], ""
-        except ThriftyError as failed:
-            code, error = failed.exit_code, str(failed).replace("\n", " ")
-        return RunExit(code, error, time.monotonic() - began, None)
-
-    def stop(self) -> None:
-        """Nothing: one such run is all there is, and a signal to this process reaches it."""

@@ -18,7 +18,6 @@ from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import recipe_from_data
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.run_setup import BuildModel
 from thrifty.training.trainer import resume, train
 
 
@@ -29,15 +28,15 @@ def summary_of(path: Path) -> dict[str, Any]:
     return {}
 
 
-def run_to_end(recipe: Recipe, runs: Path, model: BuildModel | None = None) -> dict[str, Any]:
+def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
     """The summary of a run that is started, gone on with, or finished already."""
     path = runs / recipe.name
     summary = summary_of(path)
     if summary.get("status") == "finished":
         return summary
     if (path / "recipe.toml").is_file():
-        return resume(path, recipe, model=model, quiet=True)
-    return train(recipe, runs, model=model, quiet=True)
+        return resume(path, recipe, quiet=True)
+    return train(recipe, runs, quiet=True)
 
 
 def read_exit(task: Path) -> dict[str, Any]:

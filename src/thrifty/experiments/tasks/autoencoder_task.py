@@ -1,10 +1,10 @@
 """Small masked autoencoders, and classifiers that start from their encoders, for studies that train some."""
 
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from timeit import timeit
 
 import numpy as np
 import torch
@@ -153,7 +153,7 @@ class EncoderPace:
         medians = {}
         for part in ("step", "encoder"):
             mine, theirs = getattr(self, part), getattr(other, part)
-            ratios = [_seconds(theirs) / _seconds(mine) for _ in range(1 + rounds)]
+            ratios = [timeit(theirs, number=1) / timeit(mine, number=1) for _ in range(1 + rounds)]
             medians[f"{part}_gain"] = statistics.median(ratios[1:])
         return medians
 
@@ -166,9 +166,3 @@ class RepeatedBatch(BatchSource):
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         return self.only.rows(start, stop)
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began

@@ -5,7 +5,7 @@ thread of a processor. (`kernels/sparse_attention` is faster, and compiles for a
 operands random ones stand in, which take as long.
 """
 
-import time
+import timeit
 from collections.abc import Callable
 from functools import partial
 
@@ -26,12 +26,7 @@ Operands = tuple[Tensor, Tensor, Tensor]
 
 def fastest_seconds(work: Callable[[], object], times: int) -> float:
     """Seconds of the fastest of so many."""
-    took = []
-    for _ in range(times):
-        began = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - began)
-    return min(took)
+    return min(timeit.repeat(work, number=1, repeat=times))
 
 
 def all_pairs_seconds(trace: AttentionTrace, device: str = "cpu", times: int = 3) -> float | None:
