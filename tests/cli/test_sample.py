@@ -83,6 +83,12 @@ def test_a_model_whose_weights_are_lost_and_a_damaged_tokenizer_are_errors_with_
         run(folder)
 
 
+def test_a_prompt_that_is_no_text_and_a_seed_of_more_than_64_bits_are_refused(folder):
+    with pytest.raises(UsageError, match=r"--prompt has the character"):
+        run(folder, "--prompt", "a\udcff")
+    assert "9223372036854775807" in run(folder, "--seed", 2**63).output
+
+
 def test_what_cannot_be_sampled_from_is_refused(folder, tmp_path):
     with pytest.raises(UsageError, match="there is no run"):
         run(tmp_path / "nothing")

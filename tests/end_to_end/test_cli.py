@@ -113,13 +113,13 @@ def test_plain_lines_where_there_is_no_terminal(thrifty: CommandLine) -> None:
 def test_a_file_that_cannot_be_written_is_named_without_a_traceback(thrifty: CommandLine) -> None:
     (thrifty.folder / "runs").touch()
     said = thrifty(*thrifty.recipe("run"), exit_code=2).stderr
-    assert "runs/run: Not a directory" in said and "Traceback" not in said
+    assert "runs/run: Not a directory\n  fix: check the path" in said and "Traceback" not in said
 
 
 def test_standard_streams_that_are_full_or_closed_end_without_a_traceback(thrifty: CommandLine) -> None:
     with open("/dev/full", "w") as full:
         said = thrifty("list", exit_code=2, stdout=full.fileno()).stderr
-    assert "No space left on device" in said and "Traceback" not in said
+    assert "standard output: No space left on device\n  fix: free some space" in said and "Traceback" not in said
     with patch("sys.stdin", None):
         assert list(_questions()) == []
 

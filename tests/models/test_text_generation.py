@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -161,7 +163,11 @@ def test_rows_end_at_the_stop_token_and_generation_with_the_last_row(tokens):
 
 @pytest.mark.parametrize(
     ("choices", "message"),
-    [({"temperature": 0}, "temperature is 0"), ({"top_k": 0}, "top_k is 0"), ({"top_p": 1.5}, "top_p is 1.5")],
+    [
+        *(({"temperature": value}, f"temperature is {value}") for value in (0, 1e-300, math.inf, math.nan)),
+        ({"top_k": 0}, "top_k is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+    ],
 )
 def test_impossible_choices_are_refused(choices, message, tokens):
     with pytest.raises(UsageError, match=message):

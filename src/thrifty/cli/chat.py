@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from thrifty.cli.loaded_model import SEED, load_for_sampling
+from thrifty.core.setting_bounds import check_plain
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
     "--temperature", default=0.7, show_default=True, type=click.FloatRange(min=0), help="0 takes the likeliest token."
 )
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Draw among the k likeliest tokens only.")
-@click.option("--seed", default=0, show_default=True, help="The same seed gives the same answers.")
+@click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same answers.")
 @click.option("--template", default="", help="chatml, alpaca or a Jinja file in place of the model's own template.")
 @click.option("--json", "as_json", is_flag=True, help="Print the conversation as one JSON document at the end.")
 def command(path: Path, prompt: str | None, system: str | None, template: str, as_json: bool, **options: Any) -> None:
@@ -35,15 +38,16 @@ def command(path: Path, prompt: str | None, system: str | None, template: str, a
 
     An empty line ends the conversation, and so does the end of the input.
     """
-    from thrifty.cli.loaded_model import load_for_sampling
     from thrifty.cli.verb_output import print_json
     from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 
     model, tokenizer_json, context = load_for_sampling(path)
     tokenizer = read_chat_tokenizer(tokenizer_json, template)
     partner = ChatModel(model, tokenizer, context, **options)
+    check_plain(system or "", "--system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     for question in _questions() if prompt is None else [prompt]:
+        check_plain(question, "the question")
         messages.append({"role": "user", "content": question})
         show = _Typist(tokenizer).show if not as_json else lambda chosen: None
         messages.append({"role": "assistant", "content": partner.answer(messages, show)})

@@ -3,11 +3,15 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from thrifty.core.errors import RefusedError, UsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import nn
+
+SEED = click.IntRange(0, 2**63 - 1)
 
 
 def load_for_sampling(path: Path) -> "tuple[nn.Module, Path, int | None]":

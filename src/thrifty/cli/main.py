@@ -1,6 +1,5 @@
 """`thrifty VERB …`: verbs are imported only when used, so that help answers at once."""
 
-import errno
 import importlib
 import os
 import pkgutil
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from thrifty.cli import __path__ as _folder
+from thrifty.core.atomic_files import NO_ROOM
 from thrifty.core.child_python import SAFE
 from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
 
@@ -86,10 +86,12 @@ def main(arguments: list[str] | None = None) -> Any:
             click.echo(f"thrifty: {error}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:  # nothing that the user named
+        if error.filename is None and error.errno not in NO_ROOM:  # nothing that the user named
             raise
-        click.echo(f"thrifty: {error.filename or 'a file or standard output'}: {error.strerror}", err=True)
-        sys.exit(UsageError.exit_code)
+        fix = "free some space there" if error.errno in NO_ROOM else "check the path and its permissions"
+        told = UsageError(f"{error.filename or 'standard output'}: {error.strerror}", fix)
+        click.echo(f"thrifty: {told}", err=True)
+        sys.exit(told.exit_code)
 
 
 def _explained(arguments: list[str] | None) -> Any:

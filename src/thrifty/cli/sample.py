@@ -7,7 +7,7 @@ import click
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-from thrifty.cli.loaded_model import load_for_sampling, read_tokenizer
+from thrifty.cli.loaded_model import SEED, load_for_sampling, read_tokenizer
 
 
 @click.command()
@@ -20,7 +20,7 @@ from thrifty.cli.loaded_model import load_for_sampling, read_tokenizer
     "--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0), help="0 takes the likeliest token."
 )
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Draw among the k likeliest tokens only.")
-@click.option("--seed", default=0, show_default=True, help="The same seed gives the same text.")
+@click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same text.")
 @click.option("--chat", is_flag=True, help="Put the prompt as a question, by the chat template; print the answer only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -32,8 +32,10 @@ def command(
     import torch
 
     from thrifty.cli.verb_output import print_json
+    from thrifty.core.setting_bounds import check_plain
     from thrifty.models.text_generation import generate
 
+    check_plain(prompt, "--prompt")
     model, tokenizer_json, context = load_for_sampling(path)
     tokenizer, start, end = (read_question if chat else read_tokenizer)(tokenizer_json, prompt)
     device = next(model.parameters()).device

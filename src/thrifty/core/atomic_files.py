@@ -107,9 +107,10 @@ class AtomicFiles:
         try:
             written = self.write_file(aside, [content])
             self.rename(aside, path)
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
                 self.remove_file(aside)
+            error.filename = str(path)  # which a failed write does not say, and an own name says nothing to a user
             raise
         self.sync_folder(path.parent)
         return written

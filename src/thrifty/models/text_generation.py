@@ -18,6 +18,8 @@ from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding, Tra
 
 Reader = Callable[[Tensor], Tensor]
 """Tokens (b, t), which grow by one from call to call, to the logits (b, v) of what comes next."""
+COLDEST = 1e-6
+"""Temperature below which logits that are divided by it may be infinite."""
 
 
 @torch.no_grad()
@@ -102,8 +104,8 @@ def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | No
         raise UsageError(
             f"there is nothing to continue: tokens have shape {tuple(tokens.shape)}", fix="give one or more"
         )
-    if temperature <= 0:
-        raise UsageError(f"temperature is {temperature}", fix="give a positive one, or sample greedily")
+    if not COLDEST <= temperature <= 1 / COLDEST:
+        raise UsageError(f"temperature is {temperature}", fix=f"give {COLDEST} or more, or sample greedily")
     if top_k is not None and top_k < 1:
         raise UsageError(f"top_k is {top_k}", fix="keep 1 token or more")
     if top_p is not None and not 0 < top_p <= 1:

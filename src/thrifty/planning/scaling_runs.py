@@ -18,6 +18,8 @@ COLUMNS = {
 """Names of a column: ours, and that of the table which Epoch AI read off the figure of Hoffmann et al."""
 
 SEPARATORS = ",;\t"
+LONGEST_HEADER = 1 << 16
+"""Characters; a device such as /dev/zero is one line without an end."""
 
 
 def runs_from_folders(paths: Sequence[Path]) -> list[TrainedRun]:
@@ -63,7 +65,7 @@ def runs_from_table(path: Path) -> list[TrainedRun]:
     Columns may be separated by commas, semicolons or tabs, and others stand beside them."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            header = file.readline()
+            header = file.readline(LONGEST_HEADER)
             separator = max(SEPARATORS, key=header.count)
             names = [name.strip() for name in next(csv.reader([header], delimiter=separator), [])]
             table = csv.DictReader(file, names, delimiter=separator)

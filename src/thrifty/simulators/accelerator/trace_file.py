@@ -30,7 +30,10 @@ def save_trace(trace: AttentionTrace, path: Path) -> None:
     about = {"name": trace.name, "provenance": dict(trace.provenance), "layers": layers}
     if not path.parent.is_dir() or path.is_dir():
         raise UsageError(f"{path} cannot be written", fix="name a file in a folder that exists")
-    save_file(tensors, path, metadata={"format": FORMAT, "trace": json.dumps(about)})
+    try:
+        save_file(tensors, path, metadata={"format": FORMAT, "trace": json.dumps(about)})
+    except SafetensorError as error:
+        raise UsageError(f"{path} cannot be written: {error}", fix="free some space, or give another path") from None
 
 
 def load_trace(path: Path) -> AttentionTrace:
