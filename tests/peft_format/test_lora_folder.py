@@ -1,6 +1,7 @@
 """LoRA in PEFT's layout, against peft itself on real architectures."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,6 +305,10 @@ def change(folder: Path, **settings: Any) -> None:
         ({"rank_pattern": {"q_proj": 7}}, IntegrityError, "the factors of model.layers.0.self_attn.q_proj"),
         ({"rank_pattern": {"(": 7}}, UsageError, "a pattern that is none"),
         ({"lora_alpha": "much"}, IntegrityError, "gives 'much'"),
+        ({"lora_alpha": math.nan}, IntegrityError, "gives nan"),
+        ({"lora_dropout": None}, IntegrityError, "lora_dropout is None"),
+        ({"rank_pattern": ["q_proj"]}, IntegrityError, "rank_pattern is .'q_proj'."),
+        ({"peft_type": ["LORA"]}, UsageError, "peft_type is .'LORA'."),
     ],
 )
 def test_settings_that_are_not_followed_are_refused(

@@ -218,6 +218,9 @@ def test_what_is_no_recipe_file_is_refused_with_a_reason(tmp_path: Path) -> None
         load_recipe(str(path), "it")
     with pytest.raises(UsageError, match="there is no recipe file"):
         load_recipe(str(tmp_path), "it")
+    (tmp_path / "recipe.toml").write_text("")
+    with pytest.raises(UsageError, match=f"fix: give {tmp_path}/recipe.toml"):
+        load_recipe(str(tmp_path), "it")
 
 
 def test_differences_name_each_value_that_changed() -> None:

@@ -67,6 +67,10 @@ def write_adapter(folder: Path, stored: StoredAdapter, dtype: torch.dtype | None
         write_json(aside / CONFIG, dict(sorted(stored.config.items())))
 
 
+_KINDS = {"lora_dropout": (int, float), **dict.fromkeys(("rank_pattern", "alpha_pattern"), (dict, type(None)))}
+"""Types that settings must have."""
+
+
 def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAdapter:
     """What a folder holds, its settings checked. Raises UsageError for a folder that is none, of a kind that is not
     among `formats`, or with settings nobody knows; RefusedError for settings that are not followed here; IntegrityError
@@ -75,7 +79,7 @@ def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAd
         raise UsageError(f"{folder} has no {CONFIG}", fix="give the folder of an adapter, as PEFT writes it")
     config = read_json(folder / CONFIG)
     kind = config.get("peft_type")
-    if kind not in formats:
+    if not isinstance(kind, str) or kind not in formats:
         raise UsageError(f"{folder / CONFIG}: peft_type is {kind!r}", fix=did_you_mean(str(kind), formats))
     _check(folder / CONFIG, config, formats[kind])
     return StoredAdapter(config, _read_tensors(folder))
@@ -100,7 +104,11 @@ def _check(path: Path, config: Config, form: AdapterFormat) -> None:
     known = form.read | form.only.keys() | form.ignored | _OF_EVERY_KIND
     for key, value in config.items():
         if key in form.only and value not in form.only[key]:
-            raise RefusedError(f"{path} sets {key} = {value!r}, which is not followed here")
+            raise RefusedError(
+                f"{path} sets {key} = {value!r}, which is not followed here", fix="train the adapter without it"
+            )
+        if key in _KINDS and not isinstance(value, _KINDS[key]):
+            raise IntegrityError(f"{path}: {key} is {value!r:.80}", fix="fetch the folder again")
         # what a later version of PEFT can do more is of no matter where it is off
         if key not in known and value not in (None, False, "", [], {}):
             raise UsageError(f"{path}: there is no setting {key}", fix=did_you_mean(key, known))

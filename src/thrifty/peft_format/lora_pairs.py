@@ -103,9 +103,12 @@ def _by_pattern(patterns: Mapping[str, Any] | None, path: str, otherwise: Any) -
         matches = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", path))
         value = next(matches, otherwise)
     except re.error as error:
-        raise UsageError(f"adapter_config.json has a pattern that is none: {error}") from error
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise IntegrityError(f"adapter_config.json gives {value!r} as rank or alpha of {path}")
+        raise UsageError(
+            f"adapter_config.json has a pattern that is none: {error}", fix="fetch the folder again"
+        ) from error
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        what = f"adapter_config.json gives {value!r} as rank or alpha of {path}"
+        raise IntegrityError(what, fix="fetch the folder again")
     return value
 
 

@@ -49,7 +49,9 @@ def load_recipe(name_or_path: str, origin: str, studies: Collection[str] = ()) -
     path = Path(name_or_path)
     if path.suffix == ".toml" or path.exists():
         if not path.is_file():
-            raise UsageError(f"there is no recipe file {path}", fix="thrifty list shows the recipes by name")
+            own = path / "recipe.toml"  # of a run
+            fix = f"give {own}" if own.is_file() else "thrifty list shows the recipes by name"
+            raise UsageError(f"there is no recipe file {path}", fix)
         return RecipeLayers().override(origin, read_tables(path))
     if name_or_path in studies:
         raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty study {name_or_path}")
