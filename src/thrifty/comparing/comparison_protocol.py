@@ -20,7 +20,7 @@ from typing import Annotated
 
 from thrifty.comparing.equal_budgets import EQUAL, PILOT, Equal
 from thrifty.comparing.variants import Variant
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
 from thrifty.core.secret_redaction import redact
@@ -53,8 +53,7 @@ class ComparisonProtocol:
 
     def __post_init__(self) -> None:
         check_bounds(self, "comparison")
-        if self.equal not in EQUAL:
-            raise UsageError(f"equal is {self.equal!r}", fix=did_you_mean(self.equal, EQUAL))
+        refuse_unknown("equal is", self.equal, EQUAL)
 
     @property
     def factors(self) -> list[float]:

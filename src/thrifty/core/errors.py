@@ -1,7 +1,7 @@
 """Errors a user can act on: what happened, where, and the smallest fix. Each kind has a stable exit code."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class ThriftyError(Exception):
@@ -43,6 +43,12 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, ThriftyError):
         return error.what
     return ": ".join(filter(None, (type(error).__name__, str(error).strip().partition("\n")[0])))
+
+
+def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None:
+    """Raise UsageError for a word that is not known: the complaint, the word, and what may be meant."""
+    if word not in known:
+        raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(str(word), known))
 
 
 def did_you_mean(word: str, options: Iterable[str], otherwise: str = "") -> str:

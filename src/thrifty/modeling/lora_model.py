@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+from thrifty.core.errors import RefusedError, UsageError, refuse_unknown
 from thrifty.core.randomness import keyed_generator
 from thrifty.modeling.lora_layers import (
     DEFAULT,
@@ -164,5 +164,4 @@ def _refuse_merged(model: nn.Module) -> None:
 def check_names(model: nn.Module, names: Iterable[str]) -> None:
     """Raises UsageError for an adapter that the model does not have."""
     for name in names:
-        if name not in adapters(model):
-            raise UsageError(f"the model has no adapter {name!r}", fix=did_you_mean(name, adapters(model)))
+        refuse_unknown("the model has no adapter", name, adapters(model))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.models.scaled_rotary import Llama3Scaling
 
 Style = Literal["llama", "gpt", "gpt1", "bert", "t5", "marian", "vit", "clip", "mae"]
@@ -163,8 +163,7 @@ class ModelConfig:
                 fix=f"set model.patch = {near}, or data.size to a multiple of {self.patch}",
             )
         pools = ("class", "mean", "patches") if self.style == "vit" else ("class", "mean")
-        if self.pool not in pools:
-            raise UsageError(f"model: pool is {self.pool!r}", fix=did_you_mean(self.pool, pools))
+        refuse_unknown("model: pool is", self.pool, pools)
 
     def _check_decoder(self) -> None:
         if self.decoder_width % self.decoder_heads:

@@ -8,7 +8,7 @@ behind the sums, where the first GPT had them.
 import math
 from dataclasses import fields, replace
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import refuse_unknown
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.families import assemble
@@ -146,10 +146,7 @@ def shape_of(
 ) -> ModelConfig:
     """The preset's shape with the settings' changes; vocabulary and length, or the images, as published where not
     given."""
-    if settings.preset not in PRESETS:
-        raise UsageError(
-            f"model.preset: there is no preset {settings.preset!r}", fix=did_you_mean(settings.preset, PRESETS)
-        )
+    refuse_unknown("model.preset: there is no preset", settings.preset, PRESETS)
     shape = resized(PRESETS[settings.preset], settings, images)
     if shape.style in ("vit", "mae"):
         return shape

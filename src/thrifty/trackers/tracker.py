@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 
 KINDS = {
     "tensorboard": "tensorboard --logdir {folder}",
@@ -56,8 +56,7 @@ def open_tracker(kind: str, folder: Path, run: TrackedRun, online: bool = False)
 
     Nothing is sent anywhere unless `online`, which only Weights & Biases has.
     """
-    if kind not in KINDS:
-        raise UsageError(f"there is no tracker {kind!r}", fix=did_you_mean(kind, KINDS))
+    refuse_unknown("there is no tracker", kind, KINDS)
     if online and kind != "wandb":
         raise UsageError(f"{kind} writes files only: there is nothing to send", fix="leave out --online")
     if importlib.util.find_spec(kind) is None:

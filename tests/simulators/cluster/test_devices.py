@@ -30,7 +30,7 @@ def test_figures_that_many_papers_quote() -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(UsageError, match="v100-16gb has no rate for float8"):
+    with pytest.raises(UsageError, match="v100-16gb has no rate for 'float8'"):
         DEVICES["v100-16gb"].rate("float8")
 
 

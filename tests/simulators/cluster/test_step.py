@@ -239,7 +239,7 @@ def test_stages_are_as_even_as_blocks_allow() -> None:
         (ClusterMesh(replicate=8), StepSettings(12), "12 examples do not divide"),
         (ClusterMesh(pipeline=8), StepSettings(8, schedule="1f2b"), "unknown pipeline schedule"),
         (ClusterMesh(pipeline=4, chunks=2, tensor=2), StepSettings(6, schedule="interleaved"), "multiple"),
-        (ClusterMesh(replicate=8), StepSettings(8, number_format="float8"), "no rate for float8"),
+        (ClusterMesh(replicate=8), StepSettings(8, number_format="float8"), "no rate for 'float8'"),
     ],
 )
 def test_what_does_not_go_together_is_refused(mesh: ClusterMesh, chosen: StepSettings, says: str) -> None:

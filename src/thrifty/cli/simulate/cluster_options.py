@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean, refuse_unknown
 
 if TYPE_CHECKING:
     from thrifty.simulators.cluster.cluster_mesh import ClusterMesh, StepSettings
@@ -69,8 +69,7 @@ def read_mesh(text: str | None, ranks: int | None, run: PublishedRun | None, all
     axes, sizes = ("replicate", "shard", "tensor", "pipeline", "chunks"), {}
     for word in filter(None, (text or "").split(",")):
         axis, _, size = word.partition("=")
-        if axis.strip() not in axes:
-            raise UsageError(f"--mesh: there is no axis {axis.strip()!r}", fix=did_you_mean(axis.strip(), axes))
+        refuse_unknown("--mesh: there is no axis", axis.strip(), axes)
         if not size.strip().isdigit():
             raise UsageError(f"--mesh: {word.strip()!r} is no size", fix="for example --mesh tensor=8,pipeline=4")
         sizes[axis.strip()] = int(size)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.cli.simulate.machine_options import read_machine_options
 from thrifty.cli.verb_output import print_json
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, did_you_mean, refuse_unknown
 
 FILTERS = ("trace", "exact", "own")
 
@@ -166,10 +166,7 @@ def read_budget(text: str | None) -> dict[str, float]:
     known, budget = ("multipliers", "clock", "bandwidth"), {}
     for word in filter(None, (text or "").split(",")):
         key, _, value = word.partition("=")
-        if key.strip() not in known:
-            raise UsageError(
-                f"--equal-resources: there is no budget of {key.strip()!r}", fix=did_you_mean(key.strip(), known)
-            )
+        refuse_unknown("--equal-resources: there is no budget of", key.strip(), known)
         try:
             number = float(value)
         except ValueError:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from thrifty import __version__
 from thrifty.composition.explain import count
-from thrifty.core.errors import ThriftyError, UsageError, did_you_mean
+from thrifty.core.errors import ThriftyError, UsageError, refuse_unknown
 from thrifty.core.recipe import Recipe
 from thrifty.core.run_relative_settings import in_steps
 from thrifty.core.score_file import ExampleScores, ScoreProvenance, average_scores
@@ -45,8 +45,7 @@ class ScoringSettings:
     """With prototype: how many k-means looks for; as many as there are labels unless given."""
 
     def __post_init__(self) -> None:
-        if self.by not in METHODS:
-            raise UsageError(f"examples cannot be scored by {self.by!r}", fix=did_you_mean(self.by, METHODS))
+        refuse_unknown("examples cannot be scored by", self.by, METHODS)
         if self.by != "prototype" and (self.embed_with or self.clusters is not None):
             what = "a model to embed with" if self.embed_with else "a number of clusters"
             raise UsageError(f"{what} is for prototypes, and scores are by {self.by}", fix="--method prototype")

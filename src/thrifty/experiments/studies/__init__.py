@@ -8,7 +8,7 @@ import pkgutil
 import typing
 from collections.abc import Callable, Sequence
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, did_you_mean, refuse_unknown
 from thrifty.core.plain_values import convert
 from thrifty.experiments.study import Study
 from thrifty.recipes.recipe_layers import toml_value
@@ -21,8 +21,7 @@ def names() -> list[str]:
 
 def find(name: str) -> Callable[..., Study]:
     """The function that makes the study of this name. Raises UsageError with the nearest name when there is none."""
-    if name not in names():
-        raise UsageError(f"there is no study {name!r}", fix=did_you_mean(name, names()))
+    refuse_unknown("there is no study", name, names())
     return getattr(importlib.import_module(f"{__name__}.{name}"), name)
 
 

@@ -4,14 +4,14 @@ In a file areas are in mm² and powers in mW, as papers print them; all else is 
 """
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.core.plain_values import build, convert, parse_toml
 from thrifty.simulators.accelerator.accelerator_spec import (
     AcceleratorMemory,
@@ -38,8 +38,7 @@ def find_machine(name: str) -> AcceleratorSpec:
     it."""
     if name.endswith(".toml"):
         return read_machine(Path(name))
-    if name not in machine_names():
-        raise UsageError(f"there is no machine {name!r}", fix=did_you_mean(name, machine_names()))
+    refuse_unknown("there is no machine", name, machine_names())
     return _packaged(name)
 
 
@@ -88,8 +87,10 @@ def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
     machine = build(AcceleratorSpec, {**values, "name": name}, name)
     design = find_design(machine.design)
     settings, stations, memories, modules = tables.values()
-    _known(f"{name}.settings: unknown key", settings, design.settings)
-    _known(f"{name}.stations: unknown station", stations, design.stations)
+    for key in settings:
+        refuse_unknown(f"{name}.settings: unknown key", key, design.settings)
+    for key in stations:
+        refuse_unknown(f"{name}.stations: unknown station", key, design.stations)
     if missing := [station for station in design.stations if station not in stations]:
         raise UsageError(f"machine {name} lacks station {missing[0]!r}, which {design.name} needs")
     own = {key: convert(type(design.settings[key]), value, f"{name}.settings.{key}") for key, value in settings.items()}
@@ -119,7 +120,8 @@ class ModuleTable:
 def _module(name: str, content: object, machine: AcceleratorSpec, design: AcceleratorDesign) -> ChipModule:
     path = f"modules.{name}"
     part = build(ModuleTable, _table(machine.name, path, content), f"{machine.name}.{path}")
-    _known(f"{machine.name}.{path}: unknown station or activity", [part.active], (*design.stations, *design.activities))
+    known = (*design.stations, *design.activities)
+    refuse_unknown(f"{machine.name}.{path}: unknown station or activity", part.active, known)
     return ChipModule(
         name,
         part.active,
@@ -141,9 +143,3 @@ def _table(machine: str, path: str, content: object) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise UsageError(f"{machine}.{path} is {content!r}", fix=f"make it a table [{path}]")
     return content
-
-
-def _known(complaint: str, words: Iterable[str], known: Iterable[str]) -> None:
-    for word in words:
-        if word not in known:
-            raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(word, known))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec, PipelineStation
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream
@@ -90,8 +90,7 @@ def run(
     draw: bool = False,
 ) -> SimulationResult:
     """The result of streams, whatever they were lowered from; see `simulate`."""
-    if engine not in ENGINES:
-        raise UsageError(f"there is no engine {engine!r}", fix=did_you_mean(engine, ENGINES))
+    refuse_unknown("there is no engine", engine, ENGINES)
     layers = tuple(_layer(each, machine, engine, draw) for each in work)
     multipliers = find_design(machine.design).multipliers(machine) * machine.copies
     active = add_up(*(layer.active for layer in layers))

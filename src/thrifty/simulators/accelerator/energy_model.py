@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import refuse_unknown
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation
 
@@ -76,8 +76,7 @@ def table_names() -> list[str]:
 @cache
 def find_table(name: str, end: str = "points") -> EnergyTable:
     """A table by its name; `end` is "low" or "high" for the ends of what is published as a range."""
-    if name not in table_names():
-        raise UsageError(f"there is no energy table {name!r}", fix=did_you_mean(name, table_names()))
+    refuse_unknown("there is no energy table", name, table_names())
     content = tomllib.loads(
         (files("thrifty.simulators.accelerator") / "tables" / f"{name}.toml").read_text(encoding="utf-8")
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.simulators.accelerator.accelerator_file import find_machine
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorMemory, AcceleratorSpec
 from thrifty.simulators.accelerator.designs.systolic import DATAFLOWS, folds, reported_cycles
@@ -46,8 +46,7 @@ def read_cfg(path: Path) -> AcceleratorSpec:
             fix="it needs [architecture_presets] with ArrayHeight, ArrayWidth and Dataflow",
         ) from error
     dataflow = presets.get("dataflow", "os").strip()
-    if dataflow not in DATAFLOWS:
-        raise UsageError(f"{path}: there is no dataflow {dataflow!r}", fix=did_you_mean(dataflow, DATAFLOWS))
+    refuse_unknown(f"{path}: there is no dataflow", dataflow, DATAFLOWS)
     for name, value, most in (
         ("ArrayHeight", rows, 2**20), ("ArrayWidth", columns, 2**20), ("Bandwidth", min(words, default=1), 1e12)
     ):  # fmt: skip

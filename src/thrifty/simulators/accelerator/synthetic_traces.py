@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 
 MOST = 4 * 10**9
@@ -91,8 +91,7 @@ def synthetic_trace(
     No row is left empty: a query that nothing was drawn for keeps one key drawn at random. Raises UsageError for an
     unknown pattern or a density outside (0, 1].
     """
-    if pattern not in PATTERNS:
-        raise UsageError(f"there is no pattern {pattern!r}", fix=did_you_mean(pattern, PATTERNS))
+    refuse_unknown("there is no pattern", pattern, PATTERNS)
     if not 0 < density <= 1:
         raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="it is the share that is kept")
     sizes = lengths or [tokens]

@@ -17,7 +17,7 @@ log2 n steps, rounded up, is from Träff 2024 (from memory).
 import math
 from collections.abc import Callable, Mapping
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import refuse_unknown
 from thrifty.simulators.cluster.network_topology import NetworkLink, RankGroup
 
 Algorithm = Callable[[int, float, float, float], float]
@@ -122,8 +122,7 @@ def seconds(kind: str, size: float, group: RankGroup) -> float:
 
 def fastest(kind: str, size: float, group: RankGroup) -> tuple[str, float]:
     """The fastest algorithm and its seconds. Raises UsageError for an unknown kind."""
-    if kind not in ALGORITHMS:
-        raise UsageError(f"unknown collective {kind!r}", fix=did_you_mean(kind, ALGORITHMS))
+    refuse_unknown("unknown collective", kind, ALGORITHMS)
     times = algorithms(kind, size, group)
     name = min(times, key=times.__getitem__)
     return name, times[name]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 
 GIB = 2.0**30
 """Vendors call this a GB of device memory: an "80 GB" A100 reports 81,920 MiB (from memory)."""
@@ -29,10 +29,7 @@ class DeviceSpec:
 
     def rate(self, number_format: str) -> float:
         """FLOP/s in a number format; UsageError where the device has no units for it."""
-        if number_format not in self.flops:
-            raise UsageError(
-                f"{self.name} has no rate for {number_format}", fix=did_you_mean(number_format, self.flops)
-            )
+        refuse_unknown(f"{self.name} has no rate for", number_format, self.flops)
         return self.flops[number_format]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.simulators.cluster.device_specs import DEVICES, DeviceSpec
 
 
@@ -148,6 +148,5 @@ oversubscription between pods of 3,072 (from memory)."""
 
 def find_cluster(name: str) -> Cluster:
     """A named cluster; UsageError with the nearest name where there is none."""
-    if name not in CLUSTERS:
-        raise UsageError(f"unknown cluster {name!r}", fix=did_you_mean(name, CLUSTERS))
+    refuse_unknown("unknown cluster", name, CLUSTERS)
     return CLUSTERS[name]

@@ -8,7 +8,7 @@ stage before waits for, and that of the weights, which nobody waits for (Qi et a
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, refuse_unknown
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -34,8 +34,7 @@ def schedule(name: str, ranks: int, parts: int, chunks: int = 1) -> list[Order]:
     "zero_bubble_v" (there and back again: stages r and 2 ranks - 1 - r on rank r). Raises UsageError for sizes that a
     schedule is not made for.
     """
-    if name not in _SCHEDULES:
-        raise UsageError(f"unknown pipeline schedule {name!r}", fix=did_you_mean(name, _SCHEDULES))
+    refuse_unknown("unknown pipeline schedule", name, _SCHEDULES)
     if min(ranks, parts, chunks) < 1:
         raise UsageError(f"{ranks} ranks, {parts} parts and {chunks} chunks", fix="each is 1 or more")
     wanted = {"interleaved": chunks, "zero_bubble_v": 2}.get(name, 1)

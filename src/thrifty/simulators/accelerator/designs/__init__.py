@@ -7,7 +7,7 @@ layer: a design never filters, so that every one can be given the very same sets
 import importlib
 import pkgutil
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import refuse_unknown
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign
 
 
@@ -17,6 +17,5 @@ def design_names() -> list[str]:
 
 def find_design(name: str) -> AcceleratorDesign:
     """The design of this name; raises UsageError with the nearest name where there is none."""
-    if name not in design_names():
-        raise UsageError(f"there is no design {name!r}", fix=did_you_mean(str(name), design_names()))
+    refuse_unknown("there is no design", name, design_names())
     return importlib.import_module(f"{__name__}.{name}").DESIGN

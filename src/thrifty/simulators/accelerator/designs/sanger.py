@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import refuse_unknown
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import (
@@ -80,8 +80,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     rows, elements = machine.stations["attend"].width, int(machine.number("elements"))
     ports, width, kept = int(machine.number("ports")), layer.width, layer.kept()
     packing = str(machine.settings["packing"])
-    if packing not in PACKINGS:
-        raise UsageError(f"Sanger has no packing {packing!r}", fix=did_you_mean(packing, PACKINGS))
+    refuse_unknown("Sanger has no packing", packing, PACKINGS)
     if packing == "split":
         loads = split_loads(kept, ports, elements, rows).sum(1)
     else:

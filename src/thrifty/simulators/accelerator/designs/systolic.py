@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import refuse_unknown
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer
 from thrifty.simulators.accelerator.design_stream import AcceleratorDesign, ItemStream, operand_bytes
@@ -23,8 +23,7 @@ Count = np.ndarray | int
 
 def folds(m: Count, n: Count, k: Count, rows: int, columns: int, dataflow: str) -> tuple[np.ndarray, np.ndarray]:
     """How often the array is filled for (m, k) x (k, n), and the cycles of each time. Shapes broadcast."""
-    if dataflow not in DATAFLOWS:
-        raise UsageError(f"there is no dataflow {dataflow!r}", fix=did_you_mean(dataflow, DATAFLOWS))
+    refuse_unknown("there is no dataflow", dataflow, DATAFLOWS)
     m, n, k = np.asarray(m), np.asarray(n), np.asarray(k)
     if dataflow == "os":
         count, each = -(-m // rows) * -(-n // columns), k + rows + columns - 2
