@@ -132,7 +132,9 @@ def test_a_fork_goes_on_from_the_old_state_by_the_changed_recipe(trained: Comman
     summary = trained.json("resume", "run", "--fork", "new", *changes)
     assert summary["steps"] == step + 6
     assert [record["step"] for record in trained.records("new")] == list(range(step + 1, step + 7))
-    assert f"forked from runs/run/checkpoints/step-{step:08d}" in trained.records("new", "notice")[0]["text"]
+    taken, data = (record["text"] for record in trained.records("new", "notice")[:2])
+    assert f"forked from runs/run/checkpoints/step-{step:08d}" in taken
+    assert data.startswith(f"the data continue at example {4 * step}") and data.endswith(f"example {8 * step}")
     origins = json.loads((trained.run("new") / "origins.json").read_text())
     assert origins["data.batch"] == "--set" and origins["data.length"] == "--set"
     assert contents(trained.run("run") / "checkpoints") == before

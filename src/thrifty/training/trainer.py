@@ -179,9 +179,18 @@ def _fork(
 ) -> dict[str, Any]:
     saved = checkpoint.find_of_run(old / "checkpoints", rewound_to, ranks=process_group_sync())
 
+    started = recipe_from_data(saved.scalars["recipe"])
+
     def fill(state: TrainState) -> list[str]:
         rewound = rewound_to is not None
-        return copy_matching_state(prepared.run, state, saved, rewound=rewound, drop_weights=drop_weights)
+        notices = copy_matching_state(prepared.run, state, saved, rewound=rewound, drop_weights=drop_weights)
+        if recipe.data.batch != started.data.batch:
+            notices.append(
+                f"the data continue at example {saved.step * recipe.data.batch:,}, which is step {saved.step} in "
+                f"batches of {recipe.data.batch}; in batches of {started.data.batch} {old} had reached example "
+                f"{saved.step * started.data.batch:,}"
+            )
+        return notices
 
     with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if process_group_sync().run_first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
@@ -192,7 +201,7 @@ def _fork(
                 f"the budget of {prepared.run.steps} steps is used up: {old} has made {saved.step}",
                 fix=f"--set budget.steps={2 * saved.step}, counted from the first step of {old.name}",
             )
-        known = {technique.name for technique in recipe_from_data(saved.scalars["recipe"]).techniques}
+        known = {technique.name for technique in started.techniques}
         refuse_trained_start([technique for technique in prepared.run.techniques if technique.name not in known])
         prepared.data.check_meaning(saved.scalars["data"], old)
         inherited = {**rename_origins(_kept(RunFolder(old), "origins")), **origins}
