@@ -3,7 +3,6 @@ came of it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
@@ -12,13 +11,13 @@ import numpy as np
 from torch import nn
 
 from thrifty.composition.compose import CPU, BaseRun, compose
-from thrifty.core.errors import InfeasibleError, IntegrityError, ThriftyError
+from thrifty.core.errors import InfeasibleError
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import seed_of
 from thrifty.core.technique import Technique
 from thrifty.data.text.python_sources import python_files
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
-from thrifty.experiments.tasks.whole_run import initialized
+from thrifty.experiments.tasks.whole_run import initialized, run_to_end
 from thrifty.models.model_config import ModelConfig
 from thrifty.objectives.next_token import NextToken
 from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN
@@ -26,7 +25,7 @@ from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.linear import LinearDecay
 from thrifty.training.evaluation import held_out_loss
-from thrifty.training.loop import train
+from thrifty.training.loop import Record
 
 BYTES = 256
 """The vocabulary: what a model sees are the bytes themselves, so there is no tokenizer to depend on."""
@@ -104,28 +103,17 @@ def train_on_bytes(
     """Train through the library's own loop; a run that diverges ends early, its remaining losses infinite."""
     plain = BaseRun(build, PackedTokens(source_text()[0], length, batch, seed), NextToken())
     run = compose(plain, techniques, steps)
-    state = run.start()
-    losses: list[float] = []
-    notes: list[Mapping[str, float]] = []
-    try:
-        with closing(train(run, state, seed)) as records:
-            for record in records:
-                losses.append(record.loss if math.isfinite(record.loss) else math.inf)
-                notes.append(record.notes)
-    except IntegrityError:
-        raise
-    except ThriftyError:  # the loop's word for a loss or gradient that stayed without a number
-        pass
-    losses += [math.inf] * (steps - len(losses))
-    assert state.model is not None
+    records: list[Record] = []
+    model, state = run_to_end(run, seed, may_diverge=True, see=records.append)
+    losses = [record.loss if math.isfinite(record.loss) else math.inf for record in records]
     return TrainedLanguageModel(
-        model=state.model,
+        model=model,
         objective=run.eval_objective,
-        losses=losses,
+        losses=losses + [math.inf] * (steps - len(losses)),
         tokens=int(state.counters["tokens"]),
         seconds=state.counters["seconds"],
         length=length,
-        notes=notes,
+        notes=[record.notes for record in records],
     )
 
 

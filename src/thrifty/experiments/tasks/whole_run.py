@@ -1,6 +1,6 @@
 """Building and training a small model, shared by all studies."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 
 from torch import nn
@@ -11,7 +11,7 @@ from thrifty.core.state import TrainState
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
-from thrifty.training.loop import train
+from thrifty.training.loop import Record, train
 
 
 def initialized(shape: ModelConfig, seed: int) -> nn.Module:
@@ -21,14 +21,16 @@ def initialized(shape: ModelConfig, seed: int) -> nn.Module:
     return model
 
 
-def run_to_end(run: Run, seed: int, may_diverge: bool = False) -> tuple[nn.Module, TrainState]:
+def run_to_end(
+    run: Run, seed: int, may_diverge: bool = False, see: Callable[[Record], object] = lambda record: None
+) -> tuple[nn.Module, TrainState]:
     """The model after the last step of a run, and the state that it is in; with `may_diverge` also after the step at
-    which the loop gave up, as it stands."""
+    which the loop gave up, as it stands. `see` is called with the record of each step."""
     state = run.start()
     try:
         with closing(train(run, state, seed)) as records:
-            for _ in records:
-                pass
+            for record in records:
+                see(record)
     except IntegrityError:
         raise
     except ThriftyError:  # the loop's word for a loss or gradient that stayed without a number
