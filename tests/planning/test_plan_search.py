@@ -346,9 +346,24 @@ def test_what_is_said_to_fit_does_and_what_it_would_take_suffices(
 
 def test_a_verdict_that_nothing_fits_offers_more_seconds_where_time_was_up() -> None:
     search = searching(100.0, Numerics.EXACT, time=keeping(500.0, 50.0), allowance=lambda step: 0.0)
-    with pytest.raises(InfeasibleError, match="nothing that was looked at in 0 s, without options") as error:
+    with pytest.raises(InfeasibleError, match=r"stopped after 0 s, with options .*no other combination fits") as error:
         search.run()
     assert error.value.fix.startswith("--seconds 60 or --memory ")
+
+
+def test_without_probes_all_the_time_of_a_plan_is_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = [0.0]
+    monkeypatch.setattr(plan_search, "monotonic", lambda: seconds[0])
+
+    def counted(run: Run) -> Footprint:
+        seconds[0] += 1.0
+        return formula(run)
+
+    search = searching(math.inf, Numerics.EXACT, count=counted, began=0.0)
+    allowed = 1.5 * sum(map(len, search.ways.values()))
+    search.allowance = lambda step: allowed
+    search.run()
+    assert not search.stopped and not search.refused
 
 
 @pytest.mark.parametrize(

@@ -104,15 +104,25 @@ class PlanSearch(SingleOptionCosts):
         return self.best()
 
     @property
+    def seconds_taken(self) -> float:
+        return monotonic() - self.began
+
+    @property
     def seconds_left(self) -> float:
-        return self.allowance(self.fastest) - (monotonic() - self.began)
+        return self.allowance(self.fastest) - self.seconds_taken
+
+    @property
+    def further_seconds(self) -> int:
+        """The seconds to offer where the time for planning was up."""
+        return ceil(max(2 * self.seconds_taken, 2 * self.allowance(self.fastest), 60))
 
     def fits(self) -> bool:
         return bool(self.tried)
 
     def is_counting_late(self) -> bool:
         has_each_axis = len(self.singles) + len(self.refused) >= len(self.ways)
-        if not has_each_axis or self.seconds_left >= (1 - COUNTING) * self.allowance(self.fastest):
+        for_probes = (1 - COUNTING) * self.allowance(self.fastest) if self.time else 0.0
+        if not has_each_axis or self.seconds_left >= for_probes:
             return False
         self.stopped = "options that were not counted"
         return True
@@ -360,21 +370,15 @@ class PlanSearch(SingleOptionCosts):
         if not self.needs:
             raise InfeasibleError(f"every combination is refused: {next(iter(self.misfits.values()))}")
         needed, what = min(self.needs.values())
-        among, further = "that may be changed", ""
+        among, further = "no allowed combination", ""
         if self.stopped:
-            took = monotonic() - self.began
-            among = f"that was looked at in {took:.0f} s, without {self.stopped},"
-            further = f"--seconds {further_seconds(took)} or "
+            among = f"stopped after {self.seconds_taken:.0f} s, with {self.stopped}: no other combination"
+            further = f"--seconds {self.further_seconds} or "
         raise InfeasibleError(
-            f"nothing {among} fits {self.memory / 1e6:,.0f} MB: {what}",
+            f"{among} fits in {self.memory / 1e6:,.4g} MB: {what}",
             fix=f"{further}--memory {ceil(needed / 1e6)}MB, --allow different, or a smaller model, data.length or "
             "data.batch",
         )
-
-
-def further_seconds(took: float) -> int:
-    """The seconds to offer to a plan that was stopped after so many."""
-    return max(ceil(2 * took), 60)
 
 
 def _lighter(sibling: PlanCandidate, candidate: PlanCandidate) -> StepTiming:

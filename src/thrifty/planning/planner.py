@@ -19,7 +19,7 @@ from thrifty.planning.choice_explanations import ChoiceExplainer, ChoiceReason
 from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, PlanRequest, refuse_no_step
 from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
 from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf, further_seconds
+from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
 from thrifty.planning.rank_options import RANKS, options_over_ranks
 from thrifty.planning.search_space import (
     ADAPTER_OPTIONS,
@@ -208,10 +208,9 @@ class Planner:
         if not search.stopped:
             return ""
         limit = "--seconds" if self.seconds is not None else "a fifth of what the run takes, or a minute"
-        allowed, took = search.allowance(search.fastest), monotonic() - self.began
         return (
-            f"stopped after {took:.0f} s, with {search.stopped}: {allowed:.0f} s are {limit}; "
-            f"--seconds {further_seconds(took)} looks further"
+            f"stopped after {search.seconds_taken:.0f} s, with {search.stopped}: "
+            f"{search.allowance(search.fastest):.0f} s are {limit}; --seconds {search.further_seconds} looks further"
         )
 
     def _records(self, ranks: int) -> dict[str, PredictionRecord]:
