@@ -104,7 +104,8 @@ def _tell(facts: dict[str, Any]) -> None:
     console.print(f"\npredicted peak {_bytes(total['memory'])}: {parts}, temporary {_bytes(total['temporary'])}")
     if process := facts["process"]:
         whole = _bytes(total["memory"] + process)
-        console.print(f"with the process {whole}: it holds {_bytes(process)} before it builds the model")
+        before = f"it holds {_bytes(process)} before it builds the model, and memory that steps free may stay"
+        console.print(f"with the process at least {whole}: {before}")
     if "mesh" in facts:
         _tell_ranks(console, facts)
     if facts["decisions"]:

@@ -161,7 +161,7 @@ class PlanSearch(SingleOptionCosts):
 
     def room(self, candidate: PlanCandidate) -> float:
         """Bytes that each of its ranks may hold."""
-        return self.memory / candidate.ranks if self.shared else self.memory
+        return self.memory / self._sharing(candidate)
 
     def _has_enough(self) -> bool:
         kinds = len({*map(self.kind, self.tried)})
@@ -372,7 +372,7 @@ class PlanSearch(SingleOptionCosts):
         needed, what = min(self.needs.values())
         among, further = "no allowed combination", ""
         if self.stopped:
-            among = f"stopped after {self.seconds_taken:.0f} s, with {self.stopped}: no other combination"
+            among = f"stopped after {self.seconds_taken:.0f} s, with {self.stopped}: no combination that was tried"
             further = f"--seconds {self.further_seconds} or "
         raise InfeasibleError(
             f"{among} fits in {self.memory / 1e6:,.4g} MB: {what}",
