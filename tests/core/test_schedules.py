@@ -54,9 +54,9 @@ def test_a_floor_is_where_it_ends(name: str) -> None:
 
 
 def test_the_shape_is_asked_for_progress_from_zero_to_one() -> None:
-    factor = warmed_up(2, 6, lambda progress: progress)
-    assert [factor(step) for step in range(9)] == [0.5, 1.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert [warmed_up(0, 0, lambda progress: progress)(step) for step in range(2)] == [0.0, 1.0]
+    factors = [warmed_up(step, 2, 6, lambda progress: progress) for step in range(9)]
+    assert factors == [0.5, 1.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [warmed_up(step, 0, 0, lambda progress: progress) for step in range(2)] == [0.0, 1.0]
 
 
 def test_known_values() -> None:

@@ -1,17 +1,35 @@
-"""What learning-rate schedules share: a linear warm-up, then a shape over the rest."""
+"""What learning-rate schedules share: their place among techniques, and a linear warm-up before a shape."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+from thrifty.core.claims import Claim
+from thrifty.core.gradient_transform import GradientTransform, chain
+from thrifty.core.stages import Stage
+from thrifty.core.technique import Numerics, Technique
+from thrifty.optim.transform_elements import ScaleBySchedule
 
 
-def warmed_up(warmup: int, until: int, shape: Callable[[float], float]) -> Callable[[int], float]:
-    """The factor before each update: (step + 1) / warmup, then shape(progress) with progress going from 0 to 1.
+@dataclass(frozen=True)
+class ScheduleTechnique(Technique):
+    """A technique that multiplies each update by a factor of its step."""
+
+    stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
+    claims = frozenset({Claim.SCHEDULE})
+
+    def factor(self, step: int) -> float:
+        """Return the factor before update `step`."""
+        raise NotImplementedError
+
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        return chain(ScaleBySchedule(self.factor), transform)
+
+
+def warmed_up(step: int, warmup: int, until: int, shape: Callable[[float], float]) -> float:
+    """Return (step + 1) / warmup, then shape(progress) with progress going from 0 to 1.
 
     The first update already has a positive rate, the last one a rate just above the shape's end.
     """
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return shape(min((step - warmup) / max(until - warmup, 1), 1.0))
-
-    return factor
+    if step < warmup:
+        return (step + 1) / warmup
+    return shape(min((step - warmup) / max(until - warmup, 1), 1.0))

@@ -6,12 +6,8 @@ Promise   one constant phase can serve runs of several lengths; fully decayed wh
 
 from dataclasses import dataclass
 
-from thrifty.core.claims import Claim
-from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_relative_settings import StepOrFraction
-from thrifty.core.stages import Stage
-from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.transform_elements import ScaleBySchedule
+from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
 def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> float:
@@ -24,14 +20,10 @@ def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> 
 
 
 @dataclass(frozen=True)
-class ConstantThenDecay(Technique):
-    stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    claims = frozenset({Claim.SCHEDULE})
-
+class ConstantThenDecay(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     decay_from: StepOrFraction = 0.8
     until: StepOrFraction = 1.0
 
-    def update(self, transform: GradientTransform) -> GradientTransform:
-        warmup, decay_from, until = int(self.warmup), int(self.decay_from), int(self.until)
-        return chain(ScaleBySchedule(lambda step: constant_then_decay(step, warmup, decay_from, until)), transform)
+    def factor(self, step: int) -> float:
+        return constant_then_decay(step, int(self.warmup), int(self.decay_from), int(self.until))

@@ -8,13 +8,8 @@ Promise   a rate that is fully decayed when the run ends, which is what makes co
 import math
 from dataclasses import dataclass
 
-from thrifty.core.claims import Claim
-from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_relative_settings import StepOrFraction
-from thrifty.core.stages import Stage
-from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.transform_elements import ScaleBySchedule
-from thrifty.techniques.schedules._warmup import warmed_up
+from thrifty.techniques.schedules._warmup import ScheduleTechnique, warmed_up
 
 
 def cosine(progress: float, floor: float = 0.0) -> float:
@@ -23,16 +18,12 @@ def cosine(progress: float, floor: float = 0.0) -> float:
 
 
 @dataclass(frozen=True)
-class CosineDecay(Technique):
-    stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    claims = frozenset({Claim.SCHEDULE})
-
+class CosineDecay(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     until: StepOrFraction = 1.0
     """When the decay is over; the factor stays at `floor` afterwards."""
     floor: float = 0.0
     """Smallest factor, as a fraction of the peak rate."""
 
-    def update(self, transform: GradientTransform) -> GradientTransform:
-        factor = warmed_up(int(self.warmup), int(self.until), lambda progress: cosine(progress, self.floor))
-        return chain(ScaleBySchedule(factor), transform)
+    def factor(self, step: int) -> float:
+        return warmed_up(step, int(self.warmup), int(self.until), lambda progress: cosine(progress, self.floor))

@@ -7,12 +7,8 @@ Promise   a run that may be prolonged: everything before `cooldown` does not dep
 
 from dataclasses import dataclass
 
-from thrifty.core.claims import Claim
-from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_relative_settings import StepOrFraction
-from thrifty.core.stages import Stage
-from thrifty.core.technique import Numerics, Technique
-from thrifty.optim.transform_elements import ScaleBySchedule
+from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
 def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> float:
@@ -26,14 +22,10 @@ def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> fl
 
 
 @dataclass(frozen=True)
-class InverseSquareRoot(Technique):
-    stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    claims = frozenset({Claim.SCHEDULE})
-
+class InverseSquareRoot(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     cooldown: StepOrFraction = 0.8
     until: StepOrFraction = 1.0
 
-    def update(self, transform: GradientTransform) -> GradientTransform:
-        warmup, cooldown, until = int(self.warmup), int(self.cooldown), int(self.until)
-        return chain(ScaleBySchedule(lambda step: inverse_square_root(step, warmup, cooldown, until)), transform)
+    def factor(self, step: int) -> float:
+        return inverse_square_root(step, int(self.warmup), int(self.cooldown), int(self.until))
