@@ -14,7 +14,7 @@ def use_gpu_ops(flash: bool) -> Iterator[None]:
     """Dropout with a mask of bytes, RMS norms in one kernel, and attention that keeps its scores only where it is not
     `flash`, for whatever calls them through `torch.nn.functional` inside the block."""
     kernel = F.scaled_dot_product_attention
-    there = {"scaled_dot_product_attention": partial(_flash, kernel) if flash else _attention}
+    there = {"scaled_dot_product_attention": partial(_attention, kernel if flash else None)}
     there |= {"dropout": _dropout, "rms_norm": _rms_norm}
     before = {name: getattr(F, name) for name in there}
     for name, function in there.items():
@@ -35,22 +35,8 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return torch.native_dropout(x, p, True)[0] if training and p > 0 else x
 
 
-def _flash(
-    kernel: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """With dropout or a mask a GPU's kernels still keep no scores; a processor's do, so both are left out."""
-    return kernel(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-
-
 def _attention(
+    flash: Callable[..., Tensor] | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,6 +46,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """With dropout or a mask a GPU's `flash` kernels still keep no scores; a processor's do, so both are left out."""
+    if flash is not None:
+        return flash(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = (query @ key.transpose(-1, -2)) * (scale or query.shape[-1] ** -0.5)
