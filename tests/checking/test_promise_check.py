@@ -11,6 +11,7 @@ from careless_techniques import MeanOfMeans
 from click.testing import CliRunner
 from command_line import settings, write_corpus
 from fast_techniques import WITHOUT_FAST
+from parallel_work import NormalizedModel
 from small_recipes import tiny_digits
 from tiny_runs import plain_run, technique, with_optimizer
 from torch import nn
@@ -73,6 +74,19 @@ def verdict_of(one: Technique) -> PromiseVerdict:
     found = check_run(plain_run, with_optimizer([one]))
     (verdict,) = [verdict for verdict in found if verdict.about == one.name]
     return verdict
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_micro_batches_of_norms_over_the_batch_are_not_the_batch_with_dropout_or_without(dropout: float) -> None:
+    def build() -> nn.Module:
+        model = NormalizedModel()
+        model.blocks[0].linear = nn.Sequential(nn.Linear(16, 16), nn.Dropout(dropout))
+        return model
+
+    plain = replace(plain_run(), build=build)
+    found = check_run(lambda: plain, with_optimizer([technique("large_batch.gradient_accumulation")]))
+    outcomes = {verdict.promise: verdict.outcome for verdict in found}
+    assert (outcomes["rounding"], outcomes["one big batch"]) == ("broken", "broken")
 
 
 @pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1 + 1e-6, "broken")])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
-from thrifty.checking.observed_runs import CheckSubject, one_line_error, without_dropout
+from thrifty.checking.observed_runs import CheckSubject, one_line_error
 from thrifty.composition.compose import Run
 from thrifty.core.errors import RefusedError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec
@@ -15,6 +15,7 @@ from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models import build_model_for, export_model, shape_for
+from thrifty.models.text_generation import eval_mode
 
 NEAR = 1e-4
 """How far logits may move, as a share of the largest."""
@@ -56,7 +57,7 @@ def export_round_trip(
 def _logits(model: nn.Module, run: Run, subject: CheckSubject) -> Tensor:
     """What a model says of the first batch, asked by the plain objective, while nothing is dropped."""
     batch = run.source.at(0).to(subject.device)
-    with without_dropout(model):
+    with eval_mode(model):
         return run.plain.objective.predict(model, batch).logits.float().cpu()
 
 

@@ -105,9 +105,10 @@ class GradientProbe(Technique):
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """The model without dropout, and as it was afterwards."""
+    """The model in training without dropout, and as it was afterwards: norms over the batch see the batch."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    for module, mode in modes:
+        module.training = mode and getattr(module, "running_mean", None) is not None
     try:
         yield
     finally:
