@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from thrifty.core.errors import IntegrityError, UsageError, did_you_mean
+from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_FUNCTIONS, entries
 from thrifty.data.chat.chat_template import Message
-from thrifty.data.fetched_sets import DOCUMENTS, find_damage, read_origin
-from thrifty.data.text.document_sources import FileSource
+from thrifty.data.text.document_sources import FetchedSet, FileSource
 from thrifty.data.text.python_sources import described_functions, python_files
 from thrifty.data.text.text_readers import check_characters, json_rows
 
@@ -184,22 +183,6 @@ def _json_list(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 @dataclass(frozen=True)
-class FetchedConversations:
-    """A set that `thrifty data get` brought into the cache. Raises IntegrityError where it is damaged."""
-
-    name: str
-
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        entry = entries()[self.name]
-        if damage := find_damage(entry):
-            raise IntegrityError(f"{entry.folder}: {damage}", fix=f"thrifty data get {self.name}")
-        yield from json_rows(entry.folder / DOCUMENTS)
-
-    def identity(self) -> str:
-        return read_origin(entries()[self.name])["files"][DOCUMENTS]
-
-
-@dataclass(frozen=True)
 class PythonFunctions:
     """Functions of the running environment: their source is the answer to what their docstring says."""
 
@@ -228,7 +211,7 @@ def open_conversations(source: str) -> ConversationSource:
     if known is not None:
         if not known.present:
             raise UsageError(f"the set {source!r} is not on this machine yet", fix=f"thrifty data get {source}")
-        return FetchedConversations(source)
+        return FetchedSet(known)
     path = Path(source).expanduser()
     if not path.is_file() or path.suffix.lower() not in (".jsonl", ".json"):
         what = "is no .jsonl or .json file" if path.exists() else "is neither a file nor a known set"

@@ -20,9 +20,10 @@ from thrifty.data.text.python_sources import python_files
 from thrifty.data.text.text_readers import (
     check_column,
     json_lines,
+    json_rows,
     looks_binary,
     parquet_rows,
-    row_text,
+    row_texts,
     text_passages,
     whole_text,
 )
@@ -103,14 +104,18 @@ class FileSource(DocumentSource):
 
 @dataclass(frozen=True)
 class FetchedSet(DocumentSource):
-    """A set that `thrifty data get` brought into the cache. Raises IntegrityError where its files are damaged."""
+    """A set of texts or conversations that `thrifty data get` brought into the cache. Raises IntegrityError where its
+    files are damaged."""
 
     entry: CatalogueEntry
 
     def documents(self) -> Iterator[str]:
+        return row_texts(self.rows(), "text")
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if damage := find_damage(self.entry):
             raise IntegrityError(f"{self.entry.folder}: {damage}", fix=f"thrifty data get {self.entry.name}")
-        return json_lines(self.entry.folder / DOCUMENTS, "text")
+        return json_rows(self.entry.folder / DOCUMENTS)
 
     def identity(self) -> str:
         return read_origin(self.entry)["files"][DOCUMENTS]
@@ -138,10 +143,8 @@ class HubSource(DocumentSource):
         try:
             rows = self.training_rows(datasets)
             check_column(self.column, rows.column_names, self.label)
-            for number, row in enumerate(rows.select_columns(self.column)):
-                text = row_text(row, self.column, f"{self.label}, row {number}")
-                if text.strip():
-                    yield text
+            numbered = enumerate(rows.select_columns(self.column))
+            yield from row_texts(((f"{self.label}, row {number}", row) for number, row in numbered), self.column)
         except UsageError:
             raise
         except Exception as error:  # the library raises errors of a dozen packages; all mean that the set is not there

@@ -1,7 +1,7 @@
 """Reading text out of files, one document at a time, with errors that name the file and the line."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -67,10 +67,7 @@ def json_lines(path: Path, column: str) -> Iterator[str]:
 
     Raises UsageError at a line that is no JSON object, or lacks the column, or has something else than text in it.
     """
-    for where, row in json_rows(path):
-        text = row_text(row, column, where)
-        if text.strip():
-            yield text
+    return row_texts(json_rows(path), column)
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -145,6 +142,12 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UsageError(f"{where}: a JSON {type(row).__name__}, not an object", fix='write {"text": "..."} per line')
     return row
+
+
+def row_texts(rows: Iterable[tuple[str, Mapping[str, Any]]], column: str) -> Iterator[str]:
+    """Return the texts in a column of rows that stand somewhere; those that are null or blank are passed over."""
+    texts = (row_text(row, column, where) for where, row in rows)
+    return (text for text in texts if text.strip())
 
 
 def row_text(row: Mapping[str, Any], column: str, where: str) -> str:
