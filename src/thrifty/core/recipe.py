@@ -90,14 +90,14 @@ class DataSettings:
     tokenizer: str = ""
     """A tokenizer.json to use; empty trains a byte-level BPE on the training documents."""
     vocabulary: int = 4096
-    length: int = 256
+    length: Positive = 256
     """Tokens per example."""
-    batch: int = 32
+    batch: Positive = 32
     """Effective batch: examples per step over all ranks and micro-batches."""
-    held_out: float = 0.05
+    held_out: Annotated[float, SettingBound(above=0, below=1)] = 0.05
     """Fraction of documents kept for evaluation, chosen by the hash of their text; of images by that of their file,
     where the source does not say itself which to test on."""
-    near_duplicates: float | None = None
+    near_duplicates: Annotated[float | None, SettingBound(above=0, most=1)] = None
     """Of text: how alike a document may be to one before it, as a share of their runs of five words, before it is left
     out; 0.8 is usual. None are looked for unless it is given."""
     size: Annotated[int | None, SettingBound(least=1, most=8192)] = None

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import file_sha256, lock_folder
-from thrifty.data.tokenizer import TOKENIZER, TextTokenizer, check_vocabulary, read_tokenizer
+from thrifty.data.tokenizer import TOKENIZER, TextTokenizer, read_tokenizer
 from thrifty.data.train_split import DataSplit
 
 MANIFEST = "manifest.json"
@@ -70,20 +70,6 @@ def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Calla
             say(f"preparing {what}{again}: {folder}")
             build(folder)
     return folder
-
-
-def check_settings(settings: DataSettings, special: Sequence[str]) -> None:
-    """Raises UsageError for a setting that is not what it must be."""
-    if not 0 < settings.held_out < 1:
-        raise UsageError(f"data.held_out is {settings.held_out}", fix="give a fraction between 0 and 1, such as 0.05")
-    alike = settings.near_duplicates
-    if alike is not None and not 0 < alike <= 1:
-        raise UsageError(f"data.near_duplicates is {alike}", fix="give a share above 0 and at most 1, such as 0.8")
-    for name in ("length", "batch"):
-        if getattr(settings, name) < 1:
-            raise UsageError(f"data.{name} is {getattr(settings, name)}", fix="give 1 or more")
-    if not settings.tokenizer:
-        check_vocabulary(settings.vocabulary, special)
 
 
 def refuse_less_than_a_batch(settings: DataSettings, count: int, what: str) -> None:

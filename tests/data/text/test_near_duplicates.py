@@ -213,7 +213,7 @@ def test_look_tells_what_was_left_out_and_shows_it(copied) -> None:
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
 def test_a_threshold_that_is_no_share_is_refused(copied, share: float) -> None:
-    with pytest.raises(UsageError, match=r"data\.near_duplicates is"):
+    with pytest.raises(UsageError, match="data: near_duplicates is"):
         open_token_cache(chosen(copied, near_duplicates=share), lambda text: None)
 
 

@@ -227,11 +227,11 @@ def test_a_single_text_holds_out_its_end(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"held_out": 0.0}, "data.held_out is 0.0"),
-        ({"held_out": 1.0}, "data.held_out is 1.0"),
+        ({"held_out": 0.0}, "data: held_out is 0.0"),
+        ({"held_out": 1.0}, "data: held_out is 1.0"),
         ({"vocabulary": 100}, "data.vocabulary is 100"),
-        ({"length": 0}, "data.length is 0"),
-        ({"batch": -1}, "data.batch is -1"),
+        ({"length": 0}, "data: length is 0"),
+        ({"batch": -1}, "data: batch is -1"),
         ({"tokenizer": "absent.json"}, "there is no tokenizer absent.json"),
     ],
 )

@@ -45,7 +45,7 @@ from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.text.text_data import TextData, print_to_stderr, text_data
 from thrifty.data.text.token_files import unigram_entropy
-from thrifty.data.tokenizer import TOKENIZER, train_tokenizer
+from thrifty.data.tokenizer import TOKENIZER, check_vocabulary, train_tokenizer
 from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
 FORMAT = 3
@@ -92,7 +92,8 @@ def prepare_instructions(
     settings: DataSettings, template: str, say: Callable[[str], None]
 ) -> prepared_cache.TokenCache:
     """Open the prepared conversations of these settings, building them first where they are missing or damaged."""
-    prepared_cache.check_settings(settings, TURNS)
+    if not settings.tokenizer:
+        check_vocabulary(settings.vocabulary, TURNS)
     source = open_conversations(settings.source)
     tokenizer = read_chat_tokenizer(Path(settings.tokenizer).expanduser(), template) if settings.tokenizer else None
     if tokenizer is None:

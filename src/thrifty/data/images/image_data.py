@@ -25,7 +25,7 @@ from thrifty.data.images.image_arrays import ChannelStatistics, ImageArrays, nor
 from thrifty.data.images.image_folder import prepare_folder
 from thrifty.data.images.image_listing import has_image_files, image_share
 from thrifty.data.images.image_previews import input_pictures, picture
-from thrifty.data.prepared_cache import check_settings, read_manifest, refuse_less_than_a_batch
+from thrifty.data.prepared_cache import read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import image_metadata
 from thrifty.data.train_split import DataSplit
@@ -156,7 +156,6 @@ def open_images(
     labels, and none are given out. Raises UsageError where the source or a setting is not what it must be, or there
     are fewer images than one batch.
     """
-    check_settings(settings, special=())
     if settings.tokenizer:
         raise UsageError(f"data.tokenizer is set, and {settings.source} holds images", fix="leave data.tokenizer out")
     _refuse_mixing(settings, labelled)

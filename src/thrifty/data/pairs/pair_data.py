@@ -28,10 +28,10 @@ from thrifty.data.images.image_previews import input_pictures
 from thrifty.data.pairs.caption_rows import CaptionRows, open_captions, prepare_captions
 from thrifty.data.pairs.captioned_cache import prepare_captioned
 from thrifty.data.pairs.captioned_sources import holds_captioned, open_captioned
-from thrifty.data.prepared_cache import check_settings, read_manifest, refuse_less_than_a_batch
+from thrifty.data.prepared_cache import read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import image_metadata, refuse_other_tokenizer
-from thrifty.data.tokenizer import TextTokenizer
+from thrifty.data.tokenizer import TextTokenizer, check_vocabulary
 from thrifty.data.train_split import DataSplit
 
 
@@ -137,7 +137,8 @@ def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: C
     `side` is that of images in pixels where neither the settings nor a known set say. Raises UsageError where the
     source or a setting is not what it must be, or there are fewer pairs than one batch.
     """
-    check_settings(settings, special=())
+    if not settings.tokenizer:
+        check_vocabulary(settings.vocabulary)
     _refuse_settings(settings)
     folder, identity, said = _open(settings, settings.size or side, say)
     prepared = prepare_captions(folder, settings, settings.source, say)

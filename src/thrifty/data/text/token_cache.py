@@ -18,7 +18,6 @@ from thrifty.data.prepared_cache import (
     TRAINING_TEXT,
     TokenCache,
     cache_key,
-    check_settings,
     open_or_build_tokens,
     write_manifest,
 )
@@ -26,7 +25,7 @@ from thrifty.data.text.document_sources import DocumentSource, open_source
 from thrifty.data.text.near_duplicates import DeduplicatedSource
 from thrifty.data.text.text_pairs import SEPARATOR, PairFile
 from thrifty.data.text.token_files import token_type, unigram_entropy, write_streams
-from thrifty.data.tokenizer import read_tokenizer, train_tokenizer
+from thrifty.data.tokenizer import check_vocabulary, read_tokenizer, train_tokenizer
 from thrifty.data.train_split import DataSplit, plan_split
 
 FORMAT = 1
@@ -40,7 +39,8 @@ def open_token_cache(
     A tokenizer that is trained has the `special` tokens besides its own. With `pairs` the source is a file of pairs.
     `length` and `batch` play no part. Raises UsageError at a setting or an input that is not what it must be.
     """
-    check_settings(settings, special)
+    if not settings.tokenizer:
+        check_vocabulary(settings.vocabulary, special)
     path = Path(settings.source).expanduser()
     source = PairFile(path) if pairs else open_source(settings.source, settings.column)
     if settings.near_duplicates is not None:
