@@ -4,12 +4,12 @@
 
 A shape is tokens, inputs, outputs. `forward` is x Wᵀ, `backward` the gradients of x and W, that of W at kept places.
 The first table has single weights kept at random, the second blocks of 16, 32 and 64. The step is forward, backward and
-SGD of a residual feed-forward block of this shape, its two matrices masked.
+SGD of a residual feed-forward block of this shape, its two matrices masked. SpGEMM multiplies two square matrices.
 scipy uses one thread.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix
 from thrifty.kernels.sparse.csr_matrix import CsrMatrix
 from thrifty.kernels.sparse.sparse_linear import sparse_linear
 from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
+from thrifty.kernels.sparse.spgemm import spgemm_outer, spgemm_rows
 
 DENSE = "dense, torch"
 Ways = dict[str, Callable[[], object]]
@@ -144,6 +145,18 @@ def compare_steps(shape: tuple[int, int, int], density: float, rounds: int) -> d
     return side_by_side(ways, rounds, 1)
 
 
+def compare_spgemm(size: int, density: float, rounds: int) -> dict[str, Timing]:
+    a, b = ((torch.randn(size, size) * random_mask(size, size, density)).to_sparse_csr() for _ in range(2))
+    theirs = [scipy.sparse.csr_array(matrix.to_dense().numpy()) for matrix in (a, b)]
+    ways: Ways = {
+        "torch.sparse": lambda: a @ b,
+        "by rows": lambda: spgemm_rows(a, b),
+        "by outer products": lambda: spgemm_outer(a, b),
+        "scipy": lambda: theirs[0] @ theirs[1],
+    }
+    return side_by_side(ways, rounds, 1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="2048,1024,4096")
@@ -159,6 +172,11 @@ def main() -> None:
     ]
     steps = compare_steps(shape, 0.1, 2 * options.rounds)
     tell("step of a feed-forward block at density 0.1", steps, "masked, dense products")
+    squares: Mapping[float, dict[str, Timing]] = {
+        density: compare_spgemm(inputs * 2, density, options.rounds) for density in (0.02, 0.005)
+    }
+    for density, timings in squares.items():
+        tell(f"SpGEMM, {inputs * 2} x {inputs * 2}, density {density:g}", timings, "torch.sparse")
     if options.json:
         facts = {
             "benchmark": "sparse",
@@ -166,6 +184,7 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "layers": layers,
             "step": rows(steps, "masked, dense products"),
+            "spgemm": {density: rows(timings, "torch.sparse") for density, timings in squares.items()},
         }
         write(options.json / "sparse-cpu.json", facts)
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from thrifty.kernels.cpp_extension import NativeLibrary
-from thrifty.kernels.sparse import sparse_products_cpp
+from thrifty.kernels.sparse import sparse_products_cpp, spgemm_cpp
 
-PRODUCTS = NativeLibrary(sparse_products_cpp.SOURCE, "-ffp-contract=fast")
+PRODUCTS = NativeLibrary(sparse_products_cpp.SOURCE + spgemm_cpp.SOURCE, "-ffp-contract=fast")
 
 
 def native(*tensors: Tensor | None) -> bool:

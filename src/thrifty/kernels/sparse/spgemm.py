@@ -1,0 +1,113 @@
+"""SpGEMM: the product of two sparse matrices as a sparse matrix.
+
+By rows (Gustavson 1978): each row of the result adds up the rows of B that a row of A points to. By outer products
+(OuterSPACE, Pal et al. 2018): each column of A times the row of B of the same number, all partial products first, then
+merged by rows. Both read every number of B as often as A points to it; the second reads A and B in one go each, and
+writes its partial products in between. Both add up in the same order and in float64, so their results are the same.
+They have no gradient.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.kernels.sparse import compiled_products
+from thrifty.kernels.sparse.sparsity_pattern import rows_of
+
+
+def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
+    """A (m, k) times B (k, n), all three in torch's CSR layout, row by row. Columns of the result ascend; places where
+    numbers cancel are kept. Raises UsageError where layouts or shapes do not fit."""
+    _check(a, b)
+    if not _is_native(a, b):
+        return spgemm_reference(a, b)
+    left, right = _parts(a), _parts(b)
+    return _merged("spgemm_rows", (*left, *right, b.shape[1]), _partial_products(left, right), a, b)
+
+
+def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
+    """The same by outer products."""
+    _check(a, b)
+    if not _is_native(a, b):
+        return spgemm_reference(a, b)
+    left, right = _parts(a), _parts(b)
+    operands = *_by_columns(left, a.shape[1]), *right, *b.shape
+    return _merged("spgemm_outer", operands, _partial_products(left, right), a, b)
+
+
+def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
+    """The same by torch's operations: every partial product with its place, sorted by place, equal ones added up."""
+    _check(a, b)
+    (starts, columns, values), (b_starts, b_columns, b_values) = _parts(a), _parts(b)
+    lengths = b_starts.diff()[columns]
+    of_a = _numbers(columns).repeat_interleave(lengths)
+    # the place of each partial product among those of its number of A, from where B's row starts
+    within = _numbers(of_a) - F.pad(lengths.cumsum(0), (1, 0))[:-1].repeat_interleave(lengths)
+    of_b = b_starts[columns][of_a] + within
+    rows = rows_of(starts)
+    places, back = torch.unique(rows[of_a] * b.shape[1] + b_columns[of_b], return_inverse=True)
+    sums = values.new_zeros(len(places)).index_add_(0, back, values[of_a] * b_values[of_b])
+    columns_of_b = max(b.shape[1], 1)
+    counts = torch.bincount(places // columns_of_b, minlength=a.shape[0])
+    return _csr(counts, places % columns_of_b, sums, a, b)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """0, 1, 2, … for each entry of a tensor, beside it."""
+    return torch.arange(len(tensor), device=tensor.device)
+
+
+def _check(a: Tensor, b: Tensor) -> None:
+    if a.layout is not torch.sparse_csr or b.layout is not torch.sparse_csr:
+        raise UsageError(f"SpGEMM of {a.layout} and {b.layout}", fix="give both as .to_sparse_csr()")
+    if a.shape[1] != b.shape[0]:
+        raise UsageError(f"SpGEMM of {tuple(a.shape)} and {tuple(b.shape)}: {a.shape[1]} columns, {b.shape[0]} rows")
+
+
+def _parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Starts and columns in int64, values in float64."""
+    parts = matrix.crow_indices().long(), matrix.col_indices().long(), matrix.values().detach().double()
+    return tuple(part.contiguous() for part in parts)  # type: ignore[return-value]
+
+
+def _is_native(a: Tensor, b: Tensor) -> bool:
+    return a.device.type == b.device.type == "cpu" and compiled_products.PRODUCTS.is_there()
+
+
+def _partial_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """How many each row of the result adds up, (m,)."""
+    starts, columns, _ = left
+    until = F.pad(right[0].diff()[columns].cumsum(0), (1, 0))
+    return until[starts[1:]] - until[starts[:-1]]
+
+
+def _by_columns(parts: Sequence[Tensor], columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    starts, at, values = parts
+    order = at.argsort(stable=True)
+    rows = rows_of(starts)
+    return F.pad(torch.bincount(at, minlength=columns).cumsum(0), (1, 0)), rows[order], values[order]
+
+
+def _merged(name: str, arguments: Sequence[Tensor | int], counts: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    rooms = F.pad(counts.cumsum(0), (1, 0))
+    columns, values = counts.new_empty(int(rooms[-1])), torch.empty(int(rooms[-1]), dtype=torch.float64)
+    merged_counts = torch.zeros_like(counts)
+    compiled_products.PRODUCTS.run(name, (*arguments, rooms, columns, values, merged_counts), len(counts))
+    if bool((merged_counts < 0).any()):
+        raise ThriftyError(
+            f"SpGEMM has no memory for a row of {b.shape[1]:,} columns in each thread, 17 bytes a column",
+            fix="use fewer threads (torch.set_num_threads), or multiply by some columns of B at a time",
+        )
+    starts = F.pad(merged_counts.cumsum(0), (1, 0))
+    closed = columns.new_empty(int(starts[-1])), values.new_empty(int(starts[-1]))
+    compiled_products.PRODUCTS.run("spgemm_close_up", (rooms, columns, values, starts, *closed), len(counts))
+    return _csr(merged_counts, *closed, a, b)
+
+
+def _csr(counts: Tensor, columns: Tensor, values: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    dtype, size = torch.promote_types(a.dtype, b.dtype), (a.shape[0], b.shape[1])
+    starts = F.pad(counts.cumsum(0), (1, 0))
+    return torch.sparse_csr_tensor(starts, columns, values.to(dtype), size, check_invariants=False)

@@ -1,0 +1,103 @@
+"""The C++ of compiled SpGEMM: ranges of rows of the result, each called from a thread of its own."""
+
+SOURCE = r"""
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+struct Row {  // numbers of one row of a result by column, and which columns it has
+    std::vector<double> sums;
+    std::vector<char> is_there;
+    std::vector<int64_t> found;
+    bool is_full = false;
+    int64_t count = 0;
+    explicit Row(int64_t n) : sums(n), is_there(n), found(n + 1) {}
+    void expect(int64_t numbers) {  // looking through all columns is then faster than sorting those found
+        is_full = numbers * 16 > (int64_t)sums.size();
+        count = 0;
+    }
+    void add(int64_t column, double value) {
+        sums[column] += value;
+        if (!is_full) {
+            found[count] = column;
+            count += !is_there[column];
+        }
+        is_there[column] = 1;
+    }
+    int64_t leave(int64_t* columns, double* values) {
+        if (is_full)
+            for (int64_t column = 0; column < (int64_t)sums.size(); column++) {
+                found[count] = column;
+                count += is_there[column];
+            }
+        else
+            std::sort(found.begin(), found.begin() + count);
+        for (int64_t at = 0; at < count; at++) {
+            int64_t column = found[at];
+            columns[at] = column;
+            values[at] = sums[column];
+            sums[column] = 0.0;
+            is_there[column] = 0;
+        }
+        return count;
+    }
+};
+
+// an exception that left a thread would end the process: rows without their memory count -1 numbers instead
+static void no_memory(int64_t* counts, int64_t first, int64_t last) { std::fill(counts + first, counts + last, -1); }
+
+// Gustavson: row by row of A, the rows of B that its numbers point to. `rooms` is where each row may write, with room
+// for as many numbers as it adds up; `counts` what it wrote
+extern "C" void spgemm_rows(const int64_t* a_starts, const int64_t* a_columns, const double* a_values,
+                            const int64_t* b_starts, const int64_t* b_columns, const double* b_values, int64_t n,
+                            const int64_t* rooms, int64_t* columns, double* values, int64_t* counts, int64_t first,
+                            int64_t last) try {
+    Row row(n);
+    for (int64_t i = first; i < last; i++) {
+        row.expect(rooms[i + 1] - rooms[i]);
+        for (int64_t p = a_starts[i]; p < a_starts[i + 1]; p++)
+            for (int64_t q = b_starts[a_columns[p]]; q < b_starts[a_columns[p] + 1]; q++)
+                row.add(b_columns[q], a_values[p] * b_values[q]);
+        counts[i] = row.leave(columns + rooms[i], values + rooms[i]);
+    }
+} catch (...) {
+    no_memory(counts, first, last);
+}
+
+// Outer products: column of A after column, times the row of B of the same number, dealt out to the rows of the result;
+// then the numbers of each row are merged. A is given by columns
+extern "C" void spgemm_outer(const int64_t* a_starts, const int64_t* a_rows, const double* a_values,
+                             const int64_t* b_starts, const int64_t* b_columns, const double* b_values, int64_t k,
+                             int64_t n, const int64_t* rooms, int64_t* columns, double* values, int64_t* counts,
+                             int64_t first, int64_t last) try {
+    std::vector<int64_t> next(rooms + first, rooms + last);
+    for (int64_t c = 0; c < k; c++) {
+        const int64_t* end = a_rows + a_starts[c + 1];
+        for (const int64_t* at = std::lower_bound(a_rows + a_starts[c], end, first); at < end && *at < last; at++)
+            for (int64_t q = b_starts[c]; q < b_starts[c + 1]; q++) {
+                int64_t place = next[*at - first]++;
+                columns[place] = b_columns[q];
+                values[place] = a_values[at - a_rows] * b_values[q];
+            }
+    }
+    Row row(n);
+    for (int64_t i = first; i < last; i++) {
+        row.expect(rooms[i + 1] - rooms[i]);
+        for (int64_t p = rooms[i]; p < next[i - first]; p++) row.add(columns[p], values[p]);
+        counts[i] = row.leave(columns + rooms[i], values + rooms[i]);
+    }
+} catch (...) {
+    no_memory(counts, first, last);
+}
+
+// what each row wrote at the front of its room, one row behind the other
+extern "C" void spgemm_close_up(const int64_t* rooms, const int64_t* columns, const double* values,
+                                const int64_t* starts, int64_t* to_columns, double* to_values, int64_t first,
+                                int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+        int64_t count = starts[i + 1] - starts[i];
+        std::copy_n(columns + rooms[i], count, to_columns + starts[i]);
+        std::copy_n(values + rooms[i], count, to_values + starts[i]);
+    }
+}
+"""
