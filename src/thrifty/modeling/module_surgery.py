@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
@@ -139,16 +140,17 @@ def _matrix_layers(module: nn.Module) -> dict[str, nn.Module]:
 def _multiplies(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention):
         return True
+    if is_parametrized(module, "weight"):  # reading it may write buffers, as spectral_norm does
+        return isinstance(module, nn.Linear)
     is_table = isinstance(module, nn.Embedding | nn.EmbeddingBag)
-    is_leaf = all(name == "parametrizations" for name, _ in module.named_children())
+    is_leaf = not any(True for _ in module.children())
     return is_leaf and not is_table and getattr(getattr(module, "weight", None), "ndim", 0) == 2
 
 
 def computes_weight(module: nn.Module) -> bool:
     """Return True if a module computes its weight from other parameters, as `weight_norm` lets it: a value written to
     such a weight is lost."""
-    own = "weight" in module._parameters or "weight" in module._buffers
-    return not own and isinstance(getattr(module, "weight", None), Tensor)
+    return is_parametrized(module, "weight") or isinstance(vars(module).get("weight"), Tensor)
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
