@@ -18,10 +18,10 @@ from thrifty.core.technique import Numerics
 from thrifty.machine.cpu_features import has_fast_bfloat16
 from thrifty.planning import planner, search_space
 from thrifty.planning.cost_estimates import StepTiming
-from thrifty.planning.forecast import refuse_no_step
+from thrifty.planning.forecast import PlanRequest, refuse_no_step
 from thrifty.planning.forecast_ledger import PredictionRecord
 from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.planner import PlanRequest, allowed_options
+from thrifty.planning.planner import allowed_options
 from thrifty.planning.probe_jobs import ProbeJob, cache_probe
 from thrifty.planning.search_space import PlanOption
 from thrifty.recipes.language_recipes import fast

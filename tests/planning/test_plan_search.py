@@ -16,9 +16,9 @@ from thrifty.core.recipe import Budget
 from thrifty.core.technique import Numerics
 from thrifty.planning import plan_search
 from thrifty.planning.cost_estimates import COUNTED_HIGH, StepTiming
+from thrifty.planning.forecast import PlanRequest
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import NEAR, PROBES, PlanSearch, TimeOf
-from thrifty.planning.planner import PlanRequest
 from thrifty.planning.probe_jobs import ProbeError
 from thrifty.planning.search_space import NUMERICS_ORDER
 

@@ -13,10 +13,11 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import DataSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.cost_estimates import StepTiming
+from thrifty.planning.forecast import PlanRequest
 from thrifty.planning.forecast_ledger import PredictionRecord
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import PlanSearch
-from thrifty.planning.planner import Planner, PlanRequest, allowed_options
+from thrifty.planning.planner import Planner, allowed_options
 
 BATCH, MB = 8, 1e6
 CATALOGUE = {name: techniques.find(name) for name in techniques.own_names()}
@@ -77,7 +78,13 @@ def by_expectation(candidate: PlanCandidate, bar: float = math.inf) -> StepTimin
 TIMING = StepTiming((BATCH,), (1.0,), (1.0,), 0.25, 0.0, 5.0, 10.0, 2.0, 300.0)
 NONE = {"memory": PredictionRecord(()), "step": PredictionRecord(())}
 PLANNER = Planner(
-    recipe(), plain_run(batch=BATCH), CATALOGUE, PlanRequest(), torch.device("cpu"), tokens=16, rate=100.0
+    recipe=recipe(),
+    plain=plain_run(batch=BATCH),
+    catalogue=CATALOGUE,
+    wanted=PlanRequest(),
+    device=torch.device("cpu"),
+    tokens=16,
+    rate=100.0,
 )
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from thrifty.core.errors import InfeasibleError
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
@@ -115,36 +117,38 @@ class Forecast:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Forecaster:
     """Forecasts for candidates of a recipe. `rate` is FLOP/s that training reaches on a device, for those that were not
-    run; `tokens` are those of an example; `past` is the ledger's record of "memory" and "step"; `data` are bytes of
-    prepared data."""
+    run; `tokens` are those of an example; `data` are bytes of prepared data."""
 
     recipe: Recipe
     wanted: PlanRequest
+    device: torch.device
     tokens: int
-    rate: float
-    past: Mapping[str, PredictionRecord]
     data: float = 0.0
-    own_devices: bool = False
-    """Whether ranks have a device each."""
+    rate: float = 1e12
+    process: float = 0.0
+    """Bytes that a process on a processor holds without its run, as far as is known before one was probed."""
 
-    def forecast(self, candidate: PlanCandidate, budget: Budget, slowdown: float = 1.0) -> Forecast:
-        """`slowdown` is by how much steps of a run take longer than the fastest, by which candidates are compared."""
+    def forecast(
+        self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord], slowdown: float = 1.0
+    ) -> Forecast:
+        """`past` is the ledger's record of "memory" and "step"; `slowdown` is by how much steps of a run take longer
+        than the fastest, by which candidates are compared."""
         timing, footprint = candidate.timing, candidate.footprint
         assert footprint is not None
         if timing is None:
-            rate = self.rate * (candidate.ranks if self.own_devices else 1)
+            rate = self.rate * (1 if self.device.type == "cpu" else candidate.ranks)
             step = Estimate.within(footprint.flops / rate, 1 / UNSURE, UNSURE)
             memory, started, aside = Estimate.within(footprint.memory, 0.9, candidate.counted_high), 0.0, 0.0
             time_is = ("not measured", 0.0)
         else:
-            step = self._step(slowdown * candidate.least_step, timing)
+            step = _step(slowdown * candidate.least_step, timing, past["step"])
             peak = max(timing.memory, footprint.memory)
             # a compiler's own memory is in what was seen, and is not taken again where its results are cached
             low = footprint.memory / peak if candidate.is_compiled else 1.0
-            memory = self.past["memory"].around(peak, 0.9 * low, MARGIN)
+            memory = past["memory"].around(peak, 0.9 * low, MARGIN)
             aside = timing.evaluation / self.recipe.evaluation.every + timing.save / self.recipe.checkpoints.every
             share = timing.update / candidate.step
             time_is = ("update", share) if share > 0.5 else ("forward and backward", 1 - share)
@@ -173,17 +177,19 @@ class Forecaster:
             startup=started,
             others=timing.others if timing and timing.is_disturbed else 0.0,
             cores=timing.cores if timing else 1,
+            process=timing.process if timing else self.process,
         )
-
-    def _step(self, seconds: float, timing: StepTiming) -> Estimate:
-        """On a quiet machine a step takes less than beside other work, by as much as that took at most."""
-        off = max(SURE, 2 * timing.spread)
-        step = self.past["step"].around(seconds, 1 / (1 + off), 1 + off)
-        if not timing.is_disturbed:
-            return step
-        return Estimate(step.value, step.low * max(1 - timing.others / timing.cores, 0.1), step.high)
 
     def disk(self, candidate: PlanCandidate) -> dict[str, float]:
         whole = candidate.undivided or candidate.footprint
         assert whole is not None
         return disk_bytes(self.recipe.checkpoints, whole, candidate.techniques, self.data)
+
+
+def _step(seconds: float, timing: StepTiming, past: PredictionRecord) -> Estimate:
+    """On a quiet machine a step takes less than beside other work, by as much as that took at most."""
+    off = max(SURE, 2 * timing.spread)
+    step = past.around(seconds, 1 / (1 + off), 1 + off)
+    if not timing.is_disturbed:
+        return step
+    return Estimate(step.value, step.low * max(1 - timing.others / timing.cores, 0.1), step.high)

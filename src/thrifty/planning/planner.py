@@ -8,15 +8,13 @@ from statistics import median
 from time import monotonic
 from typing import Any
 
-import torch
-
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
 from thrifty.core.tensor_tracing import gc_frozen
 from thrifty.planning.choice_explanations import ChoiceExplainer, ChoiceReason
-from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, PlanRequest, refuse_no_step
+from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, refuse_no_step
 from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
@@ -92,21 +90,13 @@ def allowed_options(
     return free, barred
 
 
-@dataclass(frozen=True)
-class Planner:
-    """Plans for a recipe whose data are open. `rate` is FLOP/s that training reaches here, as long as nothing was run;
-    `tokens` are those of an example; there may be as many `ranks`, or one. Planning takes `seconds` since it `began`,
-    or a fifth of what the run takes, and a minute in any case."""
+@dataclass(frozen=True, kw_only=True)
+class Planner(Forecaster):
+    """Plans for a recipe whose data are open. There may be as many `ranks`, or one. Planning takes `seconds` since it
+    `began`, or a fifth of what the run takes and at least a minute."""
 
-    recipe: Recipe
     plain: BaseRun
     catalogue: Catalogue
-    wanted: PlanRequest
-    device: torch.device
-    tokens: int
-    data: float = 0.0
-    """Bytes of the data as prepared."""
-    rate: float = 1e12
     time: TimeOf | None = None
     kept: Sequence[LedgerEntry] = ()
     outside: Sequence[str] = ()
@@ -117,8 +107,6 @@ class Planner:
     ranks: int = 1
     shared: bool = False
     """Whether the memory wanted is there for all ranks together, and not for each."""
-    process: float = 0.0
-    """Bytes that a process on a processor holds without its run, as far as is known before one was probed."""
     free: float = inf
     """Bytes that this machine has for a probe."""
     seconds: float | None = None
@@ -218,19 +206,9 @@ class Planner:
         alike = [entry for entry in self.kept if entry.ranks == ranks]
         return {name: prediction_record(alike, name, name) for name in ("memory", "step")}
 
-    def expecting(self, past: Mapping[str, PredictionRecord]) -> Forecaster:
-        own_devices = self.device.type != "cpu"
-        return Forecaster(self.recipe, self.wanted, self.tokens, self.rate, past, self.data, own_devices)
-
-    def forecast(
-        self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord], slowdown: float = 1.0
-    ) -> Forecast:
-        forecast = self.expecting(past).forecast(candidate, budget, slowdown)
-        return replace(forecast, process=candidate.timing.process if candidate.timing else self.process)
-
     def no_room(self, candidate: PlanCandidate) -> str:
         """Why a candidate does not fit the disk; "" where it does."""
-        taken = self.expecting({}).disk(candidate)
+        taken = self.disk(candidate)
         if sum(taken.values()) <= self.wanted.disk:
             return ""
         parts = ", ".join(f"{size / 1e6:,.0f} MB of {name}" for name, size in taken.items())

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from thrifty.planning.choice_explanations import ChoiceReason
     from thrifty.planning.cost_estimates import Estimate
+    from thrifty.planning.forecast import Forecast
     from thrifty.planning.forecast_ledger import PredictionRecord
-    from thrifty.planning.planner import Forecast, Plan
+    from thrifty.planning.planner import Plan
 
 
 def print_plan(plan: Plan, written: list[Path], command: str = "thrifty train") -> None:
