@@ -237,14 +237,15 @@ def test_a_plan_for_ranks_of_this_machine_runs_their_steps_and_is_a_recipe_over_
     recipe: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_options, "SHARING", 0.01)  # whatever is measured, it is tried
-    words = ("--ranks", "2", "--allow", "rounding", "--probe-seconds", "0.2", "--probed-candidates", "1")
+    words = ("--ranks", "2", "--allow", "rounding", "--seconds", "600")
+    words += ("--probe-seconds", "0.2", "--probed-candidates", "1")
     found = json.loads(run(recipe, *words, "--json").stdout)
     one, other = found["alternatives"]
     assert sorted([*one["changes"], *other["changes"]]) == ["replicate=2 with parallelism.replicate"]
     assert all(each["forecast"]["step"]["value"] > 0 for each in (one, other)) and not found["misfits"]
 
     whole = found["alternatives"][one["changes"] != []]["forecast"]["counted"]
-    tight = plan(recipe, *words[:4], "--memory", f"{0.8 * whole:.0f}", "--out", "ranks.toml")
+    tight = plan(recipe, *words[:6], "--memory", f"{0.8 * whole:.0f}", "--out", "ranks.toml")
     written = read_recipe(Path("ranks.toml"))
     assert tight["ranks"] == written.mesh.least_ranks == 2
     assert mesh_sizes(written, 2)[tight["changes"][-1].partition("=")[0]] == 2
