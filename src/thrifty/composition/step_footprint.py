@@ -16,6 +16,7 @@ from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled, tensor_bytes
+from thrifty.core.written_buffers import BufferSnapshot
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.optim.chunked_update import ChunkedUpdate, UpdateChunk, UpdateExecutor
@@ -39,6 +40,7 @@ class CountedPasses:
         inputs = [*batch.fields.values(), batch.weight]
         with gc_disabled(), self.live as live:
             live.know(*model.parameters(), *model.buffers(), *inputs)
+            self.buffer_values = BufferSnapshot(model)  # as the loop holds them, to undo a step that is skipped
             self.buffers, before = live.held_besides([*model.parameters(), *inputs]), live.now
             live.peak = before
             marking, passes = _ForwardPeakObjective(objective, live), _BlockPasses(model, self.blocks, live)
