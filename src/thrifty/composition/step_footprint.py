@@ -41,7 +41,8 @@ class CountedPasses:
         with gc_disabled(), self.live as live:
             live.know(*model.parameters(), *model.buffers(), *inputs)
             self.buffer_values = BufferSnapshot(model)  # as the loop holds them, to undo a step that is skipped
-            self.buffers, before = live.held_besides([*model.parameters(), *inputs]), live.now
+            large = self.buffer_values.large  # constant ones are let go after the first step
+            self.buffers, before = live.held_besides([*model.parameters(), *inputs]) - large, live.now - large
             live.peak = before
             marking, passes = _ForwardPeakObjective(objective, live), _BlockPasses(model, self.blocks, live)
             with passes, causal_masks_of_plain_rows():

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.shard_layout import local_tensor
+from thrifty.core.tensor_tracing import tensor_bytes
 
 SMALL = 2**16
 """Numbers of a buffer up to which it is always copied; one of more is where the first forward pass has changed it."""
@@ -30,6 +31,11 @@ class BufferSnapshot:
             for name, buffer in owner._buffers.items()
             if buffer is not None and (buffer.numel() <= SMALL or name not in _CONSTANT.get(owner, ()))
         ]
+
+    @property
+    def large(self) -> int:
+        """Bytes of the values that may be let go."""
+        return sum(tensor_bytes(value) for _, _, value in self.values if value.numel() > SMALL)
 
     def forget_constant(self) -> None:
         """Let go of large values that are what they were, once the first forward pass is over. Whether one is is looked
