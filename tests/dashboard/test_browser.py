@@ -113,7 +113,7 @@ def test_a_run_is_followed_while_another_process_trains_it(browser, serve, run_f
             "document.querySelector('#figure-loss .chart').getAttribute('aria-label').includes('at step 120')"
         )
         training.stdin.close()
-    browser.until("document.querySelector('#state .stopped') != null")
+    browser.until("document.querySelector('#state .killed') != null")
 
 
 def test_the_list_follows_runs_that_begin_and_keeps_the_focus(browser, serve, run_folder):
@@ -136,8 +136,9 @@ def test_an_empty_list_shows_the_first_run_as_it_begins(browser, serve, run_fold
 
 
 @pytest.mark.slow
-def test_an_open_page_survives_a_restart_of_the_board(browser, run_folder, runs, tmp_path, quiet):
-    quiet += ["net::ERR_CONNECTION_REFUSED", "net::ERR_EMPTY_RESPONSE"]  # what the browser says when nobody answers
+def test_an_open_page_asks_for_the_new_address_after_a_restart_of_the_board(browser, run_folder, runs, tmp_path, quiet):
+    # what the browser says when nobody answers, or not to this address
+    quiet += ["net::ERR_CONNECTION_REFUSED", "net::ERR_EMPTY_RESPONSE", "403 (Forbidden)"]
     folder = run_folder(summary={"status": "running", "steps": 0})
     words = [sys.executable, "-m", "thrifty", "board", "--runs", runs, "--no-open"]
     variables = os.environ | {"THRIFTY_CACHE": str(tmp_path / "cache")}
@@ -159,11 +160,14 @@ def test_an_open_page_survives_a_restart_of_the_board(browser, run_folder, runs,
         file.write('{"kind": "step", "step": 4321, "loss": 1.0}\n')
     port = re.search(r":(\d+)/", address).group(1)
     with board(port) as again:
-        assert again == address
+        assert again != address  # each start has a token of its own
+        browser.until("document.querySelector('#link').textContent.includes('open the address that the board printed')")
+        browser.open(again + "run?name=kjv")
+        charts_are_drawn(browser)
         browser.until(
             "document.querySelector('#figure-loss .chart').getAttribute('aria-label').includes('at step 4,321')"
         )
-        browser.until("document.querySelector('#link').textContent == 'live'")
+        browser.until("document.querySelector('#link').textContent == 'up to date'")  # nobody trains it
 
 
 def test_everything_is_reached_by_the_keyboard(browser, serve, run_folder):

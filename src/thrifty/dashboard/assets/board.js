@@ -69,7 +69,6 @@
       element.querySelector(".numbers").id = `numbers-${figure.id}`;
       put(`numbers-${figure.id}`, (known.numbers = figure.numbers));
     }
-    chart.setAttribute("aria-label", figure.summary);
     const shape = JSON.stringify(figure.spec);
     if (known.shape !== shape) {
       known.shown?.finalize();
@@ -80,6 +79,7 @@
       for (const [name, rows] of Object.entries(data)) known.shown.view.data(name, rows);
       await known.shown.view.runAsync();
     }
+    chart.setAttribute("aria-label", figure.summary); // drawing gives it one of its own
   };
 
   let seen = "";
