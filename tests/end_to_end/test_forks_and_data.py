@@ -38,12 +38,15 @@ def test_a_run_is_not_resumed_on_other_data(thrifty: CommandLine) -> None:
     assert (thrifty.run("run") / "tokenizer.json").read_bytes() == tokenizer
 
 
-def test_what_a_trained_model_is_used_with_is_replaced_as_a_whole(thrifty: CommandLine) -> None:
+def test_a_pipe_in_the_place_of_a_tokenizer_is_refused_and_the_file_is_written_again(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     tokenizer = thrifty.run("run") / "tokenizer.json"
     content = tokenizer.read_bytes()
     tokenizer.unlink()
     os.mkfifo(tokenizer)  # to write into it would be to wait for a reader
+    refused = thrifty("resume", "run", exit_code=2).stderr
+    assert "tokenizer.json is a pipe or a device" in refused and f"rm {tokenizer}" in refused
+    tokenizer.unlink()
     thrifty("resume", "run")
     assert tokenizer.is_file() and tokenizer.read_bytes() == content
 

@@ -49,10 +49,11 @@ def command(path: Path, prompt: str | None, system: str | None, template: str, a
     for question in _questions() if prompt is None else [prompt]:
         check_plain(question, "the question")
         messages.append({"role": "user", "content": question})
-        show = _Typist(tokenizer).show if not as_json else lambda chosen: None
+        typist = _Typist(tokenizer)
+        show = (lambda chosen: None) if as_json else typist.show
         messages.append({"role": "assistant", "content": partner.answer(messages, show)})
         if not as_json:
-            click.echo()
+            typist.finish()
     if as_json:
         print_json({"path": str(path), "messages": messages})
 
@@ -116,6 +117,10 @@ class _Typist:
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             click.echo(text[self.shown :], nl=False)
             self.shown = len(text)
+
+    def finish(self) -> None:
+        """Print what still waited for bytes, and end the line."""
+        click.echo(self.tokenizer.decode(self.ids)[self.shown :])
 
 
 def _questions() -> Iterator[str]:
