@@ -1,8 +1,15 @@
 """What a run will hold and compute, told before it runs."""
 
+import copy
+from collections.abc import Callable
+from functools import partial
+
 import psutil
 import pytest
-from tiny_runs import advance, plain_run, technique
+import torch
+from benchmarks.allocator_trace import measure_allocations
+from tiny_runs import VOCABULARY, advance, plain_run, technique, with_optimizer
+from torch import Tensor, nn
 
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import count, explain, touched_modules
@@ -10,6 +17,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model
+from thrifty.objectives.next_token import NextToken
 
 ADAMW = technique("optimizers.adamw")
 
@@ -107,3 +115,50 @@ def test_an_explanation_is_plain_data_that_names_settings_and_stages() -> None:
     assert (clip["stage"], clip["numerics"], clip["settings"]) == ("clip", "different", {"max_norm": 0.5})
     assert clip["touched"] == ["a note"]
     assert found["parameters"] == sum(p.numel() for p in plain_run().build().parameters())
+
+
+class Copied(nn.Module):
+    """Layers that are copies of one another, as `nn.TransformerEncoder` makes them, or of a module that exists."""
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.ModuleList(copy.deepcopy(original) for _ in range(3))
+        self.out = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(x)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x))
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), Normed])
+@pytest.mark.parametrize("exists", [False, True], ids=["built", "copied"])
+def test_layers_that_are_copies_are_counted_as_others(layer: Callable[[], nn.Module], exists: bool) -> None:
+    there = Copied(layer())
+    build = partial(copy.deepcopy, there) if exists else lambda: Copied(layer())
+    plain = plain_run()
+    run = compose(BaseRun(build, plain.source, NextToken()), [technique("optimizers.adamw")], 3)
+    assert explain(run).footprint.memory == pytest.approx(measure_allocations(run).peak, rel=0.01)
+
+
+def test_a_model_without_a_device_is_counted_as_one_that_is_there() -> None:
+    plain = plain_run()
+
+    def counted(device: str) -> float:
+        with torch.device(device):
+            model = Copied(nn.Linear(32, 32))
+        run = compose(BaseRun(partial(copy.deepcopy, model), plain.source, NextToken()), with_optimizer([]), 3)
+        return explain(run).footprint.memory
+
+    assert counted("meta") == counted("cpu")

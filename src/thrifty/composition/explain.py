@@ -8,7 +8,7 @@ that fake tensors do not run, because it asks for their values, is counted on a 
 
 import gc
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
@@ -26,7 +26,7 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.run_notes import add_note, collect_notes
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.technique import Technique
-from thrifty.core.tensor_tracing import StepTrace, gc_frozen, one_thread, tensor_bytes
+from thrifty.core.tensor_tracing import StepTrace, gc_frozen, one_thread, tensor_bytes, untraced
 from thrifty.machine.machine_info import free_memory
 from thrifty.optim.torch_optimizer import TransformOptimizer
 
@@ -179,11 +179,12 @@ def _on_fakes(run: Run, fake: FakeTensorMode) -> Run:
     """The run with its model on fake tensors."""
 
     def build() -> nn.Module:
-        try:
-            with fake:
-                model = plain.build()
-        except Exception:  # whoever builds it may read values; what is really wrong shows again
-            with unset_fake_temporarily():
+        model: nn.Module | None = None
+        with suppress(Exception), fake:  # whoever builds it may read values; what is really wrong shows again
+            model = plain.build()
+        if model is None:
+            gc.collect()  # what was built of it is in cycles with the error
+            with unset_fake_temporarily(), untraced():  # what it is copied from is no part of the step
                 model = plain.build()
         with fake:
             return _faked(model, fake)
@@ -197,13 +198,29 @@ def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and not hasattr(parameter, "fake_mode"):
-                faked = converted.setdefault(id(parameter), nn.Parameter(fake.from_tensor(parameter.detach())))
-                module._parameters[name] = faked
+            if parameter is not None and _is_to_be_faked(parameter):
+                if id(parameter) not in converted:
+                    converted[id(parameter)] = nn.Parameter(_fake_of(parameter.detach(), fake), parameter.requires_grad)
+                module._parameters[name] = converted[id(parameter)]
         for name, buffer in module._buffers.items():
-            if buffer is not None and not hasattr(buffer, "fake_mode"):
-                module._buffers[name] = fake.from_tensor(buffer)
+            if buffer is not None and _is_to_be_faked(buffer):
+                module._buffers[name] = _fake_of(buffer, fake)
     return model
+
+
+def _is_to_be_faked(tensor: torch.Tensor) -> bool:
+    """Return True for real tensors, those on the meta device, and fake copies by `deepcopy`, whose views have another
+    storage."""
+    if not hasattr(tensor, "fake_mode") or tensor.device.type == "meta":
+        return True
+    return tensor.untyped_storage()._cdata != tensor.detach().untyped_storage()._cdata
+
+
+def _fake_of(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+    """Make a fake tensor in the place of another; one without a device is on the processor."""
+    if hasattr(tensor, "fake_mode") or tensor.device.type == "meta":
+        return torch.empty_like(tensor, device="cpu")
+    return fake.from_tensor(tensor)
 
 
 def touched_modules(run: Run) -> dict[str, list[str]]:
