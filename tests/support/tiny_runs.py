@@ -183,7 +183,8 @@ def evaluated_loss(run: Run, state: TrainState) -> float:
     """The loss of the values that are evaluated, which an average may be, on the first batch."""
     assert state.model is not None and state.optimizer is not None
     with state.optimizer.use_eval_weights():  # type: ignore[attr-defined]
-        return held_out_loss(state.model, run.eval_objective, [run.plain.source.at(0)], run.device)
+        batch = run.plain.objective.examples(run.plain.source.at(0))
+    return held_out_loss(state.model, run.eval_objective, [batch], run.device)
 
 
 def losses(records: Iterable[Record]) -> list[float]:
