@@ -1,14 +1,12 @@
 """Transforms as a `torch.optim.Optimizer` in a loop that is not ours."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from tiny_runs import plain_run
 from torch import nn
 
-from thrifty.core.errors import UsageError
 from thrifty.core.gradient_transform import chain
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import ScaleBySchedule
@@ -57,44 +55,6 @@ def test_a_closure_gives_its_loss_and_has_gradients() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     assert [optimizer.step(closure)] == seen
     assert all(not torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("transform", [adamw(1e-2), lion(1e-3)], ids=["adamw", "lion"])
-def test_its_state_dict_brings_back_the_run(transform: object) -> None:
-    model = network()
-    make = lambda m: TransformOptimizer(  # noqa: E731
-        m.named_parameters(), chain(transform, ScaleBySchedule(lambda step: 1 / (1 + step)))
-    )
-    optimizer = make(model)
-    train(model, optimizer, range(5))
-    saved = copy.deepcopy(optimizer.state_dict())
-    again = network()
-    again.load_state_dict(copy.deepcopy(model.state_dict()))
-    resumed = make(again)
-    resumed.load_state_dict(saved)
-    assert train(again, resumed, range(5, 10)) == train(model, optimizer, range(5, 10))
-    assert resumed.state_dict()["updates"] == 10
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda: TransformOptimizer(network().named_parameters(), lion(1e-3)),
-        lambda: TransformOptimizer(nn.Linear(4, 8).named_parameters(), adamw(1e-2)),
-        lambda: TransformOptimizer(network(6).named_parameters(), adamw(1e-2)),
-    ],
-    ids=["other slots", "other names", "other shapes"],
-)
-def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(other: Callable[[], TransformOptimizer]) -> None:
-    model = network()
-    optimizer = TransformOptimizer(model.named_parameters(), adamw(1e-2))
-    train(model, optimizer, range(2))
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(UsageError, match="another optimizer's"):
-        optimizer.load_state_dict(other().state_dict())
-    for slot, tensors in before["slots"].items():
-        for name, tensor in tensors.items():
-            assert torch.equal(optimizer.state_dict()["slots"][slot][name], tensor)
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero_and_one_that_is_frozen_is_left_alone() -> None:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_recipes
@@ -49,8 +50,8 @@ class Short(nn.Module):
 
 
 def where_real(otherwise: Callable[..., None]) -> Callable[..., object]:
-    def update(site: UpdateLocation, *given: object) -> object:
-        return (refuse if type(site.parameters[0].data) is Tensor else otherwise)(site, *given)
+    def update(site: UpdateLocation, *given: Any) -> object:
+        return (refuse if type(given[1][0].data) is Tensor else otherwise)(site, *given)
 
     return update
 

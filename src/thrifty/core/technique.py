@@ -46,6 +46,8 @@ class Technique:
     """The number of passes into which it divides the examples of a rank: a setting where it claims `MICRO_BATCHES`."""
     claims: ClassVar[frozenset[Claim]] = frozenset()
     """What only this technique of a run may decide."""
+    needs_names: ClassVar[bool] = False
+    """True if its update chooses parameters by their names."""
     clashes: ClassVar[Mapping[Claim, str]] = {}
     """Claims of other techniques that this one cannot be combined with, each with the reason."""
 

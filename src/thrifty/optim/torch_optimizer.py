@@ -3,14 +3,13 @@
 optimizer = TransformOptimizer(model.named_parameters(), chain(ScaleByAdam(), scale_by_learning_rate(1e-3)))
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thrifty.core.errors import UsageError
 from thrifty.core.gradient_transform import (
     MASK_MOVE,
     Content,
@@ -29,13 +28,17 @@ class UpdateLocation:
     """Where an update is made and its state lives: here, with the parameters. A chain may bring a site of its own."""
 
     behind = False
-    """Whether the parameters are an update behind the state."""
+    """True if the parameters are an update behind the state."""
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor]):
-        self.transform, self.parameters = transform, parameters
+        self.transform = transform
         self.state: Slots = transform.init(names, parameters)
-        self.head, self.tail = split_chain(transform, parameters)
+        self.prepare(parameters)
         self._compiled: Callable | None = None
+
+    def prepare(self, parameters: list[Tensor]) -> None:
+        """Decide how the chain is run, again after a change of its settings."""
+        self.head, self.tail = split_chain(self.transform, parameters)
 
     @property
     def slots(self) -> Slots:
@@ -53,22 +56,22 @@ class UpdateLocation:
         if not isinstance(self.tail, FusedUpdate):
             self._compiled = torch.compile(_transform_and_add, **options)
 
-    def update(self, gradients: list[Tensor], step: int, age: int) -> None:
+    def update(self, gradients: list[Tensor], parameters: list[Tensor], step: int, age: int) -> None:
         """Moves the parameters; `step` and `age` as in `GradientTransform.scalars`."""
         numbers = self.transform.scalars(step, age)
         if self._compiled is not None:
             inputs = {name: torch.tensor(value) for name, value in numbers.items()}
-            self._compiled(self.transform, gradients, self.state, self.parameters, inputs)
+            self._compiled(self.transform, gradients, self.state, parameters, inputs)
         else:
-            gradients = self.head.update(gradients, self.state, self.parameters, numbers)
-            self.tail.apply(gradients, self.state, self.parameters, numbers)
-        self.transform.after_step(self.state, self.parameters, numbers)
+            gradients = self.head.update(gradients, self.state, parameters, numbers)
+            self.tail.apply(gradients, self.state, parameters, numbers)
+        self.transform.after_step(self.state, parameters, numbers)
 
-    def eval_weights(self, numbers: Scalars) -> list[Tensor] | None:
-        return self.transform.eval_weights(self.state, self.parameters, numbers)
+    def eval_weights(self, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+        return self.transform.eval_weights(self.state, parameters, numbers)
 
-    def apply_constraints(self) -> None:
-        self.transform.apply_constraints(self.state, self.parameters)
+    def apply_constraints(self, parameters: list[Tensor]) -> None:
+        self.transform.apply_constraints(self.state, parameters)
 
 
 class TransformOptimizer(torch.optim.Optimizer):
@@ -81,13 +84,22 @@ class TransformOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: GradientTransform):
-        trained = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
-        super().__init__(list(trained.values()), {})
-        self.names, self.parameters = list(trained), list(trained.values())
-        self.transform = transform if type(transform) is TransformChain else chain(transform)
-        self.site = (self.transform.site or UpdateLocation)(self.transform, self.names, self.parameters)
+        super().__init__([(name, each) for name, each in named_parameters if each.requires_grad], {})
         self.updates, self.born = 0, 0
         self.births: dict[str, int] = {}
+        self.transform = transform if type(transform) is TransformChain else chain(transform)
+        self.site = self.located(self.names, self.parameters)
+
+    def located(self, names: Sequence[str], parameters: list[Tensor]) -> UpdateLocation:
+        return (self.transform.site or UpdateLocation)(self.transform, names, parameters)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for group in self.param_groups for name in group["param_names"]]
 
     @property
     def age(self) -> StateAge:
@@ -116,8 +128,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        self.site.update(gradients, self.updates, self.age)
+        parameters = self.parameters
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        self.site.update(gradients, parameters, self.updates, self.age)
         self.updates += 1
         return loss
 
@@ -129,55 +142,28 @@ class TransformOptimizer(torch.optim.Optimizer):
     def eval_weights(self) -> list[Tensor] | None:
         """The values to evaluate and to export where those are not the parameters being trained (an average of them),
         one for each of `names`; None where they are."""
-        return self.site.eval_weights(self.scalars())
+        return self.site.eval_weights(self.parameters, self.scalars())
 
     @torch.no_grad()
     def apply_constraints(self) -> None:
         """Brings parameters and state in line with what the state demands (masks); whoever has filled either with
         values from elsewhere calls this."""
-        self.site.apply_constraints()
+        self.site.apply_constraints(self.parameters)
 
     @contextmanager
     def use_eval_weights(self) -> Iterator[None]:
         """The parameters at the values to evaluate, for as long as the block lasts."""
-        values = self.eval_weights()
+        values, parameters = self.eval_weights(), self.parameters
         if values is None:
             yield
             return
         with torch.no_grad():
-            trained = [parameter.clone() for parameter in self.parameters]
-            _set(self.parameters, values)
+            trained = [parameter.clone() for parameter in parameters]
+            _set(parameters, values)
         try:
             yield
         finally:
-            _set(self.parameters, trained)
-
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        slots = {slot: dict(zip(self.names, tensors, strict=True)) for slot, tensors in self.slots.items()}
-        return {"slots": slots, "updates": self.updates, "born": self.born, "births": dict(self.births)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Raises UsageError, with nothing changed, for the state of another chain or of other parameters."""
-        own, stored = self.state_dict()["slots"], state_dict.get("slots", {})
-        places = [(slot, name, tensor) for slot, tensors in own.items() for name, tensor in tensors.items()]
-        for slot, name, tensor in places:
-            _check_fits(tensor, stored.get(slot, {}).get(name), f"{slot!r} of {name}")
-        for slot, name, tensor in places:
-            tensor.copy_(stored[slot][name])
-        self.updates, self.born = state_dict["updates"], state_dict["born"]
-        self.births = dict(state_dict.get("births", {}))
-
-
-def _check_fits(tensor: Tensor, stored: Tensor | None, where: str) -> None:
-    is_other = stored is not None and tensor.dtype.is_floating_point != stored.dtype.is_floating_point
-    if stored is None or stored.shape != tensor.shape or is_other:
-        how = "is missing" if stored is None else f"is {_described(stored)}, not {_described(tensor)}"
-        fix = "load it into an optimizer of the same transforms and the same parameters"
-        raise UsageError(f"this state is another optimizer's: {where} {how}", fix=fix)
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{tensor.dtype} of {tuple(tensor.shape)}".removeprefix("torch.")
+            _set(parameters, trained)
 
 
 @torch.no_grad()

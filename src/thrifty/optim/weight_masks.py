@@ -171,7 +171,7 @@ def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -
     optimizer, masks = state.optimizer, masks_in(state)
     parameters = dict(state.model.named_parameters())
     if optimizer.site.behind:  # what a mask has just taken out is still there until the update is
-        parameters |= dict(zip(optimizer.names, optimizer.site.parameters, strict=True))
+        parameters |= dict(zip(optimizer.names, optimizer.site.copies, strict=True))
     for name, most in allowed.items():
         nonzero = int(full_value(parameters[name]).count_nonzero())
         if nonzero > most:

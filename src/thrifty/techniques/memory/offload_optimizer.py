@@ -23,6 +23,7 @@ Note      `delay` lets each update reach the weights one step later, from step `
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -84,39 +85,42 @@ class HostCopyUpdate(UpdateLocation):
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: HostTier):
         copies = tier.allocate([parameter.detach() for parameter in parameters])
-        super().__init__(transform, names, [*map(stand_in_for, parameters, copies)])
-        self.tier, self.on_device = tier, parameters
+        self.tier, self.copies = tier, [*map(stand_in_for, parameters, copies)]
+        super().__init__(transform, names, self.copies)
+        self.bring(range(len(parameters)), parameters)  # the chain may have changed values when it began (masks)
+        self.landed(parameters)
+
+    def prepare(self, parameters: list[Tensor]) -> None:
+        super().prepare(self.copies)
         self.head_remembers = any(slot.startswith(f"{key}.") for key in self.head.elements for slot in self.state)
         keys = [
             key
-            for key, element in transform.elements.items()
+            for key, element in self.transform.elements.items()
             if changes_updates(element) and key not in self.head.elements
         ]
-        self.rest = transform.part(keys)
-        groups = tiles([copy.numel() for copy in local_tensors(self.parameters)], TILE)
-        self.tiles = [(own, update_tail(self.rest.subset(own), [self.parameters[i] for i in own])) for own in groups]
-        self.bring(range(len(parameters)))  # the chain may have changed values when it began, such as by a mask
-        self.landed()
+        self.rest = self.transform.part(keys)
+        groups = tiles([copy.numel() for copy in local_tensors(self.copies)], TILE)
+        self.tiles = [(own, update_tail(self.rest.subset(own), [self.copies[i] for i in own])) for own in groups]
 
-    def update(self, gradients: list[Tensor], step: int, age: int) -> None:
+    def update(self, gradients: list[Tensor], parameters: list[Tensor], step: int, age: int) -> None:
         numbers = self.transform.scalars(step, age)
-        self.refresh()
-        self.move(self.sent(gradients, numbers), numbers, self.bring)
-        self.landed()
+        self.refresh(parameters)
+        self.move(self.sent(gradients, parameters, numbers), numbers, partial(self.bring, parameters=parameters))
+        self.landed(parameters)
 
-    def refresh(self) -> None:
+    def refresh(self, parameters: list[Tensor]) -> None:
         """Takes over what others have made of the parameters on the device."""
         self.tier.still()
         for copy, parameter, known in zip(
-            local_tensors(self.parameters), local_tensors(self.on_device), self.known, strict=True
+            local_tensors(self.copies), local_tensors(parameters), self.known, strict=True
         ):
             if version(parameter) != known:
                 copy.copy_(parameter)
 
-    def sent(self, gradients: list[Tensor], numbers: Scalars) -> list[OffloadHandle]:
+    def sent(self, gradients: list[Tensor], parameters: list[Tensor], numbers: Scalars) -> list[OffloadHandle]:
         """Gradients on their way, after what of the chain runs on the device."""
         if not self.head_remembers:
-            gradients = self.head.update(gradients, {}, self.on_device, numbers)
+            gradients = self.head.update(gradients, {}, parameters, numbers)
         return [self.tier.send(gradient) for gradient in local_tensors(gradients)]
 
     @torch.no_grad()
@@ -124,34 +128,37 @@ class HostCopyUpdate(UpdateLocation):
         """The update of the copies, tile by tile as gradients come; `moved` is told of each tile."""
 
         def gradient(i: int) -> Tensor:
-            return on_part(self.parameters[i], lambda _: self.tier.there(tickets[i]))
+            return on_part(self.copies[i], lambda _: self.tier.there(tickets[i]))
 
         updates: list[Tensor] = []
         if self.head_remembers:
             updates = [gradient(i) for i in range(len(tickets))]
-            updates = self.head.update(updates, self.state, self.parameters, numbers)
+            updates = self.head.update(updates, self.state, self.copies, numbers)
         for own, work in self.tiles:
             gradients = [updates[i] if updates else gradient(i) for i in own]
             state = {slot: [tensors[i] for i in own] for slot, tensors in self.state.items()}
-            work.apply(gradients, state, [self.parameters[i] for i in own], numbers)
+            work.apply(gradients, state, [self.copies[i] for i in own], numbers)
             moved(own)
-        self.transform.after_step(self.state, self.parameters, numbers)
+        self.transform.after_step(self.state, self.copies, numbers)
 
     @torch.no_grad()
-    def bring(self, own: Sequence[int]) -> None:
-        copies, on_device = local_tensors(self.parameters), local_tensors(self.on_device)
+    def bring(self, own: Sequence[int], parameters: list[Tensor]) -> None:
+        copies, on_device = local_tensors(self.copies), local_tensors(parameters)
         for i in own:
             self.tier.bring(copies[i], on_device[i])
 
-    def landed(self) -> None:
+    def landed(self, parameters: list[Tensor]) -> None:
         self.tier.landed()
-        self.known = [version(parameter) for parameter in local_tensors(self.on_device)]
+        self.known = [version(parameter) for parameter in local_tensors(parameters)]
 
-    def apply_constraints(self) -> None:
-        self.refresh()
-        super().apply_constraints()
-        self.bring(range(len(self.on_device)))
-        self.landed()
+    def eval_weights(self, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
+        return super().eval_weights(self.copies, numbers)
+
+    def apply_constraints(self, parameters: list[Tensor]) -> None:
+        self.refresh(parameters)
+        super().apply_constraints(self.copies)
+        self.bring(range(len(parameters)), parameters)
+        self.landed(parameters)
 
 
 class DelayedUpdate(HostCopyUpdate):
@@ -180,7 +187,7 @@ class DelayedUpdate(HostCopyUpdate):
     @property
     def slots(self) -> Slots:
         self.join()
-        return {**self.state, NEXT: self.parameters}
+        return {**self.state, NEXT: self.copies}
 
     def slot_kind(self, slot: str) -> Content:
         return "weights" if slot == NEXT else super().slot_kind(slot)
@@ -188,30 +195,30 @@ class DelayedUpdate(HostCopyUpdate):
     def owner(self, slot: str) -> str:
         return NEXT if slot == NEXT else super().owner(slot)
 
-    def update(self, gradients: list[Tensor], step: int, age: int) -> None:
+    def update(self, gradients: list[Tensor], parameters: list[Tensor], step: int, age: int) -> None:
         self.join()
         if step < self.after:
-            super().update(gradients, step, age)
+            super().update(gradients, parameters, step, age)
             return
         if step > self.after and age > 0:
-            self.bring(range(len(self.parameters)))
-            self.landed()
+            self.bring(range(len(parameters)), parameters)
+            self.landed(parameters)
         else:  # nothing has been made ahead: it is the first, or the state is fresh
-            self.refresh()
+            self.refresh(parameters)
         numbers = self.transform.scalars(step, age)
-        tickets = self.sent(gradients, numbers)
+        tickets = self.sent(gradients, parameters, numbers)
         self.tier.still()
         self.work = self.thread.submit(self.move, tickets, numbers, lambda own: None)
 
-    def eval_weights(self, numbers: Scalars) -> list[Tensor] | None:
+    def eval_weights(self, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         self.join()
-        return super().eval_weights(numbers)
+        return super().eval_weights(parameters, numbers)
 
-    def apply_constraints(self) -> None:
+    def apply_constraints(self, parameters: list[Tensor]) -> None:
         # both, since they are different values: the copies may be ahead
         self.join()
-        for parameters in (self.parameters, self.on_device):
-            self.transform.apply_constraints(self.state, parameters)
+        for each in (self.copies, parameters):
+            self.transform.apply_constraints(self.state, each)
 
     def join(self) -> None:
         if self.work is not None:

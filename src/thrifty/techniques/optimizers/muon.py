@@ -187,6 +187,7 @@ def muon(
 class Muon(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
+    needs_names = True
 
     lr: Rate = 1e-3
     momentum: Probability = 0.95

@@ -1,0 +1,320 @@
+"""Optimizer techniques as `torch.optim.Optimizer`: parameter groups, schedulers and state dicts as torch has them."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.gradient_transform import GradientTransform, Slots, StateAge, TransformChain, chain
+from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
+from thrifty.core.stages import HOW
+from thrifty.core.technique import Technique
+from thrifty.optim.parameter_partition import ParameterPartition
+from thrifty.optim.torch_optimizer import TransformOptimizer, UpdateLocation
+from thrifty.optim.transform_elements import AddDecayedWeights
+
+Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+DECAYS_ALL = "decays_all"
+"""Key of a parameter group: True if weight decay applies to each of its parameters, vectors included."""
+_GROUP = re.compile(r"(^|\.)partition(#\d+)?\.group\d+(@\d+)?\.")
+
+
+class TechniqueOptimizer(TransformOptimizer):
+    """Torch optimizer of one technique. Its settings are keys of each parameter group and may change between steps.
+
+    `params` is a module, named parameters, parameters or torch's parameter groups. From a module or named parameters
+    weight decay spares vectors, biases and positions; from bare parameters, and in a group with a `weight_decay` of its
+    own, it applies to all, as in torch. A setting that is a fraction of the run requires `total_steps`. A parameter
+    without a gradient is skipped, as in torch. A step may overwrite gradients.
+
+    Raises UsageError for a setting out of bounds, or bare parameters where the technique goes by their names.
+    """
+
+    technique: ClassVar[type[Technique]]
+
+    def __init__(self, params: Params, *, total_steps: int | None = None, **settings: Any):
+        self.total_steps, self.added = total_steps, ()
+        chosen = self._technique(settings)
+        self._steps: list[int] = []
+        self._forget()
+        defaults = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
+        torch.optim.Optimizer.__init__(self, self._groups(params, chosen), {**defaults, DECAYS_ALL: False})
+        self.updates, self.born, self.births = 0, 0, {}
+
+    def _technique(self, settings: Mapping[str, Any]) -> Technique:
+        known = [field.name for field in fields(self.technique)]
+        if unknown := [name for name in settings if name not in known]:
+            raise UsageError(f"{self.technique.name} has no setting {unknown[0]!r}", fix=did_you_mean(unknown[0], known))
+        plain = {name: _plain(value) for name, value in settings.items()}
+        chosen = self.technique(**plain)
+        if self.total_steps is None:
+            refuse_shares(chosen, self.technique.name)
+            return chosen
+        return resolve_moments(chosen, self.total_steps)
+
+    def _groups(self, params: Params, chosen: Technique) -> list[dict[str, Any]]:
+        if isinstance(params, nn.Module):
+            chosen.model(params)
+            params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
+        given = [params] if isinstance(params, Tensor | dict) else list(params)
+        if given and not isinstance(given[0], dict):
+            given = [{"params": given}]
+        return given
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        members = param_group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        is_named = bool(members) and isinstance(members[0], tuple)
+        if not is_named and self.technique.needs_names:
+            raise UsageError(
+                f"{self.technique.name} chooses parameters by their names, and these have none",
+                fix="pass the model, or model.named_parameters()",
+            )
+        if not is_named:
+            first = sum(len(group["params"]) for group in self.param_groups)
+            members = [(f"parameter{first + index}", each) for index, each in enumerate(members)]
+        own = {name: value for name, value in param_group.items() if name not in ("params", "param_names")}
+        own.setdefault(DECAYS_ALL, not is_named or "weight_decay" in own)
+        super().add_param_group({**own, "params": members})
+        group = self.param_groups[-1]
+        group.update(vars(self._technique(self._settings(group))))
+        self._steps.extend([0] * len(members))
+
+    def add(self, technique: Technique) -> None:
+        """Add a technique that changes the update. Raises UsageError after the first step."""
+        if self.updates:
+            raise UsageError(f"{technique.name}: the optimizer has made {self.updates} steps", fix="add it before them")
+        self.added = (*self.added, technique)
+        self._forget()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = self.parameters
+        active = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
+        if not active:
+            return loss
+        self._locate(active)
+        own = [parameters[index] for index in active]
+        self.site.update([each.grad for each in own], own, self.updates, self.age)
+        self.updates += 1
+        for index in active:
+            self._steps[index] += 1
+        for count in self._counts:
+            count += 1
+        return loss
+
+    @torch.no_grad()
+    def eval_weights(self) -> list[Tensor] | None:
+        stepped = [index for index, count in enumerate(self._steps) if count]
+        if not stepped:
+            return None
+        self._locate(stepped)
+        result = self.parameters
+        values = self.site.eval_weights([result[index] for index in stepped], self.scalars())
+        for index, value in zip(stepped, values or [], strict=bool(values)):
+            result[index] = value
+        return result if values else None
+
+    @torch.no_grad()
+    def apply_constraints(self) -> None:
+        self._locate(list(range(len(self._steps))))
+        super().apply_constraints()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises UsageError, with nothing changed, for the state of another optimizer."""
+        kept = self.__getstate__()
+        try:
+            super().load_state_dict(state_dict)
+            numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+            for number, parameter in zip(numbers, self.parameters, strict=True):
+                for slot, value in state_dict["state"].get(number, {}).items():
+                    # torch would give each value the parameter's number format
+                    self.state[parameter][slot] = value.to(parameter.device, copy=True) if slot != "step" else value
+            self._forget()
+            self._steps = [int(self.state[each]["step"]) if each in self.state else 0 for each in self.parameters]
+            self.updates = max(self._steps, default=0)
+            if self.updates:
+                self._locate([index for index, count in enumerate(self._steps) if count])
+        except UsageError:
+            self.__setstate__(kept)
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("total_steps", "added", "updates", "born", "births", "_steps")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Make the next step decide anew how it is run."""
+        self._key: object = None
+        self._chains: dict[str, tuple[int, TransformChain]] = {}
+        self._tuned: list[dict[str, Any]] = []
+        self._counts: list[Tensor] = []
+
+    def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        return {field.name: _plain(group[field.name]) for field in fields(self.technique)}
+
+    def _locate(self, active: list[int]) -> None:
+        """Prepare the update of these parameters, by index; parameters that joined later have an age of their own."""
+        groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        key = [(index, groups[index], self.updates - self._steps[index]) for index in active]
+        settings = [self._settings(group) for group in self.param_groups]
+        parameters = self.parameters
+        own = [parameters[index] for index in active]
+        if key == self._key:
+            if settings != self._tuned:
+                self._tune(settings)
+                self.site.prepare(own)
+            return
+        is_known = self._key is not None
+        names = [name for index, name in enumerate(self.names) if index in set(active)]
+        labels = [f"group{group}" + (f"@{born}" if born else "") for _, group, born in key]
+        self._chains = {
+            label: (group, self._chain(self.param_groups[group], born))
+            for label, (_, group, born) in zip(labels, key, strict=True)
+        }
+        if set(labels) == {"group0"}:
+            inner: GradientTransform = self._chains["group0"][1]
+        else:
+            label_of = dict(zip(names, labels, strict=True))
+            inner = ParameterPartition(
+                (label, lambda name, parameter, own=label: label_of[name] == own, each)
+                for label, (_, each) in self._chains.items()
+            )
+        self.transform = self._with_added(inner)
+        self.site = self.located(names, own)
+        self._tuned = settings
+        self._fill(own, labels, is_known)
+        self._key = key
+
+    def _chain(self, group: Mapping[str, Any], born: int) -> TransformChain:
+        made = self._technique(self._settings(group)).update(GradientTransform())
+        elements = made.elements.values() if type(made) is TransformChain else [made]
+        for element in elements if group[DECAYS_ALL] else ():
+            if isinstance(element, AddDecayedWeights):
+                element.where = _everything
+        return LateChain([*elements], born) if born else chain(made)
+
+    def _with_added(self, optimizer: GradientTransform) -> TransformChain:
+        """Fold the added techniques around the optimizer, as `Run.transform` does."""
+        folded = GradientTransform()
+        ordered = sorted([(self.technique.stage, None), *((each.stage, each) for each in self.added)], key=_stage)
+        for stage, technique in sorted(reversed(ordered), key=lambda pair: pair[0] in HOW):
+            folded = chain(optimizer, folded) if technique is None else technique.update(folded)
+        return folded if type(folded) is TransformChain else chain(folded)
+
+    def _tune(self, settings: list[dict[str, Any]]) -> None:
+        for number, old in self._chains.values():
+            if changed := [name for name, value in settings[number].items() if value != self._tuned[number][name]]:
+                group = self.param_groups[number]
+                new, current = self._chain(group, 0), self._chain({**group, **self._tuned[number]}, 0)
+                is_number = all(type(settings[number][name]) in (int, float, tuple) for name in changed)
+                if not is_number or _slot_names(new) != _slot_names(current):
+                    raise UsageError(
+                        f"{self.technique.name}: {' and '.join(changed)} cannot change between steps here",
+                        fix="start a new optimizer with the new value",
+                    )
+                adopt_settings(old, new)
+        self._tuned = settings
+
+    def _fill(self, parameters: list[Tensor], labels: Sequence[str], is_known: bool) -> None:
+        """Give the new location the state there is, and `state` the location's tensors."""
+        counts: dict[str, Tensor] = {}
+        restored = False
+        for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
+            slots = dict(_slots_of(self.site.slots, place))
+            stored = self.state.get(parameter, {})
+            if stored:
+                restored = True
+                for slot, (name, tensor) in slots.items():
+                    _check_fits(tensor, stored.get(slot), slot)
+                    if is_known and name in self.site.state:
+                        self.site.state[name][place] = stored[slot]
+                    else:
+                        tensor.copy_(stored[slot])
+            if label not in counts:
+                steps = stored["step"] if stored else 0.0
+                counts[label] = torch.tensor(float(steps))
+            current = dict(_slots_of(self.site.slots, place))
+            self.state[parameter] = {"step": counts[label], **{slot: tensor for slot, (_, tensor) in current.items()}}
+        self._counts = list(counts.values())
+        if restored:
+            self.site.apply_constraints(parameters)
+
+
+class LateChain(TransformChain):
+    """A chain whose parameters joined when `born` updates had been made."""
+
+    def __init__(self, elements: Sequence[GradientTransform], born: int):
+        super().__init__(elements)
+        self.born = born
+
+    def scalars(self, step: int, age: int) -> dict[str, float]:
+        whole = age if isinstance(age, StateAge) else StateAge(age)
+        return super().scalars(step - self.born, whole.less(self.born))
+
+
+def adopt_settings(transform: GradientTransform, other: GradientTransform) -> None:
+    """Give a transform in use the settings of a fresh one of the same structure; what it knows of parameters stays."""
+    if isinstance(transform, TransformChain) and isinstance(other, TransformChain):
+        for key, element in transform.elements.items():
+            adopt_settings(element, other.elements[key])
+    elif isinstance(transform, ParameterPartition) and isinstance(other, ParameterPartition):
+        for label, (_, member) in transform.rules.items():
+            adopt_settings(member, other.rules[label][1])
+    else:
+        settings = {name: value for name, value in vars(other).items() if not isinstance(value, list | dict)}
+        vars(transform).update(settings)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):  # torch's schedulers may keep a rate in a tensor
+        return value.item()
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _everything(name: str, parameter: Tensor) -> bool:
+    return True
+
+
+def _stage(pair: tuple[Any, Any]) -> Any:
+    return pair[0]
+
+
+def _slot_names(transform: GradientTransform) -> set[str]:
+    return set(transform.init(["weight"], [torch.zeros(2, 2)]))
+
+
+def _slots_of(slots: Slots, place: int) -> Iterator[tuple[str, tuple[str, Tensor]]]:
+    """The slots of one parameter under names that do not depend on its group, each with its name in the location."""
+    for name, tensors in slots.items():
+        if tensors[place].numel():
+            yield _GROUP.sub(r"\1", name), (name, tensors[place])
+
+
+def _check_fits(tensor: Tensor, stored: Tensor | None, slot: str) -> None:
+    is_other = stored is not None and tensor.dtype.is_floating_point != stored.dtype.is_floating_point
+    if stored is None or stored.shape != tensor.shape or is_other:
+        how = "is missing" if stored is None else f"is {_described(stored)}, not {_described(tensor)}"
+        fix = "load it into an optimizer of the same technique, settings and parameters"
+        raise UsageError(f"this state is another optimizer's: {slot!r} {how}", fix=fix)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of {tuple(tensor.shape)}".removeprefix("torch.")
+
+
+def optimizer_class(technique: type[Technique], name: str, module: str) -> type[TechniqueOptimizer]:
+    """Make the torch optimizer of a technique."""
+    return type(name, (TechniqueOptimizer,), {"technique": technique, "__module__": module, "__doc__": technique.__doc__})
