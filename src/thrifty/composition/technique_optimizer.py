@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.gradient_transform import GradientTransform, Slots, StateAge, TransformChain, chain
 from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
 from thrifty.core.stages import HOW
 from thrifty.core.technique import Technique
 from thrifty.optim.parameter_partition import ParameterPartition
-from thrifty.optim.torch_optimizer import TransformOptimizer, UpdateLocation
+from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import AddDecayedWeights
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -48,7 +49,9 @@ class TechniqueOptimizer(TransformOptimizer):
     def _technique(self, settings: Mapping[str, Any]) -> Technique:
         known = [field.name for field in fields(self.technique)]
         if unknown := [name for name in settings if name not in known]:
-            raise UsageError(f"{self.technique.name} has no setting {unknown[0]!r}", fix=did_you_mean(unknown[0], known))
+            raise UsageError(
+                f"{self.technique.name} has no setting {unknown[0]!r}", fix=did_you_mean(unknown[0], known)
+            )
         plain = {name: _plain(value) for name, value in settings.items()}
         chosen = self.technique(**plain)
         if self.total_steps is None:
@@ -131,6 +134,13 @@ class TechniqueOptimizer(TransformOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises UsageError, with nothing changed, for the state of another optimizer."""
         kept = self.__getstate__()
+        kept = {**kept, "state": kept["state"].copy(), "param_groups": [dict(group) for group in kept["param_groups"]]}
+        known = {field.name for field in fields(self.technique)}
+        if any(not known <= group.keys() for group in state_dict["param_groups"]):
+            raise UsageError(
+                f"this state is another optimizer's: it does not have the settings of {self.technique.name}",
+                fix="load it into an optimizer of the same technique",
+            )
         try:
             super().load_state_dict(state_dict)
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -209,9 +219,9 @@ class TechniqueOptimizer(TransformOptimizer):
     def _with_added(self, optimizer: GradientTransform) -> TransformChain:
         """Fold the added techniques around the optimizer, as `Run.transform` does."""
         folded = GradientTransform()
-        ordered = sorted([(self.technique.stage, None), *((each.stage, each) for each in self.added)], key=_stage)
-        for stage, technique in sorted(reversed(ordered), key=lambda pair: pair[0] in HOW):
-            folded = chain(optimizer, folded) if technique is None else technique.update(folded)
+        ordered = sorted([self.technique, *self.added], key=lambda technique: technique.stage)
+        for technique in sorted(reversed(ordered), key=lambda technique: technique.stage in HOW):
+            folded = chain(optimizer, folded) if technique is self.technique else technique.update(folded)
         return folded if type(folded) is TransformChain else chain(folded)
 
     def _tune(self, settings: list[dict[str, Any]]) -> None:
@@ -220,7 +230,8 @@ class TechniqueOptimizer(TransformOptimizer):
                 group = self.param_groups[number]
                 new, current = self._chain(group, 0), self._chain({**group, **self._tuned[number]}, 0)
                 is_number = all(type(settings[number][name]) in (int, float, tuple) for name in changed)
-                if not is_number or _slot_names(new) != _slot_names(current):
+                is_scheduled = "lr" in changed and Claim.SCHEDULE in self.technique.claims and self._tuned[number]["lr"]
+                if not is_number or is_scheduled or _slot_names(new) != _slot_names(current):
                     raise UsageError(
                         f"{self.technique.name}: {' and '.join(changed)} cannot change between steps here",
                         fix="start a new optimizer with the new value",
@@ -274,8 +285,9 @@ def adopt_settings(transform: GradientTransform, other: GradientTransform) -> No
         for label, (_, member) in transform.rules.items():
             adopt_settings(member, other.rules[label][1])
     else:
+        # lists and dictionaries are what it knows of parameters, those with an underscore only save time
         settings = {name: value for name, value in vars(other).items() if not isinstance(value, list | dict)}
-        vars(transform).update(settings)
+        vars(transform).update(settings | {name: value for name, value in vars(other).items() if name[0] == "_"})
 
 
 def _plain(value: Any) -> Any:
@@ -286,10 +298,6 @@ def _plain(value: Any) -> Any:
 
 def _everything(name: str, parameter: Tensor) -> bool:
     return True
-
-
-def _stage(pair: tuple[Any, Any]) -> Any:
-    return pair[0]
 
 
 def _slot_names(transform: GradientTransform) -> set[str]:
@@ -313,8 +321,3 @@ def _check_fits(tensor: Tensor, stored: Tensor | None, slot: str) -> None:
 
 def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype} of {tuple(tensor.shape)}".removeprefix("torch.")
-
-
-def optimizer_class(technique: type[Technique], name: str, module: str) -> type[TechniqueOptimizer]:
-    """Make the torch optimizer of a technique."""
-    return type(name, (TechniqueOptimizer,), {"technique": technique, "__module__": module, "__doc__": technique.__doc__})

@@ -38,6 +38,10 @@ class RefusedError(UsageError):
     """A technique cannot do its work here, and says why."""
 
 
+class NeedsTrainer(RefusedError):
+    """A technique changes what only the trainer has: data, gradients over several passes, or the model's structure."""
+
+
 def reason_of(error: Exception) -> str:
     """Return an error in one line: what ours say, and the kind and first line of any other."""
     if isinstance(error, ThriftyError):

@@ -46,6 +46,8 @@ class Technique:
     """The number of passes into which it divides the examples of a rank: a setting where it claims `MICRO_BATCHES`."""
     claims: ClassVar[frozenset[Claim]] = frozenset()
     """What only this technique of a run may decide."""
+    optional_seams: ClassVar[frozenset[str]] = frozenset()
+    """Methods that it overrides and that a training loop may leave out: they check or report."""
     needs_names: ClassVar[bool] = False
     """True if its update chooses parameters by their names."""
     clashes: ClassVar[Mapping[Claim, str]] = {}

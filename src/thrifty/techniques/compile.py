@@ -26,6 +26,7 @@ from thrifty.modeling.module_surgery import find_stacks
 @dataclass(frozen=True)
 class CompiledBlocks(Technique):
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
+    optional_seams = frozenset({"objective"})
     claims = frozenset({Claim.COMPILED_BLOCKS})
 
     backend: str = "inductor"

@@ -253,6 +253,7 @@ def offloaded(
 @dataclass(frozen=True)
 class OffloadOptimizer(Technique):
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
+    optional_seams = frozenset({"model"})
 
     to: Where = "auto"
     """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""

@@ -186,6 +186,7 @@ FORMATS: dict[str, Callable[[], StateFormat]] = {"int8": Int8Format, "bfloat16":
 @dataclass(frozen=True)
 class OptimizerState(Technique):
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
+    optional_seams = frozenset({"model"})
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_VECTORS: "there is no matrix whose moments it could store"}
 
     format: Literal["int8", "bfloat16"] = "int8"

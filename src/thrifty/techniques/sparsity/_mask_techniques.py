@@ -71,6 +71,7 @@ class MaskTechnique(Technique):
     """A technique that is its own `MaskPolicy`; masks are at rest until a subclass says otherwise."""
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
+    optional_seams = frozenset({"backward"})
     claims = frozenset({Claim.WEIGHT_MASKS})
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "it masks weights that adapters keep frozen"}
     replaces_update: ClassVar[bool] = True

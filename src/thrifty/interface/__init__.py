@@ -1,0 +1,1 @@
+"""The public Python interface: functions that users call, over everything else."""

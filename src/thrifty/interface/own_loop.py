@@ -1,0 +1,169 @@
+"""Techniques in a training loop of the user's own: `apply` and `summary`."""
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from thrifty import techniques
+from thrifty.composition.technique_optimizer import TechniqueOptimizer
+from thrifty.core.claims import Claim
+from thrifty.core.errors import NeedsTrainer, UsageError
+from thrifty.core.module_notes import ModuleNote
+from thrifty.core.plain_values import build
+from thrifty.core.run_notes import collect_notes
+from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
+from thrifty.core.technique import Technique
+
+T = TypeVar("T", nn.Module, Optimizer, tuple[nn.Module, Optimizer])
+
+SEAMS = {
+    "batches": "the data",
+    "objective": "the loss",
+    "backward": "how gradients are computed",
+    "changes": "the structure of the model during training",
+}
+"""What only the trainer has, by the method of a technique that changes it."""
+
+
+@dataclass(frozen=True)
+class AppliedTechnique:
+    technique: Technique
+    notes: tuple[str, ...]
+
+
+APPLIED: ModuleNote[tuple[AppliedTechnique, ...]] = ModuleNote("applied")
+
+
+def apply(
+    target: T, technique: str | Technique | type[Technique], *, total_steps: int | None = None, **settings: Any
+) -> T:
+    """Apply a technique to a model, an optimizer of `thrifty.optim`, or a pair of both, and return the same objects.
+
+    `technique` is a name ("lora", "adapters.lora"), an object or a class; `settings` are its fields. `total_steps` is
+    required where a setting is a fraction of the run. The parameters of the model keep their names.
+
+    Raises NeedsTrainer for a technique that works only in the trainer, UsageError for an unknown name or setting, and
+    RefusedError where the technique does not fit the model.
+
+    Example::
+
+        model = thrifty.apply(model, "lora", rank=8)
+        optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+    """
+    chosen = technique_of(technique, settings)
+    _refuse_trainer_only(chosen)
+    model, optimizer = target if isinstance(target, tuple) else (target, target)
+    model = model if isinstance(model, nn.Module) else None
+    optimizer = optimizer if isinstance(optimizer, Optimizer) else None
+    if model is None and optimizer is None:
+        raise UsageError(
+            f"thrifty.apply takes a model, an optimizer or a pair of both, and {type(target).__name__!r} is none",
+            fix=f"thrifty.apply(model, {chosen.name!r})",
+        )
+    changes_model = chosen.overrides("model") and "model" not in chosen.optional_seams
+    changes_update = chosen.overrides("update")
+    if (changes_model and model is None) or (changes_update and optimizer is None):
+        wanted = " and ".join(filter(None, ["the model" * changes_model, "the optimizer" * changes_update]))
+        words = ", ".join(filter(None, ["model" * changes_model, "optimizer" * changes_update]))
+        raise UsageError(
+            f"{chosen.name} changes {wanted}",
+            fix=f"thrifty.apply({f'({words})' if ',' in words else words}, {chosen.name!r})",
+        )
+    if total_steps is None:
+        refuse_shares(chosen, chosen.name)
+    else:
+        chosen = resolve_moments(chosen, total_steps)
+    if changes_update:
+        _add_to(optimizer, chosen)
+    if model is not None and chosen.overrides("model"):
+        _change(model, chosen)
+        if optimizer is not None:
+            _refuse_unknown_parameters(model, optimizer, chosen)
+    return target
+
+
+def technique_of(technique: str | Technique | type[Technique], settings: dict[str, Any]) -> Technique:
+    """Return a technique by name, class or object, with these settings. Raises UsageError for unknown ones."""
+    if isinstance(technique, Technique):
+        base, kind = technique, type(technique)
+    else:
+        base, kind = None, techniques.find(technique) if isinstance(technique, str) else technique
+    return build(kind, settings, kind.name, base)
+
+
+def _refuse_trainer_only(chosen: Technique) -> None:
+    if Claim.OPTIMIZER in chosen.claims:
+        raise UsageError(
+            f"{chosen.name} is an optimizer", fix=f"optimizer = thrifty.optim.{type(chosen).__name__}(model)"
+        )
+    trainer_only = [
+        words for seam, words in SEAMS.items() if chosen.overrides(seam) and seam not in chosen.optional_seams
+    ]
+    if trainer_only:
+        raise NeedsTrainer(
+            f"{chosen.name} changes {' and '.join(trainer_only)}, which a loop of your own does not hand over",
+            fix=f"thrifty.train(model=…, data=…, techniques=[{chosen.name!r}])",
+        )
+
+
+def _add_to(optimizer: Optimizer, chosen: Technique) -> None:
+    if not isinstance(optimizer, TechniqueOptimizer):
+        raise UsageError(
+            f"{chosen.name} changes the update, and {type(optimizer).__name__} of torch has no place for that",
+            fix="use an optimizer of thrifty.optim, such as thrifty.optim.AdamW(model, lr=1e-3)",
+        )
+    optimizer.add(chosen)
+
+
+def _change(model: nn.Module, chosen: Technique) -> None:
+    applied = APPLIED.get(model) or ()
+    taken = {claim: each.technique.name for each in applied for claim in each.technique.claims}
+    names = [each.technique.name for each in applied]
+    if chosen.name in names:
+        raise UsageError(f"{chosen.name} is already applied to this model", fix="apply it once")
+    for claim in sorted(chosen.claims):
+        if claim in taken:
+            raise UsageError(f"{taken[claim]} and {chosen.name} both decide the {claim}", fix="apply one of them")
+    for claim, reason in chosen.clashes.items():
+        if claim in taken:
+            raise UsageError(f"{chosen.name} and {taken[claim]} cannot go together: {reason}", fix="apply one of them")
+    with collect_notes() as notes:
+        changed = chosen.model(model)
+    assert changed is model, f"{chosen.name} replaces the model"
+    APPLIED.set(model, (*applied, AppliedTechnique(chosen, tuple(notes))))
+
+
+def _refuse_unknown_parameters(model: nn.Module, optimizer: Optimizer, chosen: Technique) -> None:
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if new := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]:
+        raise UsageError(
+            f"{chosen.name} has added {new[0]!r}, which the optimizer does not train",
+            fix="apply it to the model before making the optimizer",
+        )
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    """Parameters of a model, and what each technique touched and skipped."""
+
+    parameters: int
+    trainable: int
+    applied: tuple[AppliedTechnique, ...]
+
+    def __str__(self) -> str:
+        share = self.trainable / self.parameters if self.parameters else 0.0
+        lines = [f"{self.parameters:,} parameters, {self.trainable:,} trainable ({share:.2%})"]
+        for each in self.applied:
+            lines += [each.technique.name, *(f"  {note}" for note in each.notes)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def summary(model: nn.Module) -> ModelSummary:
+    """Return the number of parameters, the trainable ones, and what each applied technique touched and skipped."""
+    parameters = list(model.parameters())
+    trainable = sum(each.numel() for each in parameters if each.requires_grad)
+    return ModelSummary(sum(each.numel() for each in parameters), trainable, APPLIED.get(model) or ())
