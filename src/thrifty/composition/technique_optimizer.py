@@ -177,10 +177,10 @@ class TechniqueOptimizer(TransformOptimizer):
 
     def _locate(self, active: list[int]) -> None:
         """Prepare the update of these parameters, by index; parameters that joined later have an age of their own."""
-        groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-        key = [(index, groups[index], self.updates - self._steps[index]) for index in active]
-        settings = [self._settings(group) for group in self.param_groups]
         parameters = self.parameters
+        groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        key = [(id(parameters[index]), groups[index], self.updates - self._steps[index]) for index in active]
+        settings = [self._settings(group) for group in self.param_groups]
         own = [parameters[index] for index in active]
         if key == self._key:
             if settings != self._tuned:

@@ -46,3 +46,11 @@ def refuse_shares(value: object, name: str) -> None:
                 f"{name}: {field.name} is {current}, a share of a run whose steps are not known here",
                 fix=f"give a number of steps, such as {field.name}=1000",
             )
+
+
+def refuse_unknown_batch(value: object, name: str) -> None:
+    """Raises UsageError where a setting stands for a run's effective batch: outside of one, nobody knows it."""
+    hints = hints_of(type(value))
+    for field in dataclasses.fields(value):  # type: ignore[arg-type]
+        if hints[field.name] == EffectiveBatch and not getattr(value, field.name):
+            raise UsageError(f"{name}: the effective batch is not known here", fix=f"give it, such as {field.name}=256")

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import nn
+from torch.optim import Optimizer
 
 from thrifty.core.backward import Backward
 from thrifty.core.batches import BatchSource
@@ -46,8 +47,6 @@ class Technique:
     """The number of passes into which it divides the examples of a rank: a setting where it claims `MICRO_BATCHES`."""
     claims: ClassVar[frozenset[Claim]] = frozenset()
     """What only this technique of a run may decide."""
-    optional_seams: ClassVar[frozenset[str]] = frozenset()
-    """Methods that it overrides and that a training loop may leave out: they check or report."""
     needs_names: ClassVar[bool] = False
     """True if its update chooses parameters by their names."""
     clashes: ClassVar[Mapping[Claim, str]] = {}
@@ -64,6 +63,11 @@ class Technique:
 
     def __post_init__(self) -> None:
         check_bounds(self, self.name)
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        """Methods that it overrides and that a training loop may leave out: there they only check or report."""
+        return frozenset()
 
     @property
     def divides_ranks(self) -> bool:
@@ -125,6 +129,13 @@ class Technique:
         """What to add to the count. Memory and work of a technique are counted on a traced step; override this only
         for what such a trace cannot show: what other ranks take over, or what depends on values."""
         return footprint
+
+    def change_forward(self, model: nn.Module) -> None:
+        """Change the model's forward pass to do what `objective` and `backward` do in the trainer, for a training loop
+        of the user's own. Raises NeedsTrainer, with nothing changed, for settings with which it cannot."""
+
+    def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Do by hooks of an optimizer's steps what `backward` does in the trainer, for a loop of the user's own."""
 
     def finish(self, model: nn.Module) -> nn.Module:
         """Take off what `model` put on while keeping the function, for export as the plain architecture."""

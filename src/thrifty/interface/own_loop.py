@@ -13,7 +13,7 @@ from thrifty.core.errors import NeedsTrainer, UsageError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.plain_values import build
 from thrifty.core.run_notes import collect_notes
-from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
+from thrifty.core.run_relative_settings import refuse_shares, refuse_unknown_batch, resolve_moments
 from thrifty.core.technique import Technique
 
 T = TypeVar("T", nn.Module, Optimizer, tuple[nn.Module, Optimizer])
@@ -62,8 +62,8 @@ def apply(
             f"thrifty.apply takes a model, an optimizer or a pair of both, and {type(target).__name__!r} is none",
             fix=f"thrifty.apply(model, {chosen.name!r})",
         )
-    changes_model = chosen.overrides("model") and "model" not in chosen.optional_seams
-    changes_update = chosen.overrides("update")
+    changes_model = chosen.overrides("model", "change_forward") and "model" not in chosen.optional_seams
+    changes_update = chosen.overrides("update", "hook_steps")
     if (changes_model and model is None) or (changes_update and optimizer is None):
         wanted = " and ".join(filter(None, ["the model" * changes_model, "the optimizer" * changes_update]))
         words = ", ".join(filter(None, ["model" * changes_model, "optimizer" * changes_update]))
@@ -71,16 +71,20 @@ def apply(
             f"{chosen.name} changes {wanted}",
             fix=f"thrifty.apply({f'({words})' if ',' in words else words}, {chosen.name!r})",
         )
+    refuse_unknown_batch(chosen, chosen.name)
     if total_steps is None:
         refuse_shares(chosen, chosen.name)
     else:
         chosen = resolve_moments(chosen, total_steps)
-    if changes_update:
+    if chosen.overrides("update"):
         _add_to(optimizer, chosen)
-    if model is not None and chosen.overrides("model"):
+    if model is not None and chosen.overrides("model", "change_forward"):
         _change(model, chosen)
         if optimizer is not None:
-            _refuse_unknown_parameters(model, optimizer, chosen)
+            _train_new_parameters(model, optimizer)
+            chosen.hook_steps(model, optimizer)
+    if Claim.WEIGHT_MASKS in chosen.claims and isinstance(optimizer, TechniqueOptimizer):
+        optimizer.apply_constraints()  # the first forward pass is under the masks
     return target
 
 
@@ -98,9 +102,9 @@ def _refuse_trainer_only(chosen: Technique) -> None:
         raise UsageError(
             f"{chosen.name} is an optimizer", fix=f"optimizer = thrifty.optim.{type(chosen).__name__}(model)"
         )
-    trainer_only = [
-        words for seam, words in SEAMS.items() if chosen.overrides(seam) and seam not in chosen.optional_seams
-    ]
+    served = {"objective", "backward"} if chosen.overrides("change_forward", "hook_steps") else set()
+    required = [seam for seam in SEAMS if seam not in chosen.optional_seams | served]
+    trainer_only = [SEAMS[seam] for seam in required if chosen.overrides(seam)]
     if trainer_only:
         raise NeedsTrainer(
             f"{chosen.name} changes {' and '.join(trainer_only)}, which a loop of your own does not hand over",
@@ -130,18 +134,18 @@ def _change(model: nn.Module, chosen: Technique) -> None:
         if claim in taken:
             raise UsageError(f"{chosen.name} and {taken[claim]} cannot go together: {reason}", fix="apply one of them")
     with collect_notes() as notes:
+        chosen.change_forward(model)
         changed = chosen.model(model)
     assert changed is model, f"{chosen.name} replaces the model"
     APPLIED.set(model, (*applied, AppliedTechnique(chosen, tuple(notes))))
 
 
-def _refuse_unknown_parameters(model: nn.Module, optimizer: Optimizer, chosen: Technique) -> None:
+def _train_new_parameters(model: nn.Module, optimizer: Optimizer) -> None:
+    """Give the optimizer the parameters that a technique has added, in a group with its default settings."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if new := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in known]:
-        raise UsageError(
-            f"{chosen.name} has added {new[0]!r}, which the optimizer does not train",
-            fix="apply it to the model before making the optimizer",
-        )
+    if new := [pair for pair in model.named_parameters() if pair[1].requires_grad and id(pair[1]) not in known]:
+        is_named = "param_names" in optimizer.param_groups[0]
+        optimizer.add_param_group({"params": new if is_named else [parameter for _, parameter in new]})
 
 
 @dataclass(frozen=True)

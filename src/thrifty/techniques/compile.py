@@ -26,13 +26,16 @@ from thrifty.modeling.module_surgery import find_stacks
 @dataclass(frozen=True)
 class CompiledBlocks(Technique):
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
-    optional_seams = frozenset({"objective"})
     claims = frozenset({Claim.COMPILED_BLOCKS})
 
     backend: str = "inductor"
     """Of torch.compile; "aot_eager" traces without generating code."""
     dynamic: bool = False
     """One compilation for all shapes instead of one for each."""
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"objective"})
 
     def model(self, model: nn.Module) -> nn.Module:
         device = next(model.parameters()).device.type

@@ -59,6 +59,10 @@ class ReplacedAttention(Technique):
     export_plain: bool = False
     """Whether the trained weights may be exported as a model with plain attention, which computes something else."""
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset() if self.from_step else frozenset({"changes"})
+
     def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         """What is to compute the attention there; `calibration` is what was calibrated, by the names of places."""
         raise NotImplementedError

@@ -23,16 +23,18 @@ Note      every tensor that comes back has the saved one as its expectation, ran
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import count
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from thrifty.core.backward import Backward, BackwardResult, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import NeedsTrainer, UsageError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import seed_of
 from thrifty.core.setting_bounds import Positive
@@ -42,6 +44,7 @@ from thrifty.kernels.quantization_ranges import GROUP
 from thrifty.memory.planner.bit_allocation import allocate_bits
 from thrifty.memory.quantized_store import QuantizedStore
 from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
+from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.techniques.memory._gradient_sensitivity import preserve_gradients, sensitivities
 
 CHOICES = (2, 4, 8)
@@ -177,6 +180,25 @@ class CompressActivations(Technique):
                 f"{self.name}: of 2, 4 and 8 bits an average of {self.bits} leaves no choice",
                 fix="adaptive goes with bits = 4",
             )
+
+    def change_forward(self, model: nn.Module) -> None:
+        if self.adaptive:
+            raise NeedsTrainer(
+                f"{self.name}: adaptive bits are measured in backward passes, which only the trainer makes",
+                fix="adaptive=False",
+            )
+        stores, calls = QuantizingBackward(plain_backward, self), count()
+
+        def quantized(model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(*args, **kwargs)
+            inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+            batch = Batch({str(place): each for place, each in enumerate(inputs)}, torch.empty(0))
+            store = stores.keeper(model, batch, str(next(calls)), stores.decided())
+            with use_activation_store(store, smallest=1):
+                return inner(*args, **kwargs)
+
+        wrap_forward(model, quantized)
 
     def backward(self, backward: Backward) -> Backward:
         return QuantizingBackward(backward, self)

@@ -15,6 +15,7 @@ Note      a processor has no second memory but the disk. On an H100 a step of GP
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.memory.host_tier import OffloadHandle, StorageTier, Where, tier_for
 from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
+from thrifty.modeling.module_surgery import wrap_forward
 
 
 class OffloadingStore:
@@ -101,9 +103,7 @@ class OffloadingObjective(WrappedObjective):
         self.settings = settings
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        s = self.settings
-        keeper = OffloadingStore(tier_for(s.to, batch.weight, s.folder), s.prefetch, s.keep_last)
-        with use_activation_store(keeper, s.min_elements):
+        with use_activation_store(self.settings.store(batch.weight), self.settings.min_elements):
             return super().predict(model, batch)
 
 
@@ -130,3 +130,14 @@ class OffloadActivations(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         return OffloadingObjective(objective, self)
+
+    def change_forward(self, model: nn.Module) -> None:
+        def offloaded(model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with use_activation_store(self.store(next(model.parameters())), self.min_elements):
+                return inner(*args, **kwargs)
+
+        wrap_forward(model, offloaded)
+
+    def store(self, like: Tensor) -> OffloadingStore:
+        """Make the store of one forward pass, for a device on which this tensor is."""
+        return OffloadingStore(tier_for(self.to, like, self.folder), self.prefetch, self.keep_last)

@@ -253,7 +253,6 @@ def offloaded(
 @dataclass(frozen=True)
 class OffloadOptimizer(Technique):
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
-    optional_seams = frozenset({"model"})
 
     to: Where = "auto"
     """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""
@@ -263,6 +262,10 @@ class OffloadOptimizer(Technique):
     """Of a delay: the first step whose update comes late."""
     folder: str = ""
     """For files; $TMPDIR or /var/tmp by default."""
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"model"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -151,6 +151,10 @@ class ShareParameters(Technique):
     seed: int = 0
     """Of a factorised table's first values, together with its name."""
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset() if self.embedding else frozenset({"objective"})
+
     def model(self, model: nn.Module) -> nn.Module:
         chosen = self._chosen(model)
         saved = 0

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
@@ -223,6 +224,13 @@ class Bfloat16Weights(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         return Bfloat16InputObjective(objective)
+
+    def change_forward(self, model: nn.Module) -> None:
+        def cast(model: nn.Module, args: Any, kwargs: Any) -> Any:
+            to_bfloat16 = lambda each: each.bfloat16() if each.is_floating_point() else each  # noqa: E731
+            return tree_map_only(Tensor, to_bfloat16, (args, kwargs))
+
+        model.register_forward_pre_hook(cast, with_kwargs=True)
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return update_in_float32(transform, self.rounding)

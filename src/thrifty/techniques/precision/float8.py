@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim import Optimizer
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
@@ -183,6 +184,17 @@ class Float8(Technique):
 
     def backward(self, backward: Backward) -> Backward:
         return rolled(backward, self.most_recent) if self.scaling == "delayed" else backward
+
+    def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
+        layers = [module for module in model.modules() if hasattr(module, "float8_seen")]
+
+        def follow(*_: object) -> None:
+            roll(layers, self.most_recent, 1.0)
+            for layer in layers:
+                layer.float8_seen.zero_()
+
+        if layers:
+            optimizer.register_step_post_hook(follow)
 
     def finish(self, model: nn.Module) -> nn.Module:
         for _, module in CASTING.noted(model):

@@ -15,24 +15,26 @@ Note      float16 reaches down to 6e-8 only, and many gradients are smaller. So 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.errors import NeedsTrainer, ThriftyError, UsageError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.module_surgery import wrap_forward
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,13 @@ class AutocastObjective(WrappedObjective):
             return super().normalizers(prediction, batch)
 
 
+def _with_autocast(model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward pass in bfloat16, its results in float32."""
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
+        result = inner(*args, **kwargs)
+    return tree_map_only(Tensor, lambda each: each.float() if each.dtype == torch.bfloat16 else each, result)
+
+
 @dataclass(frozen=True)
 class MixedPrecision(Technique):
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
@@ -178,6 +187,14 @@ class MixedPrecision(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         return AutocastObjective(objective, getattr(torch, self.format))
+
+    def change_forward(self, model: nn.Module) -> None:
+        if self.format == "float16":
+            raise NeedsTrainer(
+                f"{self.name}: float16 needs a loss scale, which only the trainer keeps",
+                fix="format='bfloat16', or torch.amp.GradScaler around your loss",
+            )
+        wrap_forward(model, _with_autocast)
 
     def backward(self, backward: Backward) -> Backward:
         return LossScalingBackward(backward, self) if self.format == "float16" else backward

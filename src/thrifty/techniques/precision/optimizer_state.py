@@ -186,12 +186,15 @@ FORMATS: dict[str, Callable[[], StateFormat]] = {"int8": Int8Format, "bfloat16":
 @dataclass(frozen=True)
 class OptimizerState(Technique):
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
-    optional_seams = frozenset({"model"})
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_VECTORS: "there is no matrix whose moments it could store"}
 
     format: Literal["int8", "bfloat16"] = "int8"
     min_elements: Positive = 4096
     """Parameters with fewer numbers keep their moments in float32."""
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"model"})
 
     def model(self, model: nn.Module) -> nn.Module:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

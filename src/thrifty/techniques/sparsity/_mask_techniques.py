@@ -71,10 +71,13 @@ class MaskTechnique(Technique):
     """A technique that is its own `MaskPolicy`; masks are at rest until a subclass says otherwise."""
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
-    optional_seams = frozenset({"backward"})
     claims = frozenset({Claim.WEIGHT_MASKS})
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "it masks weights that adapters keep frozen"}
     replaces_update: ClassVar[bool] = True
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"backward"})
 
     def backward(self, backward: Backward) -> Backward:
         return DensityLogger(backward)

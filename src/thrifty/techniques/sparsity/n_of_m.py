@@ -25,12 +25,14 @@ Note      3 blocks of width 32 after 500 steps on bytes lose 0.037 and 0.031 nat
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim import Optimizer
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
@@ -190,6 +192,10 @@ class NOfM(Technique):
     where: str = ""
     """Pattern that the name of a linear layer must contain; the papers on Transformers take "mlp"."""
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"changes"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_pattern(self, self.name, "where")
@@ -225,6 +231,25 @@ class NOfM(Technique):
 
     def backward(self, backward: Backward) -> Backward:
         return NOfMBackward(backward, self)
+
+    def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
+        layers, steps = masked_layers(model), count(1)
+
+        def decay(*_: object) -> None:
+            if self.decay and not IS_DENSE.of(layers[0]):
+                decay_masked(layers, self.decay)
+
+        def follow(*_: object) -> None:
+            step = next(steps)
+            if step >= int(self.dense_from):
+                fill_masks(layers)
+            elif step % self.every == 0:
+                remake(layers)
+            for layer in layers:
+                MADE_AT.set(layer, layer.weight._version)
+
+        optimizer.register_step_pre_hook(decay)
+        optimizer.register_step_post_hook(follow)
 
     def changes(self, step: int, state: TrainState) -> None:
         """Changes no structure. A run that was forked from one without masks begins to count where it begins."""
