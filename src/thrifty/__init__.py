@@ -30,7 +30,8 @@ def __getattr__(name: str) -> Any:
         hint = "" if name.startswith("_") else f"; {did_you_mean(name, _public(), 'dir(thrifty) lists the names')}"
         raise AttributeError(f"module 'thrifty' has no attribute {name!r}{hint}")
     module, own = _public()[name]
-    value = getattr(import_module(f"{__name__}.{module}"), own) if module else import_module(f"{__name__}.{own}")
+    package = import_module(f"{__name__}.{module}" if module else __name__)
+    value = vars(package).get(own) or import_module(f"{package.__name__}.{own}")
     globals()[name] = value
     return value
 

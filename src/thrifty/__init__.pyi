@@ -6,6 +6,8 @@ from .core.errors import ThriftyError as ThriftyError
 from .core.stages import Stage as Stage
 from .core.technique import Numerics as Numerics
 from .core.technique import Technique as Technique
+from .interface import losses as losses
+from .interface.own_loop import activation_budget as activation_budget
 from .interface.own_loop import apply as apply
 from .interface.own_loop import summary as summary
 from .techniques.adapters.bias_only import BiasOnly as BiasOnly

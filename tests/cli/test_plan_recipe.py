@@ -21,10 +21,11 @@ from command_line import TINY, write_corpus
 from thrifty import techniques
 from thrifty.cli.explain import command as explain
 from thrifty.cli.plan.plan_local import _evidence
-from thrifty.cli.plan.plan_recipe import _start, read_size
+from thrifty.cli.plan.plan_recipe import _start
 from thrifty.cli.plan.plan_verb import command
 from thrifty.cli.plan.user_model import UserModel
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
+from thrifty.core.plain_values import read_size
 from thrifty.core.recipe import Budget
 from thrifty.planning import forecast_ledger, planner, rank_options
 from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data

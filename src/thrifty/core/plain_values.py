@@ -5,6 +5,7 @@ all that recipes and techniques are made of.
 """
 
 import dataclasses
+import re
 import tomllib
 import types
 import typing
@@ -161,3 +162,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") 
 
 def _shown(value: Any) -> str:
     return "absent" if value is None else "present" if isinstance(value, Mapping) else repr(value)
+
+
+def read_size(text: str, option: str = "--memory") -> float:
+    """Return `400MB`, `16GiB` or `4e8` in bytes. Raises UsageError for what is no size, with the name of the option."""
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
+    if size <= 0:
+        raise UsageError(f"{option} {text!r} is no size", fix="for example 400MB, 16GB or 16GiB")
+    return size

@@ -1,5 +1,7 @@
 """Techniques in a training loop of the user's own: `apply` and `summary`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,7 +13,7 @@ from thrifty.composition.technique_optimizer import TechniqueOptimizer
 from thrifty.core.claims import Claim
 from thrifty.core.errors import NeedsTrainer, UsageError
 from thrifty.core.module_notes import ModuleNote
-from thrifty.core.plain_values import build
+from thrifty.core.plain_values import build, read_size
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.run_relative_settings import refuse_shares, refuse_unknown_batch, resolve_moments
 from thrifty.core.technique import Technique
@@ -146,6 +148,44 @@ def _train_new_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if new := [pair for pair in model.named_parameters() if pair[1].requires_grad and id(pair[1]) not in known]:
         is_named = "param_names" in optimizer.param_groups[0]
         optimizer.add_param_group({"params": new if is_named else [parameter for _, parameter in new]})
+
+
+@contextmanager
+def activation_budget(model: nn.Module, budget: str | float, **settings: Any) -> Iterator[None]:
+    """Limit the activations of the forward passes inside the block; the backward pass may come later.
+
+    `budget` is a percentage ("50%"), a size ("2GB") or a fraction of what all activations take; `settings` are those of
+    `ActivationBudget`. The first pass for each shape of inputs is made twice, to learn what a plan needs.
+
+    Raises InfeasibleError for a budget that the blocks do not fit, UsageError for one that is no amount.
+    """
+    chosen = technique_of("memory.activation_budget", {**settings, "bytes": _amount(budget)})
+    current = next((each.technique for each in APPLIED.get(model) or () if each.technique.name == chosen.name), None)
+    if current is None:
+        _change(model, chosen)
+        del model.forward  # only inside the block
+    elif current != chosen:
+        raise UsageError(f"{chosen.name} is already applied to this model: {current}", fix="use the same settings")
+    own = vars(model).get("forward")
+    chosen.change_forward(model)
+    try:
+        yield
+    finally:
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
+
+
+def _amount(budget: str | float) -> float:
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        with suppress(ValueError):
+            return float(budget.strip()[:-1]) / 100
+    elif isinstance(budget, str):
+        return read_size(budget, "budget")
+    else:
+        return float(budget)
+    raise UsageError(f"the budget {budget!r} is no amount", fix='"50%", "2GB" or 0.5')
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import click
 from thrifty.cli.recipe_options import build_recipe, recipe_options
 from thrifty.cli.verb_output import print_result
 from thrifty.core.errors import UsageError
+from thrifty.core.plain_values import read_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -208,17 +209,6 @@ def _wanted(
         flops=flops,
         price=price,
     )
-
-
-def read_size(text: str, option: str = "--memory") -> float:
-    """`400MB`, `16GiB` or `4e8` in bytes."""
-    import re
-
-    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
-    if size <= 0:
-        raise UsageError(f"{option} {text!r} is no size", fix="for example 400MB, 16GB or 16GiB")
-    return size
 
 
 def _written(recipe: Recipe, forecast: Iterable[str], out: Path | None) -> list[Path]:

@@ -16,14 +16,15 @@ Note      costs are measured on this machine, operation by operation, or counted
           small 0.96 to 1.00 of it instead of 1.5 times that, and a step takes 1.4 times as long.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
@@ -181,6 +182,32 @@ class PlannedObjective(WrappedObjective):
         return planner.predict(self.inner, model, batch)
 
 
+class ForwardPass(Objective):
+    """One call of a model's forward pass with arguments of any form; its loss stands for one that is not known."""
+
+    def __init__(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.inner, self.args, self.kwargs = inner, args, kwargs
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        self.result = self.inner(*self.args, **self.kwargs)
+        learned = (each for each in tree_leaves(self.result) if isinstance(each, Tensor) and each.requires_grad)
+        return Prediction(given=next(learned, None))
+
+    def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return prediction.logits.float().mean().expand(len(batch))
+
+
+def _planned_forward(model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    planner = ACTIVATION_PLANNER.get(model)
+    if planner is None or not torch.is_grad_enabled():
+        return inner(*args, **kwargs)
+    inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    batch = Batch({str(place): each for place, each in enumerate(inputs)}, inputs[0].new_ones(len(inputs[0])).float())
+    objective = ForwardPass(inner, args, kwargs)
+    planner.predict(objective, model, batch)
+    return objective.result
+
+
 @dataclass(frozen=True)
 class ActivationBudget(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
@@ -229,6 +256,9 @@ class ActivationBudget(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         return PlannedObjective(objective)
+
+    def change_forward(self, model: nn.Module) -> None:
+        wrap_forward(model, _planned_forward)
 
     def finish(self, model: nn.Module) -> nn.Module:
         ACTIVATION_PLANNER.remove(model)

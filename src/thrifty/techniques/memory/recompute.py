@@ -93,6 +93,10 @@ class Recompute(Technique):
             )
 
     @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"backward"})
+
+    @property
     def recomputation(self) -> Literal["selective", "every"]:
         return "selective" if self.schedule == "selective" else "every"
 
