@@ -86,6 +86,11 @@ class BatchSource:
     are no data, as when a finished model is restored."""
 
     @property
+    def in_thread(self) -> bool:
+        """True if batches may be computed in another thread while a step is made."""
+        return True
+
+    @property
     def unit(self) -> int:
         """What the size of every step's effective batch is a multiple of."""
         return self.batch
@@ -143,6 +148,10 @@ class WrappedSource(BatchSource):
     """Another source with something done to what it gives; its examples are that one's."""
 
     source: BatchSource
+
+    @property
+    def in_thread(self) -> bool:
+        return self.source.in_thread
 
     def amount(self, step: int) -> float:
         return self.source.amount(step)

@@ -26,6 +26,10 @@ class Prediction:
     shares: Tensor | None = field(default=None, repr=False)
     """Left here likewise: how much each prediction counts for its example; None where all count alike."""
 
+    part_weights: Tensor | None = field(default=None, repr=False)
+    """By how much the parts of each example count together (b,), where its loss is their weighted sum and the mean is
+    over parts; None where each example counts by its weight alone."""
+
     @cached_property
     def logits(self) -> Tensor:
         if self.given is not None:

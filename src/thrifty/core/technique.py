@@ -66,7 +66,8 @@ class Technique:
 
     @property
     def optional_seams(self) -> frozenset[str]:
-        """Methods that it overrides and that a training loop may leave out: there they only check or report."""
+        """Methods that a loop of the user's own may leave out, because they only check or report, or because
+        `change_forward` and `hook_steps` do their work there."""
         return frozenset()
 
     @property

@@ -13,8 +13,11 @@ def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) 
     """`source.at(step)` for steps start … stop-1 (for ever if None), up to `depth` of them computed ahead in a thread.
 
     An error surfaces at the step it belongs to. The thread ends with the iterator: when it is exhausted, closed or
-    collected.
+    collected. A source that is not for threads is asked at each step.
     """
+    if not source.in_thread:
+        yield from map(source.at, count(start) if stop is None else range(start, stop))
+        return
     steps = iter(count(start) if stop is None else range(start, stop))
     pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
     try:

@@ -65,7 +65,7 @@ def apply(
             fix=f"thrifty.apply(model, {chosen.name!r})",
         )
     changes_model = chosen.overrides("model", "change_forward") and "model" not in chosen.optional_seams
-    changes_update = chosen.overrides("update", "hook_steps")
+    changes_update = any(chosen.overrides(seam) for seam in {"update", "hook_steps"} - chosen.optional_seams)
     if (changes_model and model is None) or (changes_update and optimizer is None):
         wanted = " and ".join(filter(None, ["the model" * changes_model, "the optimizer" * changes_update]))
         words = ", ".join(filter(None, ["model" * changes_model, "optimizer" * changes_update]))
@@ -104,8 +104,7 @@ def _refuse_trainer_only(chosen: Technique) -> None:
         raise UsageError(
             f"{chosen.name} is an optimizer", fix=f"optimizer = thrifty.optim.{type(chosen).__name__}(model)"
         )
-    served = {"objective", "backward"} if chosen.overrides("change_forward", "hook_steps") else set()
-    required = [seam for seam in SEAMS if seam not in chosen.optional_seams | served]
+    required = [seam for seam in SEAMS if seam not in chosen.optional_seams]
     trainer_only = [SEAMS[seam] for seam in required if chosen.overrides(seam)]
     if trainer_only:
         raise NeedsTrainer(

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from thrifty.core.backward import Backward, BackwardResult
@@ -136,6 +137,25 @@ class IntrinsicDimension(AdapterTechnique):
         add_note(f"{len(confined.origin):,} weights in a subspace of {self.dimension:,} dimensions")
         train_only(model, {NAME})
         return model
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"backward"})
+
+    def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
+        confined = CONFINED.of(model)
+
+        def take(*_: object) -> None:
+            model.subspace.grad = confined.take_gradients().to(model.subspace.dtype)
+            for weight in confined.weights:
+                weight.requires_grad_(False)
+
+        def open_weights(*_: object) -> None:
+            for weight in confined.weights if torch.is_grad_enabled() else ():
+                weight.requires_grad_(True)
+
+        model.register_forward_pre_hook(open_weights)
+        optimizer.register_step_pre_hook(take)
 
     def backward(self, backward: Backward) -> Backward:
         return subspace_backward(backward)

@@ -8,10 +8,12 @@ found, which are plain numbers: the same on all ranks, and the same again when t
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
@@ -61,7 +63,7 @@ class ReplacedAttention(Technique):
 
     @property
     def optional_seams(self) -> frozenset[str]:
-        return frozenset() if self.from_step else frozenset({"changes"})
+        return frozenset({"changes"} if self.from_step else {"changes", "hook_steps"})
 
     def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         """What is to compute the attention there; `calibration` is what was calibrated, by the names of places."""
@@ -95,6 +97,20 @@ class ReplacedAttention(Technique):
         phase = "replaced" if decided["phase"] == CHOSEN else "plain until the moment"
         add_note(f"{len(places)} attention cores, {phase}")
         return model
+
+    def change_forward(self, model: nn.Module) -> None:
+        if self.start:
+            PHASE.set(model, {"phase": PLAIN})
+
+    def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
+        steps = count(1)
+
+        def replace_cores(*_: object) -> None:
+            if next(steps) == self.start:
+                self.model(_mark(model, {"phase": CHOSEN}))
+
+        if self.start:
+            optimizer.register_step_post_hook(replace_cores)
 
     def finish(self, model: nn.Module) -> nn.Module:
         phase = decided_phase(model)["phase"]
@@ -162,6 +178,10 @@ class CalibratedAttention(ReplacedAttention):
     """Before so many of the last plain steps examples are looked at."""
     examples: Positive = 8
     """At most so many of each rank's."""
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset()
 
     @property
     def start(self) -> int:

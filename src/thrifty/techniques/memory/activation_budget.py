@@ -240,6 +240,10 @@ class ActivationBudget(Technique):
     def cost(self) -> Cost:
         return counted_seconds if self.bits or self.cost_source == "counted" else MEASURED
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"objective"})
+
     def model(self, model: nn.Module) -> nn.Module:
         planner = ActivationPlanner(self)
         stacks = find_stacks(model)

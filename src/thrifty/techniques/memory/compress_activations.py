@@ -181,6 +181,10 @@ class CompressActivations(Technique):
                 fix="adaptive goes with bits = 4",
             )
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"backward"})
+
     def change_forward(self, model: nn.Module) -> None:
         if self.adaptive:
             raise NeedsTrainer(

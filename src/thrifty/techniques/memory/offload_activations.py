@@ -123,6 +123,10 @@ class OffloadActivations(Technique):
     folder: str = ""
     """For files; $TMPDIR or /var/tmp by default."""
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"objective"})
+
     def model(self, model: nn.Module) -> nn.Module:
         tier = tier_for(self.to, next(model.parameters()), self.folder)
         add_note(f"activations of {self.min_elements} numbers and more go to the {tier}")

@@ -208,6 +208,10 @@ class Bfloat16Weights(Technique):
     rounding: Rounding = "stochastic"
     """Of each new weight: by chance, to the nearest with what that cuts off kept, or to the nearest and no more."""
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"objective"})
+
     def model(self, model: nn.Module) -> nn.Module:
         if any(getattr(module, "running_mean", None) is not None for module in model.modules()):
             raise RefusedError(

@@ -152,6 +152,10 @@ class Float8(Technique):
                 fix=f"--set techniques.{self.name}.scaling=current, or granularity=tensor",
             )
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"backward"})
+
     def model(self, model: nn.Module) -> nn.Module:
         casting = CastRule(
             rows=self.granularity == "row",

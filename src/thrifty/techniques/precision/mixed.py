@@ -185,6 +185,10 @@ class MixedPrecision(Technique):
     def number_format(self) -> Literal["bfloat16", "float16"]:
         return self.format
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"objective", "backward"})
+
     def objective(self, objective: Objective) -> Objective:
         return AutocastObjective(objective, getattr(torch, self.format))
 

@@ -194,7 +194,7 @@ class NOfM(Technique):
 
     @property
     def optional_seams(self) -> frozenset[str]:
-        return frozenset({"changes"})
+        return frozenset({"backward", "changes"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
