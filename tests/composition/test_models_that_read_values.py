@@ -22,6 +22,7 @@ from thrifty.planning.planner import allowed_options
 from thrifty.simulators.cluster.traced_workload import trace_workload
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.trainer import train
+from thrifty.training.user_objects import UserObjects
 
 PLAIN = BaseRun(build, PackedTokens(corpus(), 64, 8, seed=0), NextToken())
 
@@ -63,7 +64,7 @@ def test_they_are_trained(tmp_path: Path) -> None:
     data = DataSettings(source=str(tmp_path / "text.txt"), vocabulary=VOCABULARY, length=16, batch=4)
     evaluation = EvaluationSettings(examples=4)
     recipe = Recipe("routed", data=data, budget=Budget(steps=2), evaluation=evaluation, techniques=(AdamW(),))
-    assert train(recipe, tmp_path, model=lambda *_: build(), quiet=True)["status"] == "finished"
+    assert train(recipe, tmp_path, objects=UserObjects(model=lambda *_: build()), quiet=True)["status"] == "finished"
     explained = json.loads((tmp_path / "routed" / "explanation.json").read_text())
     assert explained["plain"]["flops"] > 0 and explained["footprint"]["activations"] > 0
 

@@ -14,6 +14,7 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training import checkpoint
 from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
+from thrifty.training.user_objects import UserObjects
 
 
 def cut_off(thrifty: CommandLine, name: str, *words: str, steps: int = 8, at: int = 4, **changed: object) -> None:
@@ -130,6 +131,6 @@ def test_a_model_of_ones_own_is_never_restored_as_another(tmp_path: Path, thrift
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Embedding(300, 16), torch.nn.Linear(16, 300))
 
-    train(recipe, tmp_path, model=build, quiet=True)
+    train(recipe, tmp_path, objects=UserObjects(model=build), quiet=True)
     with pytest.raises(UsageError, match="trained with another model"):
         load_trained_model(tmp_path / "own")

@@ -25,6 +25,7 @@ from thrifty.techniques.sparsity.rigl import Rigl
 from thrifty.training import checkpoint
 from thrifty.training.loop import train
 from thrifty.training.run_setup import prepare_run
+from thrifty.training.user_objects import UserObjects
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +179,7 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
         return {"kept": [model() for model in built if model() is not None]}
 
     monkeypatch.setattr("thrifty.experiments.lottery_rounds._Rounds.to_the_end", look)
-    assert run_lottery(recipe, LOTTERY, tmp_path, model=build, quiet=True) == {"kept": []}
+    assert run_lottery(recipe, LOTTERY, tmp_path, objects=UserObjects(model=build), quiet=True) == {"kept": []}
     assert len(built) == 1
 
 

@@ -23,6 +23,7 @@ from thrifty.techniques.precision.bfloat16_weights import Bfloat16Weights
 from thrifty.training.checkpoint import load
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.trainer import resume, train
+from thrifty.training.user_objects import UserObjects
 
 VOCABULARY, WIDTH = 320, 16
 
@@ -69,7 +70,7 @@ def test_weights_whose_updates_are_lost_to_rounding_are_told(
         budget=Budget(steps=2),
         techniques=(AdamW(), *techniques),
     )
-    train(recipe, tmp_path, model=lambda: Blocks().to(dtype), quiet=True)
+    train(recipe, tmp_path, objects=UserObjects(model=lambda: Blocks().to(dtype)), quiet=True)
     told = [each["text"] for each in RunFolder(tmp_path / "run").read_records() if each["kind"] == "notice"]
     assert any("in bfloat16: updates that are small beside them are lost" in text for text in told) == is_told
 
@@ -85,7 +86,7 @@ def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
         budget=Budget(steps=30),
         techniques=(AdamW(lr=3e-2), *([Recompute()] if kind is Blocks else [])),
     )
-    whole = train(recipe, tmp_path, model=kind, quiet=True)
+    whole = train(recipe, tmp_path, objects=UserObjects(model=kind), quiet=True)
     assert whole["status"] == "finished" and whole["held_out_loss"] < whole["unigram_entropy"] + 0.5
     trained = 0
 
@@ -102,9 +103,9 @@ def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
         return model
 
     recipe = replace(recipe, name="cut")
-    summary = train(recipe, tmp_path, model=interrupted, quiet=True)
+    summary = train(recipe, tmp_path, objects=UserObjects(model=interrupted), quiet=True)
     assert summary["status"] == "interrupted" and summary["exit_code"] == 143 and 0 < summary["steps"] < 30
-    assert resume(tmp_path / "cut", recipe, model=kind, quiet=True)["status"] == "finished"
+    assert resume(tmp_path / "cut", recipe, objects=UserObjects(model=kind), quiet=True)["status"] == "finished"
     assert_equal(load(tmp_path / "cut" / "checkpoints").tensors, load(tmp_path / "whole" / "checkpoints").tensors)
 
 
@@ -129,7 +130,7 @@ def test_a_run_whose_folder_goes_away_ends_and_says_so(what: str, common_folder:
         return model
 
     with pytest.raises(ThriftyError, match="was moved or deleted during the run"):
-        train(recipe, tmp_path, model=losing, quiet=True)
+        train(recipe, tmp_path, objects=UserObjects(model=losing), quiet=True)
     assert not (tmp_path / "run").exists()
 
 

@@ -22,6 +22,7 @@ from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.training.checkpoint_writer import CheckpointWriter
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.trainer import resume, train
+from thrifty.training.user_objects import UserObjects
 
 
 def refuse(*anything: object, **named: object) -> dict[str, float]:
@@ -78,12 +79,12 @@ def test_the_phase_is_named_and_the_summary_holds_how_the_run_ended(
     recipe = tiny_recipes.text(tmp_path)
     says = rf"^out of memory in {phase}: 1,125,899,907 MB more were refused; the predicted peak is [\d,]+ MB of tensors"
     with pytest.raises(OutOfMemory, match=says) as error:
-        train(recipe, tmp_path, model=lambda: Short(phase), quiet=True)
+        train(recipe, tmp_path, objects=UserObjects(model=lambda: Short(phase)), quiet=True)
     folder = RunFolder(tmp_path / "text")
     summary = folder.read_json("summary")
     assert (summary["status"], summary["exit_code"], summary["error"]) == ("stopped", 3, str(error.value))
     monkeypatch.undo()
-    assert resume(folder.path, recipe, model=Short, quiet=True)["status"] == "finished"
+    assert resume(folder.path, recipe, objects=UserObjects(model=Short), quiet=True)["status"] == "finished"
 
 
 @pytest.mark.slow
@@ -116,10 +117,12 @@ def build() -> nn.Module:
 
 def test_a_model_of_ones_own_is_named_in_the_plan_where_it_can_be_imported(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory) as error:
-        train(tiny_recipes.text(tmp_path), tmp_path, model=build, quiet=True)
+        train(tiny_recipes.text(tmp_path), tmp_path, objects=UserObjects(model=build), quiet=True)
     assert f" --model {__name__}:build`" in error.value.fix
     with pytest.raises(OutOfMemory) as error:
-        train(tiny_recipes.text(tmp_path, name="other"), tmp_path, model=lambda: build(), quiet=True)
+        train(
+            tiny_recipes.text(tmp_path, name="other"), tmp_path, objects=UserObjects(model=lambda: build()), quiet=True
+        )
     assert "thrifty plan" not in error.value.fix and "--set data.batch=4" in error.value.fix
 
 
@@ -129,7 +132,7 @@ def test_an_error_of_a_model_is_written_down_too(tmp_path: Path) -> None:
             return super().forward(tokens) if type(self.out.weight.data) is not Tensor else tokens.missing
 
     with pytest.raises(AttributeError):
-        train(tiny_recipes.text(tmp_path), tmp_path, model=Faulty, quiet=True)
+        train(tiny_recipes.text(tmp_path), tmp_path, objects=UserObjects(model=Faulty), quiet=True)
     summary = RunFolder(tmp_path / "text").read_json("summary")
     assert summary["status"] == "stopped" and summary["error"].startswith("AttributeError: ")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.composition.state_transfer import transfer_state
-from thrifty.core.backward import Backward, plain_backward
+from thrifty.core.backward import Backward, divided_by_parts, plain_backward
 from thrifty.core.batches import BatchSource, MappedSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError, UsageError
@@ -79,7 +79,7 @@ class Run:
 
     @cached_property
     def backward(self) -> Backward:
-        return self._wrapped_backward[0]
+        return divided_by_parts(self._wrapped_backward[0])
 
     @cached_property
     def memories(self) -> dict[str, dict[str, Tensor]]:

@@ -1,11 +1,15 @@
 """How gradients are obtained: a function that leaves them, summed, in each parameter's `.grad`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.core.batches import Batch
+from thrifty.core.errors import RefusedError
+from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
 
 
@@ -25,7 +29,8 @@ class BackwardResult:
     """Factor by which the loss scale, and so all gradients inside the pass, grows from this step to the next."""
 
     def __add__(self, other: "BackwardResult") -> "BackwardResult":
-        parts = None if self.parts is None or other.parts is None else self.parts + other.parts
+        known = [each.parts for each in (self, other) if each.parts is not None]
+        parts = sum(known[1:], known[0]) if known else None
         return BackwardResult(self.loss + other.loss, self.notes | other.notes, self.answered or other.answered, parts)
 
 
@@ -39,3 +44,29 @@ def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> Back
     loss.backward()
     weights = prediction.part_weights
     return BackwardResult(loss.detach(), parts=None if weights is None else weights.detach().sum())
+
+
+def divided_by_parts(backward: Backward) -> Backward:
+    """A backward pass of a whole effective batch whose loss and gradients are divided by the weights of its parts, over
+    all data ranks, where the objective counts by parts. Raises RefusedError if examples do not weigh alike."""
+
+    def divided(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+        outcome = backward(model, objective, batch)
+        if outcome.parts is None:
+            return outcome
+        first = batch.weight[0]
+        if not isinstance(first, FakeTensor) and not bool((batch.weight == first).all()):
+            raise RefusedError(
+                "examples are drawn with weights, and the loss counts by the weights of their parts",
+                fix="return one loss for each example",
+            )
+        parts, data = outcome.parts.clone(), axis("data")
+        if data.size > 1:
+            dist.all_reduce(parts, group=data.group)
+        total = parts * first
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
+        return replace(outcome, loss=outcome.loss / total, parts=None)
+
+    return divided

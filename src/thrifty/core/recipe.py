@@ -182,6 +182,19 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class PythonObjects:
+    """Names and fingerprints of objects that were passed from Python in place of what a recipe can spell: a record, so
+    that a resumed run can tell what changed. None of them is ever imported."""
+
+    model: str = ""
+    data: str = ""
+    held_out: str = ""
+    loss: str = ""
+    collate: str = ""
+    metrics: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recipe:
     name: str = "run"
     about: str = ""
@@ -199,6 +212,7 @@ class Recipe:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     mesh: Mesh = field(default_factory=Mesh)
+    python: PythonObjects = field(default_factory=PythonObjects)
     techniques: tuple[Technique, ...] = ()
     """In order of stage, whatever the order given."""
 

@@ -48,6 +48,19 @@ class UserLoss(Objective):
         return found
 
 
+def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model of `transformers` computes itself of a batch with labels: a mean."""
+    if not isinstance(batch, Mapping):
+        raise UsageError(
+            f"there is no loss, and a batch is a {type(batch).__name__}, not keyword arguments of the model",
+            fix="pass loss=, a function of (model, batch)",
+        )
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise UsageError("there is no loss, and the model's output has none", fix="pass loss=, or batches with labels")
+    return loss
+
+
 def _per_example(result: Any, count: int, what: str) -> tuple[Tensor, Tensor | None]:
     """For each example (b,) in float32 its value, or the weighted sum of its parts and the sum of their weights. Raises
     UsageError for a result of another form."""
@@ -55,7 +68,8 @@ def _per_example(result: Any, count: int, what: str) -> tuple[Tensor, Tensor | N
     if isinstance(values, int | float):
         values = torch.tensor(float(values))
     if not isinstance(values, Tensor) or (values.ndim and len(values) != count):
-        form = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        is_tensor = isinstance(values, Tensor)
+        form = f"a tensor of shape {tuple(values.shape)}" if is_tensor else f"a {type(values).__name__}"
         raise UsageError(
             f"{what} of a batch of {count} examples is {form}",
             fix=f"return one value for each example ({count},), values and weights, or their mean",

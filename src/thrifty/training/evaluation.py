@@ -27,18 +27,21 @@ def evaluate(
     """The means over all examples of the batches by their weights: the "loss", in nats per prediction, and what the
     objective `measures`. Every rank evaluates the same data, so that all agree to the last bit; randomness (dropout) is
     off."""
-    totals, weights = dict.fromkeys(("loss", *objective.measured), 0.0), 0.0
+    totals = dict.fromkeys(("loss", *objective.measured), 0.0)
+    weights = dict(totals)
     with _judged(model):
         for batch in batches:
             here, weight = batch.to(device), batch.weight.double()
             prediction = objective.predict(model, here)
-            measures = {"loss": objective.losses(prediction, here)}
+            losses, parts = objective.losses(prediction, here), prediction.part_weights
+            measures = {"loss": losses if parts is None else torch.stack([losses, parts])}
             if objective.measured:
                 measures |= objective.measures(prediction, here)
             for name in totals:
-                totals[name] += float(measures[name].double().cpu() @ weight)
-            weights += float(weight.sum())
-    return {name: total / weights for name, total in totals.items()}
+                values, counts = measures[name] if measures[name].ndim > 1 else (measures[name], torch.ones(len(here)))
+                totals[name] += float(values.double().cpu() @ weight)
+                weights[name] += float(counts.double().cpu() @ weight)
+    return {name: total / weights[name] for name, total in totals.items()}
 
 
 def held_out_loss(model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device) -> float:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core import mesh
+from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.objective import Objective
@@ -31,23 +32,25 @@ from thrifty.data.images.image_data import Images
 from thrifty.data.pairs.pair_data import ImagesWithCaptions
 from thrifty.data.run_data import RunData
 from thrifty.data.text.text_data import PairsOfTexts, PlainText, print_to_stderr
+from thrifty.data.user_data import open_user_data
 from thrifty.models import build_model_for, check_model, own_sizes
 from thrifty.objectives import chosen_objective
+from thrifty.objectives.user_loss import UserLoss, loss_of_output
 from thrifty.training import heartbeat
 from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.rank_sync import process_group_sync
+from thrifty.training.user_objects import BuildModel, UserObjects
 
 DATA_KINDS: dict[str, DataKind] = {
     kind.name: kind for kind in (PlainText(), PairsOfTexts(), Chats(), Images(), ImagesWithCaptions())
 }
 
+NO_OBJECTS = UserObjects()
 PROBED = 6
 """Steps timed to turn a budget of seconds into steps; the first two are not counted."""
 
 _NO_LIMIT = timedelta(days=30)
 """Of a collective: the heartbeat finds who hangs, and one rank may prepare text for hours while the others wait."""
-
-BuildModel = Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class PreparedRun:
     recipe: Recipe
     data: RunData
     run: Run
-    model: BuildModel | None = None
-    """Builder of the user's own model, which replaces the recipe's."""
+    objects: UserObjects = NO_OBJECTS
+    """What the user passed from Python in place of the recipe's."""
 
 
 @contextmanager
@@ -111,21 +114,22 @@ def choose_device(name: str) -> torch.device:
 
 
 def prepare_run(
-    recipe: Recipe, model: BuildModel | None = None, steps: int | None = None, quiet: bool = False
+    recipe: Recipe, objects: UserObjects = NO_OBJECTS, steps: int | None = None, quiet: bool = False
 ) -> PreparedRun:
     """Open the data and compose the run.
 
-    `model` builds the plain model in place of the recipe's. `steps` is known when a run is resumed; otherwise the
+    `objects` take the place of what the recipe says. `steps` is known when a run is resumed; otherwise the
     recipe's budget decides, a budget of seconds by timing some real steps.
     """
     device = choose_device(recipe.device)
+    recipe, model = objects.for_recipe(recipe), objects.model
     chosen_objective(recipe.objective)
     if model is None:  # before data that take long are prepared
         refuse_model_to_be_fetched(Path(recipe.model.folder))
         check_model(recipe.model, recipe.objective.name)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
-    objective, data = _open_in_turn(recipe, _unsaid if quiet else print_to_stderr)
+    objective, data = _open_in_turn(recipe, objects, _unsaid if quiet else print_to_stderr)
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
@@ -136,7 +140,7 @@ def prepare_run(
     is_trained = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
     plain = BaseRun(build, data.train, objective, is_trained)
     steps = steps or _steps(recipe, plain, device, data.example_unit)
-    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device), model)
+    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device), objects)
 
 
 def check_builder(build: BuildModel) -> nn.Module:
@@ -178,11 +182,24 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
     return kind.open(DataRequest(recipe, objective, lambda: own_sizes(recipe.model), say))
 
 
-def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
+def _open_in_turn(recipe: Recipe, objects: UserObjects, say: Callable[[str], None]) -> tuple[Objective, RunData]:
     """Open the data on rank 0, which prepares and reports what is missing, then on the others."""
+
+    def opened_by(say: Callable[[str], None]) -> tuple[Objective, RunData]:
+        if objects.data is None:
+            objective, data = open_examples(recipe, say)
+            return (UserLoss(objects.loss, _fields, objects.metrics) if objects.loss else objective), data
+        settings = recipe.data
+        data = open_user_data(objects.data, objects.held_out, settings.batch, recipe.seed, objects.collate)
+        return UserLoss(objects.loss or loss_of_output, data.contents.assembled, objects.metrics), data
+
     opened: list[tuple[Objective, RunData]] = []
-    process_group_sync().run_first(lambda: opened.append(open_examples(recipe, say)))
-    return opened[0] if opened else open_examples(recipe, _unsaid)
+    process_group_sync().run_first(lambda: opened.append(opened_by(say)))
+    return opened[0] if opened else opened_by(_unsaid)
+
+
+def _fields(batch: Batch) -> dict[str, Tensor]:
+    return dict(batch.fields)
 
 
 def _unsaid(text: str) -> None:

@@ -101,7 +101,8 @@ class LossScalingBackward:
             )
         self._keep(then)
         notes, growth = outcome.notes | {"loss_scale": factor}, 2.0 ** (then.exponent - now.exponent)
-        return BackwardResult(loss, notes, outcome.answered or not finite, growth)
+        answered = outcome.answered or not finite
+        return replace(outcome, loss=loss, notes=notes, answered=answered, scale_growth=growth)
 
     def scale(self) -> LossScale:
         doublings, clean_steps, passed = (int(tensor) for tensor in self.state.values())
