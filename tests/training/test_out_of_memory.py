@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,12 @@ def test_the_phase_is_named_and_the_summary_holds_how_the_run_ended(
     recipe = tiny_recipes.text(tmp_path)
     says = rf"^out of memory in {phase}: 1,125,899,907 MB more were refused; the predicted peak is [\d,]+ MB of tensors"
     with pytest.raises(OutOfMemory, match=says) as error:
-        train(recipe, tmp_path, objects=UserObjects(model=lambda: Short(phase)), quiet=True)
+        train(recipe, tmp_path, objects=UserObjects(model=partial(Short, phase)), quiet=True)
     folder = RunFolder(tmp_path / "text")
     summary = folder.read_json("summary")
     assert (summary["status"], summary["exit_code"], summary["error"]) == ("stopped", 3, str(error.value))
     monkeypatch.undo()
-    assert resume(folder.path, recipe, objects=UserObjects(model=Short), quiet=True)["status"] == "finished"
+    assert resume(folder.path, recipe, objects=UserObjects(model=partial(Short)), quiet=True)["status"] == "finished"
 
 
 @pytest.mark.slow
