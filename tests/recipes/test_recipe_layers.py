@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.cli.recipe_options import build_recipe, read_budget
+from thrifty.cli.recipe_options import build_recipe
 from thrifty.core.errors import UsageError
+from thrifty.core.plain_values import read_budget
 from thrifty.core.recipe import Budget
 from thrifty.recipes.language_recipes import kjv
 from thrifty.recipes.recipe_layers import RecipeLayers, toml_value

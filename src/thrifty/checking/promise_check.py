@@ -29,7 +29,8 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.training.determinism import deterministic_kernels, missing_deterministic_kernel
-from thrifty.training.run_setup import BuildModel, PreparedRun, prepare_run
+from thrifty.training.run_setup import PreparedRun, prepare_run
+from thrifty.training.user_objects import BuildModel, UserObjects
 
 STEPS, EXAMPLES = 4, 4
 LEAST = 3
@@ -64,7 +65,7 @@ def check(
     alone = replace(small, techniques=_alone(small.techniques))
 
     def reopened() -> BaseRun:
-        return prepare_run(alone, model, steps, quiet=True).run.plain
+        return prepare_run(alone, UserObjects(model), steps, quiet=True).run.plain
 
     subject = CheckSubject(reopened, small.techniques, steps, small.seed, prepared.run.device)
     verdicts: list[PromiseVerdict] = []
@@ -168,7 +169,9 @@ def _made_smaller(
     while True:
         small = replace(recipe, data=replace(data, batch=size))
         try:
-            prepared = prepare_run(replace(small, techniques=_alone(small.techniques)), model, steps, quiet=True)
+            prepared = prepare_run(
+                replace(small, techniques=_alone(small.techniques)), UserObjects(model), steps, quiet=True
+            )
             _ = prepared.run.source.at(0)
             break
         except UsageError:

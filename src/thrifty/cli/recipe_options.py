@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from thrifty.core.errors import UsageError
+from thrifty.core.plain_values import read_budget
 
 if TYPE_CHECKING:
     from thrifty.recipes.recipe_layers import RecipeLayers
-
-_UNITS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
 MESH = click.option(
@@ -93,18 +92,3 @@ def read_moment(option: str, text: str, fix: str) -> int | float:
         with suppress(ValueError):
             return kind(text)
     raise UsageError(f"{option} {text!r} is no moment", fix=fix)
-
-
-def read_budget(text: str) -> dict[str, float]:
-    """`500steps`, `1e7tokens`, `90s`, `10min` or `2h` as the recipe's budget table."""
-    import re
-
-    match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
-    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
-    if unit in ("step", "steps") and number.is_integer():
-        return {"steps": int(number)}
-    if unit in ("token", "tokens"):
-        return {"tokens": number}
-    if unit in _UNITS:
-        return {"seconds": number * _UNITS[unit]}
-    raise UsageError(f"--budget {text!r} is not an amount", fix="for example 500steps, 1e7tokens, 90s, 10min or 2h")

@@ -22,6 +22,8 @@ DEEPEST = 16
 LONGEST_KEY = 100
 """Points in it: reading a key takes time with the square of its parts."""
 
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
     """Return the tables of a text that the user wrote; `name` is that of its file or option.
@@ -171,3 +173,16 @@ def read_size(text: str, option: str = "--memory") -> float:
     if size <= 0:
         raise UsageError(f"{option} {text!r} is no size", fix="for example 400MB, 16GB or 16GiB")
     return size
+
+
+def read_budget(text: str, option: str = "--budget") -> dict[str, float]:
+    """Return `500steps`, `1e7 tokens`, `90s`, `10min` or `2h` as the recipe's budget table."""
+    match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
+    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+    if unit in ("step", "steps") and number.is_integer():
+        return {"steps": int(number)}
+    if unit in ("token", "tokens"):
+        return {"tokens": number}
+    if unit in _SECONDS:
+        return {"seconds": number * _SECONDS[unit]}
+    raise UsageError(f"{option} {text!r} is not an amount", fix="for example 500steps, 1e7tokens, 90s, 10min or 2h")

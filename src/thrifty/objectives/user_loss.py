@@ -55,7 +55,10 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
             f"there is no loss, and a batch is a {type(batch).__name__}, not keyword arguments of the model",
             fix="pass loss=, a function of (model, batch)",
         )
-    loss = getattr(model(**batch), "loss", None)
+    try:
+        loss = getattr(model(**batch), "loss", None)
+    except TypeError as error:
+        raise UsageError(f"there is no loss, and the model takes other arguments: {error}", fix="pass loss=") from error
     if loss is None:
         raise UsageError("there is no loss, and the model's output has none", fix="pass loss=, or batches with labels")
     return loss

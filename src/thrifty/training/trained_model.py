@@ -18,6 +18,7 @@ from thrifty.models import build_model_for
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
+from thrifty.training.user_objects import BuildModel
 
 RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
 """How a run is computed is of no matter to the model that comes out of it."""
@@ -34,13 +35,18 @@ def stored_recipe(folder: Path) -> dict[str, Any]:
 
 
 def load_trained_model(
-    folder: Path, step: int | None = None, trained: bool = False, plain: bool = True, adapters: Adapters = "merged"
+    folder: Path,
+    step: int | None = None,
+    trained: bool = False,
+    plain: bool = True,
+    adapters: Adapters = "merged",
+    build: BuildModel | None = None,
 ) -> tuple[nn.Module, Recipe]:
     """The trained model of a run folder, and the recipe.
 
     What its techniques put on is taken off again, unless `plain` is false: a model that has lost its norms, say, can be
     used as it is and not as its plain architecture; RefusedError says so. Adapters become part of the weights, or stay
-    on, or are left out, which gives the base that they were trained on.
+    on, or are left out, which gives the base that they were trained on. `build` builds a model of the user's own.
 
     Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
     average, or with `trained` the weights in training. Needs no data: the run folder keeps what is asked of inputs and
@@ -48,14 +54,16 @@ def load_trained_model(
     """
     recipe = recipe_from_data(stored_recipe(folder))
     stored = checkpoint.load(folder / "checkpoints", step)
-    ends = read_model_spec(folder, recipe.data.length)
 
-    def build() -> nn.Module:
+    def built() -> nn.Module:
         torch.manual_seed(recipe.seed)
+        if build is not None:
+            return build()
+        ends = read_model_spec(folder, recipe.data.length)
         return build_model_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
-    run = compose(BaseRun(build, BatchSource(), find_objective(recipe.objective.name)), chosen, stored.scalars["steps"])
+    run = compose(BaseRun(built, BatchSource(), find_objective(recipe.objective.name)), chosen, stored.scalars["steps"])
     state = run.init_state(read_log(stored.scalars))
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None

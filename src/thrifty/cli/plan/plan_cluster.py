@@ -34,13 +34,14 @@ def plan_on_cluster(
     from thrifty.planning.cluster_plan import ClusterPlanner
     from thrifty.planning.planner import STEPS
     from thrifty.training.run_setup import prepare_run
+    from thrifty.training.user_objects import UserObjects
 
     if recipe.mesh.least_ranks > 1:
         raise UsageError("the recipe has a mesh, and --cluster looks for one", fix="leave the mesh out")
     cluster = read_cluster(place)
     cluster = cluster if ranks is None else cluster.of(ranks)
-    build = model.build if model else None
-    prepared = prepare_run(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    objects = UserObjects(model.build if model else None)
+    prepared = prepare_run(recipe, objects, steps=recipe.budget.steps or STEPS, quiet=quiet)
     return ClusterPlanner(
         recipe=recipe,
         plain=prepared.run.plain,

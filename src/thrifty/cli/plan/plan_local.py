@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from thrifty.planning.plan_search import TimeOf
     from thrifty.planning.planner import Plan
     from thrifty.training.run_setup import PreparedRun
+    from thrifty.training.user_objects import UserObjects
 
 
 def plan_on_machine(
@@ -61,8 +62,8 @@ def plan_on_machine(
     if ranks > 1:
         _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
         recipe = replace(recipe, techniques=without_rank_techniques(recipe.techniques))
-    build = model.build if model else None
-    prepared = prepare_run(recipe, build, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    objects = UserObjects(model.build if model else None)
+    prepared = prepare_run(recipe, objects, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run
     shared = isinf(wanted.memory) and run.device.type == "cpu"
     free = free_memory(run.device)

@@ -35,10 +35,11 @@ def _timed(job: dict) -> dict:
     from thrifty.training.determinism import deterministic_kernels
     from thrifty.training.memory_meter import set_freed_memory_policy
     from thrifty.training.run_setup import prepare_run
+    from thrifty.training.user_objects import UserObjects
 
     recipe = recipe_from_data(job["recipe"] | {"name": "probe"})
-    model = own_model(job["model"]).build if job["model"] else None
-    prepared = prepare_run(recipe, model, steps=job["steps"], quiet=True)
+    objects = UserObjects(own_model(job["model"]).build if job["model"] else None)
+    prepared = prepare_run(recipe, objects, steps=job["steps"], quiet=True)
     held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     with (
         set_freed_memory_policy(prepared.run),

@@ -24,7 +24,8 @@ from thrifty.experiments.scoring.scoring_methods import METHODS
 from thrifty.experiments.scoring.scoring_run import Say, scored_by, trained_and_scored
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.techniques.data_selection.prune import PrunedExamples
-from thrifty.training.run_setup import BuildModel, PreparedRun, prepare_run
+from thrifty.training.run_setup import PreparedRun, prepare_run
+from thrifty.training.user_objects import BuildModel, UserObjects
 
 RUNS = 5
 NOT_SCORED_BY = ("name", "about", "seed", "evaluation", "checkpoints")
@@ -99,7 +100,7 @@ class _ScoringRuns:
     say: Say
 
     def all(self) -> ExampleScores:
-        first = prepare_run(self.recipe, self.model)
+        first = prepare_run(self.recipe, UserObjects(self.model))
         total = first.run.steps
         self.steps = in_steps(self.scoring.steps, total) if self.scoring.trained else 0
         if self.steps > total:
@@ -116,7 +117,9 @@ class _ScoringRuns:
             self.say(f"run {number + 1} of {self.scoring.count} (seed {seed}): {how}")
             if part is None:
                 again = replace(self.recipe, seed=seed)
-                part = self.part(first if number == 0 else prepare_run(again, self.model, total, quiet=True), seed)
+                part = self.part(
+                    first if number == 0 else prepare_run(again, UserObjects(self.model), total, quiet=True), seed
+                )
                 if place:
                     write_scores(place, part)
             parts.append(part)

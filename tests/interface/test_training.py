@@ -1,0 +1,179 @@
+"""The trainer on models, datasets, losses and metrics of the user's own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import user_work
+from command_line import CommandLine, assert_equal
+from rank_processes import on_ranks
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
+
+import thrifty
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.core.errors import RefusedError, ThriftyError, UsageError
+from thrifty.data.user_data import open_user_data
+from thrifty.objectives.user_loss import UserLoss
+from thrifty.techniques.large_batch.gradient_accumulation import GradientAccumulation
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.training import checkpoint
+from thrifty.training.loop import train as steps_of
+
+
+def train(runs: Path, **changed: Any) -> thrifty.TrainedRun:
+    options = {"techniques": [thrifty.AdamW(lr=1e-2)], "budget": 30, "batch": 16, "runs": runs, "quiet": True}
+    return thrifty.train(**{**user_work.objects(), **options, **changed})
+
+
+def test_a_module_a_dataset_and_a_loss_are_trained_and_judged(tmp_path: Path) -> None:
+    run = train(tmp_path, budget="6 epochs", name="own")
+    assert run.loss is not None and run.loss < 0.4 and run.metrics["accuracy"] > 0.8
+    assert len(run.records()) == 75 and "accuracy" in repr(run)
+    example = user_work.NoisySums(60, 1000)[0]
+    assert run.model(example["x"][None]).shape == (1, 2)
+    assert run.report().summary["status"] == "finished"
+
+
+def test_a_module_that_exists_already_is_trained_as_a_copy(tmp_path: Path) -> None:
+    model = user_work.build()
+    before = [parameter.clone() for parameter in model.parameters()]
+    run = train(tmp_path, model=model)
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    function = train(tmp_path, name="function")
+    assert run.loss == function.loss
+
+
+@pytest.mark.parametrize(
+    "data",
+    [lambda: DataLoader(user_work.NoisySums(200), batch_size=16, shuffle=True), lambda: user_work.NoisySums(200)],
+)
+def test_a_data_loader_is_taken_apart_into_its_dataset(data: Any, tmp_path: Path) -> None:
+    assert train(tmp_path, data=data(), batch=None if isinstance(data(), DataLoader) else 16).loss == pytest.approx(
+        0.4437, abs=0.2
+    )
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        yield torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"held_out": None}, "held-out"),
+        (
+            {"data": DataLoader(user_work.NoisySums(9), sampler=WeightedRandomSampler([1.0] * 9, 9))},
+            "sampler of its own",
+        ),
+        ({"data": Stream()}, "map-style dataset"),
+        ({"data": user_work.NoisySums(9)}, "fewer than one batch of 16"),
+        ({"loss": lambda model, batch: "a"}, "the loss of a batch of 16 examples is a str"),
+        ({"loss": lambda model, batch: model(batch["x"])[:3].sum(1)}, "a tensor of shape \\(3,\\)"),
+        ({"loss": None}, "there is no loss"),
+        ({"budget": "6 weeks"}, "is not an amount"),
+        ({"techniques": ["lorra"]}, "did you mean"),
+        ({"collate": lambda examples: {"x": 3}}, "has no row for each example"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_fix(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ThriftyError, match=words) as error:
+        train(tmp_path, **changed)
+    assert error.value.fix
+
+
+def final_tensors(runs: Path, name: str) -> dict[str, Tensor]:
+    return checkpoint.load(runs / name / "checkpoints").tensors
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_on_a_dataset_that_draws_ends_in_the_same_bits_however_often_it_is_killed(
+    kills: int, tmp_path: Path
+) -> None:
+    steps = 60 + 10 * kills
+    command = [sys.executable, user_work.__file__, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([*command, "straight", str(steps)], check=True, env=environment)
+    records = tmp_path / "killed" / "records.jsonl"
+    for number in range(kills):
+        process = subprocess.Popen([*command, "killed", str(steps)], env=environment)
+        wanted = (number + 1) * steps // (kills + 1)
+        while process.poll() is None and (not records.exists() or records.read_text().count('"loss"') < wanted):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command, "killed", str(steps)], check=True, env=environment)
+    assert_equal(final_tensors(tmp_path, "killed"), final_tensors(tmp_path, "straight"))
+
+
+def test_a_resumed_run_whose_loss_has_changed_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, name="own")
+    with pytest.raises(UsageError, match="the recipe has loss from Python"):
+        thrifty.resume(tmp_path / "own", **{**user_work.objects(), "loss": None})
+    with pytest.raises(UsageError, match=r"python\.loss"):
+        thrifty.resume(
+            tmp_path / "own", **{**user_work.objects(), "loss": lambda model, batch: model(batch["x"]).sum()}
+        )
+
+
+def test_a_file_never_runs_the_function_that_it_names(tmp_path: Path) -> None:
+    thrifty_verbs = CommandLine(tmp_path)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[python]\nmodel = "os:system 0"\nloss = "os:abort 0"\n[techniques.optimizers.adamw]\n')
+    for verb in ("train", "explain", "plan"):
+        refused = thrifty_verbs(verb, str(recipe), exit_code=2)
+        assert "which a file never runs by itself" in refused.stderr
+
+
+def losses_by_tokens(micro_batches: int) -> list[float]:
+    data = open_user_data(user_work.Sentences(), user_work.Sentences(), 16, 0, user_work.padded)
+    plain = BaseRun(user_work.build_language_model, data.train, UserLoss(user_work.token_loss, data.contents.assembled))
+    more = [GradientAccumulation(micro_batches)] if micro_batches > 1 else []
+    run = compose(plain, [AdamW(lr=1e-2), *more], 6)
+    return [record.loss for record in steps_of(run, run.start(), 0)]
+
+
+def test_with_weights_tokens_count_alike_however_a_batch_is_cut() -> None:
+    data = open_user_data(user_work.Sentences(), user_work.Sentences(), 16, 0, user_work.padded)
+    losses, weights = user_work.token_loss(user_work.build_language_model(), data.contents.assembled(data.train.at(0)))
+    whole = losses_by_tokens(1)
+    assert whole[0] == pytest.approx(float((losses * weights).sum() / weights.sum()), rel=1e-6)
+    assert losses_by_tokens(4) == pytest.approx(whole, rel=1e-5)
+    assert losses_by_tokens(16) == pytest.approx(whole, rel=1e-5)
+
+
+def losses_on_a_rank(folder: Path) -> list[float]:
+    recipe = thrifty.core.recipe.Recipe("ranked")
+    run = train(folder, recipe=recipe, techniques=[thrifty.AdamW(lr=1e-2), "ddp"], budget=8)
+    return [record["loss"] for record in run.report().steps]
+
+
+def test_the_order_of_examples_does_not_depend_on_the_ranks(tmp_path: Path) -> None:
+    alone = train(tmp_path, techniques=[thrifty.AdamW(lr=1e-2)], budget=1, name="alone")
+    first, _ = on_ranks(2, losses_on_a_rank, tmp_path)
+    assert first[0] == pytest.approx(alone.report().steps[0]["loss"], rel=0.05)  # dropout differs by rank
+
+
+def test_examples_read_twice_are_the_same_and_the_generators_are_left_as_they_were() -> None:
+    data = open_user_data(user_work.NoisySums(200), user_work.NoisySums(60), 16, 0)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    batch = data.train.at(5)
+    assert torch.equal(torch.rand(2), expected)
+    parts = [data.train.rows(5, start, start + 4) for start in range(0, 16, 4)]
+    for name in batch.fields:
+        assert torch.equal(batch[name], torch.cat([part[name] for part in parts]))
+        assert torch.equal(batch[name], data.train.at(5)[name])
+
+
+def test_a_refused_sampler_names_the_reason() -> None:
+    with pytest.raises(RefusedError, match="a function of seed and step"):
+        open_user_data(DataLoader(user_work.NoisySums(9), sampler=[0, 1]), user_work.NoisySums(9), 2, 0)
