@@ -10,7 +10,7 @@ from .interface import losses as losses
 from .interface.own_loop import activation_budget as activation_budget
 from .interface.own_loop import apply as apply
 from .interface.own_loop import summary as summary
-from .interface.training import TrainedRun as TrainedRun
+from .interface.training import RunResult as RunResult
 from .interface.training import resume as resume
 from .interface.training import train as train
 from .techniques.adapters.bias_only import BiasOnly as BiasOnly

@@ -27,7 +27,7 @@ from thrifty.training import checkpoint
 from thrifty.training.loop import train as steps_of
 
 
-def train(runs: Path, **changed: Any) -> thrifty.TrainedRun:
+def train(runs: Path, **changed: Any) -> thrifty.RunResult:
     options = {"techniques": [thrifty.AdamW(lr=1e-2)], "budget": 30, "batch": 16, "runs": runs, "quiet": True}
     return thrifty.train(**{**user_work.objects(), **options, **changed})
 

@@ -26,7 +26,7 @@ from thrifty.training.user_objects import UserObjects
 Loss = Callable[[nn.Module, Any], Any] | str
 
 
-class TrainedRun:
+class RunResult:
     """A run folder and how its run ended. `model` is loaded when it is first used."""
 
     def __init__(self, folder: Path, summary: Mapping[str, Any], objects: UserObjects):
@@ -62,7 +62,7 @@ class TrainedRun:
     def __repr__(self) -> str:
         metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
         loss = "no loss" if self.loss is None else f"loss {self.loss:.4g}"
-        return f"TrainedRun({str(self.folder)!r}: {self.summary.get('status')}, {loss}{metrics})"
+        return f"RunResult({str(self.folder)!r}: {self.summary.get('status')}, {loss}{metrics})"
 
 
 def train(
@@ -82,7 +82,7 @@ def train(
     seed: int = 0,
     device: str = "auto",
     quiet: bool = False,
-) -> TrainedRun:
+) -> RunResult:
     """Train a model and return the run, which is kept in the folder `runs`/`name`.
 
     `model` is a module, a function that builds one, a preset or a Hugging Face folder. `data` and `held_out` are
@@ -119,7 +119,7 @@ def train(
     chosen = tuple(technique_of(each, {}) for each in techniques) or base.techniques
     base = replace(base, techniques=_with_optimizer(chosen), budget=_budget(budget, data, base.data))
     summary = trainer.train(base, Path(runs), objects=objects, quiet=quiet)
-    return TrainedRun(Path(runs) / base.name, summary, objects)
+    return RunResult(Path(runs) / base.name, summary, objects)
 
 
 def resume(
@@ -132,7 +132,7 @@ def resume(
     metrics: Mapping[str, Callable[[nn.Module, Any], Any]] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     quiet: bool = False,
-) -> TrainedRun:
+) -> RunResult:
     """Resume a run from its newest undamaged checkpoint, to the bits of one that was not interrupted.
 
     Objects that were passed to `train` are passed again. Raises UsageError if one is missing or its source differs.
@@ -140,7 +140,7 @@ def resume(
     objects = UserObjects(_builder(model), data, held_out, loss, dict(metrics or {}), collate)
     folder = Path(run)
     summary = trainer.resume(folder, recipe_from_data(stored_recipe(folder)), objects=objects, quiet=quiet)
-    return TrainedRun(folder, summary, objects)
+    return RunResult(folder, summary, objects)
 
 
 def _builder(model: Any) -> Callable[[], nn.Module] | None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from thrifty.planning.plan_search import TimeOf
     from thrifty.planning.planner import Plan
     from thrifty.training.run_setup import PreparedRun
-    from thrifty.training.user_objects import UserObjects
 
 
 def plan_on_machine(
@@ -52,6 +51,7 @@ def plan_on_machine(
     from thrifty.training.memory_meter import MemoryMeter
     from thrifty.training.run_ledger import record_forecast
     from thrifty.training.run_setup import choose_device, prepare_run
+    from thrifty.training.user_objects import UserObjects
 
     began = time.monotonic()
     if recipe.mesh.least_ranks > 1:
