@@ -164,11 +164,11 @@ def _options(
     ways, _ = allowed_options(recipe, plain, known, allow, device)
     search = PlanSearch(plain, recipe.techniques, STEPS, ways, limit, 1.0)
     search.look_at_singles()
+    fitting = [way for way, footprint in search.singles.items() if footprint.memory <= limit]
     found = [
-        EstimatedOption(way.label, way.techniques, footprint.memory, search.relative(way))
-        for way, footprint in search.singles.items()
-        if footprint.memory <= limit
+        EstimatedOption(way.label, way.techniques, search.alone(way).memory, search.relative(way)) for way in fitting
     ]
+    found = [option for option in found if option.peak <= limit]
     if not found:
         try:
             best = search.run()
