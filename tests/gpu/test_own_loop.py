@@ -1,0 +1,71 @@
+"""Techniques and optimizers in a loop of the user's own, on a GPU."""
+
+import math
+
+import pytest
+import torch
+from gpu_only import GPU, on_a_gpu
+from tiny_runs import plain_run, technique
+
+import thrifty
+from thrifty import techniques
+from thrifty.core.claims import Claim
+from thrifty.core.errors import ThriftyError
+from thrifty.interface.optimizers import optimizer_named, optimizer_names
+
+pytestmark = on_a_gpu
+STEPS = 4
+
+
+def losses(optimizer: str, name: str = "") -> list[float]:
+    plain = plain_run(depth=4, style="gpt")
+    model = plain.build().to(GPU).train()
+    made = optimizer_named(optimizer)(model, total_steps=STEPS)
+    if name:
+        chosen = technique(name)
+        batch = {"batch": plain.source.batch} if name == "large_batch.scale_learning_rate" else {}
+        thrifty.apply((model, made), chosen, total_steps=STEPS, **batch)
+    found = []
+    for step in range(STEPS):
+        batch = plain.source.at(step).to(GPU)
+        loss = (plain.objective.losses(plain.objective.predict(model, batch), batch) * batch.weight).sum()
+        loss.backward()
+        made.step()
+        made.zero_grad()
+        found.append(loss.item())
+    state = made.state_dict()
+    made.load_state_dict(state)
+    return found
+
+
+@pytest.mark.parametrize("name", optimizer_names())
+def test_each_optimizer_steps_and_is_restored(name: str) -> None:
+    assert all(map(math.isfinite, losses(name)))
+
+
+@pytest.mark.parametrize("name", techniques.own_names())
+def test_each_technique_is_applied_or_refused_in_words(name: str) -> None:
+    if Claim.OPTIMIZER in technique(name).claims:
+        pytest.skip("an optimizer")
+    try:
+        found = losses("AdamW", name)
+    except ThriftyError as refused:
+        assert refused.fix
+        return
+    assert all(map(math.isfinite, found))
+
+
+def test_an_activation_budget_holds_on_a_gpu() -> None:
+    model = plain_run(depth=4, style="gpt").build().to(GPU)
+    tokens = torch.randint(200, (64, 16), device=GPU)
+
+    def peak() -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(tokens).sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    with thrifty.activation_budget(model, "30%"):
+        peak()
+        less = peak()
+    assert less < peak()
