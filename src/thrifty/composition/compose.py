@@ -79,7 +79,8 @@ class Run:
 
     @cached_property
     def backward(self) -> Backward:
-        return divided_by_parts(self._wrapped_backward[0])
+        backward = self._wrapped_backward[0]
+        return divided_by_parts(backward) if self.plain.objective.may_weigh_parts else backward
 
     @cached_property
     def memories(self) -> dict[str, dict[str, Tensor]]:

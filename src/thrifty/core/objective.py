@@ -84,6 +84,8 @@ class Objective:
     loss_in: str = "nats"
     """What the loss is a number of."""
     joint: bool = False
+    may_weigh_parts: bool = False
+    """True if predictions may have `part_weights`."""
     measured: tuple[str, ...] = ()
     pictured: str = ""
 

@@ -22,6 +22,7 @@ class UserLoss(Objective):
     """
 
     learns_from = ()
+    may_weigh_parts = True
 
     def __init__(
         self, loss: UserFunction, assembled: Callable[[Batch], Any], metrics: Mapping[str, UserFunction] | None = None
