@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import user_work
-from command_line import CommandLine, assert_equal
+from command_line import CommandLine, assert_equal, write_corpus
 from rank_processes import on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -177,3 +177,17 @@ def test_examples_read_twice_are_the_same_and_the_generators_are_left_as_they_we
 def test_a_refused_sampler_names_the_reason() -> None:
     with pytest.raises(RefusedError, match="a function of seed and step"):
         open_user_data(DataLoader(user_work.NoisySums(9), sampler=[0, 1]), user_work.NoisySums(9), 2, 0)
+
+
+def test_a_recipe_gives_what_is_not_passed(tmp_path: Path) -> None:
+    from thrifty.core.recipe import Budget, DataSettings, Recipe
+
+    write_corpus(tmp_path / "corpus")
+    data = DataSettings(source=str(tmp_path / "corpus"), vocabulary=320, length=16, batch=8)
+    recipe = Recipe("whole", data=data, budget=Budget(steps=2), techniques=(thrifty.Lion(),))
+    run = thrifty.train(recipe=recipe, runs=tmp_path, quiet=True)
+    assert run.summary["steps"] == 2 and run.folder == tmp_path / "whole"
+    assert "lion" in (run.folder / "recipe.toml").read_text()
+    again = {"recipe": recipe, "runs": tmp_path / "again", "quiet": True}
+    same = thrifty.train("llama-nano", tmp_path / "corpus", **again)
+    assert same.loss == run.loss

@@ -66,14 +66,14 @@ class RunResult:
 
 
 def train(
-    model: nn.Module | Callable[[], nn.Module] | str | Path = "llama-nano",
-    data: Any = "python-stdlib",
+    model: nn.Module | Callable[[], nn.Module] | str | Path | None = None,
+    data: Any = None,
     *,
     held_out: Any = None,
     loss: Loss | None = None,
     metrics: Mapping[str, Callable[[nn.Module, Any], Any]] | None = None,
     techniques: Sequence[str | Technique | type[Technique]] = (),
-    budget: int | str = 500,
+    budget: int | str | None = None,
     batch: int | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     name: str = "run",
@@ -90,9 +90,9 @@ def train(
     returns one loss for each example, losses and weights of their parts, or a mean; or it is the name of an objective.
     Functions in `metrics` have the same form. `budget` is "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or
     a number of steps; `batch` the effective batch in examples. Without an optimizer among `techniques` it is AdamW.
+    `recipe` gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
 
-    `recipe` gives everything that is not passed. Raises UsageError for arguments that do not fit, and for a run folder
-    that exists.
+    Raises UsageError for arguments that do not fit, and for a run folder that exists.
 
     Example::
 
@@ -100,24 +100,26 @@ def train(
     """
     base = recipe or Recipe(name, seed=seed, device=device)
     objects = UserObjects(_builder(model), None, None, None, dict(metrics or {}), collate)
-    if not isinstance(model, nn.Module) and not callable(model):
+    if isinstance(model, str | Path):
         base = replace(base, model=_model_settings(model))
     batch_size = batch
     if isinstance(data, str | Path):
         base = replace(base, data=replace(base.data, source=str(data)))
-    else:
+    elif data is not None:
         if held_out is None:
             raise UsageError("data of your own need held-out data to be judged by", fix="held_out=a second dataset")
         batch_size = batch or dataset_of(data)[2]
         objects = replace(objects, data=data, held_out=held_out)
     if isinstance(loss, str):
         base = replace(base, objective=ObjectiveSettings(loss))
-    else:
+    elif loss is not None:
         objects = replace(objects, loss=loss)
     if batch_size is not None:
         base = replace(base, data=replace(base.data, batch=batch_size))
     chosen = tuple(technique_of(each, {}) for each in techniques) or base.techniques
-    base = replace(base, techniques=_with_optimizer(chosen), budget=_budget(budget, data, base.data))
+    base = replace(base, techniques=_with_optimizer(chosen))
+    if budget is not None:
+        base = replace(base, budget=_budget(budget, data, base.data))
     summary = trainer.train(base, Path(runs), objects=objects, quiet=quiet)
     return RunResult(Path(runs) / base.name, summary, objects)
 
@@ -165,7 +167,7 @@ def _budget(budget: int | str, data: Any, settings: DataSettings) -> Budget:
         return Budget(steps=budget)
     number, _, unit = budget.strip().partition(" ")
     if unit.strip() in ("epoch", "epochs"):
-        if isinstance(data, str | Path):
+        if data is None or isinstance(data, str | Path):
             raise UsageError(f"the budget {budget!r} needs a dataset whose examples are counted", fix='"1e7 tokens"')
         try:
             return Budget(steps=math.ceil(float(number) * len(dataset_of(data)[0]) / settings.batch))
