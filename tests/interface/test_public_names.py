@@ -1,4 +1,4 @@
-"""What `import thrifty` offers: names, signatures and stubs, all of one list."""
+"""Public names of `import thrifty`: names, signatures and stubs are of one list."""
 
 import subprocess
 import sys

@@ -115,7 +115,7 @@ class Objective:
         raise NotImplementedError(f"{type(self).__name__} has no softmax normaliser")
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        """What people judge a model by, per example (b,) by the names in `measured`; its weighted mean is evaluated.
+        """Return metrics per example (b,), by the names in `measured`; their weighted mean is evaluated.
         Sums over an example's parts come with the weights of those, (2, b)."""
         return {}
 

@@ -155,7 +155,7 @@ def dataset_of(data: Any) -> tuple[Any, Collate | None, int | None]:
 
 @dataclass(frozen=True)
 class UserModelSpec:
-    """What a user's own data require of a model: whatever their loss does with it."""
+    """Requirements of a user's own data on a model: none, since only their loss calls it."""
 
 
 @dataclass(frozen=True)

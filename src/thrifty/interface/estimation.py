@@ -27,7 +27,7 @@ from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.planner import allowed_options
 
 STEPS = 1000
-"""Of the run whose step is estimated, for settings that are fractions of one."""
+"""Steps of the run whose step is estimated, for settings that are fractions of one."""
 
 
 class OneBatch(BatchSource):
@@ -66,11 +66,11 @@ class Estimate:
     peak: float
     parts: Mapping[str, float]
     flops: float
-    """Of one step: forward and backward pass, a multiply-add counted as two."""
+    """FLOPs of the forward and backward pass of one step, a multiply-add counted as two."""
     parameters: int
     memory: float
     options: tuple[EstimatedOption, ...]
-    """What makes it fit `memory`, the cheapest first; empty where it fits, or nothing does."""
+    """Changes with which it fits `memory`, the cheapest first; empty if it fits, or nothing does."""
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -26,7 +26,7 @@ SEAMS = {
     "backward": "how gradients are computed",
     "changes": "the structure of the model during training",
 }
-"""What only the trainer has, by the method of a technique that changes it."""
+"""Parts of a run that only the trainer has, by the method of a technique that changes them."""
 
 
 @dataclass(frozen=True)

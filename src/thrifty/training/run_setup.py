@@ -61,7 +61,7 @@ class PreparedRun:
     data: RunData
     run: Run
     objects: UserObjects = NO_OBJECTS
-    """What the user passed from Python in place of the recipe's."""
+    """Objects from Python that take the place of the recipe's."""
 
 
 @contextmanager

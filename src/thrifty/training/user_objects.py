@@ -16,7 +16,7 @@ BuildModel = Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class UserObjects:
-    """What takes the place of a recipe's model, data and objective; see `thrifty.train`."""
+    """Model, data, loss and metrics in place of a recipe's; see `thrifty.train`."""
 
     model: BuildModel | None = None
     data: Any = None
