@@ -7,7 +7,7 @@ from .core.stages import Stage as Stage
 from .core.technique import Numerics as Numerics
 from .core.technique import Technique as Technique
 from .interface import losses as losses
-from .interface.estimation import Estimate as Estimate
+from .interface.estimation import StepEstimate as StepEstimate
 from .interface.estimation import estimate as estimate
 from .interface.own_loop import activation_budget as activation_budget
 from .interface.own_loop import apply as apply

@@ -56,7 +56,7 @@ class EstimatedOption:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class StepEstimate:
     """Predicted bytes and FLOPs of one training step.
 
     `peak` counts the tensors of one process at the peak of a step; `parts` are what it is made of. On a processor the
@@ -103,8 +103,8 @@ def estimate(
     memory: str | float | None = None,
     allow: str = "rounding",
     device: str = "cpu",
-) -> Estimate:
-    """Estimate the memory and work of a training step; nothing is allocated and no step is run.
+) -> StepEstimate:
+    """StepEstimate the memory and work of a training step; nothing is allocated and no step is run.
 
     `model` is a module, on the meta device or not, or a function that builds one. `batch` is what `loss(model, batch)`
     takes; without a loss it is keyword arguments of a model that computes its own. `memory` ("24GB" or bytes) is what
@@ -137,7 +137,7 @@ def estimate(
     footprint = explanation.footprint
     limit = inf if memory is None else read_size(memory, "memory") if isinstance(memory, str) else float(memory)
     options = () if footprint.memory <= limit else _options(plain, chosen, limit, Numerics(allow), device)
-    return Estimate(
+    return StepEstimate(
         footprint.memory,
         _parts(footprint),
         footprint.flops,
