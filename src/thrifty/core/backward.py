@@ -40,9 +40,9 @@ Backward = Callable[[nn.Module, Objective, Batch], BackwardResult]
 def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
     """The whole batch in one forward and one backward pass."""
     prediction = objective.predict(model, batch)
-    loss = (objective.losses(prediction, batch) * batch.weight).sum()
+    loss, weights = (objective.losses(prediction, batch) * batch.weight).sum(), prediction.part_weights
+    del prediction  # what the backward pass does not need of it is freed before
     loss.backward()
-    weights = prediction.part_weights
     return BackwardResult(loss.detach(), parts=None if weights is None else weights.detach().sum())
 
 
