@@ -1,4 +1,4 @@
-"""How verbs print results."""
+"""Printing of results by verbs."""
 
 import json
 import math

@@ -1,7 +1,7 @@
 """Optimizer techniques as `torch.optim.Optimizer`: parameter groups, schedulers and state dicts as torch has them."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -94,16 +94,11 @@ class TechniqueOptimizer(TransformOptimizer):
         self.added = (*self.added, technique)
         self._forget()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def make_update(self) -> None:
         parameters = self.parameters
         active = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
         if not active:
-            return loss
+            return
         self._locate(active)
         own = [parameters[index] for index in active]
         self.site.update([each.grad for each in own], own, self.updates, self.age)
@@ -112,7 +107,6 @@ class TechniqueOptimizer(TransformOptimizer):
             self._steps[index] += 1
         for count in self._counts:
             count += 1
-        return loss
 
     @torch.no_grad()
     def eval_weights(self) -> list[Tensor] | None:

@@ -128,11 +128,15 @@ class TransformOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.make_update()
+        return loss
+
+    def make_update(self) -> None:
+        """Update the parameters by their gradients."""
         parameters = self.parameters
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         self.site.update(gradients, parameters, self.updates, self.age)
         self.updates += 1
-        return loss
 
     def learning_rate(self) -> float:
         """The factor that the next update will be multiplied by, sign removed: the product of all schedules."""

@@ -54,8 +54,8 @@ class PlanCandidate:
 
     @property
     def process_kind(self) -> tuple[bool, bool, int]:
-        """What decides how much a process holds beyond its tensors: a compiler's own memory, freed memory that stays or
-        goes back (`training.memory_meter.set_freed_memory_policy`), and the number of ranks."""
+        """Kind of its process, on which the bytes beyond its tensors depend: a compiler's own memory, freed memory that
+        stays or goes back (`training.memory_meter.set_freed_memory_policy`), and the number of ranks."""
         gives_back = any(technique.limits_activation_bytes for technique in self.techniques)
         return self.is_compiled, gives_back, self.ranks
 

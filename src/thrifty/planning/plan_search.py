@@ -238,7 +238,7 @@ class PlanSearch(SingleOptionCosts):
         self.needs[candidate.ways] = needed * self._sharing(candidate), least
 
     def _sharing(self, candidate: PlanCandidate) -> int:
-        """How many ranks the memory is for."""
+        """Return the number of ranks that the memory is for."""
         return candidate.ranks if self.shared else 1
 
     def _misfit(self, candidate: PlanCandidate) -> str:

@@ -30,7 +30,7 @@ _OF_BOTH_SIDES = {
     "decoder_ffn_dim": "hidden",
     "decoder_vocab_size": "vocabulary",
 }
-"""What config.json says of the decoder, which is what it says of the encoder."""
+"""Keys of config.json for the decoder, whose values are those of the encoder."""
 
 
 def _block(shape: ModelConfig, decoder: bool) -> PostNormBlock:

@@ -82,7 +82,7 @@ class AcceleratorDesign:
     least: Callable[[AcceleratorSpec], int] = lambda machine: 1
     """The fewest multipliers that a resized copy has."""
     grows: bool = False
-    """Whether one copy may also be larger than the machine's; more of them have the larger budgets of other designs."""
+    """True if one copy may be larger than the machine's; more of them have the larger budgets of other designs."""
     activities: tuple[str, ...] = ()
     """Names in `ItemStream.active` that modules may go by, besides the stations."""
     workload: str = "attention"
