@@ -3,6 +3,7 @@
 from . import optim as optim
 from .core.errors import NeedsTrainer as NeedsTrainer
 from .core.errors import ThriftyError as ThriftyError
+from .core.recipe import Recipe as Recipe
 from .core.stages import Stage as Stage
 from .core.technique import Numerics as Numerics
 from .core.technique import Technique as Technique
@@ -12,6 +13,7 @@ from .interface.estimation import estimate as estimate
 from .interface.own_loop import activation_budget as activation_budget
 from .interface.own_loop import apply as apply
 from .interface.own_loop import summary as summary
+from .interface.recipe_arguments import recipe as recipe
 from .interface.training import RunResult as RunResult
 from .interface.training import resume as resume
 from .interface.training import train as train

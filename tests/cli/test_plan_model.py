@@ -11,7 +11,7 @@ from torch import nn
 
 from thrifty.cli.plan.user_model import own_model
 from thrifty.core.errors import RefusedError, UsageError
-from thrifty.training.run_setup import check_builder
+from thrifty.core.user_objects import UserObjects
 
 
 def failing(kind: type[Exception] = KeyError) -> nn.Module:
@@ -20,28 +20,28 @@ def failing(kind: type[Exception] = KeyError) -> nn.Module:
 
 def test_a_builder_that_fails_is_named_with_what_it_raised_as_the_cause() -> None:
     with pytest.raises(UsageError, match=r"test_plan_model:failing builds no model: KeyError: 'width'") as error:
-        check_builder(failing)
+        UserObjects(failing).build_model()
     assert error.value.fix and isinstance(error.value.__cause__, KeyError)
     with pytest.raises(UsageError, match=r"test_plan_model:failing builds no model: ValueError: width"):
-        check_builder(partial(failing, ValueError))
+        UserObjects(partial(failing, ValueError)).build_model()
 
 
 @pytest.mark.parametrize("made", [lambda: None, lambda: {"width": 2}, lambda: nn.Linear])
 def test_a_builder_that_gives_no_module_is_told_so(made: Callable[[], Any]) -> None:
     with pytest.raises(UsageError, match=r"lambda> gives a (NoneType|dict|type), and no torch\.nn\.Module") as error:
-        check_builder(made)
+        UserObjects(made).build_model()
     assert "return the model" in error.value.fix
 
 
 @pytest.mark.parametrize("kind", [RefusedError, MemoryError, torch.OutOfMemoryError])
 def test_what_says_itself_what_to_do_is_left_as_it_is(kind: type[Exception]) -> None:
     with pytest.raises(kind, match="width"):
-        check_builder(partial(failing, kind))
+        UserObjects(partial(failing, kind)).build_model()
 
 
 def test_a_model_is_given_on_as_it_was_built() -> None:
     model = nn.Linear(2, 2)
-    assert check_builder(lambda: model) is model
+    assert UserObjects(lambda: model).build_model() is model
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Models that fake tensors do not run: counted on a real batch, trained, planned, and refused only by name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from thrifty.composition.explain import explain, touched_modules
 from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import Budget, DataSettings, EvaluationSettings, Recipe
 from thrifty.core.technique import Numerics
+from thrifty.core.user_objects import UserObjects
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.objectives.next_token import NextToken
 from thrifty.planning.plan_search import PlanSearch
@@ -22,7 +24,6 @@ from thrifty.planning.planner import allowed_options
 from thrifty.simulators.cluster.traced_workload import trace_workload
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.trainer import train
-from thrifty.training.user_objects import UserObjects
 
 PLAIN = BaseRun(build, PackedTokens(corpus(), 64, 8, seed=0), NextToken())
 
@@ -64,7 +65,8 @@ def test_they_are_trained(tmp_path: Path) -> None:
     data = DataSettings(source=str(tmp_path / "text.txt"), vocabulary=VOCABULARY, length=16, batch=4)
     evaluation = EvaluationSettings(examples=4)
     recipe = Recipe("routed", data=data, budget=Budget(steps=2), evaluation=evaluation, techniques=(AdamW(),))
-    assert train(recipe, tmp_path, objects=UserObjects(model=lambda *_: build()), quiet=True)["status"] == "finished"
+    recipe = replace(recipe, objects=UserObjects(model=build))
+    assert train(recipe, tmp_path, quiet=True)["status"] == "finished"
     explained = json.loads((tmp_path / "routed" / "explanation.json").read_text())
     assert explained["plain"]["flops"] > 0 and explained["footprint"]["activations"] > 0
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ from command_line import CommandLine
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, ModelSettings, Recipe
+from thrifty.core.user_objects import UserObjects
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training import checkpoint
 from thrifty.training.trained_model import load_trained_model
 from thrifty.training.trainer import train
-from thrifty.training.user_objects import UserObjects
 
 
 def cut_off(thrifty: CommandLine, name: str, *words: str, steps: int = 8, at: int = 4, **changed: object) -> None:
@@ -131,6 +132,8 @@ def test_a_model_of_ones_own_is_never_restored_as_another(tmp_path: Path, thrift
     def build() -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Embedding(300, 16), torch.nn.Linear(16, 300))
 
-    train(recipe, tmp_path, objects=UserObjects(model=build), quiet=True)
-    with pytest.raises(UsageError, match="trained with another model"):
+    train(replace(recipe, objects=UserObjects(model=build)), tmp_path, quiet=True)
+    with pytest.raises(UsageError, match=r"has model from Python .*build"):
         load_trained_model(tmp_path / "own")
+    with pytest.raises(UsageError, match="trained with another model"):
+        load_trained_model(tmp_path / "own", model=lambda: torch.nn.Sequential(torch.nn.Linear(2, 2)))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, CheckpointSettings, DataSettings, EvaluationSettings, ModelSettings, Recipe
 from thrifty.core.state import fill_tensor
+from thrifty.core.user_objects import UserObjects
 from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
 from thrifty.experiments.mask_export import export_masks, masks_of
 from thrifty.recipes.recipe_toml import read_recipe, write_recipe
@@ -25,7 +26,6 @@ from thrifty.techniques.sparsity.rigl import Rigl
 from thrifty.training import checkpoint
 from thrifty.training.loop import train
 from thrifty.training.run_setup import prepare_run
-from thrifty.training.user_objects import UserObjects
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +179,7 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
         return {"kept": [model() for model in built if model() is not None]}
 
     monkeypatch.setattr("thrifty.experiments.lottery_rounds._Rounds.to_the_end", look)
-    assert run_lottery(recipe, LOTTERY, tmp_path, objects=UserObjects(model=build), quiet=True) == {"kept": []}
+    assert run_lottery(replace(recipe, objects=UserObjects(model=build)), LOTTERY, tmp_path, quiet=True) == {"kept": []}
     assert len(built) == 1
 
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from thrifty.core.errors import ThriftyError
 from thrifty.core.recipe import Budget, DataSettings, Recipe
 from thrifty.core.technique import Technique
+from thrifty.core.user_objects import UserObjects
 from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.precision.bfloat16_weights import Bfloat16Weights
 from thrifty.training.checkpoint import load
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.trainer import resume, train
-from thrifty.training.user_objects import UserObjects
 
 VOCABULARY, WIDTH = 320, 16
 
@@ -67,7 +67,7 @@ def test_weights_whose_updates_are_lost_to_rounding_are_told(
         budget=Budget(steps=2),
         techniques=(AdamW(), *techniques),
     )
-    train(recipe, tmp_path, objects=UserObjects(model=lambda: Blocks().to(dtype)), quiet=True)
+    train(replace(recipe, objects=UserObjects(model=lambda: Blocks().to(dtype))), tmp_path, quiet=True)
     told = [each["text"] for each in RunFolder(tmp_path / "run").read_records() if each["kind"] == "notice"]
     assert any("in bfloat16: updates that are small beside them are lost" in text for text in told) == is_told
 
@@ -83,7 +83,7 @@ def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
         budget=Budget(steps=30),
         techniques=(AdamW(lr=3e-2), *([Recompute()] if kind is Blocks else [])),
     )
-    whole = train(recipe, tmp_path, objects=UserObjects(model=kind), quiet=True)
+    whole = train(replace(recipe, objects=UserObjects(model=kind)), tmp_path, quiet=True)
     assert whole["status"] == "finished" and whole["held_out_loss"] < whole["unigram_entropy"] + 0.5
     trained, is_interrupted = 0, True
 
@@ -100,10 +100,12 @@ def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
         return model
 
     recipe = replace(recipe, name="cut")
-    summary = train(recipe, tmp_path, objects=UserObjects(model=build), quiet=True)
+    summary = train(replace(recipe, objects=UserObjects(model=build)), tmp_path, quiet=True)
     assert summary["status"] == "interrupted" and summary["exit_code"] == 143 and 0 < summary["steps"] < 30
     is_interrupted = False
-    assert resume(tmp_path / "cut", recipe, objects=UserObjects(model=build), quiet=True)["status"] == "finished"
+    assert (
+        resume(tmp_path / "cut", replace(recipe, objects=UserObjects(model=build)), quiet=True)["status"] == "finished"
+    )
     assert_equal(load(tmp_path / "cut" / "checkpoints").tensors, load(tmp_path / "whole" / "checkpoints").tensors)
 
 
@@ -128,5 +130,5 @@ def test_a_run_whose_folder_goes_away_ends_and_says_so(what: str, common_folder:
         return model
 
     with pytest.raises(ThriftyError, match="was moved or deleted during the run"):
-        train(recipe, tmp_path, objects=UserObjects(model=losing), quiet=True)
+        train(replace(recipe, objects=UserObjects(model=losing)), tmp_path, quiet=True)
     assert not (tmp_path / "run").exists()

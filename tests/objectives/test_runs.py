@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget, DataSettings, EvaluationSettings, ObjectiveSettings, Recipe
+from thrifty.core.user_objects import UserObjects
 from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.run_setup import open_examples
 from thrifty.training.trainer import train
-from thrifty.training.user_objects import UserObjects
 
 LEARNED = {
     "masked_token": {"objective__name": "masked_token", "model__preset": "bert-nano"},
@@ -127,20 +127,17 @@ def masked_recipe(thrifty: CommandLine, *others: Any, **changed: Any) -> Recipe:
 @pytest.mark.usefixtures("own_cache")
 def test_a_model_of_ones_own_learns_from_python(thrifty: CommandLine, tmp_path: Path) -> None:
     recipe = masked_recipe(thrifty, rate=0.3)
-    summary = train(recipe, tmp_path, objects=UserObjects(model=lambda: OwnEncoder(320)), quiet=True)
+    summary = train(replace(recipe, objects=UserObjects(model=lambda: OwnEncoder(320))), tmp_path, quiet=True)
     assert summary["held_out_loss"] < 0.95 * 5.77  # the logarithm of 320, where it starts
 
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_run_may_cut_its_texts_before_they_are_masked(thrifty: CommandLine, tmp_path: Path) -> None:
     recipe = masked_recipe(thrifty, SequenceLengthWarmup(start=8, until=2, phases=2))
+    own = UserObjects(model=lambda: OwnEncoder(320))
+    own = UserObjects(model=lambda: OwnEncoder(320))
     short, full = (
-        train(
-            replace(recipe, name=name, techniques=techniques),
-            tmp_path,
-            objects=UserObjects(model=lambda: OwnEncoder(320)),
-            quiet=True,
-        )
+        train(replace(recipe, name=name, techniques=techniques, objects=own), tmp_path, quiet=True)
         for name, techniques in (("short", recipe.techniques), ("full", (AdamW(lr=1e-2),)))
     )
     assert 0 < short["tokens"] < full["tokens"] == full["steps"] * PER_STEP

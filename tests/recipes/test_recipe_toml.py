@@ -19,6 +19,7 @@ from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.technique import Technique
+from thrifty.core.user_objects import UserObjects
 from thrifty.recipes import RECIPES, load_recipe
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 
@@ -95,7 +96,7 @@ TECHNIQUES: some.SearchStrategy[tuple[Technique, ...]] = some.lists(
     some.sampled_from(techniques.names()), unique=True, max_size=6
 ).flatmap(lambda names: some.tuples(*(any_legal(techniques.find(name)) for name in names)))
 NAMES = some.from_regex(r"[A-Za-z0-9_é]([-A-Za-z0-9_.+=,@%()\[\]: é]{0,20}[a-z0-9])?", fullmatch=True)
-ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES, name=NAMES)
+ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES, name=NAMES, objects=some.just(UserObjects()))
 
 
 @settings(max_examples=150)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from thrifty.checking.promise_check import check_run
 from thrifty.core.out_of_memory import OutOfMemory, is_out_of_memory
 from thrifty.core.recipe import Recipe
+from thrifty.core.user_objects import UserObjects
 from thrifty.experiments.study_workers import _answer
 from thrifty.optim.torch_optimizer import UpdateLocation
 from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.training.checkpoint_writer import CheckpointWriter
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.trainer import resume, train
-from thrifty.training.user_objects import UserObjects
 
 
 def refuse(*anything: object, **named: object) -> dict[str, float]:
@@ -80,12 +80,13 @@ def test_the_phase_is_named_and_the_summary_holds_how_the_run_ended(
     recipe = tiny_recipes.text(tmp_path)
     says = rf"^out of memory in {phase}: 1,125,899,907 MB more were refused; the predicted peak is [\d,]+ MB of tensors"
     with pytest.raises(OutOfMemory, match=says) as error:
-        train(recipe, tmp_path, objects=UserObjects(model=partial(Short, phase)), quiet=True)
+        train(replace(recipe, objects=UserObjects(model=partial(Short, phase))), tmp_path, quiet=True)
     folder = RunFolder(tmp_path / "text")
     summary = folder.read_json("summary")
     assert (summary["status"], summary["exit_code"], summary["error"]) == ("stopped", 3, str(error.value))
     monkeypatch.undo()
-    assert resume(folder.path, recipe, objects=UserObjects(model=partial(Short)), quiet=True)["status"] == "finished"
+    recipe = replace(recipe, objects=UserObjects(model=partial(Short)))
+    assert resume(folder.path, recipe, quiet=True)["status"] == "finished"
 
 
 @pytest.mark.slow
@@ -118,12 +119,11 @@ def build() -> nn.Module:
 
 def test_a_model_of_ones_own_is_named_in_the_plan_where_it_can_be_imported(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory) as error:
-        train(tiny_recipes.text(tmp_path), tmp_path, objects=UserObjects(model=build), quiet=True)
+        train(replace(tiny_recipes.text(tmp_path), objects=UserObjects(model=build)), tmp_path, quiet=True)
     assert f" --model {__name__}:build`" in error.value.fix
     with pytest.raises(OutOfMemory) as error:
-        train(
-            tiny_recipes.text(tmp_path, name="other"), tmp_path, objects=UserObjects(model=lambda: build()), quiet=True
-        )
+        other = tiny_recipes.text(tmp_path, name="other")
+        train(replace(other, objects=UserObjects(model=lambda: build())), tmp_path, quiet=True)
     assert "thrifty plan" not in error.value.fix and "--set data.batch=4" in error.value.fix
 
 
@@ -133,7 +133,7 @@ def test_an_error_of_a_model_is_written_down_too(tmp_path: Path) -> None:
             return super().forward(tokens) if type(self.out.weight.data) is not Tensor else tokens.missing
 
     with pytest.raises(AttributeError):
-        train(tiny_recipes.text(tmp_path), tmp_path, objects=UserObjects(model=Faulty), quiet=True)
+        train(replace(tiny_recipes.text(tmp_path), objects=UserObjects(model=Faulty)), tmp_path, quiet=True)
     summary = RunFolder(tmp_path / "text").read_json("summary")
     assert summary["status"] == "stopped" and summary["error"].startswith("AttributeError: ")
 

@@ -28,9 +28,9 @@ from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
+from thrifty.core.user_objects import PythonObjects
 from thrifty.training.determinism import deterministic_kernels, missing_deterministic_kernel
 from thrifty.training.run_setup import PreparedRun, prepare_run
-from thrifty.training.user_objects import BuildModel, UserObjects
 
 STEPS, EXAMPLES = 4, 4
 LEAST = 3
@@ -42,7 +42,6 @@ Say = Callable[[str], None]
 def check(
     recipe: Recipe,
     *,
-    model: BuildModel | None = None,
     steps: int = STEPS,
     examples: int = EXAMPLES,
     length: int | None = None,
@@ -53,7 +52,7 @@ def check(
     """Check a recipe, made smaller: so many steps, an effective batch of at most so many examples (the next larger one
     that its techniques take), and examples of `length` tokens where that is given.
 
-    `model` builds a model of your own, as in `train`. Without `ranks` no processes are started; `start` starts them
+    Without `ranks` no processes are started; `start` starts them
     another way. `say` is told what is being looked at. Raises UsageError where the recipe could not be trained.
     """
     if steps < LEAST:
@@ -61,11 +60,11 @@ def check(
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UsageError("a check starts its ranks itself, from one process", fix="start it without torchrun")
     began = time.monotonic()
-    small, prepared, cuts = _made_smaller(recipe, model, steps, examples, length)
+    small, prepared, cuts = _made_smaller(recipe, steps, examples, length)
     alone = replace(small, techniques=_alone(small.techniques))
 
     def reopened() -> BaseRun:
-        return prepare_run(alone, UserObjects(model), steps, quiet=True).run.plain
+        return prepare_run(alone, steps, quiet=True).run.plain
 
     subject = CheckSubject(reopened, small.techniques, steps, small.seed, prepared.run.device)
     verdicts: list[PromiseVerdict] = []
@@ -80,7 +79,7 @@ def check(
         verdicts.append(label_check.labels(objective, batch))
         verdicts += _of_run(subject, here / "checkpoints", say, exported)
         say("ranks")
-        verdicts.append(_of_ranks(subject, small, here, model, ranks, start))
+        verdicts.append(_of_ranks(subject, small, here, ranks, start))
         preview = label_check.format_example(small, prepared.data, objective, batch)
     return CheckReport(recipe.name, tuple(verdicts), cuts, preview, round(time.monotonic() - began, 1))
 
@@ -143,13 +142,11 @@ def _blamed(text: str, subject: CheckSubject) -> str:
     return f"--without {names[0]}" if names else "leave techniques out one by one: --without NAME"
 
 
-def _of_ranks(
-    subject: CheckSubject, recipe: Recipe, folder: Path, model: BuildModel | None, wanted: bool, start: Start | None
-) -> PromiseVerdict:
+def _of_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, wanted: bool, start: Start | None) -> PromiseVerdict:
     if not wanted:
         return not_applicable(PROMISE, "ranks", "left out as asked")
-    if model is not None and subject.dividing:
-        return not_applicable(PROMISE, "ranks", "a model made by a function cannot be sent to other processes")
+    if recipe.python != PythonObjects() and subject.dividing:
+        return not_applicable(PROMISE, "ranks", "objects passed from Python cannot be sent to other processes")
     return across_ranks(subject, recipe, folder, start)
 
 
@@ -158,7 +155,7 @@ def _alone(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
 
 
 def _made_smaller(
-    recipe: Recipe, model: BuildModel | None, steps: int, examples: int, length: int | None
+    recipe: Recipe, steps: int, examples: int, length: int | None
 ) -> tuple[Recipe, PreparedRun, tuple[str, ...]]:
     """The recipe with the smallest batch from `examples` on that its techniques take, and what was cut of it."""
     data = recipe.data
@@ -169,9 +166,7 @@ def _made_smaller(
     while True:
         small = replace(recipe, data=replace(data, batch=size))
         try:
-            prepared = prepare_run(
-                replace(small, techniques=_alone(small.techniques)), UserObjects(model), steps, quiet=True
-            )
+            prepared = prepare_run(replace(small, techniques=_alone(small.techniques)), steps, quiet=True)
             _ = prepared.run.source.at(0)
             break
         except UsageError:

@@ -22,6 +22,8 @@ DEEPEST = 16
 LONGEST_KEY = 100
 """Points in it: reading a key takes time with the square of its parts."""
 
+NO_DATA = {"no data": True}
+"""Metadata of a field that plain data never hold."""
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
@@ -67,7 +69,7 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None
     if not isinstance(data, Mapping):
         raise UsageError(f"{path} must be a table, not {data!r}", fix=f"write [{path}] and its keys below")
     hints = hints_of(kind)
-    names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    names = [field.name for field in _data_fields(kind)]
     for key in data:
         if key not in names:
             raise UsageError(f"unknown key {_join(path, key)!r}", fix=did_you_mean(new_key(_join(path, key)), names))
@@ -139,9 +141,13 @@ def to_data(value: Any) -> dict[str, Any]:
     """A dataclass as a table of plain data; entries that are None are left out."""
     return {
         field.name: _plain(getattr(value, field.name))
-        for field in dataclasses.fields(value)
-        if field.init and getattr(value, field.name) is not None
+        for field in _data_fields(value)
+        if getattr(value, field.name) is not None
     }
+
+
+def _data_fields(value: Any) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(value) if field.init and not field.metadata.get("no data")]
 
 
 def _plain(value: Any) -> Any:

@@ -5,16 +5,18 @@ The sections below are plain values. What they mean is known where they are used
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from thrifty.core.errors import UsageError
 from thrifty.core.file_names import check_name
 from thrifty.core.mesh import Mesh
 from thrifty.core.old_names import order_key
+from thrifty.core.plain_values import NO_DATA
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Natural, Positive, Probability, Rate, SettingBound, check_bounds
 from thrifty.core.technique import Technique
+from thrifty.core.user_objects import PythonObjects, UserObjects
 
 
 @dataclass(frozen=True)
@@ -182,20 +184,9 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
-class PythonObjects:
-    """Names and fingerprints of objects that were passed from Python in place of what a recipe can spell: a record, so
-    that a resumed run can tell what changed. None of them is ever imported."""
-
-    model: str = ""
-    data: str = ""
-    held_out: str = ""
-    loss: str = ""
-    collate: str = ""
-    metrics: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Recipe:
+    """Everything about a run as one value; see `thrifty.recipe`."""
+
     name: str = "run"
     about: str = ""
     """One line for people: what the run is and what to expect of it."""
@@ -215,9 +206,23 @@ class Recipe:
     python: PythonObjects = field(default_factory=PythonObjects)
     techniques: tuple[Technique, ...] = ()
     """In order of stage, whatever the order given."""
+    objects: UserObjects = field(default_factory=UserObjects, compare=False, repr=False, metadata=NO_DATA)
+    """Objects passed from Python, which no file spells; `python` records them."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
         check_bounds(self, "recipe")
         ordered = sorted(self.techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
         object.__setattr__(self, "techniques", tuple(ordered))
+        passed = {name: text for name, text in vars(self.objects.described).items() if text}
+        object.__setattr__(self, "python", replace(self.python, **passed))
+
+    def refuse_missing_objects(self, *names: str) -> None:
+        """Raise UsageError if an object that the recipe names (one of `names`, by default any) was not passed."""
+        for name, recorded in vars(self.python).items():
+            if recorded and not getattr(self.objects.described, name) and name in (names or vars(self.python)):
+                first = (recorded if isinstance(recorded, str) else recorded[0]).rpartition(" ")[0]
+                raise UsageError(
+                    f"the recipe has {name} from Python ({first}), which a file never runs by itself",
+                    fix=f"pass it: thrifty.train(…, {name}=…) or thrifty.resume(…, {name}=…)",
+                )

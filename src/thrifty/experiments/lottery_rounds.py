@@ -41,9 +41,8 @@ from thrifty.techniques.sparsity.mask_from_file import (
 )
 from thrifty.training import checkpoint
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.run_setup import NO_OBJECTS, prepare_run
+from thrifty.training.run_setup import prepare_run
 from thrifty.training.trainer import resume, rewind_run, train
-from thrifty.training.user_objects import UserObjects
 
 Control = Literal["random-mask", "reinitialise"]
 CONTROLS: tuple[Control, ...] = ("random-mask", "reinitialise")
@@ -85,7 +84,6 @@ def run_lottery(
     lottery: LotterySettings,
     runs: Path = Path("runs"),
     *,
-    objects: UserObjects = NO_OBJECTS,
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
     say: Callable[[str], None] = lambda text: None,
@@ -93,7 +91,7 @@ def run_lottery(
     """All rounds to the end; returns what stands in runs/NAME-lottery/lottery.json. `status` is "interrupted", and
     `exit_code` the signal's, when a round was stopped by one.
 
-    `objects` are those of `train`. Raises UsageError where the folder is of another lottery: only
+    Raises UsageError where the folder is of another lottery: only
     `rounds` and `controls` may differ, for more of them.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -104,15 +102,15 @@ def run_lottery(
             fix="rewind to an earlier step",
         )
     if not (Path(runs) / f"{recipe.name}-round-0").exists():  # nothing has been spent yet
-        _refuse_nothing_to_prune(recipe, lottery, objects, quiet)
+        _refuse_nothing_to_prune(recipe, lottery, quiet)
     with _claimed(Path(runs) / f"{recipe.name}-lottery", recipe, lottery) as folder:
-        return _Rounds(recipe, lottery, Path(runs), folder, objects, dict(origins or {}), quiet, say).to_the_end()
+        return _Rounds(recipe, lottery, Path(runs), folder, dict(origins or {}), quiet, say).to_the_end()
 
 
-def _refuse_nothing_to_prune(recipe: Recipe, lottery: LotterySettings, objects: UserObjects, quiet: bool) -> None:
+def _refuse_nothing_to_prune(recipe: Recipe, lottery: LotterySettings, quiet: bool) -> None:
     """Also what no ticket can go with. The model that is built to see it is let go again."""
     dense = replace(recipe, techniques=(*recipe.techniques, MaskFromFile()))
-    built = prepare_run(dense, objects, steps=recipe.budget.steps or 1000, quiet=quiet).run.build_model()
+    built = prepare_run(dense, steps=recipe.budget.steps or 1000, quiet=quiet).run.build_model()
     _chosen(dict(built.named_parameters()), lottery, f"the model of {recipe.name}")
 
 
@@ -171,7 +169,6 @@ class _Rounds:
     lottery: LotterySettings
     runs: Path
     folder: RunFolder
-    objects: UserObjects
     origins: dict[str, str]
     quiet: bool
     say: Callable[[str], None]
@@ -235,7 +232,7 @@ class _Rounds:
         name, recipe = self.name(number, control), self.recipe
         path = self.runs / name
         self.say(f"round {number} of {self.lottery.rounds}: {name}")
-        options = {"objects": self.objects, "origins": self.origins, "quiet": self.quiet}
+        options = {"origins": self.origins, "quiet": self.quiet}
         if number == 0:
             kept = replace(recipe.checkpoints, extra_steps=(*recipe.checkpoints.extra_steps, self.lottery.rewind))
             recipe = replace(recipe, name=name, checkpoints=kept, techniques=(*recipe.techniques, MaskFromFile()))

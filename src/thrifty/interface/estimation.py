@@ -20,8 +20,8 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.plain_values import read_size
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
+from thrifty.core.user_objects import UserObjects
 from thrifty.interface.own_loop import technique_of
-from thrifty.interface.training import _builder
 from thrifty.objectives.user_loss import UserLoss, loss_of_output
 from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.planner import allowed_options
@@ -118,8 +118,7 @@ def estimate(
         fit = thrifty.estimate(model, batch, loss=loss, memory="24GB")
         print(fit, fit.fits, fit.options)
     """
-    build = _builder(model)
-    if build is None:
+    if not callable(model):
         raise UsageError(f"{model!r} is no module and no function that builds one", fix="pass the module itself")
     leaves, structure = tree_flatten(batch)
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
@@ -132,7 +131,7 @@ def estimate(
     def assembled(rows: Batch) -> Any:
         return tree_unflatten([rows[str(place)] for place in range(len(leaves))], structure)
 
-    plain = BaseRun(build, OneBatch(leaves), UserLoss(loss or loss_of_output, assembled))
+    plain = BaseRun(UserObjects(model).build_model, OneBatch(leaves), UserLoss(loss or loss_of_output, assembled))
     explanation = explain(compose(plain, chosen, STEPS))
     footprint = explanation.footprint
     limit = inf if memory is None else read_size(memory, "memory") if isinstance(memory, str) else float(memory)

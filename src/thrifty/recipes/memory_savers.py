@@ -19,11 +19,10 @@ SAVERS = (
 """As `--with` takes them, by how little each changes of values."""
 
 
-def leaner_start(
-    recipe: Recipe, folder: Path, memory: float, check: Callable[[Recipe], object], model: str = ""
-) -> str:
+def leaner_start(recipe: Recipe, folder: Path, memory: float, check: Callable[[Recipe], object]) -> str:
     """Return, as commands, what would make a run fit into so many bytes. `check` raises ThriftyError for a recipe that
-    cannot be run; `model` is the function, as module:name, that builds a model of the user's own."""
+    cannot be run."""
+    model = recipe.python.model.rpartition(" ")[0]
     words = list(memory_savers(recipe, check))
     changes = [f"--with {word}" for word in words] + [f"--set data.batch={max(recipe.data.batch // 2, 1)}"]
     file, lean = shlex.quote(str(folder / "recipe.toml")), shlex.quote(f"{recipe.name}-lean")

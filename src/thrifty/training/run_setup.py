@@ -19,9 +19,9 @@ from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core import mesh
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.objective import Objective
-from thrifty.core.out_of_memory import explain_out_of_memory, is_out_of_memory
+from thrifty.core.out_of_memory import explain_out_of_memory
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
@@ -39,13 +39,11 @@ from thrifty.objectives.user_loss import UserLoss, loss_of_output
 from thrifty.training import heartbeat
 from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.rank_sync import process_group_sync
-from thrifty.training.user_objects import BuildModel, UserObjects
 
 DATA_KINDS: dict[str, DataKind] = {
     kind.name: kind for kind in (PlainText(), PairsOfTexts(), Chats(), Images(), ImagesWithCaptions())
 }
 
-NO_OBJECTS = UserObjects()
 PROBED = 6
 """Steps timed to turn a budget of seconds into steps; the first two are not counted."""
 
@@ -60,8 +58,6 @@ class PreparedRun:
     recipe: Recipe
     data: RunData
     run: Run
-    objects: UserObjects = NO_OBJECTS
-    """Objects from Python that take the place of the recipe's."""
 
 
 @contextmanager
@@ -113,53 +109,33 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", rank() % torch.cuda.device_count())
 
 
-def prepare_run(
-    recipe: Recipe, objects: UserObjects = NO_OBJECTS, steps: int | None = None, quiet: bool = False
-) -> PreparedRun:
-    """Open the data and compose the run.
+def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -> PreparedRun:
+    """Open the data and compose the run. Raises UsageError where an object that the recipe names was not passed.
 
-    `objects` take the place of what the recipe says. `steps` is known when a run is resumed; otherwise the
-    recipe's budget decides, a budget of seconds by timing some real steps.
+    `steps` is known when a run is resumed; otherwise the recipe's budget decides, a budget of seconds by timing some
+    real steps.
     """
-    device = choose_device(recipe.device)
-    recipe, model = objects.for_recipe(recipe), objects.model
+    recipe.refuse_missing_objects()
+    device, model = choose_device(recipe.device), recipe.objects.model
     chosen_objective(recipe.objective)
     if model is None:  # before data that take long are prepared
         refuse_model_to_be_fetched(Path(recipe.model.folder))
         check_model(recipe.model, recipe.objective.name)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
-    objective, data = _open_in_turn(recipe, objects, _unsaid if quiet else print_to_stderr)
+    objective, data = _open_in_turn(recipe, _unsaid if quiet else print_to_stderr)
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
-        if model:
-            return check_builder(model)
+        if model is not None:
+            return recipe.objects.build_model()
         return build_model_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
-    is_trained = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
+    is_folder = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
+    is_trained = is_folder or isinstance(model, nn.Module)
     plain = BaseRun(build, data.train, objective, is_trained)
     steps = steps or _steps(recipe, plain, device, data.example_unit)
-    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device), objects)
-
-
-def check_builder(build: BuildModel) -> nn.Module:
-    """The model that a user's own function builds. Raises UsageError where the function fails, or gives none."""
-    function = getattr(build, "func", build)  # what a partial calls
-    name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', function)}"
-    try:
-        model = build()
-    except Exception as error:
-        if isinstance(error, ThriftyError) or is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"{name} builds no model: {type(error).__name__}: {error}",
-            fix="mend it until it can be called without arguments, also more than once",
-        ) from error
-    if not isinstance(model, nn.Module):
-        what = f"{name} gives a {type(model).__name__}, and no torch.nn.Module"
-        raise UsageError(what, fix="return the model itself")
-    return model
+    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
 
 
 def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) -> tuple[Objective, RunData]:
@@ -182,8 +158,9 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
     return kind.open(DataRequest(recipe, objective, lambda: own_sizes(recipe.model), say))
 
 
-def _open_in_turn(recipe: Recipe, objects: UserObjects, say: Callable[[str], None]) -> tuple[Objective, RunData]:
+def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
     """Open the data on rank 0, which prepares and reports what is missing, then on the others."""
+    objects = recipe.objects
 
     def opened_by(say: Callable[[str], None]) -> tuple[Objective, RunData]:
         if objects.data is None:

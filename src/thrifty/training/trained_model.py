@@ -13,12 +13,12 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import fill_tensor, read_log
+from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.models import build_model_for
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
-from thrifty.training.user_objects import BuildModel
 
 RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
 """How a run is computed is of no matter to the model that comes out of it."""
@@ -40,33 +40,35 @@ def load_trained_model(
     trained: bool = False,
     plain: bool = True,
     adapters: Adapters = "merged",
-    build: BuildModel | None = None,
+    model: nn.Module | BuildModel | None = None,
 ) -> tuple[nn.Module, Recipe]:
     """The trained model of a run folder, and the recipe.
 
     What its techniques put on is taken off again, unless `plain` is false: a model that has lost its norms, say, can be
     used as it is and not as its plain architecture; RefusedError says so. Adapters become part of the weights, or stay
-    on, or are left out, which gives the base that they were trained on. `build` builds a model of the user's own.
+    on, or are left out, which gives the base that they were trained on. `model` is a model of the user's own, or builds
+    one, and is required if the run trained one.
 
     Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
     average, or with `trained` the weights in training. Needs no data: the run folder keeps what is asked of inputs and
     outputs.
     """
-    recipe = recipe_from_data(stored_recipe(folder))
+    recipe = replace(recipe_from_data(stored_recipe(folder)), objects=UserObjects(model))
+    recipe.refuse_missing_objects("model")
     stored = checkpoint.load(folder / "checkpoints", step)
 
     def built() -> nn.Module:
         torch.manual_seed(recipe.seed)
-        if build is not None:
-            return build()
+        if model is not None:
+            return recipe.objects.build_model()
         ends = read_model_spec(folder, recipe.data.length)
         return build_model_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
     run = compose(BaseRun(built, BatchSource(), find_objective(recipe.objective.name)), chosen, stored.scalars["steps"])
     state = run.init_state(read_log(stored.scalars))
-    model, optimizer = state.model, state.optimizer
-    assert model is not None and optimizer is not None
+    trained_model, optimizer = state.model, state.optimizer
+    assert trained_model is not None and optimizer is not None
     for name, tensor in state.tensors().items():
         value = stored.tensors.get(name)
         if value is not None and value.shape == tensor.shape:
@@ -83,11 +85,11 @@ def load_trained_model(
     if adapters != "merged":
         run = replace(run, techniques=tuple(t for t in run.techniques if t.stage is not Stage.ADAPTERS), notes={})
     if adapters == "left out":
-        model = _with_values(run.build_model(state.log), model)
+        trained_model = _with_values(run.build_model(state.log), trained_model)
     if plain:
         for technique in reversed(run.techniques):
-            model = technique.finish(model)
-    return model.eval(), recipe
+            trained_model = technique.finish(trained_model)
+    return trained_model.eval(), recipe
 
 
 def _with_values(model: nn.Module, other: nn.Module) -> nn.Module:

@@ -34,10 +34,9 @@ from thrifty.training.rendezvous import current_agent
 from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_fork import copy_matching_state
-from thrifty.training.run_setup import NO_OBJECTS, PreparedRun, prepare_run, ranks_of
+from thrifty.training.run_setup import PreparedRun, prepare_run, ranks_of
 from thrifty.training.state_loading import load_state
 from thrifty.training.train_session import TrainSession
-from thrifty.training.user_objects import UserObjects
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
 """Parts of a recipe that do not touch what is computed, so that a resumed run may have others."""
@@ -62,21 +61,19 @@ def train(
     recipe: Recipe,
     runs: Path = Path("runs"),
     *,
-    objects: UserObjects = NO_OBJECTS,
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Train by a recipe into runs/NAME and return the summary; raises UsageError when that folder exists, unless it is
     torchrun that starts the same job again: then the run goes on.
 
-    `objects` take the place of the recipe's model, data and objective. Without a loss of its own a model of the user's
-    maps tokens (b, t) to logits, or to hidden states (b, t, d) if it has a list of blocks and a linear `head`.
+    Without a loss of its own a model of the user's maps tokens (b, t) to logits, or to hidden states (b, t, d) if it
+    has a list of blocks and a linear `head`.
     """
-    recipe = objects.for_recipe(recipe)
     with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
         if process_group_sync().run_first(folder.recipe.is_file):
-            return _resume(folder, recipe, objects, origins or {}, quiet)
-        return _run(prepare_run(recipe, objects, quiet=quiet), folder, quiet, origins or {})
+            return _resume(folder, recipe, origins or {}, quiet)
+        return _run(prepare_run(recipe, quiet=quiet), folder, quiet, origins or {})
 
 
 def resume(
@@ -85,7 +82,6 @@ def resume(
     *,
     fork: str | None = None,
     drop_weights: bool = False,
-    objects: UserObjects = NO_OBJECTS,
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -96,13 +92,12 @@ def resume(
     rest starts fresh or is left out and is counted; weights are left out only if `drop_weights`. `origins` holds where
     changed values came from.
     """
-    recipe = objects.for_recipe(recipe)
     with ranks_of(recipe):
         if fork is not None:
             changed, target = replace(recipe, name=fork), folder.parent / fork
-            return _fork(folder, changed, target, objects, origins or {}, quiet, drop_weights=drop_weights)
+            return _fork(folder, changed, target, origins or {}, quiet, drop_weights=drop_weights)
         with claim_run_folder(folder, lambda path, agents: RunFolder.open(path).lock(agents)) as opened:
-            return _resume(opened, recipe, objects, origins or {}, quiet)
+            return _resume(opened, recipe, origins or {}, quiet)
 
 
 def rewind_run(
@@ -110,20 +105,17 @@ def rewind_run(
     step: int,
     recipe: Recipe,
     *,
-    objects: UserObjects = NO_OBJECTS,
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """A new run beside an old one that goes on from its checkpoint of a step: weights, optimizer, data order and
     schedule as they were then, under the masks of its own recipe. A run of that name that was started so goes on."""
-    recipe = objects.for_recipe(recipe)
     with ranks_of(recipe):
-        return _fork(folder, recipe, folder.parent / recipe.name, objects, origins or {}, quiet, step)
+        return _fork(folder, recipe, folder.parent / recipe.name, origins or {}, quiet, step)
 
 
-def _resume(
-    folder: RunFolder, recipe: Recipe, objects: UserObjects, origins: Mapping[str, str], quiet: bool
-) -> dict[str, Any]:
+def _resume(folder: RunFolder, recipe: Recipe, origins: Mapping[str, str], quiet: bool) -> dict[str, Any]:
+    recipe.refuse_missing_objects()
     saved = _newest(folder)
     started = recipe_from_data(saved.scalars["recipe"]) if saved else read_recipe(folder.recipe)
     if refused := differences(_binding(started), _binding(recipe)):
@@ -133,7 +125,7 @@ def _resume(
         )
     if saved is None:
         again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]
-        return _run(prepare_run(recipe, objects, quiet=quiet), folder, quiet, origins, fill=lambda state: again)
+        return _run(prepare_run(recipe, quiet=quiet), folder, quiet, origins, fill=lambda state: again)
     if saved.step >= saved.scalars["steps"] and (summary := _kept(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
@@ -144,7 +136,7 @@ def _resume(
         sealed = saved.scalars.get("records") if rank() == 0 else None  # checkpoints of earlier versions have none
         return [*saved.notices, *(folder.damage_of_records(sealed) if sealed else [])]
 
-    prepared = prepare_run(recipe, objects, saved.scalars["steps"], quiet)
+    prepared = prepare_run(recipe, saved.scalars["steps"], quiet)
     if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
         raise IntegrityError(
             f"{recipe.data.source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
@@ -175,7 +167,6 @@ def _fork(
     old: Path,
     recipe: Recipe,
     target: Path,
-    objects: UserObjects,
     origins: Mapping[str, str],
     quiet: bool,
     rewound_to: int | None = None,
@@ -198,8 +189,8 @@ def _fork(
 
     with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if process_group_sync().run_first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
-            return _resume(folder, recipe, objects, origins, quiet)
-        prepared = prepare_run(recipe, objects, quiet=quiet)
+            return _resume(folder, recipe, origins, quiet)
+        prepared = prepare_run(recipe, quiet=quiet)
         if prepared.run.steps <= saved.step:
             raise UsageError(
                 f"the budget of {prepared.run.steps} steps is used up: {old} has made {saved.step}",
@@ -299,16 +290,14 @@ def _lost_updates(run: Run, state: TrainState) -> list[str]:
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
     """Return the fix for a run that must fit into `memory` bytes. Each suggested technique was composed with the run,
     without its other ranks."""
-    run, build = prepared.run, prepared.objects.model
+    run = prepared.run
 
     def check(recipe: Recipe) -> None:
         leaner = compose(run.plain, recipe.techniques, run.steps, run.device)
         if ranks() == 1:
             resident_bytes(leaner)
 
-    function = getattr(build, "func", build)  # what a partial calls
-    model = f"{function.__module__}:{function.__qualname__}" if function else ""
-    return leaner_start(prepared.recipe, folder.path, memory, check, model)
+    return leaner_start(prepared.recipe, folder.path, memory, check)
 
 
 def _kept(folder: RunFolder, name: str) -> dict[str, Any]:

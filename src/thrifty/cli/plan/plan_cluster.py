@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,18 +31,18 @@ def plan_on_cluster(
 ) -> ClusterPlan:
     """Raises InfeasibleError where no layout fits, UsageError for what cannot be simulated."""
     from thrifty import techniques
+    from thrifty.core.user_objects import UserObjects
     from thrifty.planning.cluster_file import read_cluster
     from thrifty.planning.cluster_plan import ClusterPlanner
     from thrifty.planning.planner import STEPS
     from thrifty.training.run_setup import prepare_run
-    from thrifty.training.user_objects import UserObjects
 
     if recipe.mesh.least_ranks > 1:
         raise UsageError("the recipe has a mesh, and --cluster looks for one", fix="leave the mesh out")
     cluster = read_cluster(place)
     cluster = cluster if ranks is None else cluster.of(ranks)
-    objects = UserObjects(model.build if model else None)
-    prepared = prepare_run(recipe, objects, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    recipe = replace(recipe, objects=UserObjects(model.build if model else None))
+    prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     return ClusterPlanner(
         recipe=recipe,
         plain=prepared.run.plain,

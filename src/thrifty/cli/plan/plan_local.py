@@ -42,6 +42,7 @@ def plan_on_machine(
 
     from thrifty import techniques
     from thrifty.core.technique import Numerics
+    from thrifty.core.user_objects import UserObjects
     from thrifty.machine.machine_info import free_memory
     from thrifty.machine.throughput import measure_throughput
     from thrifty.planning.forecast_ledger import entries
@@ -51,7 +52,6 @@ def plan_on_machine(
     from thrifty.training.memory_meter import MemoryMeter
     from thrifty.training.run_ledger import record_forecast
     from thrifty.training.run_setup import choose_device, prepare_run
-    from thrifty.training.user_objects import UserObjects
 
     began = time.monotonic()
     if recipe.mesh.least_ranks > 1:
@@ -62,8 +62,8 @@ def plan_on_machine(
     if ranks > 1:
         _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
         recipe = replace(recipe, techniques=without_rank_techniques(recipe.techniques))
-    objects = UserObjects(model.build if model else None)
-    prepared = prepare_run(recipe, objects, steps=recipe.budget.steps or STEPS, quiet=quiet)
+    recipe = replace(recipe, objects=UserObjects(model.build if model else None))
+    prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run
     shared = isinf(wanted.memory) and run.device.type == "cpu"
     free = free_memory(run.device)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -30,16 +31,16 @@ def main(asked: Path) -> None:
 
 def _timed(job: dict) -> dict:
     from thrifty.cli.plan.user_model import own_model
+    from thrifty.core.user_objects import UserObjects
     from thrifty.planning.step_timing import time_steps
     from thrifty.recipes.recipe_toml import recipe_from_data
     from thrifty.training.determinism import deterministic_kernels
     from thrifty.training.memory_meter import set_freed_memory_policy
     from thrifty.training.run_setup import prepare_run
-    from thrifty.training.user_objects import UserObjects
 
-    recipe = recipe_from_data(job["recipe"] | {"name": "probe"})
     objects = UserObjects(own_model(job["model"]).build if job["model"] else None)
-    prepared = prepare_run(recipe, objects, steps=job["steps"], quiet=True)
+    recipe = replace(recipe_from_data(job["recipe"] | {"name": "probe"}), objects=objects)
+    prepared = prepare_run(recipe, steps=job["steps"], quiet=True)
     held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     with (
         set_freed_memory_policy(prepared.run),

@@ -25,7 +25,6 @@ from thrifty.experiments.scoring.scoring_run import Say, scored_by, trained_and_
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.techniques.data_selection.prune import PrunedExamples
 from thrifty.training.run_setup import PreparedRun, prepare_run
-from thrifty.training.user_objects import BuildModel, UserObjects
 
 RUNS = 5
 NOT_SCORED_BY = ("name", "about", "seed", "evaluation", "checkpoints")
@@ -74,12 +73,11 @@ def score(
     scoring: ScoringSettings,
     out: Path,
     *,
-    model: BuildModel | None = None,
     say: Say = lambda text: None,
 ) -> tuple[ExampleScores, str]:
     """Score every training example of a recipe; writes the file, returns the scores and the sha256 of the file.
 
-    `model` builds a model of your own, as in `train`; the scores of its runs are not kept in the cache. Raises
+    The scores of runs of a model of your own are not kept in the cache. Raises
     UsageError where the file exists, or the data or the objective do not let examples be scored so, ThriftyError where
     a run gives scores that are not finite.
     """
@@ -88,7 +86,7 @@ def score(
     if out.exists():
         raise UsageError(f"{out} exists already", fix="give another --out, or remove it")
     whole = tuple(each for each in recipe.techniques if not isinstance(each, PrunedExamples))  # all examples are scored
-    scores = _ScoringRuns(replace(recipe, techniques=whole), scoring, model, say).all()
+    scores = _ScoringRuns(replace(recipe, techniques=whole), scoring, say).all()
     return scores, write_scores(out, scores)
 
 
@@ -96,11 +94,10 @@ def score(
 class _ScoringRuns:
     recipe: Recipe
     scoring: ScoringSettings
-    model: BuildModel | None
     say: Say
 
     def all(self) -> ExampleScores:
-        first = prepare_run(self.recipe, UserObjects(self.model))
+        first = prepare_run(self.recipe)
         total = first.run.steps
         self.steps = in_steps(self.scoring.steps, total) if self.scoring.trained else 0
         if self.steps > total:
@@ -111,15 +108,17 @@ class _ScoringRuns:
         parts = []
         for number in range(self.scoring.count):
             seed = self.recipe.seed + number
-            place = cache_path(self.facts, self.clusters, seed) if self.steps and self.model is None else None
+            place = (
+                cache_path(self.facts, self.clusters, seed)
+                if self.steps and self.recipe.objects.model is None
+                else None
+            )
             part = read_cached_scores(place) if place else None
             how = "kept from before" if part else f"{self.steps} steps" if self.scoring.trained else self.scoring.by
             self.say(f"run {number + 1} of {self.scoring.count} (seed {seed}): {how}")
             if part is None:
                 again = replace(self.recipe, seed=seed)
-                part = self.part(
-                    first if number == 0 else prepare_run(again, UserObjects(self.model), total, quiet=True), seed
-                )
+                part = self.part(first if number == 0 else prepare_run(again, total, quiet=True), seed)
                 if place:
                     write_scores(place, part)
             parts.append(part)

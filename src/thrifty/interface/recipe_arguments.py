@@ -1,0 +1,115 @@
+"""A recipe from the user's own model, data, loss and metrics: `recipe`."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from thrifty.core.claims import Claim
+from thrifty.core.errors import UsageError
+from thrifty.core.plain_values import read_budget
+from thrifty.core.recipe import Budget, DataSettings, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.technique import Technique
+from thrifty.core.user_objects import BuildModel
+from thrifty.data.user_data import dataset_of
+from thrifty.interface.own_loop import technique_of
+from thrifty.techniques import find
+
+Function = Callable[[nn.Module, Any], Any]
+
+
+def recipe(
+    model: nn.Module | BuildModel | str | Path | None = None,
+    data: Any = None,
+    *,
+    held_out: Any = None,
+    loss: Function | str | None = None,
+    metrics: Mapping[str, Function] | None = None,
+    techniques: Sequence[str | Technique | type[Technique]] = (),
+    budget: int | str | None = None,
+    batch: int | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    name: str | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    recipe: Recipe | None = None,
+) -> Recipe:
+    """Return the recipe of a run: a value that `train`, `check`, `explain`, `compare` and `plan` take.
+
+    `model` is a module, whose weights are where training starts, a function that builds one, a preset or a Hugging Face
+    folder. `data` and `held_out` are map-style datasets, `datasets.Dataset`s or DataLoaders, or `data` is a path or a
+    known name. `loss(model, batch)` returns one loss for each example, losses and weights of their parts, or a mean; or
+    it is the name of an objective. Functions in `metrics` have the same form. `budget` is "20 steps", "1e7 tokens",
+    "3 epochs", "90s", "10min", "2h" or a number of steps; `batch` the effective batch in examples. Without an optimizer
+    among `techniques` it is AdamW. `recipe` gives everything that is not passed; by default it is `llama-nano` on
+    `python-stdlib` for 500 steps.
+
+    The objects are in the recipe and in no file: TOML records their names. Raises UsageError for arguments that do not
+    fit.
+
+    Example::
+
+        mine = thrifty.recipe(model=build_model, data=train_set, held_out=test_set, loss=loss, budget="10 steps")
+        run = thrifty.train(recipe=mine)
+    """
+    base, batch_size = recipe or Recipe(), batch
+    passed: dict[str, Any] = {"metrics": dict(metrics) if metrics else None, "collate": collate}
+    if isinstance(model, str | Path):
+        base = replace(_without(base, "model"), model=_model_settings(model))
+    else:
+        passed["model"] = model
+    if isinstance(data, str | Path):
+        base = replace(_without(base, "data", "held_out"), data=replace(base.data, source=str(data)))
+    elif data is not None:
+        if held_out is None:
+            raise UsageError("data of your own need held-out data to be judged by", fix="held_out=a second dataset")
+        batch_size = batch or dataset_of(data)[2]
+        passed |= {"data": data, "held_out": held_out}
+    if isinstance(loss, str):
+        base = replace(_without(base, "loss"), objective=ObjectiveSettings(loss))
+    else:
+        passed["loss"] = loss
+    if batch_size is not None:
+        base = replace(base, data=replace(base.data, batch=batch_size))
+    objects = replace(base.objects, **{key: value for key, value in passed.items() if value is not None})
+    chosen = tuple(technique_of(each, {}) for each in techniques) or base.techniques
+    named = {"name": name, "seed": seed, "device": device}
+    base = replace(
+        base,
+        techniques=_with_optimizer(chosen),
+        objects=objects,
+        **{key: value for key, value in named.items() if value is not None},  # type: ignore[arg-type]
+    )
+    return base if budget is None else replace(base, budget=_budget(budget, objects.data, base.data))
+
+
+def _without(recipe: Recipe, *names: str) -> Recipe:
+    """Return a recipe that neither has nor names these objects."""
+    objects = replace(recipe.objects, **dict.fromkeys(names))
+    return replace(recipe, objects=objects, python=replace(recipe.python, **dict.fromkeys(names, "")))
+
+
+def _model_settings(model: str | Path) -> ModelSettings:
+    return ModelSettings(folder=str(Path(model).resolve())) if Path(model).is_dir() else ModelSettings(str(model))
+
+
+def _with_optimizer(chosen: tuple[Technique, ...]) -> tuple[Technique, ...]:
+    decided = any(Claim.OPTIMIZER in each.claims for each in chosen)
+    return chosen if decided else (*chosen, find("optimizers.adamw")())
+
+
+def _budget(budget: int | str, data: Any, settings: DataSettings) -> Budget:
+    if isinstance(budget, int):
+        return Budget(steps=budget)
+    number, _, unit = budget.strip().partition(" ")
+    if unit.strip() in ("epoch", "epochs"):
+        if data is None:
+            raise UsageError(f"the budget {budget!r} needs a dataset whose examples are counted", fix='"1e7 tokens"')
+        try:
+            return Budget(steps=math.ceil(float(number) * len(dataset_of(data)[0]) / settings.batch))
+        except ValueError:
+            raise UsageError(f"the budget {budget!r} is not an amount", fix='"3 epochs"') from None
+    return Budget(**read_budget(budget, "the budget"))  # type: ignore[arg-type]
