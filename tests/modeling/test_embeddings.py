@@ -1,13 +1,22 @@
 """Tables of tokens, what multiplies them, and heads."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from stacked_models import KINDS, VOCABULARY, WIDTH
 from torch import Tensor, nn
 
-from thrifty.modeling.embeddings import find_head, is_tied, own_multiplier, size_stream, stack_after, token_tables
+from thrifty.modeling.embeddings import (
+    find_head,
+    is_tied,
+    output_layers,
+    own_multiplier,
+    size_stream,
+    stack_after,
+    token_tables,
+)
 
 HEADS = {
     "our llama": "head", "our gpt": "head", "our untied gpt": "head", "our bert": "head", "our t5": "head",
@@ -30,6 +39,60 @@ def test_a_model_may_have_no_head() -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))])
     assert find_head(model) is None
+
+
+class NamelessBlock(nn.Module):
+    """A block whose layers have names that say nothing, in an order that says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x1, self.x2 = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.w1, self.w2, self.w3 = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)
+
+
+def nameless(**parts: nn.Module) -> nn.Module:
+    """A model of two blocks under "z" with other parts, defined in the order given."""
+    model = nn.Module()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
+def blocks() -> nn.ModuleList:
+    return nn.ModuleList([NamelessBlock(), NamelessBlock()])
+
+
+def perceptron(width: int, *widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in zip((width, *widths), widths, strict=False)))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda: nameless(e=nn.Embedding(5, 8), z=blocks(), q=nn.Linear(8, 5)), {"q"}),
+        (lambda: nameless(q=nn.Linear(8, 5), y=nn.Linear(7, 8), z=blocks()), {"q"}),
+        (lambda: nameless(z=blocks(), q=nn.Linear(8, 5), y=nn.Linear(7, 8)), {"q"}),
+        (lambda: nameless(y=nn.Linear(8, 8), z=blocks(), q=nn.Linear(8, 8)), {"q"}),
+        (lambda: nameless(z=blocks(), p=nn.Linear(8, 8), q=nn.Linear(8, 5)), {"q"}),
+        (lambda: nameless(z=blocks(), h=perceptron(8, 16, 8, 3)), {"h.2"}),
+        (lambda: nameless(z=blocks(), h=nn.ModuleDict({"a": nn.Linear(8, 3), "b": nn.Linear(8, 5)})), {"h.a", "h.b"}),
+        (lambda: nameless(z=blocks(), h=nn.ModuleList(perceptron(8, 8, 3) for _ in "ab")), {"h.0.1", "h.1.1"}),
+        (lambda: nn.Sequential(nn.Embedding(5, 8), NamelessBlock(), NamelessBlock(), nn.Linear(8, 5)), {"3"}),
+        (lambda: nameless(e=nn.Embedding(5, 8), b=NamelessBlock(), q=nn.Linear(8, 5)), {"q"}),
+        (lambda: perceptron(4, 8, 8, 1), {"2"}),
+        (lambda: nn.Linear(4, 4), {""}),
+        (lambda: nn.Sequential(), set()),
+    ],
+    ids=[
+        "the last", "defined first", "before what makes the stream", "as wide as the stream", "behind a pooler",
+        "the last of several", "two", "a list of perceptrons", "a sequence", "without a list of blocks", "a perceptron",
+        "a layer", "nothing",
+    ],
+)  # fmt: skip
+def test_layers_that_produce_outputs_are_told_without_their_names(
+    model: Callable[[], nn.Module], expected: set[str]
+) -> None:
+    assert set(output_layers(model())) == expected
 
 
 @pytest.mark.parametrize("name", KINDS)

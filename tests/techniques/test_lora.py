@@ -1,6 +1,7 @@
 """LoRA against its paper and against peft."""
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +63,7 @@ def output(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("family", ["", *CONFIGS])
 def test_at_the_start_the_function_of_any_model_is_the_frozen_one_bit_for_bit(family: str) -> None:
-    base, model = frozen(family), adapted_model(family, where="", rank=2)
+    base, model = frozen(family), adapted_model(family, where=".", rank=2)
     assert torch.equal(output(model), output(base))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(output(model), output(base))
@@ -70,7 +71,7 @@ def test_at_the_start_the_function_of_any_model_is_the_frozen_one_bit_for_bit(fa
 
 
 def test_first_values_are_kaimings_for_a_and_zero_for_b_and_in_an_embedding_zero_and_normal() -> None:
-    model = adapted_model("gpt2-untied", where="")
+    model = adapted_model("gpt2-untied", where=".")
     tables = 0
     for layer in adapted_layers(model).values():
         a, b = layer.lora_a, layer.lora_b
@@ -85,7 +86,7 @@ def test_first_values_are_kaimings_for_a_and_zero_for_b_and_in_an_embedding_zero
 
 @pytest.mark.parametrize("family", ["", "gpt2-untied", "llama"])
 def test_the_first_gradient_of_what_is_not_zero_is_exactly_zero_and_the_base_has_none(family: str) -> None:
-    model = adapted_model(family, where="")
+    model = adapted_model(family, where=".")
     output(model).square().sum().backward()
     factors = factor_names(model)
     for layer in adapted_layers(model).values():
@@ -96,6 +97,28 @@ def test_the_first_gradient_of_what_is_not_zero_is_exactly_zero_and_the_base_has
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (name in factors)
         assert name in factors or parameter.grad is None
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_by_default_it_takes_the_layers_that_peft_takes_as_all_linear_ones_and_names_them(family: str) -> None:
+    with collect_notes() as notes:
+        ours = adapted_layers(adapted_model(family, rank=2))
+    theirs = peft.get_peft_model(frozen(family), peft.LoraConfig(r=2, target_modules="all-linear")).base_model.model
+    assert ours.keys() == {name for name, *_ in with_pefts_names(theirs)}
+    assert "adapted: " in notes[1] and re.sub(r"\.\d+\.", ".N.", min(ours)) in notes[1]
+
+
+def test_by_default_a_layer_smaller_than_the_rank_is_left_out_and_experts_in_one_tensor_are_named() -> None:
+    config = transformers.MixtralConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    with collect_notes() as notes:
+        Lora(rank=16).attach(transformers.MixtralForCausalLM(config).requires_grad_(False))
+    assert "experts.gate_up_proj" in "".join(notes) and "several matrices in one tensor" in "".join(notes)
+    small = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(4, 16), nn.Linear(16, 2))
+    with collect_notes() as notes:
+        Lora(rank=8).attach(small)
+    assert "skipped 1: it is smaller than the rank 8; skipped 2: it is smaller than the rank 8" in notes[0]
 
 
 def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -110,7 +133,7 @@ def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
 @pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt2-untied", "t5-1.1"])
 def test_outputs_and_gradients_are_pefts(family: str, rslora: bool) -> None:
-    settings = {"alpha": 6.0, "rank_stabilized": rslora, "where": "", "slices": "", "rank": 2}
+    settings = {"alpha": 6.0, "rank_stabilized": rslora, "where": ".", "slices": "", "rank": 2}
     ours = randomized(adapted_model(family, **settings).double())
     layers = adapted_layers(ours)
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=list(layers), use_rslora=rslora)
@@ -203,7 +226,7 @@ def test_torchs_own_attention_computes_with_the_additions_trained_or_evaluated()
         return nn.TransformerEncoder(layer, 2).double().requires_grad_(False)
 
     x, names = torch.randn(2, 5, 16, dtype=torch.float64), list(dict(encoder().named_parameters()))
-    model = randomized(Lora(rank=2, where="").attach(encoder()))
+    model = randomized(Lora(rank=2, where=".").attach(encoder()))
     assert len(adapted_layers(model)) == 8
     dense = encoder()
     for path, layer in adapted_layers(model).items():
@@ -223,14 +246,14 @@ def test_torchs_own_attention_computes_with_the_additions_trained_or_evaluated()
     plain = [name for name, _ in model.named_parameters() if name not in factor_names(model)]
     assert plain == names
     with collect_notes() as notes:
-        Lora(rank=2, where="", dropout=0.1).attach(encoder())
+        Lora(rank=2, where=".", dropout=0.1).attach(encoder())
     assert "layers.0.self_attn: dropout cannot come before A" in notes[0]
 
 
 @pytest.mark.parametrize("family", ["", "gpt2-untied", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_merging_keeps_the_function_and_unmerging_the_bits(family: str, dtype: torch.dtype) -> None:
-    model = randomized(adapted_model(family, where="").eval().to(dtype))
+    model = randomized(adapted_model(family, where=".").eval().to(dtype))
     with torch.no_grad():
         for name in factor_names(model):
             model.get_parameter(name).mul_(0.3)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from thrifty import techniques
@@ -123,6 +124,10 @@ def _add_to(optimizer: Optimizer, chosen: Technique) -> None:
 
 
 def _change(model: nn.Module, chosen: Technique) -> None:
+    if any(map(is_lazy, model.parameters())):
+        raise UsageError(
+            f"{chosen.name}: the model has lazy layers without weights", fix="run a batch through the model before"
+        )
     applied = APPLIED.get(model) or ()
     taken = {claim: each.technique.name for each in applied for claim in each.technique.claims}
     names = [each.technique.name for each in applied]

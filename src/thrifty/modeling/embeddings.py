@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.modeling.module_surgery import change_first, find_stacks, is_under, weight_layers
+from thrifty.modeling.residual_branches import in_width, out_width
 
 _SCORES = re.compile(r"relative")
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment")
-_HEAD = re.compile(r"head|lm_head|classifier|decoder|embed_out|score|fc|output|proj_out|qa_outputs|vocab_projector")
 
 
 def stream_tables(model: nn.Module) -> dict[str, nn.Embedding]:
@@ -94,15 +95,67 @@ def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
         add_note("no table of tokens was found; the stream keeps its size")
 
 
+def output_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that produce a model's outputs, by name, found by structure: outside the blocks, with outputs of a
+    width that no later layer takes. Empty for a bare encoder or decoder of `transformers`.
+
+    A model without blocks has its last layer, and the layers in one container with it that none later takes.
+    """
+    layers = weight_layers(model)
+    try:
+        stacks = [name for name, blocks in find_stacks(model).items() if _gives_what_it_takes(blocks[0])]
+    except RefusedError:
+        stacks = []
+    inner, known = _parts_of_transformers(model)
+    outside = {
+        name: layer
+        for name, layer in layers.items()
+        if layer not in inner and not any(is_under(name, stack) for stack in stacks)
+    }
+    heads = {name: layer for name, layer in outside.items() if layer in known}
+    if stacks:
+        in_blocks = [name for name in layers if any(is_under(name, stack) for stack in stacks)]
+        width, order = in_width(layers[in_blocks[0]]), [*layers]
+        first, given = order.index(in_blocks[0]), {out_width(layer) for layer in outside.values()}
+        for name, layer in [*outside.items()]:
+            takes, gives = in_width(layer) == width, out_width(layer) == width
+            makes_stream = gives and not takes and in_width(layer) not in given
+            if makes_stream or (order.index(name) < first and (gives or not takes)):
+                del outside[name]
+    elif not inner:
+        last = next(reversed(outside), "")
+        holder = last.rpartition(".")[0]
+        is_set = isinstance(model.get_submodule(holder), nn.ModuleList | nn.ModuleDict)
+        outside = {name: outside[name] for name in outside if name == last or (is_set and is_under(name, holder))}
+    names = [*outside]
+    for place, (name, layer) in enumerate(outside.items()):
+        if not any(in_width(outside[later]) == out_width(layer) for later in names[place + 1 :]):
+            heads[name] = layer
+    return heads
+
+
+def _gives_what_it_takes(block: nn.Module) -> bool:
+    """Return False for one of several heads, whose last layer gives what none of its layers takes."""
+    layers = [*weight_layers(block).values()]
+    return bool(layers) and out_width(layers[-1]) in map(in_width, layers)
+
+
+def _parts_of_transformers(model: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
+    """The modules inside base models of `transformers`, and the heads that its models name."""
+    inner: set[nn.Module] = set()
+    heads: set[nn.Module] = set()
+    for module in model.modules():
+        base = getattr(module, "base_model", None)
+        if isinstance(base, nn.Module) and hasattr(module, "get_output_embeddings"):
+            head = module.get_output_embeddings()
+            heads.update([] if head is None else [head])
+            inner.update(base.modules() if base is not module or head is None else ())
+    return inner - heads, heads
+
+
 def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The layer that gives a model's outputs, by the names that heads have; None where there is none."""
-    stacks = find_stacks(model)
-    heads = [
-        (name, layer)
-        for name, layer in weight_layers(model).items()
-        if _HEAD.fullmatch(name.rpartition(".")[2]) and not any(is_under(name, stack) for stack in stacks)
-    ]
-    return heads[-1] if heads else None
+    """The last of the layers that produce a model's outputs; None where there is none."""
+    return next(reversed(output_layers(model).items()), None)
 
 
 def is_tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> bool:

@@ -56,7 +56,8 @@ def select(
     if not matched:
         seen = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in of_kind})) or "none of that kind at all"
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
-        raise RefusedError(f"no module matches {where!r}" + (f" ({why})" if why else ""), fix=f"match one of: {seen}")
+        what = f"no module matches {where!r}" if where else "no module is left to change"
+        raise RefusedError(what + (f" ({why})" if why else ""), fix=f"match one of: {seen}")
     selection = ModuleSelection(matched, skipped)
     add_note(str(selection))
     return selection

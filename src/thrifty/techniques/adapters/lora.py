@@ -20,15 +20,18 @@ Note      A starts as Kaiming-uniform, B as zero (the paper says Gaussian A; ref
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive, Probability
 from thrifty.core.state import TrainState
 from thrifty.modeling.adapter_base import AdapterTechnique, train_only
+from thrifty.modeling.embeddings import output_layers
 from thrifty.modeling.lora_layers import DEFAULT, LoraFactors, weight_name, widths
 from thrifty.modeling.lora_model import attach, factor_names, is_merged, merge_and_remove
 from thrifty.modeling.module_surgery import select, tied_names, weight_layers
@@ -45,8 +48,9 @@ class Lora(AdapterTechnique):
     alpha: float = 16.0
     dropout: Probability = 0.0
     """Of what A is given; the frozen layer is given all of it."""
-    where: str = r"(?i:attention|attn|mlp|fc|dense|proj)"
-    """Pattern that the name of a layer must contain, here in letters of either case; `embed` finds most embeddings."""
+    where: str = ""
+    """Pattern that the name of a layer must contain; `embed` finds most embeddings, "." takes all. Empty takes every
+    linear layer but those that produce the model's outputs, whatever their names."""
     slices: str = "qkv"
     """Which of queries, keys and values get factors, whether fused in one layer or not. In a fused layer each has its
     own A; with an empty text such a layer counts as one."""
@@ -77,11 +81,18 @@ class Lora(AdapterTechnique):
     def layers(self, model: nn.Module) -> dict[str, LoraFactors]:
         """What each layer that is adapted gets, by its name. Raises RefusedError where nothing matches, a rank is too
         large, or a fused layer cannot be cut into slices."""
-        kinds = {type(layer) for layer in weight_layers(model).values()}
+        linear = weight_layers(model)
+        heads = {} if self.where else output_layers(model)
+        kinds = {type(layer) for layer in linear.values()} | ({nn.Embedding} if self.where else set())
+        widest = max((_narrow(layer) for name, layer in linear.items() if name not in heads), default=0)
         tied = {name for names in tied_names(model).items() for name in names}
         cuts = _cuts(model)
 
         def skip(name: str, layer: nn.Module) -> str | None:
+            if name in heads:
+                return "it is the head"
+            if not self.where and 0 < _narrow(layer) < self.rank <= widest:
+                return f"it is smaller than the rank {self.rank}"
             if f"{name}.{weight_name(layer)}" in tied:
                 return "its weight is tied"
             letters = _letters(name, cuts.get(name))
@@ -91,7 +102,10 @@ class Lora(AdapterTechnique):
                 return "dropout cannot come before A where an attention reads the weight itself"
             return _reason_to_skip(name, layer)
 
-        selection = select(model, (nn.Linear, nn.Embedding, nn.MultiheadAttention, *kinds), self.where, skip)
+        selection = select(model, (nn.Linear, nn.MultiheadAttention, *kinds), self.where, skip)
+        add_note(f"adapted: {_numberless(selection.matched)}")
+        if several := [*_stacked_matrices(model)]:
+            add_note(f"left out: {_numberless(several)}, which hold several matrices in one tensor")
         return {name: self._factors(name, layer, cuts.get(name)) for name, layer in selection.matched.items()}
 
     def _factors(self, name: str, layer: nn.Module, cut: FusedSlices | None) -> LoraFactors:
@@ -127,6 +141,27 @@ class Lora(AdapterTechnique):
         assert state.model is not None
         if is_merged(state.model):
             raise IntegrityError(f"{self.name}: the additions are merged into the weights while they are trained")
+
+
+def _numberless(names: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "N", name) for name in names))
+
+
+def _stacked_matrices(model: nn.Module) -> Iterator[str]:
+    """Names of parameters that hold a matrix for each of several experts."""
+    for name, module in model.named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            if (
+                parameter.ndim == 3
+                and min(parameter.shape) > 1
+                and not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
+            ):
+                yield f"{name}.{last}"
+
+
+def _narrow(layer: nn.Module) -> int:
+    """The smaller side of a layer's weight; 0 where it has no single one."""
+    return 0 if getattr(layer, weight_name(layer)) is None else min(widths(layer))
 
 
 def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
