@@ -1,6 +1,7 @@
 """Public names: the one list of them, for type checkers and for `__getattr__`."""
 
 from . import optim as optim
+from .checking.check_verdicts import CheckReport as CheckReport
 from .core.errors import NeedsTrainer as NeedsTrainer
 from .core.errors import ThriftyError as ThriftyError
 from .core.recipe import Recipe as Recipe
@@ -8,12 +9,32 @@ from .core.stages import Stage as Stage
 from .core.technique import Numerics as Numerics
 from .core.technique import Technique as Technique
 from .interface import losses as losses
+from .interface.attention_traces import trace as trace
+from .interface.board import board as board
+from .interface.chat import ChatSession as ChatSession
+from .interface.chat import chat as chat
+from .interface.diagnosis import MachineReport as MachineReport
+from .interface.diagnosis import doctor as doctor
 from .interface.estimation import StepEstimate as StepEstimate
 from .interface.estimation import estimate as estimate
+from .interface.explanation import RecipeExplanation as RecipeExplanation
+from .interface.explanation import explain as explain
+from .interface.exports import export as export
+from .interface.listings import list_names as list
+from .interface.lotteries import lottery as lottery
 from .interface.own_loop import activation_budget as activation_budget
 from .interface.own_loop import apply as apply
 from .interface.own_loop import summary as summary
+from .interface.promises import check as check
 from .interface.recipe_arguments import recipe as recipe
+from .interface.retrieval import retrieve as retrieve
+from .interface.run_reports import RunReport as RunReport
+from .interface.run_reports import report as report
+from .interface.run_reports import track as track
+from .interface.samples import sample as sample
+from .interface.studies import study as study
+from .interface.technique_profiles import TechniqueProfile as TechniqueProfile
+from .interface.technique_profiles import show as show
 from .interface.training import RunResult as RunResult
 from .interface.training import resume as resume
 from .interface.training import train as train

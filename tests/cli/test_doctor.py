@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from thrifty.cli.doctor import command, diagnose
+from thrifty.cli.doctor import command
 from thrifty.core.errors import UsageError
+from thrifty.interface.diagnosis import diagnose
 from thrifty.machine.machine_info import CompileTrial, GpuInfo, MachineInfo, probe
 from thrifty.machine.measured_rates import MeasuredRate
 

@@ -9,11 +9,17 @@ from mesh_runs import recipe, stated_and_held
 from rank_processes import on_ranks
 from table_samples import sample_of
 
-from thrifty.cli.explain import command, explain_recipe
+import thrifty
 from thrifty.core.errors import UsageError
+from thrifty.interface.explanation import RecipeExplanation
+from thrifty.recipes.recipe_layers import RecipeLayers
 
 TWO = ("tensor=2", "pipeline=2", "replicate=2", "shard=2")
 FOUR = ("pipeline=2,tensor=2", "pipeline=2,shard=2", "tensor=2,replicate=2")
+
+
+def explained(layers: RecipeLayers) -> RecipeExplanation:
+    return thrifty.explain(layers.recipe(), origins=layers.changed())
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def test_one_process_says_what_each_of_several_states_and_holds(
 ) -> None:
     found = on_ranks(ranks, stated_and_held, text, tmp_path, meshes)
     for number, axes in enumerate(meshes):
-        said = json.loads(json.dumps(explain_recipe(recipe(text, "said", axes))))
+        said = json.loads(json.dumps(explained(recipe(text, "said", axes)).as_dict()))
         stated = found[0][number][0]
         for part in ("parameters", "plain", "footprint", "techniques"):
             assert said[part] == stated[part], axes
@@ -44,15 +50,12 @@ def test_one_process_says_what_each_of_several_states_and_holds(
 
 
 @pytest.mark.slow
-def test_a_mesh_of_three_axes_is_told_stage_by_stage(
-    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = explain_recipe(recipe(text, "said", "pipeline=2,tensor=2,shard=2"))
-    assert [stage["notes"]["parallelism.pipeline"][0][-7:] for stage in found["stages"]] == ["stage 0", "stage 1"]
-    assert found["refused"] == {}
-    monkeypatch.setattr("thrifty.cli.explain.explain_recipe", lambda layers: found)
-    command.main(["text", "--data", str(text), "--mesh", "pipeline=2,tensor=2,shard=2"], standalone_mode=False)
-    told = capsys.readouterr().out
+def test_a_mesh_of_three_axes_is_told_stage_by_stage(text: Path) -> None:
+    found = explained(recipe(text, "said", "pipeline=2,tensor=2,shard=2"))
+    stages = found.ranks["stages"]
+    assert [stage["notes"]["parallelism.pipeline"][0][-7:] for stage in stages] == ["stage 0", "stage 1"]
+    assert found.refused == {} and found.exit_code == 0
+    told = str(found)
     assert "each of the ranks of pipeline 2 x shard 2 x tensor 2 sends" in told
     assert "  ranks 0 to 3: parameters " in told and "  ranks 4 to 7: parameters " in told
 
@@ -61,25 +64,20 @@ def test_an_axis_that_no_technique_uses_is_refused(text: Path) -> None:
     layers = recipe(text, "said", "tensor=2")
     layers.apply_changes(("parallelism.tensor",), (), ())
     with pytest.raises(UsageError, match="there are 2 ranks, and no technique of the recipe divides the work"):
-        explain_recipe(layers)
+        explained(layers)
 
 
 def test_a_technique_that_refuses_on_a_stage_is_named_and_left_out(text: Path) -> None:
     layers = recipe(text, "said", "pipeline=2")
     layers.apply_changes((), (), ("techniques.parallelism.pipeline.micro_batches=1",))
-    found = explain_recipe(layers)
+    found = explained(layers).as_dict()
     assert "1f1b needs as many micro-batches as stages" in found["refused"]["parallelism.pipeline"]
     assert "parallelism.pipeline" not in [row["name"] for row in found["techniques"]]
 
 
-def test_what_is_refused_stands_first_and_decides_the_exit_code(
-    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_refused_stands_first_and_decides_the_exit_code(text: Path) -> None:
     layers = recipe(text, "said", "pipeline=2")
     layers.apply_changes((), (), ("techniques.parallelism.pipeline.micro_batches=1",))
-    found = explain_recipe(layers)
-    monkeypatch.setattr("thrifty.cli.explain.explain_recipe", lambda layers: found)
-    with pytest.raises(SystemExit) as ended:
-        command.main(["text", "--data", str(text), "--mesh", "pipeline=2"], standalone_mode=False)
-    told = capsys.readouterr().out
-    assert ended.value.code == 2 and told.index("refused parallelism.pipeline") < told.index("plain run")
+    found = explained(layers)
+    told = str(found)
+    assert found.exit_code == 2 and told.index("refused parallelism.pipeline") < told.index("plain run")

@@ -7,10 +7,10 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from thrifty.cli.loaded_model import read_tokenizer
 from thrifty.cli.sample import command
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.recipe import ModelSettings
+from thrifty.interface.loaded_model import read_prompt
 from thrifty.models import build_model, export_model, model_shape
 from thrifty.models.text_generation import generate
 from thrifty.models.weight_conversion import import_folder
@@ -70,7 +70,7 @@ def test_a_prompt_is_neither_cut_nor_filled_and_text_ends_at_any_known_end(folde
     again = json.loads(run(folder, "--prompt", "a word and another", "--tokens", 5, "--json").stdout)
     assert {**again, "seconds": 0} == {**answer, "seconds": 0}
     file.write_text(file.read_text().replace("<|endoftext|>", "</s>"))
-    assert read_tokenizer(file, "a")[2] == 0
+    assert read_prompt(file, "a")[2] == 0
 
 
 def test_a_model_whose_weights_are_lost_and_a_damaged_tokenizer_are_errors_with_a_fix(folder):

@@ -193,10 +193,11 @@ def test_measured_evidence_is_on_the_card(runs, tmp_path):
 
 
 def test_every_own_technique_has_a_card_with_a_title_and_a_promise():
-    from thrifty.cli.board import _cards
+    from thrifty import techniques
     from thrifty.dashboard.technique_cards import card_from
+    from thrifty.interface.technique_profiles import profile_of
 
-    for card in map(card_from, _cards()):
+    for card in (card_from(profile_of(techniques.find(name)).as_dict()) for name in techniques.own_names()):
         assert card.title and any(head == "Promise" for head, _ in card.parts), card.name
 
 

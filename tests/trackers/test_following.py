@@ -206,7 +206,7 @@ def test_the_command_says_where_and_how_to_look(run, tmp_path, told):
     out = tmp_path / "out"
     lines = CliRunner().invoke(command, [str(run), "--to", "tensorboard", "--out", str(out)]).stdout.splitlines()
     assert lines == [
-        f"77 records of {run} in {out}/tensorboard",
+        f"77 records in {out}/tensorboard",
         f"look at them: tensorboard --logdir {out}/tensorboard",
     ]
 

@@ -3,7 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from rich.console import RenderableType
+from rich.markup import escape
+
+from thrifty.reporting.printed_result import PrintedResult, lines, open_table
+
 Outcome = Literal["holds", "broken", "not applicable"]
+COLOURS = {"holds": "green", "broken": "bold red", "not applicable": "dim"}
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,8 @@ def not_applicable(promise: str, about: str, why: str) -> PromiseVerdict:
     return PromiseVerdict(promise, about, "not applicable", why)
 
 
-@dataclass(frozen=True)
-class CheckReport:
+@dataclass(frozen=True, repr=False)
+class CheckReport(PrintedResult):
     """A recipe after its check."""
 
     name: str
@@ -48,9 +54,21 @@ class CheckReport:
         return tuple(verdict for verdict in self.verdicts if verdict.outcome == "broken")
 
     @property
-    def exit_code(self) -> int:
+    def exit_code(self) -> int:  # type: ignore[override]
         """0, or that of a broken promise."""
         return 4 if self.broken else 0
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "holds": not self.broken, "exit_code": self.exit_code}
+
+    def __rich__(self) -> RenderableType:
+        table = open_table("promise", "of", "verdict", "measured")
+        for verdict in self.verdicts:
+            text = verdict.measured + (f"\nfix: {verdict.fix}" if verdict.fix else "")
+            colour = COLOURS[verdict.outcome]
+            outcome = f"[{colour}]{verdict.outcome}[/{colour}]"
+            table.add_row(escape(verdict.promise), escape(verdict.about), outcome, escape(text))
+        previews = [f"\nwhat is learned of an example stands between ⟦ and ⟧\n{text}" for text in self.preview]
+        said = f"{len(self.broken)} broken" if self.broken else "nothing is broken"
+        last = f"\n{said}; {len(self.verdicts)} promises looked at in {self.seconds:g} s"
+        return lines(f"{self.name}: {', '.join(self.cuts)}\n", table, *previews, last)

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
-from thrifty.cli.verb_output import open_table, print_result, progress, wide_console
+from thrifty.cli.verb_output import print_result
 
 
 @click.command()
@@ -22,29 +22,9 @@ def command(steps: int, examples: int, length: int | None, ranks: bool, as_json:
     Values where they are promised, gradients that reach every parameter, micro-batches against one big batch, ranks
     against one process, resuming, export, and which tokens are learned. The exit code is 4 if a promise is broken.
     """
-    from thrifty.checking.promise_check import check
+    import thrifty
 
     recipe = build_recipe(**options).recipe()
-    say = progress(as_json, "checking: ")
-    checked = check(recipe, steps=steps, examples=examples, length=length, ranks=ranks, say=say)
-    print_result(checked.as_dict(), lambda: _tell(checked), as_json)
-    sys.exit(checked.exit_code)
-
-
-def _tell(checked: Any) -> None:
-    from rich.markup import escape
-
-    console, table = wide_console(), open_table("promise", "of", "verdict", "measured")
-    colours = {"holds": "green", "broken": "bold red", "not applicable": "dim"}
-    for verdict in checked.verdicts:
-        text = verdict.measured + (f"\nfix: {verdict.fix}" if verdict.fix else "")
-        colour = colours[verdict.outcome]
-        outcome = f"[{colour}]{verdict.outcome}[/{colour}]"
-        table.add_row(escape(verdict.promise), escape(verdict.about), outcome, escape(text))
-    console.print(f"{checked.name}: {', '.join(checked.cuts)}\n", markup=False)
-    console.print(table)
-    for text in checked.preview:
-        console.print(f"\nwhat is learned of an example stands between ⟦ and ⟧\n{text}", markup=False)
-    broken = len(checked.broken)
-    said = f"{broken} broken" if broken else "nothing is broken"
-    console.print(f"\n{said}; {len(checked.verdicts)} promises looked at in {checked.seconds:g} s")
+    report = thrifty.check(recipe, steps=steps, examples=examples, length=length, ranks=ranks, quiet=as_json)
+    print_result(report, as_json)
+    sys.exit(report.exit_code)

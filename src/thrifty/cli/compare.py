@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
-from thrifty.cli.verb_output import open_table, print_result, progress, wide_console
+from thrifty.cli.verb_output import open_table, print_words, progress, wide_console
 
 
 @click.command()
@@ -95,7 +95,7 @@ def command(
     read = read_variants(variants, baseline, lambda other: build_recipe(other, **options))
     folder = runs / check_name(name or f"{read[0].recipe.name}-comparison", "--name")
     result = compare(read, protocol, folder, retry=retry, workers=launchers, say=progress(quiet))
-    print_result(result, lambda: _tell(result), as_json, quiet)
+    print_words(result, lambda: _tell(result), as_json, quiet)
     if keep and result["status"] == "finished":
         save_comparison(result, keep)
     sys.exit(result["exit_code"])

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, read_moment, recipe_options
-from thrifty.cli.verb_output import print_result, progress
+from thrifty.cli.verb_output import print_result
 
 
 @click.command()
@@ -53,26 +53,13 @@ def command(
 
     Killed or stopped, the same command goes on where it was; with more --rounds or another --control it adds those.
     """
-    from thrifty.core.plain_values import build
-    from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
+    import thrifty
 
-    values = {"rounds": rounds, "prune": prune, "scope": scope, "where": where, "half": half}
+    values = {"rounds": rounds, "prune_fraction": prune, "scope": scope, "where": where, "half_rate": half}
     moment = read_moment("--rewind", rewind, "give a step, such as 50, or a share of the run") if rewind else None
     values |= {"rewind": moment, "controls": controls or None}
-    lottery = build(LotterySettings, {name: value for name, value in values.items() if value is not None}, "lottery")
+    settings: Any = {name: value for name, value in values.items() if value is not None}
     layers = build_recipe(**options)
-    say, origins = progress(quiet), layers.changed()
-    result = run_lottery(layers.recipe(), lottery, runs, origins=origins, quiet=quiet, say=say)
-    print_result(result, lambda: table(result), as_json, quiet)
-    sys.exit(result["exit_code"])
-
-
-def table(result: dict[str, Any]) -> str:
-    """Held-out losses, a line for each round."""
-    kinds = list(dict.fromkeys(kind for each in result["rounds"] for kind in each["runs"]))
-    lines = [f"{'round':>5}  {'density':>8}" + "".join(f"  {kind:>12}" for kind in kinds)]
-    for each in result["rounds"]:
-        losses = [each["runs"].get(kind, {}).get("held_out_loss") for kind in kinds]
-        shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-        lines.append(f"{each['round']:>5}  {each['density']:>8.4f}" + "".join(f"  {loss:>12}" for loss in shown))
-    return "\n".join([*lines, f"held-out losses; all of it in {result['folder']}/lottery.json"])
+    result = thrifty.lottery(layers.recipe(), runs=runs, origins=layers.changed(), quiet=quiet, **settings)
+    print_result(result, as_json, quiet)
+    sys.exit(result.exit_code)

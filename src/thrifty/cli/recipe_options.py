@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from thrifty.recipes.recipe_layers import RecipeLayers
 
 
+SEED = click.IntRange(0, 2**63 - 1)
 MESH = click.option(
     "--mesh",
     metavar="AXIS=SIZE,…",

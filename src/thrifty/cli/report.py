@@ -1,4 +1,4 @@
-"""thrifty report: a run folder as one offline page."""
+"""`thrifty report`: a run folder as one offline page."""
 
 import click
 
@@ -13,20 +13,11 @@ def command(run: str, as_json: bool, show: bool) -> None:
     RUN is a run folder, or the name of one under ./runs. A run that is still going on can be reported too.
     """
     import webbrowser
-    from dataclasses import asdict
 
+    import thrifty
     from thrifty.cli.verb_output import print_result
-    from thrifty.reporting.key_figures import key_figures, verdict
-    from thrifty.reporting.run_page import write_page
-    from thrifty.reporting.run_record import find_run, read_run
 
-    record = read_run(find_run(run))
-    page = write_page(record)
-    key = key_figures(record)
-    plots = sorted(str(path) for path in (page.parent / "plots").glob("*.png"))
-    derived = {"share_of_peak": key.share_of_peak, "memory_error": key.memory_error, "perplexity": key.perplexity}
-    about = {"run": record.name, "report": str(page), "plots": plots, "verdict": verdict(key)}
-    facts = {**about, **asdict(key), **derived, "damage": record.damage}
-    print_result(facts, lambda: f"{record.name}: {verdict(key)}\n{page}", as_json)
+    report = thrifty.report(run)
+    print_result(report, as_json)
     if show:
-        webbrowser.open(page.as_uri())
+        webbrowser.open(report.page.as_uri())

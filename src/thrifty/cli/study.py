@@ -8,8 +8,8 @@ import click
 
 @click.command("study")
 @click.argument("study", metavar="NAME")
-@click.option("--name", "folder_name", help="Name of its folder under runs/.  [default: NAME]")
-@click.option("--set", "assignments", multiple=True, metavar="SETTING=VALUE", help="Change a setting of the study.")
+@click.option("--name", help="Name of its folder under runs/.  [default: NAME]")
+@click.option("--set", "settings", multiple=True, metavar="SETTING=VALUE", help="Change a setting of the study.")
 @click.option("--seeds", type=click.IntRange(min=1), help="How many seeds.")
 @click.option("--cases", multiple=True, metavar="WORD", help="Measure only cases with this word in their label.")
 @click.option("--jobs", type=click.IntRange(min=1), help="How many processes.  [default: one per core]")
@@ -20,8 +20,8 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON at the end.")
 def command(
     study: str,
-    folder_name: str | None,
-    assignments: tuple[str, ...],
+    name: str | None,
+    settings: tuple[str, ...],
     seeds: int | None,
     cases: tuple[str, ...],
     jobs: int | None,
@@ -37,38 +37,17 @@ def command(
     An interrupted study resumes where it stopped. With --baseline-result the exit code is 1 if a number is outside the
     interval of the saved result.
     """
-    from dataclasses import replace
+    import thrifty
+    from thrifty.cli.verb_output import print_result
 
-    from thrifty.cli.verb_output import print_result, progress
-    from thrifty.core.errors import UsageError
-    from thrifty.core.file_names import check_name
-    from thrifty.experiments import saved_study, studies
-    from thrifty.experiments.study_result import read_result
-    from thrifty.experiments.study_runner import is_measured, read_folder, run_study
-    from thrifty.experiments.study_table import table
-
-    made = studies.make(study, assignments)
-    made = replace(made, seeds=seeds) if seeds else made
-    if save_result and cases:
-        raise UsageError(
-            "--save-result writes a whole study, --cases measures a part of one", fix="leave one of them out"
-        )
-    if save_result:
-        saved_study.refuse_existing_study(save_result)
-    baseline = read_result(baseline_result) if baseline_result else None
-    folder = runs / check_name(folder_name or study, "--name")
-    result = read_folder(made, folder)
-    # what has been measured is not measured again, but may still be saved or compared
-    if result is None or not is_measured(result, cases) or not (save_result or baseline):
-        result = run_study(made, folder, only=cases, jobs=jobs, say=progress(quiet))
-    print_result(result.as_data(), lambda: f"{table(result)}\n{folder / 'report.html'}", as_json, quiet)
-    if save_result:
-        saved_study.save_study(result, save_result)
-    if baseline is None:
-        return
-    comparison = saved_study.compare_with_saved(result, baseline)
-    for line in comparison.off:
+    result = thrifty.study(
+        study, name=name, settings=settings, seeds=seeds, cases=cases, jobs=jobs, runs=runs,
+        save_result=save_result, baseline_result=baseline_result, quiet=quiet,
+    )  # fmt: skip
+    print_result(result, as_json, quiet)
+    for line in result.off:
         click.echo(f"off: {line}", err=True)
-    agreeing = comparison.compared - len(comparison.off)
-    click.echo(f"{agreeing} of {comparison.compared} numbers agree with {baseline_result}", err=True)
-    sys.exit(1 if comparison.off else 0)
+    if baseline_result:
+        agreeing = result.compared - len(result.off)
+        click.echo(f"{agreeing} of {result.compared} numbers agree with {baseline_result}", err=True)
+    sys.exit(result.exit_code)

@@ -14,12 +14,24 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from thrifty.reporting.printed_result import PrintedResult
+
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=1, ensure_ascii=False, default=str))
 
 
-def print_result(value: Any, words: Callable[[], str | None], as_json: bool, quiet: bool = False) -> None:
+def print_result(result: "PrintedResult", as_json: bool, quiet: bool = False) -> None:
+    """Print what a public function returns, as JSON or as text."""
+    from thrifty.reporting.printed_result import print_to_terminal
+
+    if as_json:
+        print_json(result.as_dict())
+    elif not quiet:
+        print_to_terminal(result)
+
+
+def print_words(value: Any, words: Callable[[], str | None], as_json: bool, quiet: bool = False) -> None:
     """Print a result as JSON, or as the text that `words` returns or prints itself."""
     if as_json:
         print_json(value)

@@ -9,7 +9,7 @@ import click
 
 from thrifty.cli.data.image_output import print_image_inspection
 from thrifty.cli.data.score_verbs import choice_options, print_suspicious_examples, prune, score
-from thrifty.cli.verb_output import print_json, print_result, progress
+from thrifty.cli.verb_output import print_json, print_words, progress
 from thrifty.reporting.number_format import percent, scaled, significant, whole
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def inspect_source(
         return
     seen = look_into(settings, examples, say=progress())
     lines = [*_counts(seen), *_left_out(seen), "", *_bars(seen), *_titled(seen.examples)]
-    print_result(asdict(seen), lambda: "\n".join(lines), as_json)
+    print_words(asdict(seen), lambda: "\n".join(lines), as_json)
 
 
 @command.command()
@@ -141,7 +141,7 @@ def preview(
     seen = look_into(
         settings, ChatLearningSettings(everything=learn_questions, template=template), examples, say=progress()
     )
-    print_result(asdict(seen), lambda: "\n".join(_learned(seen)), as_json)
+    print_words(asdict(seen), lambda: "\n".join(_learned(seen)), as_json)
 
 
 def _refuse(options: dict[str, Any], when: str, why: str) -> None:

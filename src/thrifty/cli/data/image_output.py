@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from thrifty.cli.verb_output import print_result
+from thrifty.cli.verb_output import print_words
 from thrifty.reporting.number_format import percent, significant, whole
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def print_image_inspection(settings: "DataSettings", examples: int, as_json: boo
         rows = _of_images(seen)
     else:
         return False
-    print_result(asdict(seen), lambda: "\n".join(rows), as_json)
+    print_words(asdict(seen), lambda: "\n".join(rows), as_json)
     return True
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
-from thrifty.cli.verb_output import print_result
+from thrifty.cli.verb_output import print_words
 from thrifty.core.errors import UsageError
 from thrifty.core.plain_values import read_size
 
@@ -109,7 +109,7 @@ def plan_recipe(
         written += write_exports(exports, plan, out) if out is not None else []
     finally:  # a plan that took minutes is told, whatever becomes of its exports
         facts = plan.as_dict() | {"written": [str(path) for path in written]}
-        print_result(facts, lambda: print_plan(plan, written, _start(model, plan.chosen.ranks)), as_json)
+        print_words(facts, lambda: print_plan(plan, written, _start(model, plan.chosen.ranks)), as_json)
 
 
 def _units_of(cluster: str | None) -> AbstractContextManager[None]:
@@ -168,7 +168,7 @@ def _on_cluster(
     plan = plan_on_cluster(recipe, wanted, place, ranks, model, quiet=as_json)
     written = _written(plan.recipe, [*format_cluster_plan(plan), *_named(model)], out)
     facts = plan.as_dict() | {"written": [str(path) for path in written]}
-    print_result(facts, lambda: print_cluster_plan(plan, written), as_json)
+    print_words(facts, lambda: print_cluster_plan(plan, written), as_json)
 
 
 def _refuse_misspelled_command(word: str) -> None:

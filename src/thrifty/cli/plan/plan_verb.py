@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from thrifty.cli.plan.plan_recipe import plan_recipe
-from thrifty.cli.verb_output import open_table, print_result, wide_console
+from thrifty.cli.verb_output import open_table, print_words, wide_console
 from thrifty.core.errors import UsageError
 from thrifty.reporting.number_format import percent, scaled, significant
 from thrifty.reporting.run_record import find_run
@@ -55,7 +55,7 @@ command.add_command(plan_recipe, OF_RECIPE)
 def size(flops: float | None, hours: float | None, tokens: float | None, utilisation: float, as_json: bool) -> None:
     """Compute-optimal parameters and tokens, by each published set of constants."""
     facts = recommend_sizes(flops, hours, tokens, utilisation)
-    print_result(facts, lambda: _tell_sizes(facts), as_json)
+    print_words(facts, lambda: _tell_sizes(facts), as_json)
 
 
 @command.command()
@@ -81,7 +81,7 @@ def fit(
     points = _read(runs, table)
     kept = sorted(points, key=lambda run: run.loss)[: max(0, len(points) - drop_worst)]
     facts = fit_law(kept, flops, **how)
-    print_result(facts, lambda: _tell_fit(facts), as_json)
+    print_words(facts, lambda: _tell_fit(facts), as_json)
 
 
 def recommend_sizes(

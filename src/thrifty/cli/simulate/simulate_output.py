@@ -23,7 +23,7 @@ def print_comparison(comparison: DesignComparison, against: str | None, all_tabl
 
     trace, results = comparison.trace, [case.result for case in comparison.cases]
     click.echo(f"{trace.name}: {len(trace.layers)} layers, {trace.units} heads, density {trace.density:.3f}\n")
-    print_results(results)
+    print_wordss(results)
     click.echo()
     for line in remarks(comparison):
         click.echo(line)
@@ -59,7 +59,7 @@ def result_cells(result: SimulationResult) -> list[str]:
     ]
 
 
-def print_results(results: list[SimulationResult]) -> None:
+def print_wordss(results: list[SimulationResult]) -> None:
     print_table(list(RESULT_COLUMNS), [result_cells(result) for result in results])
     click.echo()
     stalls = [

@@ -34,7 +34,7 @@ def spgemm(
     """The product of each of the MATRICES (Matrix Market files, .mtx) with itself, or of a random one: cycles of both
     phases, bytes by operand, energy; beside it, as columns of their own, what this machine takes now."""
     from thrifty.cli.simulate.machine_options import read_machine_options
-    from thrifty.cli.verb_output import print_result
+    from thrifty.cli.verb_output import print_words
     from thrifty.core.errors import UsageError
     from thrifty.simulators.accelerator.accelerator_simulation import simulate_product
     from thrifty.simulators.accelerator.spgemm_workload import measured, read_matrix, uniform
@@ -49,7 +49,7 @@ def spgemm(
         for machine in machines:
             result = simulate_product(machine, product, table=energy_table)
             descriptions.append(describe_product(product, result) | {"measured_here": here})
-    print_result({"products": descriptions}, lambda: _tell(descriptions), as_json)
+    print_words({"products": descriptions}, lambda: _tell(descriptions), as_json)
 
 
 def describe_product(product: SpgemmProduct, result: SimulationResult) -> dict[str, Any]:

@@ -1,0 +1,155 @@
+"""`trace`: what attention computes, recorded or made up, in one file that all simulated designs read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.console import RenderableType
+
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+from thrifty.data.tokenizer import read_tokenizer
+from thrifty.interface.loaded_model import load_for_sampling
+from thrifty.interface.run_reports import run_folder
+from thrifty.models.model_presets import PRESETS, assemble
+from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace
+from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthetic_trace
+from thrifty.simulators.accelerator.trace_file import load_pruned_masks, save_trace, with_dtype
+from thrifty.simulators.accelerator.trace_recorder import record_attention
+from thrifty.training.run_setup import open_examples
+from thrifty.training.trained_model import load_trained_model
+
+
+@dataclass(frozen=True, repr=False)
+class SavedTrace(PrintedResult):
+    """A file with what attention computed."""
+
+    trace: AttentionTrace
+    path: Path
+
+    def as_dict(self) -> dict[str, Any]:
+        return describe_trace(self.trace) | {"path": str(self.path), "bytes": self.path.stat().st_size}
+
+    def __rich__(self) -> RenderableType:
+        facts = self.as_dict()
+        return lines(
+            f"{facts['layers']} layers, {facts['units']} heads of examples, {facts['queries']} x {facts['keys']} "
+            f"tokens, head width {facts['width']}, density {facts['density']:.3f}",
+            f"wrote {self.path}, {facts['bytes']:,} bytes",
+        )
+
+
+def trace(
+    source: str | Path,
+    out: str | Path = "trace.safetensors",
+    *,
+    examples: int = 2,
+    length: int | None = None,
+    data: str | Path | None = None,
+    dtype: Literal["float32", "float16"] = "float32",
+    density: float = 0.1,
+    layers: int = 1,
+    heads: int = 12,
+    width: int = 64,
+    seed: int = 0,
+) -> SavedTrace:
+    """Record attention into the file `out`: of a trained run on its held-out data, of a model folder on the text of
+    `data`, or of a preset with random values on random tokens.
+
+    `source` may also be an .npy file of ViTCoD's masks, in which True is pruned, or a pattern ("uniform", "balanced",
+    "runs", "diagonal", "power-law") of this `density` in so many `layers` and `heads`. `length` is the tokens of an
+    example, `width` that of a head, for masks alone.
+
+    Raises UsageError if the file exists, or the source is none of these.
+
+    Example::
+
+        thrifty.trace("diagonal", "diagonal.safetensors", density=0.2, length=64)
+    """
+    path, source = Path(out), str(source)
+    if path.exists():
+        raise UsageError(f"{path} exists already", fix="give another --out, or remove it")
+    if source in PATTERNS:
+        sizes = [length or 128] * examples
+        recorded = synthetic_trace(source, density, layers, heads, width=width, lengths=sizes, seed=seed)
+    elif source.endswith(".npy"):
+        recorded = load_pruned_masks(Path(source), width)
+    else:
+        text = None if data is None else Path(data)
+        recorded = with_dtype(_recorded(source, examples, length, text, seed), dtype)
+    save_trace(recorded, path)
+    return SavedTrace(recorded, path)
+
+
+def describe_trace(trace: AttentionTrace) -> dict[str, Any]:
+    """Return what a trace holds, as plain data."""
+    return {
+        "name": trace.name,
+        "layers": len(trace.layers),
+        "units": trace.units,
+        "queries": max(layer.queries for layer in trace.layers),
+        "keys": max(layer.keys for layer in trace.layers),
+        "width": trace.layers[0].width,
+        "density": trace.density,
+        "provenance": dict(trace.provenance),
+    }
+
+
+def _recorded(source: str, examples: int, length: int | None, data: Path | None, seed: int) -> AttentionTrace:
+    if source in PRESETS:
+        return _of_preset(source, examples, length, seed)
+    if (Path(source) / "config.json").is_file():
+        return _of_folder(Path(source), examples, length, data)
+    try:
+        run = run_folder(source)
+    except UsageError as error:
+        near = did_you_mean(source, [*PRESETS, *PATTERNS])
+        raise UsageError(f"{source} is no run, model folder, preset, pattern or .npy file", fix=near) from error
+    return _of_run(run, examples)
+
+
+def _of_run(run: Path, examples: int) -> AttentionTrace:
+    model, recipe = load_trained_model(run, plain=False)
+    objective, opened = open_examples(recipe)
+    about = {"run": run.name, "data": str(recipe.data.source), "objective": recipe.objective.name}
+    about["examples"] = str(examples)
+    return record_attention(model, opened.held_out.batches(examples, examples), objective.predict, about, run.name)
+
+
+def _of_folder(folder: Path, examples: int, length: int | None, data: Path | None) -> AttentionTrace:
+    if data is None or not data.is_file():
+        raise UsageError(f"{folder} is a model, which must be given text", fix="--data FILE")
+    model, tokenizer, context = load_for_sampling(folder)
+    each = trim_to_context(length, context, folder.name)
+    tokens = torch.tensor(read_tokenizer(tokenizer).encode(data.read_text(encoding="utf-8")))
+    if len(tokens) < each:
+        raise UsageError(f"{data} has {len(tokens)} tokens, fewer than an example of {each}", fix="a smaller --length")
+    rows = tokens[: len(tokens) // each * each].unflatten(0, (-1, each))[:examples]
+    return record_attention(model, [rows], provenance={"folder": folder.name, "data": data.name}, name=folder.name)
+
+
+def trim_to_context(length: int | None, context: int | None, model: str) -> int:
+    """Return the tokens of an example: `length`, or 128 where the model reads so many. Raises UsageError for too
+    many."""
+    if context is not None and (length or 0) > context:
+        raise UsageError(f"{model} reads {context} tokens, not {length}", fix=f"--length {context}")
+    return length or min(128, context or 128)
+
+
+def _of_preset(name: str, examples: int, length: int | None, seed: int) -> AttentionTrace:
+    shape = PRESETS[name]
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model = assemble(shape)
+    task = getattr(model, "task", None)
+    if shape.style == "vit":
+        inputs = (torch.randn(examples, 3, shape.image, shape.image, generator=generator),)
+    elif task in ("next_token", "masked_token", "sequence_to_sequence"):
+        each = trim_to_context(length, shape.length, name)
+        tokens = torch.randint(shape.vocabulary, (examples, each), generator=generator)
+        inputs = (tokens, tokens) if task == "sequence_to_sequence" else (tokens,)
+    else:
+        raise RefusedError(f"there is no telling what {name} is given", fix="train it, and give the run")
+    about = {"preset": name, "values": f"random, seed {seed}", "data": "random"}
+    return record_attention(model, [inputs], lambda model, inputs: model(*inputs), about, name)

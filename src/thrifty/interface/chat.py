@@ -1,0 +1,123 @@
+"""`chat`: questions and answers with a trained model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from thrifty.core.setting_bounds import check_plain
+from thrifty.data.chat.chat_template import Message
+from thrifty.data.chat.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
+from thrifty.interface.loaded_model import load_for_sampling
+from thrifty.models.text_generation import generate
+from thrifty.reporting.printed_result import PrintedResult, lines
+
+
+@dataclass(repr=False)
+class ChatSession(PrintedResult):
+    """A model to talk to, and what was said."""
+
+    path: str
+    model: nn.Module
+    tokenizer: ChatTokenizer
+    context: int | None
+    tokens: int
+    temperature: float
+    top_k: int | None
+    seed: int
+    messages: list[Message] = field(default_factory=list)
+
+    def ask(self, question: str, show: Callable[[str], None] = lambda text: None) -> str:
+        """Return the answer of the model; `show` receives each piece of it as it is made."""
+        check_plain(question, "the question")
+        self.messages.append({"role": "user", "content": question})
+        typist = _Typist(self.tokenizer, show)
+        start = self._prompt()
+        device = next(self.model.parameters()).device
+        ids = generate(
+            self.model,
+            torch.tensor([start], device=device),
+            self.tokens,
+            temperature=self.temperature or 1.0,
+            top_k=self.top_k,
+            seed=self.seed + len(self.messages),
+            greedy=self.temperature == 0,
+            context=self.context,
+            stop=self.tokenizer.end_of_turn,
+            seen=typist.type,
+        )[0, len(start) :].tolist()
+        typist.finish()
+        answer = self.tokenizer.decode(token for token in ids if token != self.tokenizer.end_of_turn)
+        self.messages.append({"role": "assistant", "content": answer})
+        return answer
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"path": self.path, "messages": self.messages}
+
+    def __rich__(self) -> RenderableType:
+        return lines(*(f"{message['role']}: {message['content']}" for message in self.messages))
+
+    def _prompt(self) -> list[int]:
+        """Return the tokens of the conversation, without its oldest turns where all would leave no room for an
+        answer."""
+        opening = [message for message in self.messages[:1] if message["role"] == "system"]
+        turns = self.messages[len(opening) :]
+        while True:
+            start = self.tokenizer.prompt([*opening, *turns])
+            if self.context is None or len(start) + self.tokens <= self.context or len(turns) == 1:
+                return start
+            del turns[:2]
+
+
+def chat(
+    model: Any,
+    *,
+    system: str = "",
+    tokens: int = 256,
+    temperature: float = 0.7,
+    top_k: int | None = None,
+    seed: int = 0,
+    template: str = "",
+) -> ChatSession:
+    """Begin a conversation with the language model of a run or of a Hugging Face folder.
+
+    `model` is what `thrifty.train` returned, a run folder or its name under ./runs, or a Hugging Face folder. `tokens`
+    limits an answer; `temperature=0` takes the likeliest of the `top_k` tokens, or of all. `template` ("chatml",
+    "alpaca" or a Jinja file) takes the place of the model's own.
+
+    Raises UsageError if the model does not predict the next token, or has no chat template.
+
+    Example::
+
+        conversation = thrifty.chat("runs/mine", template="chatml")
+        print(conversation.ask("Who are you?"))
+    """
+    check_plain(system, "--system")
+    network, tokenizer_json, context = load_for_sampling(model)
+    tokenizer = read_chat_tokenizer(tokenizer_json, template)
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    path = str(getattr(model, "folder", model))
+    return ChatSession(path, network, tokenizer, context, tokens, temperature, top_k, seed, messages)
+
+
+class _Typist:
+    """Shows an answer token by token; a letter of which some bytes are missing waits for them."""
+
+    def __init__(self, tokenizer: ChatTokenizer, show: Callable[[str], None]):
+        self.tokenizer, self.show, self.ids, self.shown = tokenizer, show, [], 0
+
+    def type(self, chosen: torch.Tensor) -> None:
+        if int(chosen[0]) == self.tokenizer.end_of_turn:
+            return
+        self.ids.append(int(chosen[0]))
+        text = self.tokenizer.decode(self.ids)
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.show(text[self.shown :])
+            self.shown = len(text)
+
+    def finish(self) -> None:
+        """Show what still waited for bytes."""
+        self.show(self.tokenizer.decode(self.ids)[self.shown :])

@@ -1,0 +1,217 @@
+"""`doctor`: what this machine can do for training, what is missing, and what to do about it."""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from thrifty.machine.machine_info import CompileTrial, MachineInfo, probe, try_compile
+from thrifty.machine.measured_rates import MeasuredRate
+from thrifty.planning.breakeven_table import BreakevenRow, crossover_table
+from thrifty.reporting.number_format import scaled
+from thrifty.reporting.printed_result import PrintedResult, lines
+
+OLDEST_TORCH = (2, 11)
+LITTLE_DISK = 5e9
+LITTLE_MEMORY = 2e9
+NO_GAIN = 1.2
+"""bfloat16 products less than this many times as fast as float32 ones do not pay for the casts."""
+
+
+@dataclass(frozen=True)
+class DoctorFinding:
+    what: str
+    fix: str
+    fatal: bool = False
+    """Whether training cannot work at all."""
+
+
+@dataclass(frozen=True, repr=False)
+class MachineReport(PrintedResult):
+    """What this machine can do for training, measured, and what is missing."""
+
+    machine: MachineInfo
+    findings: tuple[DoctorFinding, ...]
+    trial: CompileTrial | None = None
+    sparse: tuple[BreakevenRow, ...] = ()
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return 1 if any(finding.fatal for finding in self.findings) else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "machine": asdict(self.machine) | {"cores": self.machine.cores},
+            "compile": None if self.trial is None else asdict(self.trial),
+            "findings": [asdict(finding) for finding in self.findings],
+            "sparse": [asdict(row) | {"crossover": row.crossover} for row in self.sparse],
+        }
+
+    def __rich__(self) -> RenderableType:
+        tables = [
+            _titled("Machine", _machine_rows(self.machine)),
+            _titled("Measured: median (slowest to fastest repeat)", _rate_rows(self.machine)),
+            _titled("Software", _software_rows(self.machine, self.trial)),
+        ]
+        told = [Text.from_markup("\n[green]Nothing is missing.[/green]")] if not self.findings else []
+        for finding in self.findings:
+            mark = "[red]cannot train[/red]" if finding.fatal else "[yellow]note[/yellow]"
+            told.append(Text.from_markup(f"\n{mark}  {escape(finding.what)}\n      {escape(finding.fix)}"))
+        return lines(*tables, *told, *map(str, self.sparse))
+
+
+def doctor(*, quick: bool = False, compile: bool = False, sparse: Sequence[tuple[int, int]] = ()) -> MachineReport:
+    """Measure what this machine can do for training, and find what is missing.
+
+    `quick` measures no memory and no disk; `compile` also compiles a small function. For each weight in `sparse`,
+    given as (outputs, inputs), it is measured from which density on its product pays sparse.
+
+    Example::
+
+        report = thrifty.doctor(quick=True)
+        print(report, report.findings)
+    """
+    machine = probe(quick)
+    trial = try_compile() if compile else None
+    rows = crossover_table(sparse, dtypes=("float32", "bfloat16"))
+    return MachineReport(machine, tuple(diagnose(machine, runs_writable(), trial)), trial, tuple(rows))
+
+
+def runs_writable() -> bool:
+    """Return True if a run folder can be made under ./runs."""
+    folder = Path("runs") if Path("runs").exists() else Path()
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def diagnose(machine: MachineInfo, writable: bool, trial: CompileTrial | None) -> list[DoctorFinding]:
+    """Return everything worth telling, the fatal first, each with what to do."""
+    return [*_fatal(machine, writable), *_compiler(machine, trial), *_resources(machine), *_optional(machine)]
+
+
+def _fatal(machine: MachineInfo, writable: bool) -> Iterator[DoctorFinding]:
+    version = tuple(int(part) for part in machine.torch.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        needed = ".".join(map(str, OLDEST_TORCH))
+        yield DoctorFinding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True)
+    if not writable:
+        what = "no run folder can be written under ./runs"
+        yield DoctorFinding(what, "work in a folder you may write to", fatal=True)
+
+
+def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> Iterator[DoctorFinding]:
+    needs = "the techniques `compile` and `attention.tiled` need it on a CPU"
+    if machine.compiler is None:
+        fix = "install g++ (Debian: apt-get install g++), or set CXX to yours"
+        yield DoctorFinding(f"no C++ compiler: {needs}", fix)
+    elif not machine.python_headers:
+        fix = "install them (Debian: apt-get install python3-dev)"
+        yield DoctorFinding(f"Python's C headers are missing: {needs}", fix)
+    elif trial is not None and not trial.works:
+        yield DoctorFinding(f"torch.compile fails here: {trial.message}", "train with `--without compile`")
+
+
+def _resources(machine: MachineInfo) -> Iterator[DoctorFinding]:
+    if not machine.gpus and _gain(machine) < NO_GAIN:
+        yield DoctorFinding(
+            f"bfloat16 products run at {_gain(machine):.2f} times the float32 rate on this CPU",
+            "leave out `precision.mixed`: it gains nothing here",
+        )
+    if any(rate.median < rate.high / 2 for rate in machine.matmul.values()):
+        yield DoctorFinding(
+            "the same matrix product takes more than twice as long at times: other programs use these cores",
+            "measure again when the machine is quiet; until then training is slowed down as much",
+        )
+    if machine.core_quota is not None and machine.core_quota < machine.logical_cores:
+        yield DoctorFinding(
+            f"{machine.logical_cores} cores are visible, but the control group grants {machine.core_quota:g}",
+            f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads only wait for each other",
+        )
+    if machine.memory_available < LITTLE_MEMORY:
+        available = scaled(machine.memory_available, "B")
+        yield DoctorFinding(f"only {available} of memory is free", "close other programs, or train a smaller preset")
+    if machine.disk_free < LITTLE_DISK:
+        free = scaled(machine.disk_free, "B")
+        yield DoctorFinding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints")
+
+
+def _optional(machine: MachineInfo) -> Iterator[DoctorFinding]:
+    for extra, modules in machine.missing_extras.items():
+        what = f"extra `{extra}` is not installed ({', '.join(modules)})"
+        yield DoctorFinding(what, f'pip install "thrifty[{extra}]"')
+    if "gloo" not in machine.backends:
+        what = "torch has no gloo backend: no training on several CPU ranks"
+        yield DoctorFinding(what, "install an official torch wheel")
+    if machine.gpus and "nccl" not in machine.backends:
+        what = "torch has no NCCL backend: GPUs cannot train together"
+        yield DoctorFinding(what, "install torch for CUDA on Linux")
+
+
+def _gain(machine: MachineInfo) -> float:
+    """How many times as fast bfloat16 products are, by the best repeat of each: others may use the machine too."""
+    return machine.matmul["bfloat16"].high / machine.matmul["float32"].high
+
+
+def _titled(title: str, rows: list[tuple[str, str]]) -> RenderableType:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True, min_width=18)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return Group("", table)
+
+
+def _machine_rows(machine: MachineInfo) -> list[tuple[str, str]]:
+    quota = f", {machine.core_quota:g} granted" if machine.core_quota is not None else ""
+    gpus = [f"{gpu.name}, {scaled(gpu.memory, 'B')}, capability {gpu.capability}" for gpu in machine.gpus]
+    return [
+        ("processor", machine.cpu),
+        ("cores", f"{machine.physical_cores} physical, {machine.logical_cores} logical{quota}"),
+        ("instructions", f"{', '.join(machine.instructions) or 'unknown'}; torch uses {machine.torch_instructions}"),
+        ("GPU", "\n".join(gpus) or "none"),
+        ("memory", f"{scaled(machine.memory, 'B')}, {scaled(machine.memory_available, 'B')} free"),
+        ("disk here", f"{scaled(machine.disk_free, 'B')} free"),
+    ]
+
+
+def _rate_rows(machine: MachineInfo) -> list[tuple[str, str]]:
+    rows = [(f"{dtype} products", _rate(rate, "FLOP/s")) for dtype, rate in machine.matmul.items()]
+    for gpu in machine.gpus:
+        rows += [(f"{dtype} on {gpu.name}", _rate(rate, "FLOP/s")) for dtype, rate in gpu.matmul.items()]
+    return [
+        *rows,
+        ("memory copy", _rate(machine.memory_rate, "B/s")),
+        ("disk, flushed", _rate(machine.disk_rate, "B/s")),
+    ]
+
+
+def _rate(rate: MeasuredRate | None, unit: str) -> str:
+    if rate is None:
+        return "not measured"
+    return f"{scaled(rate.median, unit)}  ({scaled(rate.low, unit)} to {scaled(rate.high, unit)})"
+
+
+def _software_rows(machine: MachineInfo, trial: CompileTrial | None) -> list[tuple[str, str]]:
+    compiles = "not tried (--compile)"
+    if trial is not None:
+        compiles = f"works, {trial.seconds:.0f} s for the first function" if trial.works else "fails"
+    return [
+        ("thrifty", machine.thrifty),
+        ("torch", machine.torch),
+        ("python", f"{machine.python} on {machine.platform}"),
+        (
+            "C++ compiler",
+            f"{machine.compiler or 'none'}, Python headers {'found' if machine.python_headers else 'missing'}",
+        ),
+        ("torch.compile", compiles),
+        ("distributed", ", ".join(machine.backends) or "none"),
+    ]

@@ -1,0 +1,175 @@
+"""`explain`: what each technique of a recipe does, in which order, and at what predicted cost."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from rich.console import RenderableType
+
+from thrifty.composition.compose import Run
+from thrifty.composition.explain import Explanation, resident_bytes, touched_modules
+from thrifty.composition.explain import explain as explain_run
+from thrifty.core.errors import RefusedError
+from thrifty.core.recipe import Recipe
+from thrifty.distributed.fake_ranks import fake_rank, ranks_of_stages
+from thrifty.reporting.printed_result import PrintedResult, lines, open_table
+from thrifty.training.memory_meter import MemoryMeter
+from thrifty.training.run_setup import mesh_sizes, prepare_run
+
+STEPS = 1000
+"""Steps of a run whose budget is none in steps."""
+PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, repr=False)
+class RecipeExplanation(PrintedResult):
+    """What a recipe will do: each technique in order of stage, and the memory and work before and after it."""
+
+    recipe: str
+    data: Mapping[str, Any]
+    explanation: Explanation
+    notes: Mapping[str, Any]
+    """What the surgery of each technique touched and skipped."""
+    refused: Mapping[str, str]
+    """Techniques that refuse the model or the data, with their reasons; the others are explained."""
+    process: float
+    """Bytes that the process holds before it builds the model."""
+    ranks: Mapping[str, Any] = field(default_factory=dict)
+    """The "mesh", and for each of its "stages" what a rank keeps; empty without a mesh."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        """Predicted bytes of tensors at the peak of a step."""
+        return self.explanation.footprint.memory
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return 2 if self.refused else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "recipe": self.recipe,
+            "data": dict(self.data),
+            **self.explanation.as_dict(self.notes),
+            **self.ranks,
+            "process": self.process,
+            "refused": dict(self.refused),
+            "origins": dict(self.origins),
+        }
+
+    def __rich__(self) -> RenderableType:
+        facts = self.as_dict()
+        total = facts["footprint"]
+        parts = ", ".join(f"{name} {_bytes(total[name])}" for name in PARTS)
+        told = [f"{self.recipe}: {facts['parameters']:,} parameters, {_in_words(facts['data'])}\n"]
+        told += [f"refused {name}: {reason.partition(': ')[2]}" for name, reason in self.refused.items()]
+        below = [f"\npredicted peak {_bytes(total['memory'])}: {parts}, temporary {_bytes(total['temporary'])}"]
+        if self.process:
+            whole, held = _bytes(total["memory"] + self.process), _bytes(self.process)
+            before = f"it holds {held} before it builds the model, and memory that steps free may stay"
+            below.append(f"with the process at least {whole}: {before}")
+        if self.ranks:
+            below += _rank_lines(facts)
+        if facts["decisions"]:
+            below += ["\ndecided when the first batch is seen", *(f"  {each}" for each in facts["decisions"])]
+        if self.origins:
+            below += ["\nvalues that are not defaults"]
+            below += [f"  {path}  from {origin}" for path, origin in self.origins.items()]
+        return lines(*told, _table(facts), *below)
+
+
+def explain(recipe: Recipe, *, origins: Mapping[str, str] | None = None) -> RecipeExplanation:
+    """Explain a recipe: what each technique touches, memory and FLOPs before and after it, and what is refused.
+
+    Nothing is trained. With a mesh it is what each rank holds, computes and sends; no ranks are started. `origins`
+    says where values came from, for the printed explanation.
+
+    Raises UsageError for a recipe that could not be trained, RefusedError where the model itself is refused.
+
+    Example::
+
+        explanation = thrifty.explain(recipe)
+        print(explanation, explanation.peak, explanation.refused)
+    """
+    prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS)
+    run, refused, places = prepared.run, {}, {}
+    if (count := recipe.mesh.least_ranks) > 1:
+        sizes, stages = mesh_sizes(recipe, count), []
+        for ranks in ranks_of_stages(sizes):
+            with fake_rank(ranks[0], sizes):
+                run, also_refused, stage = _without_refused(run, resident_bytes)
+            refused |= also_refused
+            stages.append({"ranks": [*ranks], **vars(stage)})
+        with fake_rank(0, sizes):
+            explanation = explain_run(run)
+        notes, places = stages[0]["notes"], {"mesh": sizes, "stages": stages}
+    else:
+        run, refused, notes = _without_refused(run, touched_modules)
+        explanation = explain_run(run)
+    process = MemoryMeter(run.device).process
+    data = prepared.data.description()
+    return RecipeExplanation(recipe.name, data, explanation, notes, refused, process, places, origins or {})
+
+
+def _without_refused(run: Run, look: Callable[[Run], Found]) -> tuple[Run, dict[str, str], Found]:
+    """Return a run without the techniques that refuse its model, their reasons, and what `look` then finds. Raises
+    RefusedError where the model itself is refused."""
+    refused: dict[str, str] = {}
+    while True:
+        try:
+            return run, refused, look(run)
+        except RefusedError as reason:
+            name = reason.what.partition(":")[0]
+            if name not in (technique.name for technique in run.techniques):
+                raise
+            refused[name] = str(reason)
+            run = replace(run, techniques=tuple(t for t in run.techniques if t.name != name), notes={})
+
+
+def _table(facts: Mapping[str, Any]) -> RenderableType:
+    table = open_table("stage", "technique", "numerics", "touched", "memory", "activations", "GFLOP")
+    table.add_row("", "plain run", "", "", *_amounts(facts["plain"]))
+    for row in facts["techniques"]:
+        touched = "; ".join(row["touched"])
+        table.add_row(row["stage"], row["name"], row["numerics"], touched, *_amounts(row["after"]))
+    return table
+
+
+def _amounts(footprint: Mapping[str, float]) -> tuple[str, str, str]:
+    return _bytes(footprint["memory"]), _bytes(footprint["activations"]), f"{footprint['flops'] / 1e9:,.1f}"
+
+
+def _in_words(data: Mapping[str, Any]) -> str:
+    if "train_images" in data:
+        side, channels = data["side"], data["channels"]
+        left_out = f", {data['left_out']:,} files left out" if data["left_out"] else ""
+        images = f"{data['train_images']:,} training images of {side} x {side} x {channels}"
+        if "train_captions" in data:
+            return f"{images} with {data['train_captions']:,} captions, vocabulary {data['vocabulary']:,}{left_out}"
+        if data["label_entropy"] is None:
+            return f"{images}{left_out}"
+        labels = f"{len(data['labels'])} labels, entropy of their frequencies {data['label_entropy']:.3f} nats"
+        return f"{images}, {labels}{left_out}"
+    if "train_tokens" in data:
+        return (
+            f"{data['train_tokens']:,} training tokens, vocabulary {data['vocabulary']:,}, "
+            f"unigram entropy {data['unigram_entropy']:.3f} nats/token"
+        )
+    return ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in data.items())
+
+
+def _rank_lines(facts: Mapping[str, Any]) -> list[str]:
+    along = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items() if size > 1)
+    told = [f"\neach of the ranks of {along} sends {_bytes(facts['footprint']['traffic'])} a step, and keeps"]
+    for stage in facts["stages"]:
+        first, last = stage["ranks"][0], stage["ranks"][-1]
+        ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+        kept = ", ".join(f"{name} {_bytes(stage[name])}" for name in ("parameters", "gradients", "optimizer"))
+        told.append(f"  {ranks}: {kept}")
+    return told
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"

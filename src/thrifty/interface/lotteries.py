@@ -1,0 +1,75 @@
+"""`lottery`: lottery tickets, round after round."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import RenderableType
+
+from thrifty.core.plain_values import build
+from thrifty.core.recipe import Recipe
+from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
+from thrifty.interface.progress import progress
+from thrifty.reporting.printed_result import PrintedResult, lines
+
+
+@dataclass(frozen=True, repr=False)
+class LotteryResult(PrintedResult):
+    """Held-out losses of all rounds, and the folder with the tickets."""
+
+    rounds: Sequence[Mapping[str, Any]]
+    folder: str
+    content: Mapping[str, Any]
+    """The content of lottery.json."""
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return self.content["exit_code"]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.content)
+
+    def __rich__(self) -> RenderableType:
+        kinds = list(dict.fromkeys(kind for each in self.rounds for kind in each["runs"]))
+        told = [f"{'round':>5}  {'density':>8}" + "".join(f"  {kind:>12}" for kind in kinds)]
+        for each in self.rounds:
+            losses = [each["runs"].get(kind, {}).get("held_out_loss") for kind in kinds]
+            shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
+            told.append(f"{each['round']:>5}  {each['density']:>8.4f}" + "".join(f"  {loss:>12}" for loss in shown))
+        return lines(*told, f"held-out losses; all of it in {self.folder}/lottery.json")
+
+
+def lottery(
+    recipe: Recipe,
+    *,
+    rounds: int = LotterySettings.rounds,
+    prune_fraction: float = LotterySettings.prune,
+    rewind: int | float = LotterySettings.rewind,
+    scope: Literal["global", "layerwise"] = LotterySettings.scope,
+    where: str = LotterySettings.where,
+    half_rate: str = LotterySettings.half,
+    controls: Sequence[Literal["random-mask", "reinitialise"]] = (),
+    runs: str | Path = "runs",
+    origins: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> LotteryResult:
+    """Train a recipe, cut the smallest weights, start again from the initial values (or an early step) with the rest,
+    and so on. Every round is a run of its own, `runs`/NAME-round-R.
+
+    `prune_fraction` is the share of the remaining weights that goes after each round; `rewind` the step that tickets
+    start from, or a fraction of the run; `scope` says whether weights of all matrices are compared, or those of each.
+    `where` is a pattern of the names of pruned matrices, `half_rate` of those that lose half the share. `controls` are
+    also trained for each ticket. An interrupted lottery resumes where it stopped, also with more rounds or controls.
+
+    Raises UsageError where the folder is of another lottery.
+
+    Example::
+
+        print(thrifty.lottery(recipe, rounds=3, prune_fraction=0.5))
+    """
+    values = {"rounds": rounds, "prune": prune_fraction, "rewind": rewind, "scope": scope}
+    values |= {"where": where, "half": half_rate, "controls": tuple(controls)}
+    settings, say = build(LotterySettings, values, "lottery"), progress(quiet)
+    content = run_lottery(recipe, settings, Path(runs), origins=origins, quiet=quiet, say=say)
+    return LotteryResult(content["rounds"], content["folder"], content)

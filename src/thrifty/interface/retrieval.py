@@ -1,0 +1,135 @@
+"""`retrieve`: how well a model finds captions by images and images by captions, and classes by their names."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from thrifty.core.batches import Batch
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings, Recipe
+from thrifty.data.epoch_sampler import HeldOutExamples
+from thrifty.data.images.image_data import open_images
+from thrifty.data.pairs.caption_rows import caption_rows
+from thrifty.data.pairs.pair_data import PairData
+from thrifty.data.train_split import DataSplit
+from thrifty.interface.progress import progress
+from thrifty.interface.run_reports import run_folder
+from thrifty.models.contrastive_model import ContrastiveModel
+from thrifty.objectives.retrieval_metrics import (
+    chance_retrieval,
+    class_vectors,
+    embed_pairs,
+    retrieval,
+    zero_shot_accuracy,
+)
+from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.training.run_setup import choose_device, open_examples
+from thrifty.training.trained_model import load_trained_model
+
+BATCH = 256
+
+
+@dataclass(frozen=True, repr=False)
+class RetrievalResult(PrintedResult):
+    """Recalls of a contrastive model on held-out pairs, next to those by chance."""
+
+    run: str
+    pairs: int
+    different_captions: int
+    recalls: Mapping[str, float]
+    chance: Mapping[str, float]
+    classes: str = ""
+    zero_shot: Mapping[str, Any] | None = None
+    """The "accuracy" on images of `classes` by the names of their labels, if they were given."""
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {"run": self.run, "pairs": self.pairs, "different_captions": self.different_captions}
+        zero_shot = {} if self.zero_shot is None else {"zero_shot": dict(self.zero_shot)}
+        return {**counts, "retrieval": dict(self.recalls), "by_chance": dict(self.chance), **zero_shot}
+
+    def __rich__(self) -> RenderableType:
+        told = [f"{self.pairs:,} held-out pairs with {self.different_captions:,} different captions"]
+        told += [f"{name:14s} {share:7.1%}   by chance {self.chance[name]:.1%}" for name, share in self.recalls.items()]
+        if zero := self.zero_shot:
+            right = f"{zero['accuracy']:.1%} of {zero['images']:,} images told right by the names of their"
+            told += [f"{self.classes}: {right} ", f"{zero['labels']} labels; by chance {1 / zero['labels']:.1%}"]
+        return lines(*told)
+
+
+def retrieve(
+    run: Any,
+    *,
+    step: int | None = None,
+    raw_weights: bool = False,
+    classes: str = "",
+    prompts: Sequence[str] = (),
+) -> RetrievalResult:
+    """Measure the contrastive model of a run on all held-out images and captions of its data: R@1, R@5, R@10 both ways.
+
+    `step` names a checkpoint other than the newest; `raw_weights` takes the weights in training where the run judged an
+    average of them. `classes` are images whose labels are told apart by name, in `prompts` such as "a picture of {}".
+
+    Raises UsageError for a run whose objective was another one.
+
+    Example::
+
+        print(thrifty.retrieve("runs/flip-emoji").recalls)
+    """
+    if prompts and not classes:
+        raise UsageError("--prompt is given and no images to tell apart", fix="--classes SOURCE, such as cifar10")
+    path = run_folder(run)
+    model, recipe = load_trained_model(path, step, raw_weights)
+    if not isinstance(model, ContrastiveModel):
+        raise UsageError(
+            f"the model of {path} learned {recipe.objective.name} and does not compare images with captions",
+            fix="name a run whose objective was contrastive, such as one of the recipe flip-emoji",
+        )
+    device = choose_device(recipe.device)
+    data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]
+    held_out = data.held_out
+    vectors = embed_pairs(model.to(device), held_out.batches(len(held_out), BATCH), device)
+    recalls, chance = retrieval(*vectors), chance_retrieval(vectors[2])
+    zero_shot = _zero_shot(model, recipe, data, device, classes, prompts or ("{}",)) if classes else None
+    captions = int(vectors[2].max()) + 1
+    return RetrievalResult(str(path), len(held_out), captions, recalls, chance, classes, zero_shot)
+
+
+def _zero_shot(
+    model: nn.Module,
+    recipe: Recipe,
+    data: PairData,
+    device: torch.device,
+    source: str,
+    prompts: Sequence[str],
+) -> dict[str, Any]:
+    """Classify held-out images with labels, shown as the model's own images are, by the names of their labels."""
+    own = data.ends.images
+    if wrong := [prompt for prompt in prompts if prompt.count("{}") != 1]:
+        raise UsageError(f"the prompt {wrong[0]!r} has no one place for a label", fix='--prompt "a picture of {}"')
+    settings = DataSettings(source=source, batch=1, size=own.side, held_out=0.5)
+    images = open_images(settings, recipe.seed, own.side, progress())
+    if images.ends.channels != own.channels:
+        raise UsageError(
+            f"the images of {source} have {images.ends.channels} channels and those of the run {own.channels}",
+            fix="name images with as many",
+        )
+    # of a folder all images are as new to the model as those that a known set keeps to test on
+    parts = [*images.parts.values()] if Path(source).expanduser().is_dir() else [images.parts[DataSplit.HELD_OUT]]
+    shown = [
+        HeldOutExamples(replace(arrays, ends=replace(arrays.ends, mean=own.mean, std=own.std))) for arrays in parts
+    ]
+    rows = []
+    for prompt in prompts:
+        texts = [prompt.replace("{}", label.replace("_", " ")) for label in images.ends.labels]
+        fields = caption_rows(texts, data.tokenizer, data.ends.text.length)
+        rows.append(Batch(fields, torch.ones(len(texts))))
+    vectors = class_vectors(model, rows, device)
+    count = sum(map(len, shown))
+    batches = (batch for part in shown for batch in part.batches(len(part), BATCH))
+    accuracy = zero_shot_accuracy(model, vectors, batches, device)
+    return {"accuracy": accuracy, "images": count, "labels": len(images.ends.labels), "prompts": list(prompts)}

@@ -1,0 +1,101 @@
+"""`report` and `track`: a run folder as a page, and as another tracker's files."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from thrifty.reporting.key_figures import KeyFigures, key_figures, verdict
+from thrifty.reporting.notebook_view import run_html
+from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.run_page import write_page
+from thrifty.reporting.run_record import RunRecord, find_run, read_run
+from thrifty.trackers.record_follower import track as track_records
+from thrifty.trackers.tracker import KINDS
+
+
+@dataclass(frozen=True, repr=False)
+class RunReport(PrintedResult):
+    """The page of a run and its key figures; a notebook shows its loss and memory."""
+
+    page: Path
+    record: RunRecord
+    figures: KeyFigures
+
+    @property
+    def verdict(self) -> str:
+        """How the run ended and what it reached, in a sentence."""
+        return verdict(self.figures)
+
+    def as_dict(self) -> dict[str, Any]:
+        key, plots = self.figures, sorted(map(str, (self.page.parent / "plots").glob("*.png")))
+        derived = {"share_of_peak": key.share_of_peak, "memory_error": key.memory_error, "perplexity": key.perplexity}
+        about = {"run": self.record.name, "report": str(self.page), "plots": plots, "verdict": self.verdict}
+        return {**about, **asdict(key), **derived, "damage": self.record.damage}
+
+    def __rich__(self) -> RenderableType:
+        return lines(f"{self.record.name}: {self.verdict}", str(self.page))
+
+    def _repr_html_(self) -> str:
+        return run_html(self.record)
+
+    _repr_mimebundle_ = None
+
+
+def report(run: Any) -> RunReport:
+    """Write report.html and plots/*.png into the folder of a run, and return its key figures.
+
+    `run` is what `thrifty.train` returned, a run folder, or the name of one under ./runs; it may still be running.
+
+    Raises UsageError if there is no such run.
+
+    Example::
+
+        print(thrifty.report("runs/mine").page)
+    """
+    record = read_run(run_folder(run))
+    return RunReport(write_page(record), record, key_figures(record))
+
+
+@dataclass(frozen=True, repr=False)
+class TrackerFiles(PrintedResult):
+    """Records of a run as another tracker's files."""
+
+    folder: Path
+    records: int
+    again: bool
+    """Whether earlier records were there already."""
+    look: str
+    """How to look at them."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __rich__(self) -> RenderableType:
+        more = "more records" if self.again else "records"
+        return lines(f"{self.records:,} {more} in {self.folder}", f"look at them: {self.look}")
+
+
+def track(
+    run: Any, tracker: str, *, out: str | Path = "tracked", watch: bool = False, online: bool = False
+) -> TrackerFiles:
+    """Write the records of a run as the files of "tensorboard", "mlflow", "wandb" or "trackio".
+
+    The run folder is only read; called again, it continues where it stopped. `watch` continues while the run does;
+    nothing is sent anywhere unless `online`, for Weights & Biases.
+
+    Raises UsageError for another tracker, or where its package is not installed.
+
+    Example::
+
+        thrifty.track("runs/mine", "tensorboard")
+    """
+    written = track_records(run_folder(run), tracker, Path(out), follow=watch, online=online)
+    look = KINDS[tracker].format(folder=written.folder)
+    return TrackerFiles(Path(written.folder), written.records, written.again, look)
+
+
+def run_folder(run: Any) -> Path:
+    """Return the folder of a run: one that was returned by a function, a path, or a name under ./runs."""
+    return find_run(getattr(run, "folder", run))

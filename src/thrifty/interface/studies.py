@@ -1,0 +1,86 @@
+"""`study`: a published experiment in small, with a table and what was expected."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from thrifty.core.errors import UsageError
+from thrifty.core.file_names import check_name
+from thrifty.experiments import saved_study, studies
+from thrifty.experiments.study_result import StudyResult, read_result
+from thrifty.experiments.study_runner import is_measured, read_folder, run_study
+from thrifty.experiments.study_table import table
+from thrifty.interface.progress import progress
+from thrifty.reporting.printed_result import PrintedResult, lines
+
+
+@dataclass(frozen=True, repr=False)
+class MeasuredStudy(PrintedResult):
+    """The result of a study, its page, and what differs from a saved result."""
+
+    result: StudyResult
+    folder: Path
+    compared: int = 0
+    """Numbers that were compared with the saved result."""
+    off: tuple[str, ...] = ()
+    """Numbers outside the interval of the saved result, a sentence each."""
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return 1 if self.off else 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.result.as_data()
+
+    def __rich__(self) -> RenderableType:
+        return lines(table(self.result), str(self.folder / "report.html"))
+
+
+def study(
+    study: str,
+    *,
+    name: str | None = None,
+    settings: Sequence[str] = (),
+    seeds: int | None = None,
+    cases: Sequence[str] = (),
+    jobs: int | None = None,
+    runs: str | Path = "runs",
+    save_result: str | Path | None = None,
+    baseline_result: str | Path | None = None,
+    quiet: bool = False,
+) -> MeasuredStudy:
+    """Measure a study by name: many small runs, a table, plots, and whether what was expected holds.
+
+    `name` is that of its folder under `runs`; `settings` change the study ("steps=100"); `cases` are words in the
+    labels of those to measure; `jobs` is how many processes work. The result may be saved as a .json file, and compared
+    with a saved one. An interrupted study resumes where it stopped. `thrifty.list("studies")` has the names.
+
+    Raises UsageError for an unknown study or setting.
+
+    Example::
+
+        print(thrifty.study("flip", seeds=1))
+    """
+    made = studies.make(study, tuple(settings))
+    made = replace(made, seeds=seeds) if seeds else made
+    if save_result and cases:
+        raise UsageError(
+            "--save-result writes a whole study, --cases measures a part of one", fix="leave one of them out"
+        )
+    if save_result:
+        saved_study.refuse_existing_study(Path(save_result))
+    baseline = read_result(Path(baseline_result)) if baseline_result else None
+    folder, only = Path(runs) / check_name(name or study, "--name"), tuple(cases)
+    result = read_folder(made, folder)
+    # what has been measured is not measured again, but may still be saved or compared
+    if result is None or not is_measured(result, only) or not (save_result or baseline):
+        result = run_study(made, folder, only=only, jobs=jobs, say=progress(quiet))
+    if save_result:
+        saved_study.save_study(result, Path(save_result))
+    if baseline is None:
+        return MeasuredStudy(result, folder)
+    comparison = saved_study.compare_with_saved(result, baseline)
+    return MeasuredStudy(result, folder, comparison.compared, tuple(comparison.off))

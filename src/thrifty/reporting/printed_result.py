@@ -1,0 +1,50 @@
+"""Results of the public functions: tables in a terminal, HTML in a notebook, plain data for a script."""
+
+import io
+import sys
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 160
+"""Characters of a line where there is no terminal: enough for tables."""
+
+
+class PrintedResult(JupyterMixin):
+    """A result that prints itself as text and tables, and has the same content as plain data."""
+
+    exit_code = 0
+    """Exit code of the command that returns it."""
+
+    def __rich__(self) -> RenderableType:
+        raise NotImplementedError
+
+    def as_dict(self) -> Any:
+        """Return the content as plain data, which JSON can hold."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
+        console.print(self, soft_wrap=True)
+        return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+
+    __repr__ = __str__
+
+
+def open_table(*columns: str) -> Table:
+    """Make a table without lines around its cells."""
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def lines(*parts: RenderableType) -> Group:
+    """Put texts and tables below one another; a text is printed as it is, without markup."""
+    return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
+
+
+def print_to_terminal(result: PrintedResult) -> None:
+    """Print a result with the colours and the width of the terminal; wide enough for tables where there is none."""
+    width = None if sys.stdout.isatty() else WIDTH
+    Console(highlight=False, width=width).print(result, soft_wrap=True)
