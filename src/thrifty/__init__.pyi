@@ -37,6 +37,7 @@ from .interface.technique_profiles import TechniqueProfile as TechniqueProfile
 from .interface.technique_profiles import show as show
 from .interface.training import RunResult as RunResult
 from .interface.training import resume as resume
+from .interface.training import steps as steps
 from .interface.training import train as train
 from .techniques.adapters.bias_only import BiasOnly as BiasOnly
 from .techniques.adapters.bottleneck import BottleneckAdapter as BottleneckAdapter
@@ -123,5 +124,6 @@ from .techniques.sparsity.set import SparseEvolution as SparseEvolution
 from .techniques.sparsity.snip import Snip as Snip
 from .techniques.sparsity.sparse_products import SparseProducts as SparseProducts
 from .techniques.sparsity.static import StaticMask as StaticMask
+from .training.loop import Record as Record
 
 __version__: str

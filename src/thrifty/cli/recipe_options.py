@@ -82,6 +82,16 @@ def build_recipe(
     return layers if mesh is None else layers.apply_mesh(mesh)
 
 
+def stored_layers(run: Path) -> "RecipeLayers":
+    """The layers of the recipe that a run keeps."""
+    from thrifty.recipes.recipe_layers import RecipeLayers
+    from thrifty.reporting.run_record import find_run
+    from thrifty.training.trained_model import stored_recipe
+
+    path = find_run(run)
+    return RecipeLayers().override(f"run {path.name}", stored_recipe(path))
+
+
 def _whole_path(name: str) -> str:
     """A path that also works from another folder, when the run is resumed or sampled there; names stay names."""
     return str(Path(name).resolve()) if name and Path(name).exists() else name

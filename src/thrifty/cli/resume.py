@@ -31,18 +31,17 @@ def command(
     as_json: bool,
 ) -> Any:
     """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
-    from thrifty.cli.verb_output import print_summary
-    from thrifty.recipes.recipe_layers import RecipeLayers
-    from thrifty.reporting.run_record import find_run
-    from thrifty.training.trained_model import stored_recipe
-    from thrifty.training.trainer import resume
+    import thrifty
+    from thrifty.cli.recipe_options import stored_layers
+    from thrifty.cli.verb_output import print_result
 
-    path = find_run(run)
-    layers = RecipeLayers().override(f"run {path.name}", stored_recipe(path))
+    layers = stored_layers(run)
     layers.apply_changes(removals, additions, assignments)
     if mesh is not None:
         layers.apply_mesh(mesh)
     origins = {where: origin for where, origin in layers.origins.items() if origin.startswith("--")}
-    summary = resume(path, layers.recipe(), fork=fork, drop_weights=drop_weights, origins=origins, quiet=quiet)
-    print_summary(summary, as_json, quiet)
-    sys.exit(summary["exit_code"])
+    resumed = thrifty.resume(
+        run, recipe=layers.recipe(), fork=fork, drop_weights=drop_weights, origins=origins, quiet=quiet
+    )
+    print_result(resumed, as_json, quiet)
+    sys.exit(resumed.exit_code)

@@ -19,10 +19,10 @@ def command(runs: Path, quiet: bool, as_json: bool, **options: Any) -> None:
 
     The run is kept in runs/NAME; a name that exists is refused, never overwritten.
     """
-    from thrifty.cli.verb_output import print_summary
-    from thrifty.training.trainer import train
+    import thrifty
+    from thrifty.cli.verb_output import print_result
 
     layers = build_recipe(**options)
-    summary = train(layers.recipe(), runs, origins=layers.changed(), quiet=quiet)
-    print_summary(summary, as_json, quiet)
-    sys.exit(summary["exit_code"])
+    run = thrifty.train(recipe=layers.recipe(), runs=runs, origins=layers.changed(), quiet=quiet)
+    print_result(run, as_json, quiet)
+    sys.exit(run.exit_code)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, Unpack
 
 from rich.console import RenderableType
 
@@ -12,6 +13,8 @@ from thrifty.composition.explain import explain as explain_run
 from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import Recipe
 from thrifty.distributed.fake_ranks import fake_rank, ranks_of_stages
+from thrifty.interface.recipe_arguments import RecipeArguments
+from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.run_setup import mesh_sizes, prepare_run
@@ -80,11 +83,18 @@ class RecipeExplanation(PrintedResult):
         return lines(*told, _table(facts), *below)
 
 
-def explain(recipe: Recipe, *, origins: Mapping[str, str] | None = None) -> RecipeExplanation:
+def explain(
+    recipe: Recipe | str | Path | None = None,
+    *,
+    origins: Mapping[str, str] | None = None,
+    quiet: bool = False,
+    **arguments: Unpack[RecipeArguments],
+) -> RecipeExplanation:
     """Explain a recipe: what each technique touches, memory and FLOPs before and after it, and what is refused.
 
-    Nothing is trained. With a mesh it is what each rank holds, computes and sends; no ranks are started. `origins`
-    says where values came from, for the printed explanation.
+    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. Nothing is trained. With a mesh it
+    is what each rank holds, computes and sends; no ranks are started. `origins` says where values came from, for the
+    printed explanation.
 
     Raises UsageError for a recipe that could not be trained, RefusedError where the model itself is refused.
 
@@ -93,7 +103,8 @@ def explain(recipe: Recipe, *, origins: Mapping[str, str] | None = None) -> Reci
         explanation = thrifty.explain(recipe)
         print(explanation, explanation.peak, explanation.refused)
     """
-    prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS)
+    recipe = recipe_of(recipe=recipe, **arguments)
+    prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run, refused, places = prepared.run, {}, {}
     if (count := recipe.mesh.least_ranks) > 1:
         sizes, stages = mesh_sizes(recipe, count), []

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from rich.console import RenderableType
 
@@ -11,6 +11,8 @@ from thrifty.core.plain_values import build
 from thrifty.core.recipe import Recipe
 from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
 from thrifty.interface.progress import progress
+from thrifty.interface.recipe_arguments import RecipeArguments
+from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.reporting.printed_result import PrintedResult, lines
 
 
@@ -41,7 +43,7 @@ class LotteryResult(PrintedResult):
 
 
 def lottery(
-    recipe: Recipe,
+    recipe: Recipe | str | Path | None = None,
     *,
     rounds: int = LotterySettings.rounds,
     prune_fraction: float = LotterySettings.prune,
@@ -53,14 +55,16 @@ def lottery(
     runs: str | Path = "runs",
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
+    **arguments: Unpack[RecipeArguments],
 ) -> LotteryResult:
     """Train a recipe, cut the smallest weights, start again from the initial values (or an early step) with the rest,
     and so on. Every round is a run of its own, `runs`/NAME-round-R.
 
-    `prune_fraction` is the share of the remaining weights that goes after each round; `rewind` the step that tickets
-    start from, or a fraction of the run; `scope` says whether weights of all matrices are compared, or those of each.
-    `where` is a pattern of the names of pruned matrices, `half_rate` of those that lose half the share. `controls` are
-    also trained for each ticket. An interrupted lottery resumes where it stopped, also with more rounds or controls.
+    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. `prune_fraction` is the share of
+    the remaining weights that goes after each round; `rewind` the step that tickets start from, or a fraction of the
+    run; `scope` says whether weights of all matrices are compared, or those of each. `where` is a pattern of the names
+    of pruned matrices, `half_rate` of those that lose half the share. `controls` are also trained for each ticket. An
+    interrupted lottery resumes where it stopped, also with more rounds or controls.
 
     Raises UsageError where the folder is of another lottery.
 
@@ -70,6 +74,7 @@ def lottery(
     """
     values = {"rounds": rounds, "prune": prune_fraction, "rewind": rewind, "scope": scope}
     values |= {"where": where, "half": half_rate, "controls": tuple(controls)}
+    chosen = recipe_of(recipe=recipe, **arguments)
     settings, say = build(LotterySettings, values, "lottery"), progress(quiet)
-    content = run_lottery(recipe, settings, Path(runs), origins=origins, quiet=quiet, say=say)
+    content = run_lottery(chosen, settings, Path(runs), origins=origins, quiet=quiet, say=say)
     return LotteryResult(content["rounds"], content["folder"], content)

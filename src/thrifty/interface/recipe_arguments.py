@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import nn
 
@@ -15,10 +15,29 @@ from thrifty.core.recipe import Budget, DataSettings, ModelSettings, ObjectiveSe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel
 from thrifty.data.user_data import dataset_of
+from thrifty.experiments import studies
 from thrifty.interface.own_loop import technique_of
+from thrifty.recipes import load_recipe
 from thrifty.techniques import find
 
 Function = Callable[[nn.Module, Any], Any]
+
+
+class RecipeArguments(TypedDict, total=False):
+    """Arguments of `thrifty.recipe`, which functions that take a recipe take as well."""
+
+    model: nn.Module | BuildModel | str | Path | None
+    data: Any
+    held_out: Any
+    loss: Function | str | None
+    metrics: Mapping[str, Function] | None
+    techniques: Sequence[str | Technique | type[Technique]]
+    budget: int | str | None
+    batch: int | None
+    collate: Callable[[list[Any]], Any] | None
+    name: str | None
+    seed: int | None
+    device: str | None
 
 
 def recipe(
@@ -35,7 +54,7 @@ def recipe(
     name: str | None = None,
     seed: int | None = None,
     device: str | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | Path | None = None,
 ) -> Recipe:
     """Return the recipe of a run: a value that `train`, `check`, `explain`, `compare` and `plan` take.
 
@@ -44,8 +63,8 @@ def recipe(
     known name. `loss(model, batch)` returns one loss for each example, losses and weights of their parts, or a mean; or
     it is the name of an objective. Functions in `metrics` have the same form. `budget` is "20 steps", "1e7 tokens",
     "3 epochs", "90s", "10min", "2h" or a number of steps; `batch` the effective batch in examples. Without an optimizer
-    among `techniques` it is AdamW. `recipe` gives everything that is not passed; by default it is `llama-nano` on
-    `python-stdlib` for 500 steps.
+    among `techniques` it is AdamW. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file, gives
+    everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
 
     The objects are in the recipe and in no file: TOML records their names. Raises UsageError for arguments that do not
     fit.
@@ -55,7 +74,10 @@ def recipe(
         mine = thrifty.recipe(model=build_model, data=train_set, held_out=test_set, loss=loss, budget="10 steps")
         run = thrifty.train(recipe=mine)
     """
-    base, batch_size = recipe or Recipe(), batch
+    base, batch_size = _given(recipe), batch
+    changes = (model, data, held_out, loss, metrics, budget, batch, collate, name, seed, device)
+    if recipe is not None and not techniques and all(change is None for change in changes):
+        return base
     passed: dict[str, Any] = {"metrics": dict(metrics) if metrics else None, "collate": collate}
     if isinstance(model, str | Path):
         base = replace(_without(base, "model"), model=_model_settings(model))
@@ -84,6 +106,13 @@ def recipe(
         **{key: value for key, value in named.items() if value is not None},  # type: ignore[arg-type]
     )
     return base if budget is None else replace(base, budget=_budget(budget, objects.data, base.data))
+
+
+def _given(recipe: Recipe | str | Path | None) -> Recipe:
+    """Return a recipe by its value, its name or its file."""
+    if isinstance(recipe, str | Path):
+        return load_recipe(str(recipe), f"recipe {recipe}", studies.names()).recipe()
+    return recipe or Recipe()
 
 
 def _without(recipe: Recipe, *names: str) -> Recipe:

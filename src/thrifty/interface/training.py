@@ -1,25 +1,33 @@
 """The trainer on the user's own model, data, loss and metrics: `train`, `resume` and the run that they return."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
+from rich.console import RenderableType
 from torch import nn
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
-from thrifty.interface.recipe_arguments import Function
+from thrifty.interface.recipe_arguments import Function, RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.run_endings import ending
+from thrifty.interface.run_reports import run_folder
 from thrifty.recipes.recipe_toml import recipe_from_data
-from thrifty.reporting.run_record import RunRecord, read_run
+from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.run_record import RunRecord, is_run_folder, read_run
 from thrifty.training import trainer
+from thrifty.training.loop import Record
+from thrifty.training.train_session import Observer
 from thrifty.training.trained_model import load_trained_model, stored_recipe
 
+OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
-class RunResult:
+
+class RunResult(PrintedResult):
     """A run folder and how its run ended. `model` is loaded when it is first used."""
 
     def __init__(self, folder: Path, summary: Mapping[str, Any], objects: UserObjects):
@@ -52,10 +60,15 @@ class RunResult:
             raise UsageError("records need pandas, which is not installed", fix="pip install pandas") from error
         return pandas.DataFrame(list(self.report().steps))
 
-    def __repr__(self) -> str:
-        metrics = "".join(f", {name} {value:.4g}" for name, value in self.metrics.items())
-        loss = "no loss" if self.loss is None else f"loss {self.loss:.4g}"
-        return f"RunResult({str(self.folder)!r}: {self.summary.get('status')}, {loss}{metrics})"
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return self.summary["exit_code"]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.summary)
+
+    def __rich__(self) -> RenderableType:
+        return lines(*ending(self.summary))
 
 
 def train(
@@ -72,14 +85,20 @@ def train(
     name: str | None = None,
     seed: int | None = None,
     device: str | None = None,
-    recipe: Recipe | None = None,
+    recipe: Recipe | str | Path | None = None,
+    observers: Sequence[Observer] = (),
     runs: str | Path = "runs",
+    origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> RunResult:
     """Train a model and return the run, which is kept in the folder `runs`/`name`.
 
-    `runs` and `quiet` apart, the arguments are those of `thrifty.recipe`. Raises UsageError for arguments that do not
-    fit, and for a run folder that exists.
+    The arguments up to `recipe` are those of `thrifty.recipe`. Each of the `observers` receives the record of each
+    step: its number, loss, learning rate, gradient norm, where the run was evaluated also `held_out_loss` and
+    `metrics`, and the `model`. One that returns False stops the run, which is saved and can be resumed. `origins` says
+    where values of the recipe came from, for reports.
+
+    Raises UsageError for arguments that do not fit, and for a run folder that exists.
 
     Example::
 
@@ -100,12 +119,12 @@ def train(
         device=device,
         recipe=recipe,
     )
-    summary = trainer.train(chosen, Path(runs), quiet=quiet)
+    summary = trainer.train(chosen, Path(runs), origins=origins, observers=observers, quiet=quiet)
     return RunResult(Path(runs) / chosen.name, summary, chosen.objects)
 
 
 def resume(
-    run: str | Path,
+    run: RunResult | str | Path,
     *,
     model: nn.Module | BuildModel | None = None,
     data: Any = None,
@@ -113,13 +132,66 @@ def resume(
     loss: Function | None = None,
     metrics: Mapping[str, Function] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    recipe: Recipe | None = None,
+    fork: str | None = None,
+    drop_weights: bool = False,
+    observers: Sequence[Observer] = (),
+    origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> RunResult:
     """Resume a run from its newest undamaged checkpoint, to the bits of one that was not interrupted.
 
-    Objects that were passed to `train` are passed again. Raises UsageError if one is missing or its source differs.
+    Objects that were passed to `train` are passed again. `fork` is the name of a new run that continues from the old
+    one by a changed `recipe`; with `drop_weights` it leaves out weights for which that has no place. `observers` and
+    `origins` are those of `train`.
+
+    Raises UsageError if an object is missing or its source differs.
+
+    Example::
+
+        run = thrifty.resume("runs/mine", model=build_model, data=train_set, held_out=test_set, loss=loss)
     """
     objects = UserObjects(model, data, held_out, loss, dict(metrics or {}), collate)
-    folder = Path(run)
-    recipe = replace(recipe_from_data(stored_recipe(folder)), objects=objects)
-    return RunResult(folder, trainer.resume(folder, recipe, quiet=quiet), objects)
+    folder, chosen = _started(run, recipe, objects)
+    summary = trainer.resume(
+        folder, chosen, fork=fork, drop_weights=drop_weights, origins=origins, observers=observers, quiet=quiet
+    )
+    return RunResult(folder.parent / fork if fork else folder, summary, chosen.objects)
+
+
+def steps(
+    run: RunResult | Recipe | str | Path | None = None,
+    *,
+    runs: str | Path = "runs",
+    quiet: bool = True,
+    **arguments: Unpack[RecipeArguments],
+) -> Iterator[Record]:
+    """Yield the records of a run, a step each: the training loop, for one who wants to stand inside it.
+
+    `run` is a recipe (a value, a name or a file), which is started in the folder `runs`/name, or a run that is resumed.
+    `arguments` are those of `thrifty.recipe`. A record has what observers of `thrifty.train` receive. A loop that is
+    left early leaves a run that is saved and can be resumed.
+
+    Raises UsageError where `train` or `resume` would.
+
+    Example::
+
+        for record in thrifty.steps(recipe):
+            if record.loss < 0.1:
+                break
+    """
+    if isinstance(run, RunResult) or (isinstance(run, str | Path) and is_run_folder(Path(run))):
+        objects = UserObjects(**{name: arguments[name] for name in OBJECTS if name in arguments})  # type: ignore
+        folder, chosen = _started(run, None, objects)
+        yield from trainer.resume_steps(folder, chosen, quiet=quiet)
+    else:
+        yield from trainer.train_steps(recipe_of(recipe=run, **arguments), Path(runs), quiet=quiet)
+
+
+def _started(run: RunResult | str | Path, recipe: Recipe | None, objects: UserObjects) -> tuple[Path, Recipe]:
+    """Return the folder of a run, and the recipe by which it is resumed with objects that are passed again."""
+    folder = run_folder(run)
+    if isinstance(run, RunResult) and objects == UserObjects():
+        objects = run._objects
+    recipe = recipe or recipe_from_data(stored_recipe(folder))
+    return folder, recipe if objects == UserObjects() else replace(recipe, objects=objects)

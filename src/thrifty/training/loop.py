@@ -12,6 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from thrifty.composition.compose import Run
 from thrifty.core.errors import ThriftyError
@@ -43,6 +44,18 @@ class Record:
     skipped: bool = False
     notes: dict[str, float] = field(default_factory=dict)
     changes: tuple[StructureLogEntry, ...] = ()
+    held_out_loss: float | None = None
+    """Loss on the held-out data where the run was evaluated after this step, ..."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """... and its metrics."""
+    state: TrainState = field(default_factory=TrainState, repr=False, compare=False)
+    """The state in training; between two records it is what a checkpoint holds."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in training, which a reader may evaluate; the next step puts it into training mode."""
+        assert self.state.model is not None
+        return self.state.model
 
 
 def step_seed(seed: int, step: int, draws: int) -> int:
@@ -98,6 +111,7 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
             skipped=not finite,
             notes=outcome.notes,
             changes=tuple(changes),
+            state=state,
         )
         if skipped >= PATIENCE:
             raise ThriftyError(

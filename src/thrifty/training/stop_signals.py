@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the step, save, leave with the usual code. A second one leaves at once."""
+"""Requests to stop: finish the step, save, leave. SIGTERM and SIGINT do so with the usual code, at once if repeated."""
 
 import os
 import signal
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from thrifty.core.ranks import ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ASKED = 1
+"""Stands for a request by the program itself, in place of a signal's number."""
 
 
 class StopRequest:
@@ -33,13 +35,21 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        if self.signal:
+        if self.signal > ASKED:
             os._exit(128 + number)
         self.signal = number
 
+    def ask(self) -> None:
+        """Request a stop without a signal."""
+        self.signal = self.signal or ASKED
+
     @property
     def code(self) -> int:
-        return 128 + self.signal
+        return 0 if self.signal in (0, ASKED) else 128 + self.signal
+
+    @property
+    def reason(self) -> str:
+        return "as asked" if self.signal == ASKED else f"by signal {self.signal}"
 
     def agreed(self) -> bool:
         """Whether any rank was asked to stop; all ranks must ask together, and all get the same answer."""

@@ -4,12 +4,13 @@ Each record is written, shown, and followed by whatever is due: an evaluation, a
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from thrifty.composition.compose import Run
@@ -30,6 +31,10 @@ from thrifty.training.rank_sync import ProcessGroupSync, SingleProcess
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.stop_signals import StopRequest
 
+Steps = Generator[Record, None, dict[str, Any]]
+"""Records of a run, a step each, whose return value is its summary; closed early, they save and leave."""
+Observer = Callable[[Record], Any]
+"""Receives each record, with the evaluation that was due; stops the run by returning False."""
 SHOWN = 8
 """Held-out examples of which predictions are shown."""
 
@@ -55,9 +60,11 @@ class TrainSession:
     """How images (b, c, h, w), as a model is given them, become addresses that hold pictures of them; None where there
     are none to show."""
 
-    def run_to_end(self, state: TrainState, meter: MemoryMeter) -> dict[str, Any]:
-        """Train, evaluate, save; returns the summary, which is also in the folder. A stop by signal is not an error:
-        the summary's status is "interrupted" and `exit_code` the signal's."""
+    observers: Sequence[Observer] = ()
+
+    def steps(self, state: TrainState, meter: MemoryMeter) -> Steps:
+        """Train, evaluate, save; returns the summary, which is also in the folder. A stop by a signal, an observer or
+        the reader is not an error: the summary's status is "interrupted", and `exit_code` the signal's or 0."""
         together = ProcessGroupSync() if ranks() > 1 else SingleProcess()
         observer = _Observer(self, state, meter)
         observer.summarize("running", 0)
@@ -71,14 +78,20 @@ class TrainSession:
                     heartbeat.explain_failure(observer.stopped),
                     deterministic_kernels(self.run.device, self.recipe.deterministic),
                 ):
-                    status = observer.follow(stop)
+                    for record in observer.follow(stop):
+                        try:
+                            yield record
+                        except GeneratorExit:
+                            stop.ask()
             except Exception as error:
                 text = str(error) if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
                 observer.stopped(text, getattr(error, "exit_code", 1))
                 raise
             together.run_first(self.folder.remove_leftovers)
             # the signal handler stays, and no rank leaves, until rank 0 has written the end down
-            return together.run_first(lambda: observer.summarize(status, stop.code if status == "interrupted" else 0))
+            return together.run_first(
+                lambda: observer.summarize(observer.status, 0 if observer.status == "finished" else stop.code)
+            )
 
 
 class _Observer:
@@ -92,11 +105,12 @@ class _Observer:
         self.last: Record | None = None
         self.saved_step = state.step if state.step else None
         self.evaluated_step: int | None = None
+        self.status = "running"
         self.rate = 0.0
         self.also = {in_steps(moment, session.run.steps) for moment in self.recipe.checkpoints.extra_steps}
         self._ending, self._has_ended = Lock(), False
 
-    def follow(self, stop: StopRequest) -> str:
+    def follow(self, stop: StopRequest) -> Iterator[Record]:
         if self.recipe.evaluation.at_start and self.state.step == 0:
             self.evaluate()
             self.state.counters["held_out_loss_at_start"] = self.held_out
@@ -105,22 +119,29 @@ class _Observer:
             self.last = record
             self.record(record)
             done = record.step == self.session.run.steps
-            stopping = stop.agreed()
             due = done or record.step % self.recipe.checkpoints.every == 0 or record.step in self.also
             # what is saved by plan is evaluated first, so that the best checkpoint is the one that was measured
-            if due or record.step % self.recipe.evaluation.every == 0 or (stopping and record.skipped):
+            if due or record.step % self.recipe.evaluation.every == 0:
+                self.evaluate()
+                record = replace(record, held_out_loss=self.held_out, metrics=self.measured)
+            if any([_says_stop(observer(record)) for observer in self.session.observers]):
+                stop.ask()
+            yield record
+            stopping = stop.agreed()
+            if stopping and record.skipped and self.evaluated_step != record.step:
                 self.evaluate()
             if due or stopping:
                 self.refuse_lost_weights(record)
                 self.save()
             if stopping and not done:
-                self.display.say(f"stopped by signal {stop.signal} at step {record.step}, which is saved")
+                self.display.say(f"stopped {stop.reason} at step {record.step}, which is saved")
                 self.display.say(f"go on with: thrifty resume {self.folder.path}")
-                return "interrupted"
+                self.status = "interrupted"
+                return
             heartbeat.at(f"step {record.step + 1}", step=True)
         if self.held_out is None:  # the run was killed between its last checkpoint and its end
             self.evaluate()
-        return "finished"
+        self.status = "finished"
 
     def refuse_lost_weights(self, record: Record) -> None:
         """Raises ThriftyError where neither the last step nor the evaluation has a finite loss: a checkpoint of such
@@ -288,6 +309,10 @@ class _Observer:
         if rank() == 0:
             self.folder.write_json("summary", summary)
         return summary
+
+
+def _says_stop(answer: Any) -> bool:
+    return isinstance(answer, bool | np.bool_) and not answer
 
 
 def _finite(value: float | None) -> float | None:

@@ -3,7 +3,7 @@
 Where the data, the models, the techniques and the training meet; the command line is thin over it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,7 @@ from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_fork import copy_matching_state
 from thrifty.training.run_setup import PreparedRun, prepare_run, ranks_of
 from thrifty.training.state_loading import load_state
-from thrifty.training.train_session import TrainSession
+from thrifty.training.train_session import Observer, Steps, TrainSession
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
 """Parts of a recipe that do not touch what is computed, so that a resumed run may have others."""
@@ -57,34 +57,55 @@ def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFol
         yield folder
 
 
-def train(
+def train(recipe: Recipe, runs: Path = Path("runs"), **options: Any) -> dict[str, Any]:
+    """Train by a recipe into runs/NAME and return the summary; see `train_steps`."""
+    return _end_of(train_steps(recipe, runs, **options))
+
+
+def _end_of(steps: Steps) -> dict[str, Any]:
+    """Make all steps and return the summary."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def train_steps(
     recipe: Recipe,
     runs: Path = Path("runs"),
     *,
     origins: Mapping[str, str] | None = None,
+    observers: Sequence[Observer] = (),
     quiet: bool = False,
-) -> dict[str, Any]:
-    """Train by a recipe into runs/NAME and return the summary; raises UsageError when that folder exists, unless it is
-    torchrun that starts the same job again: then the run goes on.
+) -> Steps:
+    """Train by a recipe into runs/NAME, step by step; raises UsageError when that folder exists, unless it is torchrun
+    that starts the same job again: then the run goes on.
 
     Without a loss of its own a model of the user's maps tokens (b, t) to logits, or to hidden states (b, t, d) if it
     has a list of blocks and a linear `head`.
     """
     with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
         if process_group_sync().run_first(folder.recipe.is_file):
-            return _resume(folder, recipe, origins or {}, quiet)
-        return _run(prepare_run(recipe, quiet=quiet), folder, quiet, origins or {})
+            return (yield from _resume(folder, recipe, origins or {}, quiet, observers))
+        return (yield from _run(prepare_run(recipe, quiet=quiet), folder, quiet, origins or {}, observers))
 
 
-def resume(
+def resume(folder: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
+    """Resume a run to its end and return the summary; see `resume_steps`."""
+    return _end_of(resume_steps(folder, recipe, **options))
+
+
+def resume_steps(
     folder: Path,
     recipe: Recipe,
     *,
     fork: str | None = None,
     drop_weights: bool = False,
     origins: Mapping[str, str] | None = None,
+    observers: Sequence[Observer] = (),
     quiet: bool = False,
-) -> dict[str, Any]:
+) -> Steps:
     """Go on from the newest undamaged checkpoint of a run folder, or from the first step if it ended before its first.
 
     The recipe must be the one that the run was started with; UsageError says what differs. With `fork` the run goes
@@ -95,9 +116,11 @@ def resume(
     with ranks_of(recipe):
         if fork is not None:
             changed, target = replace(recipe, name=fork), folder.parent / fork
-            return _fork(folder, changed, target, origins or {}, quiet, drop_weights=drop_weights)
+            return (
+                yield from _fork(folder, changed, target, origins or {}, quiet, observers, drop_weights=drop_weights)
+            )
         with claim_run_folder(folder, lambda path, agents: RunFolder.open(path).lock(agents)) as opened:
-            return _resume(opened, recipe, origins or {}, quiet)
+            return (yield from _resume(opened, recipe, origins or {}, quiet, observers))
 
 
 def rewind_run(
@@ -111,10 +134,13 @@ def rewind_run(
     """A new run beside an old one that goes on from its checkpoint of a step: weights, optimizer, data order and
     schedule as they were then, under the masks of its own recipe. A run of that name that was started so goes on."""
     with ranks_of(recipe):
-        return _fork(folder, recipe, folder.parent / recipe.name, origins or {}, quiet, step)
+        target = folder.parent / recipe.name
+        return _end_of(_fork(folder, recipe, target, origins or {}, quiet, rewound_to=step))
 
 
-def _resume(folder: RunFolder, recipe: Recipe, origins: Mapping[str, str], quiet: bool) -> dict[str, Any]:
+def _resume(
+    folder: RunFolder, recipe: Recipe, origins: Mapping[str, str], quiet: bool, observers: Sequence[Observer]
+) -> Steps:
     recipe.refuse_missing_objects()
     saved = _newest(folder)
     started = recipe_from_data(saved.scalars["recipe"]) if saved else read_recipe(folder.recipe)
@@ -125,7 +151,8 @@ def _resume(folder: RunFolder, recipe: Recipe, origins: Mapping[str, str], quiet
         )
     if saved is None:
         again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]
-        return _run(prepare_run(recipe, quiet=quiet), folder, quiet, origins, fill=lambda state: again)
+        prepared = prepare_run(recipe, quiet=quiet)
+        return (yield from _run(prepared, folder, quiet, origins, observers, fill=lambda state: again))
     if saved.step >= saved.scalars["steps"] and (summary := _kept(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
@@ -142,7 +169,7 @@ def _resume(folder: RunFolder, recipe: Recipe, origins: Mapping[str, str], quiet
             f"{recipe.data.source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
             fix="bring the old data back, or start a new run on the new",
         )
-    return _run(prepared, folder, quiet, origins, read_log(saved.scalars), fill)
+    return (yield from _run(prepared, folder, quiet, origins, observers, read_log(saved.scalars), fill))
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
@@ -169,9 +196,10 @@ def _fork(
     target: Path,
     origins: Mapping[str, str],
     quiet: bool,
+    observers: Sequence[Observer] = (),
     rewound_to: int | None = None,
     drop_weights: bool = False,
-) -> dict[str, Any]:
+) -> Steps:
     saved = checkpoint.find_of_run(old / "checkpoints", rewound_to, ranks=process_group_sync())
 
     started = recipe_from_data(saved.scalars["recipe"])
@@ -189,7 +217,7 @@ def _fork(
 
     with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if process_group_sync().run_first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
-            return _resume(folder, recipe, origins, quiet)
+            return (yield from _resume(folder, recipe, origins, quiet, observers))
         prepared = prepare_run(recipe, quiet=quiet)
         if prepared.run.steps <= saved.step:
             raise UsageError(
@@ -200,7 +228,7 @@ def _fork(
         refuse_trained_start([technique for technique in prepared.run.techniques if technique.name not in known])
         prepared.data.check_meaning(saved.scalars["data"], old)
         inherited = {**rename_origins(_kept(RunFolder(old), "origins")), **origins}
-        return _run(prepared, folder, quiet, inherited, read_log(saved.scalars), fill)
+        return (yield from _run(prepared, folder, quiet, inherited, observers, read_log(saved.scalars), fill))
 
 
 def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:
@@ -212,9 +240,10 @@ def _run(
     folder: RunFolder,
     quiet: bool,
     origins: Mapping[str, str],
+    observers: Sequence[Observer],
     log: list[StructureLogEntry] | None = None,
     fill: Callable[[TrainState], list[str]] = lambda state: [],
-) -> dict[str, Any]:
+) -> Steps:
     """Build the state, write down what the run is, and train. `fill` loads values and says what is worth knowing."""
     recipe, run, data = prepared.recipe, prepared.run, prepared.data
     here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
@@ -266,9 +295,9 @@ def _run(
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
-    session = TrainSession(kept, recipe, run, examples, folder, facts, notices, quiet, remedy, data.pictures)
+    session = TrainSession(kept, recipe, run, examples, folder, facts, notices, quiet, remedy, data.pictures, observers)
     with set_freed_memory_policy(run):
-        summary = session.run_to_end(state, meter)
+        summary = yield from session.steps(state, meter)
     if rank() == 0:
         run_ledger.record_run(folder.path, summary)
     return summary

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from thrifty.cli.verb_output import print_summary
+from thrifty.interface.run_endings import ending
 
 
 def summary(folder: Path, techniques: str) -> dict[str, Any]:
@@ -18,24 +16,17 @@ def summary(folder: Path, techniques: str) -> dict[str, Any]:
     return {"folder": str(folder), "status": "finished", "steps": 2, "seconds": 1.0, **figures}
 
 
-def test_a_run_that_measured_its_noise_scale_ends_with_where_larger_batches_stop_paying(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_measured_its_noise_scale_ends_with_where_larger_batches_stop_paying(tmp_path: Path) -> None:
     measured = '[[techniques]]\nname = "measure.noise_scale"\n'
-    print_summary(summary(tmp_path / "measured", measured), as_json=False, quiet=False)
-    *_, advice, last = capsys.readouterr().out.splitlines()
+    *_, advice, last = ending(summary(tmp_path / "measured", measured))
     assert advice == "gradient noise scale 100 examples (this batch: 8): batches well above it buy little"
     assert last.startswith("run folder")
 
 
-def test_a_run_that_did_not_measure_says_nothing_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_summary(summary(tmp_path / "plain", ""), as_json=False, quiet=False)
-    assert "noise" not in capsys.readouterr().out
+def test_a_run_that_did_not_measure_says_nothing_of_it(tmp_path: Path) -> None:
+    assert "noise" not in "".join(ending(summary(tmp_path / "plain", "")))
 
 
-def test_of_a_budget_in_seconds_it_is_said_how_much_was_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_a_budget_in_seconds_it_is_said_how_much_was_used(tmp_path: Path) -> None:
     told = summary(tmp_path / "timed", "") | {"seconds": 24.2, "budget_seconds": 60.0}
-    print_summary(told, as_json=False, quiet=False)
-    assert capsys.readouterr().out.startswith("finished after 2 steps, 24 s of training of the 60 s of its budget\n")
+    assert ending(told)[0] == "finished after 2 steps, 24 s of training of the 60 s of its budget"

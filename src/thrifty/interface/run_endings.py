@@ -1,0 +1,40 @@
+"""The end of a run in a few lines: how it ended, what it reached, where it is kept."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from thrifty.reporting.key_figures import batch_advice, key_figures
+from thrifty.reporting.run_record import read_run
+
+
+def ending(summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines on a run with this summary."""
+    loss, unigram = summary.get("held_out_loss"), summary.get("unigram_entropy")
+    budget = f" of the {summary['budget_seconds']:g} s of its budget" if "budget_seconds" in summary else ""
+    told = [f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training{budget}"]
+    if loss is not None and unigram is not None:
+        size = summary["bytes_per_token"]
+        bits = f" ({loss / math.log(2) / size:.2f} bits/byte)" if size else ""
+        told.append(f"held-out loss {loss:.3f} nats/token{bits}; unigram entropy {unigram:.3f} nats/token")
+        if summary.get("held_out_loss_at_start") is not None:
+            told.append(f"before the first step it was {summary['held_out_loss_at_start']:.3f} nats/token")
+    measured = "".join(f", {name} {value:.1%}" for name, value in summary.get("held_out", {}).items())
+    if loss is not None and summary.get("label_entropy") is not None:
+        frequencies = f"by the labels' frequencies {summary['label_entropy']:.3f}"
+        told.append(f"held-out loss {loss:.3f} nats{measured}; {frequencies}")
+    elif loss is not None and measured:
+        told.append(f"held-out loss {loss:.3f} nats{measured}")
+    if loss is not None and "loss_in" in summary:
+        told.append(f"held-out loss {loss:.3f}, {summary['loss_in']}")
+    if advice := _batch_advice(Path(summary["folder"])):
+        told.append(advice)
+    return [*told, f"run folder {summary['folder']}"]
+
+
+def _batch_advice(folder: Path) -> str | None:
+    """Return where larger batches stop paying, if the run measured that."""
+    if "measure.noise_scale" not in (folder / "recipe.toml").read_text(encoding="utf-8"):
+        return None  # the records of a long run take a while to read
+    return batch_advice(key_figures(read_run(folder)))
