@@ -13,6 +13,8 @@ from .interface.attention_traces import trace as trace
 from .interface.board import board as board
 from .interface.chat import ChatSession as ChatSession
 from .interface.chat import chat as chat
+from .interface.comparisons import ComparisonResult as ComparisonResult
+from .interface.comparisons import compare as compare
 from .interface.diagnosis import MachineReport as MachineReport
 from .interface.diagnosis import doctor as doctor
 from .interface.estimation import StepEstimate as StepEstimate

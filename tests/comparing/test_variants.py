@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from simulated_runs import arms
 
-from thrifty.comparing.variants import read_variants
+from thrifty.comparing.variants import Change, read_variants, variants_of
 from thrifty.core.errors import UsageError
 from thrifty.recipes import load_recipe
-from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.recipes.vision_recipes import vit_digits
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.optimizers.lion import Lion
 
 
 def names(arm) -> list[str]:
@@ -45,9 +46,9 @@ def test_an_arm_may_be_a_file_whose_name_has_spaces(tmp_path: Path) -> None:
     file = tmp_path / "two words" / "of a plan.toml"
     file.parent.mkdir()
     file.write_text(write_recipe(replace(vit_digits(), seed=7)))
-    baseline = RecipeLayers.above("vit-digits", vit_digits())
+    baseline = vit_digits()
     for text, label in ((f"planned: {file}", "planned"), (str(file), str(file))):
-        _, arm = read_variants([text], baseline, lambda name: load_recipe(name, name))
+        _, arm = variants_of(baseline, read_variants([text], lambda name: load_recipe(name, name).recipe()))
         assert (arm.label, arm.recipe.seed) == (label, 7)
 
 
@@ -95,7 +96,24 @@ def test_no_arm_and_two_alike_are_refused() -> None:
         arms("one: --set data.batch=16", "one: --set data.batch=8")
 
 
-def test_what_is_changed_of_an_arm_leaves_the_baseline_as_it_is() -> None:
-    layers = RecipeLayers.above("recipe", vit_digits())
-    read_variants(["--without optimizers.adamw --with optimizers.lion"], layers, lambda name: layers)
-    assert layers.recipe() == vit_digits()
+def test_names_short_names_and_objects_are_the_same_changes() -> None:
+    spelled: list[list[Change]] = [
+        ["-optimizers.adamw", "optimizers.lion:lr=2e-4", "data.batch=16"],
+        ["-adamw", "lion:lr=2e-4", "data.batch=16"],
+        ["-adamw", Lion(lr=2e-4), "data.batch=16"],
+    ]
+    first, *others = (variants_of(vit_digits(), {"lion": changes})[1].recipe for changes in spelled)
+    assert others == [first, first] and first.data.batch == 16
+    (_, plain) = variants_of(vit_digits(), {"lion": ["-adamw", Lion]})
+    assert plain.optimizer == Lion()
+
+
+def test_a_variant_may_be_a_recipe_or_start_from_one() -> None:
+    other = replace(vit_digits(), seed=7)
+    _, whole, changed = variants_of(vit_digits(), {"seed": other, "both": [other, "data.batch=16"]})
+    assert (whole.recipe.seed, changed.recipe.seed, changed.recipe.data.batch) == (7, 7, 16)
+
+
+def test_an_object_in_place_of_a_technique_of_the_recipe_takes_its_place() -> None:
+    _, arm = variants_of(vit_digits(), {"slower": AdamW(lr=1e-4)})
+    assert arm.optimizer == AdamW(lr=1e-4) and names(arm).count("optimizers.adamw") == 1

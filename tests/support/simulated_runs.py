@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from thrifty.comparing.run_launchers import RunExit
-from thrifty.comparing.variants import Variant, read_variants
+from thrifty.comparing.variants import Variant, read_variants, variants_of
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import write_recipe
@@ -25,7 +25,7 @@ def arms(*texts: str, steps: int = 100) -> tuple[Variant, ...]:
         assert name == "vit-digits"
         return RecipeLayers.above("recipe", vit_digits()).replace("--budget", "budget", {"steps": steps})
 
-    return read_variants(texts, lay(), lay)
+    return variants_of(lay().recipe(), read_variants(texts, lambda name: lay(name).recipe()))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from thrifty.comparing.comparison_protocol import ComparisonProtocol, claim_fold
 from thrifty.comparing.comparison_summary import read_run_result, summarize_comparison
 from thrifty.comparing.comparison_workers import run_on_workers
 from thrifty.comparing.equal_budgets import StepCost, mean_cost, step_cost, steps_of_variants
-from thrifty.comparing.run_launchers import RunLauncher, Worker
+from thrifty.comparing.run_launchers import RunLauncher, SameProcess, Worker
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.old_names import rename_comparison
@@ -46,6 +46,7 @@ EVALUATIONS = 20
 """Of each run, so that the time to a quality can be read off."""
 TRIAL_SEED = 10_000
 """Added to a recipe's seed in trials: a rate is not chosen on the seeds that are compared."""
+SAME_PROCESS = "all runs were made in one process, where peak memory includes what earlier runs left behind"
 Say = Callable[[str], None]
 
 
@@ -69,7 +70,10 @@ def compare(
     if protocol.trials > 1 and (without := [variant.label for variant in variants if variant.rate is None]):
         raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--rate-trials 1")
     with claim_folder(folder, variants, protocol) as opened:
-        return _Race(variants, protocol, opened, workers or (Worker(),), say, retry).to_the_end()
+        race = _Race(variants, protocol, opened, workers or (Worker(),), say, retry)
+        if any(isinstance(worker, SameProcess) for worker in race.workers):
+            race.state["cautions"] = [SAME_PROCESS]
+        return race.to_the_end()
 
 
 class _Interrupted(Exception):

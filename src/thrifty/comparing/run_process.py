@@ -39,6 +39,17 @@ def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
     return train(recipe, runs, quiet=True)
 
 
+def run_outcome(recipe: Recipe, runs: Path) -> tuple[int, str]:
+    """Run to the end; return the exit code, and the error of a run that failed."""
+    try:
+        return run_to_end(recipe, runs)["exit_code"], ""
+    except ThriftyError as failed:
+        return failed.exit_code, str(failed)
+    except Exception as failed:  # of anybody's technique: the comparison lists it and goes on
+        traceback.print_exc()
+        return 1, f"{type(failed).__name__}: {failed}"
+
+
 def read_exit(task: Path) -> dict[str, Any]:
     """How the process that was given this file ended, its "exit_code" and "error"; {} if it could not tell."""
     with suppress(OSError, ValueError):
@@ -56,13 +67,7 @@ def _serve(task: Path) -> int:
     told = json.loads(task.read_text())
     os.chdir(told["folder"])
     threading.Thread(target=_end_with_starter, daemon=True).start()
-    try:
-        code, error = run_to_end(recipe_from_data(told["recipe"]), Path(told["runs"]))["exit_code"], ""
-    except ThriftyError as failed:
-        code, error = failed.exit_code, str(failed)
-    except Exception as failed:  # of anybody's technique: the comparison lists it and goes on
-        traceback.print_exc()
-        code, error = 1, f"{type(failed).__name__}: {failed}"
+    code, error = run_outcome(recipe_from_data(told["recipe"]), Path(told["runs"]))
     if os.environ.get("RANK", "0") == "0":
         task.with_suffix(".end").write_text(json.dumps({"exit_code": code, "error": error}))
     return code

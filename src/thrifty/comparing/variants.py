@@ -2,8 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +20,9 @@ OF_THE_RACE = ("budget", "evaluation")
 OF_TRAINING = ("batch", "augment")
 """Settings of a recipe's data that may differ between variants: held-out losses do not depend on them."""
 CHANGES = ("--with", "--without", "--set")
+Change = str | Technique | type[Technique]
+"""A technique to add, as an object, a class or by name ("lion:lr=2e-4"), one to leave out ("-adamw"), or a setting
+("data.batch=16")."""
 
 
 @dataclass(frozen=True)
@@ -59,47 +61,84 @@ class Variant:
         return {"added": added, "removed": removed, "changed": changed}
 
 
-def read_variants(
-    texts: Sequence[str], baseline: RecipeLayers, lay: Callable[[str], RecipeLayers]
-) -> tuple[Variant, ...]:
-    """Return the baseline, and a variant for each text: "NAME: RECIPE --without NAME --with NAME:KEY=VALUE,… --set
-    PATH=VALUE", of which everything may be left out.
+def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequence[Change]]) -> tuple[Variant, ...]:
+    """Return the baseline, and a variant for each name: another recipe, or changes of the baseline, or of the recipe
+    that stands first among them.
 
-    Without a name the text is the label; without a recipe the changes are of the baseline. `lay` returns the layers of
-    a recipe by its name or file. Raises UsageError for any other text, for two variants that are the same run, and for
-    variants whose held-out losses would mean different things.
+    Raises UsageError for two variants that are the same run, and for variants whose held-out losses would mean
+    different things.
     """
-    if not texts:
+    if not changes:
         raise UsageError("there is nothing to compare with", fix='--variant "--with growth.stacking"')
-    variants = [Variant(BASELINE, BASELINE, baseline.recipe())]
-    for number, text in enumerate(texts, start=1):
-        variant = _read(text, f"arm-{number}", baseline, lay)
+    variants = [Variant(BASELINE, BASELINE, baseline)]
+    for number, (label, own) in enumerate(changes.items(), start=1):
+        if label == BASELINE:
+            raise UsageError(f"two variants are called {label!r}", fix="give the variant a name of its own")
+        listed = own if isinstance(own, Sequence) and not isinstance(own, str) else [own]
+        variant = Variant(label, f"arm-{number}", _changed(baseline, listed, label))
         same = [other.label for other in variants if _but_name(other.recipe) == _but_name(variant.recipe)]
         if same:
             raise UsageError(
                 f"variant {variant.label!r} is the same run as {same[0]!r}",
                 fix="change a setting of it; to compare equals change its seed: --set seed=1000",
             )
-        if variant.label in [other.label for other in variants]:
-            raise UsageError(
-                f"two variants are called {variant.label!r}", fix="give each a name of its own, such as 'big: …'"
-            )
         variants.append(variant)
     check_alike(variants)
     return tuple(variants)
 
 
-def _read(text: str, folder: str, baseline: RecipeLayers, lay: Callable[[str], RecipeLayers]) -> Variant:
-    name, colon, rest = text.partition(": ")
-    label, changes = (name.strip(), rest.strip()) if colon else (text.strip(), text.strip())
-    words = [changes] if os.path.isfile(changes) else _words(changes)  # a file's name may have spaces
-    if not label or not words:
-        raise UsageError(f"variant {text!r} is empty", fix='say what it changes: --variant "--with growth.stacking"')
-    is_recipe = not words[0].startswith(("-", "+")) and "=" not in words[0]
-    layers = lay(words[0]) if is_recipe else deepcopy(baseline)
-    additions, removals, assignments = _changes(text, words[is_recipe:])
-    layers.apply_changes(removals, additions, assignments)
-    return Variant(label, folder, layers.recipe())
+def _changed(recipe: Recipe, changes: Sequence[Recipe | Change], label: str) -> Recipe:
+    """Return a recipe after changes, one after another."""
+    for change in changes:
+        if isinstance(change, Recipe):
+            recipe = change
+        elif isinstance(change, str):
+            recipe = _changed_by_text(recipe, change.strip(), label)
+        else:
+            chosen = change if isinstance(change, Technique) else change()
+            others = tuple(one for one in recipe.techniques if one.name != chosen.name)
+            recipe = replace(recipe, techniques=(*others, chosen))
+    return recipe
+
+
+def _changed_by_text(recipe: Recipe, change: str, label: str) -> Recipe:
+    layers = RecipeLayers.above("recipe", recipe)
+    if change.startswith("-"):
+        return layers.drop_technique(change[1:].strip()).recipe()
+    name = change.partition("=")[0]
+    if name == change or ":" in name:
+        return layers.add_technique(change).recipe()
+    if name.partition(".")[0] in OF_THE_RACE:
+        raise UsageError(
+            f"variant {label!r}: {change} cannot differ between variants",
+            fix=f"put --set {change} outside the quotes, for all variants",
+        )
+    return layers.set(change).recipe()
+
+
+def read_variants(texts: Sequence[str], load: Callable[[str], Recipe]) -> dict[str, list[Recipe | Change]]:
+    """Return the changes of each variant by its name, as they are typed: "NAME: RECIPE --without NAME --with
+    NAME:KEY=VALUE,… --set PATH=VALUE", of which everything may be left out.
+
+    Without a name the text is the name; without a recipe the changes are of the baseline. `load` returns a recipe by
+    its name or file. Raises UsageError for any other text.
+    """
+    variants: dict[str, list[Recipe | Change]] = {}
+    for text in texts:
+        name, colon, rest = text.partition(": ")
+        label, typed = (name.strip(), rest.strip()) if colon else (text.strip(), text.strip())
+        words = [typed] if os.path.isfile(typed) else _words(typed)  # a file's name may have spaces
+        if not label or not words:
+            raise UsageError(
+                f"variant {text!r} is empty", fix='say what it changes: --variant "--with growth.stacking"'
+            )
+        if label in variants:
+            raise UsageError(f"two variants are called {label!r}", fix="give each a name of its own, such as 'big: …'")
+        is_recipe = not words[0].startswith(("-", "+")) and "=" not in words[0]
+        additions, removals, assignments = _typed_changes(text, words[is_recipe:])
+        first = [load(words[0])] if is_recipe else []
+        variants[label] = [*first, *(f"-{name}" for name in removals), *additions, *assignments]
+    return variants
 
 
 def _words(text: str) -> list[str]:
@@ -109,7 +148,7 @@ def _words(text: str) -> list[str]:
         raise UsageError(f"variant {text!r}: {error}", fix="close its quotes") from error
 
 
-def _changes(text: str, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+def _typed_changes(text: str, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the values of --with, --without and --set."""
     values: dict[str, list[str]] = {option: [] for option in CHANGES}
     left = iter(words)
@@ -121,11 +160,6 @@ def _changes(text: str, words: Sequence[str]) -> tuple[list[str], list[str], lis
         value = value if equals else next(left, "")
         if not value:
             raise UsageError(f"variant {text!r}: {option} has no value", fix=f"thrifty train --help shows {option}")
-        if option == "--set" and value.partition(".")[0] in OF_THE_RACE:
-            raise UsageError(
-                f"variant {text!r}: {value} cannot differ between variants",
-                fix=f"put --set {value} outside the quotes, for all variants",
-            )
         values[option].append(value)
     return values["--with"], values["--without"], values["--set"]
 
@@ -156,8 +190,9 @@ def check_alike(variants: Iterable[Variant]) -> None:
 
 def _judged_on(recipe: Recipe) -> dict[str, Any]:
     data = recipe_to_data(recipe)
+    own = {name: data["python"][name] for name in ("data", "held_out", "loss") if data["python"][name]}
     seen = {name: value for name, value in data["data"].items() if name not in OF_TRAINING}
-    return {"data": seen, "objective": data["objective"]}
+    return {"data": seen, "objective": data["objective"], "python": own}
 
 
 def _but_name(recipe: Recipe) -> Recipe:

@@ -63,8 +63,8 @@ def recipe(
     known name. `loss(model, batch)` returns one loss for each example, losses and weights of their parts, or a mean; or
     it is the name of an objective. Functions in `metrics` have the same form. `budget` is "20 steps", "1e7 tokens",
     "3 epochs", "90s", "10min", "2h" or a number of steps; `batch` the effective batch in examples. Without an optimizer
-    among `techniques` it is AdamW. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file, gives
-    everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
+    among `techniques` it is AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML
+    file, gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
 
     The objects are in the recipe and in no file: TOML records their names. Raises UsageError for arguments that do not
     fit.
@@ -126,8 +126,11 @@ def _model_settings(model: str | Path) -> ModelSettings:
 
 
 def _with_optimizer(chosen: tuple[Technique, ...]) -> tuple[Technique, ...]:
-    decided = any(Claim.OPTIMIZER in each.claims for each in chosen)
-    return chosen if decided else (*chosen, find("optimizers.adamw")())
+    claims = {claim for each in chosen for claim in each.claims}
+    defaults = {Claim.OPTIMIZER: "optimizers.adamw", Claim.SCHEDULE: "schedules.linear"}
+    if Claim.OPTIMIZER in claims:
+        return chosen
+    return (*chosen, *(find(name)() for claim, name in defaults.items() if claim not in claims))
 
 
 def _budget(budget: int | str, data: Any, settings: DataSettings) -> Budget:

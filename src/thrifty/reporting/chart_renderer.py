@@ -27,6 +27,11 @@ def render_png(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
     return _converter().vegalite_to_png(spec, vl_version=VEGA_LITE, config=config, scale=2, allowed_base_urls=[])
 
 
+def render_pdf(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
+    """Return a chart as PDF; raises UsageError without the extra."""
+    return _converter().vegalite_to_pdf(spec, vl_version=VEGA_LITE, config=config, allowed_base_urls=[])
+
+
 @functools.cache
 def vega_bundle() -> str:
     """Return Vega, Vega-Lite and vega-embed in one script that fetches nothing; the first call takes a second or two.

@@ -72,7 +72,8 @@ def cautions(data: Comparison) -> list[str]:
     """What a reader should know before believing a verdict."""
     variants, terms = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
     equal = {"flops": "FLOPs", "time": "seconds"}.get(terms["equal"], terms["equal"])
-    said = [
+    said = [*data.get("cautions", [])]
+    said += [
         f"{label} used {significant(variant['used'])} times the baseline's {equal}, which were to be equal"
         for label, variant in variants.items()
         if variant.get("used") and abs(variant["used"] - 1) > UNEQUAL

@@ -2,10 +2,13 @@
 
 import io
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.jupyter import JupyterMixin
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +35,25 @@ class PrintedResult(JupyterMixin):
         return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
 
     __repr__ = __str__
+
+
+@dataclass(frozen=True, repr=False)
+class ResultTable(PrintedResult):
+    """A table of texts."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def as_dict(self) -> list[dict[str, str]]:
+        return [dict(zip(self.head, row, strict=True)) for row in self.rows]
+
+    def __rich__(self) -> RenderableType:
+        table = open_table()
+        for column in self.head:
+            table.add_column(column, overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(escape, row))
+        return table
 
 
 def open_table(*columns: str) -> Table:

@@ -1,0 +1,155 @@
+"""`compare`: variants against a baseline at equal budget, over several seeds, with a verdict."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import altair as alt
+from rich.console import RenderableType
+
+from thrifty.comparing import comparison
+from thrifty.comparing.comparison_protocol import ComparisonProtocol
+from thrifty.comparing.comparison_workers import read_workers
+from thrifty.comparing.equal_budgets import Equal
+from thrifty.comparing.run_launchers import RunLauncher, SameProcess
+from thrifty.comparing.saved_comparison import refuse_existing_comparison, save_comparison
+from thrifty.comparing.variants import Change, Variant, variants_of
+from thrifty.core.errors import UsageError
+from thrifty.core.file_names import check_name
+from thrifty.core.plain_values import build
+from thrifty.core.recipe import Recipe
+from thrifty.core.user_objects import PythonObjects
+from thrifty.interface.progress import progress
+from thrifty.interface.recipe_arguments import RecipeArguments
+from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.reporting.comparison_charts import charts
+from thrifty.reporting.comparison_page import about, cautions, tables, verdicts
+from thrifty.reporting.number_format import MISSING, duration, significant
+from thrifty.reporting.printed_result import PrintedResult, ResultTable, lines
+from thrifty.reporting.saved_chart import SavedChart
+
+HEAD = ("variant", "verdict", "held-out loss", "less the baseline's (95 %)", "step time")
+
+
+@dataclass(frozen=True, repr=False)
+class ComparisonResult(PrintedResult):
+    """Verdicts on all variants, and everything that was measured: the content of comparison.json."""
+
+    content: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the comparison, with its page report.html."""
+        return Path(self.content["folder"])
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """The verdict on each variant: "better", "worse", "no difference" or why there is none."""
+        return {label: word for label, word, _ in verdicts(self.content)}
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return self.content["exit_code"]
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.content)
+
+    def table(self) -> ResultTable:
+        """Return a row for each variant: verdict, held-out loss, its difference to the baseline's, and step time."""
+        rows = []
+        for label, variant in self.content.get("outcome", {}).get("arms", {}).items():
+            verdict = variant.get("verdict", {})
+            found = verdict.get("found") or {}
+            ends = "" if found.get("low") is None else f" ({found['low']:+.3g} to {found['high']:+.3g})"
+            gap = f"{found['mean']:+.3g}{ends}" if found else MISSING
+            loss, step = significant(variant["held_out_loss"], 4), duration(variant["step_time"])
+            rows.append([label, verdict.get("verdict", "baseline"), loss, gap, step])
+        return ResultTable(HEAD, rows)
+
+    def figure(self) -> SavedChart:
+        """Return the chart of all pairs and of all loss curves. Raises UsageError before any pair was run."""
+        drawn = [chart.properties(title=title) for title, _, chart in charts(self.content)]
+        if not drawn:
+            raise UsageError("no pair of runs is finished", fix="resume the comparison by the same call")
+        return SavedChart(alt.vconcat(*drawn).to_dict())
+
+    def __rich__(self) -> RenderableType:
+        result = self.content
+        told: list[RenderableType] = [about(result)]
+        for title, _, head, rows in tables(result)[:4]:
+            if rows:
+                told += [f"\n{title}", ResultTable(head, rows)]
+        told.append("")
+        told += [f"{label}: {sentence}" for label, _, sentence in verdicts(result)]
+        told += [f"caution: {caution}" for caution in cautions(result)]
+        failed = [entry for entry in result["runs"] if entry["status"] == "failed"]
+        told += [f"failed: {entry['run']} ({entry['arm']}): {entry['error']}" for entry in failed]
+        if result["status"] == "interrupted":
+            told.append("interrupted; the same command goes on")
+        return lines(*told, f"{result['folder']}/report.html")
+
+
+def compare(
+    recipe: Recipe | str | Path | None = None,
+    variants: Mapping[str, Recipe | Change | Sequence[Recipe | Change]] | None = None,
+    *,
+    equal_budget: Equal = ComparisonProtocol.equal,
+    seeds: int = ComparisonProtocol.seeds,
+    rate_trials: int = ComparisonProtocol.trials,
+    rate_factor: float = ComparisonProtocol.factor,
+    min_effect: float = ComparisonProtocol.effect,
+    warmup_steps: int = ComparisonProtocol.pilot,
+    workers: Sequence[str] = (),
+    runs: str | Path = "runs",
+    save_result: str | Path | None = None,
+    retry: bool = False,
+    quiet: bool = False,
+    **arguments: Unpack[RecipeArguments],
+) -> ComparisonResult:
+    """Compare variants with a baseline at equal budget, each seed with every variant in turn.
+
+    The verdict is by held-out loss, of all planned pairs together.
+
+    `recipe`, the baseline, is a value, a name or a file; `arguments` are those of `thrifty.recipe`, of which `name` is
+    that of the comparison. Each of the `variants` is another recipe, or changes of the baseline: a technique to add (an
+    object, a class or a name such as "lion:lr=2e-4"), one to leave out ("-adamw"), or a setting ("data.batch=16").
+    `equal_budget` ("time", "flops", "tokens", "steps") is what every variant may spend of. Every variant is tried at
+    `rate_trials` learning rates, `rate_factor` apart; `min_effect` is the smallest difference worth knowing, as a share
+    of the loss. Pilots of `warmup_steps` measure costs.
+
+    `workers` are commands that start runs on other machines, or "here". Runs are processes of their own; where objects
+    passed from Python cannot be sent to those, all runs are made in this process, and a caution says so. `save_result`
+    keeps the result as a .json file; `retry` repeats runs that failed. An interrupted comparison resumes where it
+    stopped, by the same call.
+
+    Raises UsageError for variants that cannot be compared, or a folder that holds another comparison.
+
+    Example::
+
+        verdict = thrifty.compare(recipe, {"lion": ["-adamw", thrifty.Lion(lr=2e-4)]}, seeds=8, budget="1min")
+        print(verdict.table(), verdict.verdicts["lion"])
+        verdict.figure().save("race.pdf")
+    """
+    values = {"equal": equal_budget, "seeds": seeds, "trials": rate_trials, "factor": rate_factor}
+    protocol = build(ComparisonProtocol, {**values, "effect": min_effect, "pilot": warmup_steps}, "comparison")
+    launchers = read_workers(workers, protocol.equal)
+    if save_result:
+        refuse_existing_comparison(Path(save_result))
+    name = arguments.pop("name", None)
+    read = variants_of(recipe_of(recipe=recipe, **arguments), variants or {})
+    folder = Path(runs) / check_name(name or f"{read[0].recipe.name}-comparison", "--name")
+    say = progress(quiet)
+    result = comparison.compare(
+        read, protocol, folder, retry=retry, workers=_able(launchers, read, bool(workers)), say=say
+    )
+    if save_result and result["status"] == "finished":
+        save_comparison(result, Path(save_result))
+    return ComparisonResult(result)
+
+
+def _able(launchers: Sequence[RunLauncher], variants: Sequence[Variant], are_chosen: bool) -> Sequence[RunLauncher]:
+    """Return launchers that can start these variants."""
+    if all(variant.recipe.python == PythonObjects() for variant in variants):
+        return launchers
+    return [SameProcess()]

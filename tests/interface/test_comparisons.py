@@ -1,0 +1,53 @@
+"""`thrifty.compare` on the user's own model, data and loss."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import user_work
+
+import thrifty
+from thrifty.core.errors import UsageError
+
+QUICK: Any = {"seeds": 1, "rate_trials": 1, "equal_budget": "steps", "warmup_steps": 2, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def verdict(tmp_path_factory: pytest.TempPathFactory) -> thrifty.ComparisonResult:
+    baseline = thrifty.recipe(**user_work.objects(), techniques=["adamw", "cosine"], batch=16, budget="4 steps")
+    changes = {"lion": ["-adamw", thrifty.Lion(lr=2e-4)], "small": ["data.batch=8"]}
+    return thrifty.compare(baseline, changes, runs=tmp_path_factory.mktemp("runs"), name="race", **QUICK)
+
+
+def test_variants_of_the_users_own_objects_are_judged(verdict: thrifty.ComparisonResult) -> None:
+    assert verdict.verdicts.keys() == {"lion", "small"} and verdict.exit_code == 0
+    names = [row["variant"] for row in verdict.table().as_dict()]
+    assert names == ["baseline", "lion", "small"]
+    assert verdict.folder.name == "race" and "lion: undecided" in str(verdict)
+    assert all(entry["status"] == "finished" for entry in verdict.as_dict()["runs"])
+
+
+@pytest.mark.parametrize("ending", [".pdf", ".png", ".svg"])
+def test_the_figure_is_saved_in_the_formats_of_papers(
+    verdict: thrifty.ComparisonResult, tmp_path: Path, ending: str
+) -> None:
+    content = verdict.figure().save(tmp_path / f"race{ending}").read_bytes()
+    assert content.startswith({".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<svg"}[ending])
+    assert b"var(--" not in content
+    with pytest.raises(UsageError, match="is none of"):
+        verdict.figure().save(tmp_path / "race.doc")
+
+
+def test_functions_that_no_other_process_can_be_given_are_compared_in_this_one(tmp_path: Path) -> None:
+    own = user_work.objects() | {"loss": lambda model, batch: user_work.loss(model, batch)}
+    result = thrifty.compare(
+        **own, batch=16, budget=12, variants={"clipped": ["gradients.clip:max_norm=0.1"]}, runs=tmp_path, **QUICK
+    )
+    assert "all runs were made in one process" in str(result)
+
+
+def test_losses_of_different_meaning_are_not_compared(tmp_path: Path) -> None:
+    baseline = thrifty.recipe(**user_work.objects(), batch=16, budget=3)
+    other = thrifty.recipe(**user_work.objects() | {"loss": user_work.accuracy}, batch=16, budget=3)
+    with pytest.raises(UsageError, match="judged on something else"):
+        thrifty.compare(baseline, {"other": other}, runs=tmp_path, **QUICK)
