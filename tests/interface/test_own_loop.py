@@ -1,20 +1,31 @@
 """Techniques in a loop of the user's own do what they do in the trainer, or are refused in words."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
+from own_loop_ranks import difference_by_hand, refusals_by_hand
+from rank_processes import on_ranks
 from tiny_runs import advance, plain_run, technique, with_optimizer
+from torch import Tensor, nn
 
 import thrifty
 from thrifty import techniques
 from thrifty.composition.compose import compose
 from thrifty.core.claims import Claim
-from thrifty.core.errors import NeedsTrainer, RefusedError, ThriftyError
+from thrifty.core.errors import NeedsTrainer, RefusedError, ThriftyError, UsageError
 from thrifty.core.technique import Technique
 from thrifty.training.determinism import start_draws
 from thrifty.training.loop import step_seed
 
 STEPS = 8
-NAMES = techniques.own_names()
+ELSEWHERE = {"losses.z_loss", "curriculum.low_frequency", "curriculum.resolution", "curriculum.sequence_length"}
+ELSEWHERE |= {"data_selection.prune", "large_batch.batch_ramp"}
+"""Applied to losses and data: tests/interface/test_changed_data.py."""
+NAMES = [name for name in techniques.own_names() if name not in ELSEWHERE and not name.startswith("parallelism.")]
+LEAST = 65
+"""Techniques that work in a loop by hand."""
 LOSSY = {"memory.compress_activations": 0.02, "precision.mixed": 1e-3}
 """Relative difference of losses where values are drawn that depend on the trainer's own count of passes, or the head is
 on the other side of a rounding."""
@@ -41,7 +52,7 @@ def trained_by_hand(chosen: Technique) -> list[float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loop_by_hand_has_the_losses_of_the_trainer_or_the_technique_is_refused(name: str) -> None:
-    chosen = technique(name)
+    chosen = technique(name, **({"autoencoder": False} if name == "attention.vitcod" else {}))
     if Claim.OPTIMIZER in chosen.claims:
         with pytest.raises(ThriftyError, match=r"optimizer = thrifty\.optim\."):
             trained_by_hand(chosen)
@@ -60,3 +71,142 @@ def test_a_loop_by_hand_has_the_losses_of_the_trainer_or_the_technique_is_refuse
     run = compose(plain_run(depth=4, style="gpt"), with_optimizer([chosen]), STEPS)
     expected = [record.loss for record in advance(run, run.start())]
     assert losses == pytest.approx(expected, rel=LOSSY.get(name, 1e-5))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("name", "accumulate", "also"),
+    [("replicate", 1, ()), ("replicate", 2, ()), ("replicate", 1, ("lora",)), ("shard", 2, ()), ("tensor", 1, ())],
+)
+def test_ranks_that_apply_it_have_the_weights_of_one_process(name: str, accumulate: int, also: tuple[str, ...]) -> None:
+    for difference in on_ranks(2, difference_by_hand, name, name != "tensor", also, accumulate):
+        assert difference < 1e-12
+
+
+def test_what_ranks_cannot_do_is_refused_and_one_process_has_none() -> None:
+    found = on_ranks(2, refusals_by_hand)[0]
+    assert "zero=2" in found["stage 1"] and "before fully_shard" in found["after sharding"]
+    assert "compute each layer together" in found["both"] and "already applied" in found["twice"]
+    for name in ("replicate", "shard", "tensor"):
+        with pytest.raises(RefusedError, match="torchrun --nproc-per-node"):
+            thrifty.apply(nn.Linear(2, 2), name)
+
+
+def test_so_many_techniques_work_in_a_loop_by_hand() -> None:
+    needs_trainer = []
+    for name in techniques.own_names():
+        try:
+            thrifty.apply(nn.Linear(2, 2), name)
+        except NeedsTrainer as refused:
+            needs_trainer += [] if name == "losses.z_loss" else [name]
+            assert "thrifty.train(" in refused.fix or name == "losses.z_loss"
+        except ThriftyError as refused:
+            assert refused.fix
+    assert len(techniques.own_names()) - len(needs_trainer) >= LEAST, needs_trainer
+
+
+class Block(nn.Module):
+    """A residual block of a perceptron."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(8, 3))
+
+
+def test_an_earlier_stage_comes_first_and_what_cannot_go_together_is_refused_in_both_orders() -> None:
+    model = thrifty.apply(network(), "recompute")
+    with pytest.raises(UsageError, match=r"memory\.recompute is applied already") as refused:
+        thrifty.apply(model, "lora", rank=2)
+    assert refused.value.fix == "apply adapters.lora first"
+    for names in (("lora", "rigl"), ("rigl", "lora")):
+        model = network()
+        pair = model, thrifty.optim.AdamW(model)
+        with pytest.raises(UsageError, match="cannot go together"):
+            for name in names:
+                pair = thrifty.apply(pair, name, total_steps=STEPS, **({"rank": 2} if name == "lora" else {}))
+    optimizer = thrifty.apply(thrifty.optim.AdamW(network()), "cosine", total_steps=STEPS)
+    with pytest.raises(UsageError, match="both decide the schedule"):
+        thrifty.apply(optimizer, "linear", total_steps=STEPS)
+    with pytest.raises(UsageError, match="both decide the schedule"):
+        thrifty.apply(thrifty.optim.ScheduleFreeAdamW(network(), warmup=2), "linear", total_steps=STEPS)
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "message"),
+    [
+        (lambda: torch.compile(network()), "in torch.compile already"),
+        (lambda: (model := network(), model.compile())[0], "in torch.compile already"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "in torch.jit already"),
+        (lambda: nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)), "lazy layers"),
+    ],
+)
+def test_a_model_that_would_not_see_the_change_is_refused(wrapped: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        thrifty.apply(wrapped(), "lora", rank=2)
+
+
+@pytest.mark.parametrize("name", ["lora", "recompute", "mixed", "compress_activations", "offload_activations"])
+def test_a_copy_of_a_changed_model_computes_and_trains_with_its_own_weights(name: str) -> None:
+    model = thrifty.apply(network(), name, **({"rank": 2} if name == "lora" else {}))
+    copied, x = copy.deepcopy(model), torch.randn(4, 8)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(2)
+    assert not torch.equal(copied(x), model(x))
+    copied(x).float().sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in copied.parameters() if parameter.requires_grad)
+
+
+def test_a_copy_of_a_model_whose_technique_works_at_steps_evaluates_and_refuses_to_train() -> None:
+    model = network()
+    model, _ = thrifty.apply((model, thrifty.optim.AdamW(model)), "n_of_m", total_steps=STEPS)
+    copied, x = copy.deepcopy(model), torch.randn(4, 8)
+    assert torch.equal(copied.eval()(x), model(x))
+    with pytest.raises(UsageError, match="steps of another optimizer"):
+        copied.train()(x)
+
+
+@pytest.mark.parametrize("kind", [thrifty.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("name", ["attention.spatten", "attention.elsa"])
+def test_a_change_at_a_step_is_where_it_was_after_a_restart(name: str, kind: type[torch.optim.Optimizer]) -> None:
+    plain, chosen = plain_run(depth=2, style="gpt"), technique(name, from_step=4)
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = plain.build().train()
+        return thrifty.apply((model, kind(model.parameters(), lr=1e-2)), chosen)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            batch = plain.source.at(step)
+            loss = plain.objective.losses(plain.objective.predict(model, batch), batch).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    for stopped in (2, 6):
+        first = begin()
+        train(*first, range(stopped))
+        second = begin()
+        second[0].load_state_dict(first[0].state_dict())
+        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+        assert train(*first, range(stopped, 8)) == train(*second, range(stopped, 8))
+
+
+def test_an_activation_budget_leaves_what_was_applied_before() -> None:
+    model, x = thrifty.apply(network(), "mixed"), torch.randn(4, 8)
+    before = model(x)
+    with thrifty.activation_budget(model, "50%"):
+        model(x).float().sum().backward()
+    assert torch.equal(model(x), before) and not torch.equal(before, network()(x))

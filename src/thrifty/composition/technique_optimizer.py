@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.gradient_transform import GradientTransform, Slots, StateAge, TransformChain, chain
+from thrifty.core.old_names import order_key
 from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
 from thrifty.core.stages import HOW
 from thrifty.core.technique import Technique
@@ -86,6 +87,11 @@ class TechniqueOptimizer(TransformOptimizer):
         group = self.param_groups[-1]
         group.update(vars(self._technique(self._settings(group))))
         self._steps.extend([0] * len(members))
+
+    @property
+    def techniques(self) -> tuple[Technique, ...]:
+        """Its own technique, with its defaults, and the added ones."""
+        return (self.technique(), *self.added)
 
     def add(self, technique: Technique) -> None:
         """Add a technique that changes the update. Raises UsageError after the first step."""
@@ -213,7 +219,7 @@ class TechniqueOptimizer(TransformOptimizer):
     def _with_added(self, optimizer: GradientTransform) -> TransformChain:
         """Fold the added techniques around the optimizer, as `Run.transform` does."""
         folded = GradientTransform()
-        ordered = sorted([self.technique, *self.added], key=lambda technique: technique.stage)
+        ordered = sorted([self.technique, *self.added], key=lambda each: (each.stage, order_key(each.name)))
         for technique in sorted(reversed(ordered), key=lambda technique: technique.stage in HOW):
             folded = chain(optimizer, folded) if technique is self.technique else technique.update(folded)
         return folded if type(folded) is TransformChain else chain(folded)

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.batches import BatchSource, RankShard
+from thrifty.core.errors import RefusedError
 from thrifty.core.mesh import axis
 
 
@@ -15,6 +16,15 @@ def rank() -> int:
 
 def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def refuse_no_group(who: str) -> None:
+    """Raise RefusedError where no process group has been started."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RefusedError(
+            f"{who}: there is only one process, or torch.distributed is not initialized",
+            fix="torchrun --nproc-per-node 2 SCRIPT, which begins with torch.distributed.init_process_group()",
+        )
 
 
 def rank_shard(source: BatchSource) -> BatchSource:

@@ -41,10 +41,13 @@ def refuse_shares(value: object, name: str) -> None:
     """Raises UsageError where a moment is still a share of a run: outside of one, nothing says how long it is."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
-        if hints[field.name] == StepOrFraction and isinstance(current := getattr(value, field.name), float):
+        current, hint = getattr(value, field.name), hints[field.name]
+        moments = (current,) if hint == StepOrFraction else current if hint == tuple[StepOrFraction, ...] else ()
+        if any(isinstance(moment, float) for moment in moments):
+            steps = 1000 if hint == StepOrFraction else (1000,) * len(moments)
             raise UsageError(
                 f"{name}: {field.name} is {current}, a share of a run whose steps are not known here",
-                fix=f"give a number of steps, such as {field.name}=1000",
+                fix=f"give a number of steps, such as {field.name}={steps}",
             )
 
 

@@ -1,11 +1,14 @@
 """Techniques in a training loop of the user's own: `apply` and `summary`."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -18,8 +21,9 @@ from thrifty.core.plain_values import build, read_size
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.run_relative_settings import refuse_shares, refuse_unknown_batch, resolve_moments
 from thrifty.core.technique import Technique
+from thrifty.interface.changed_loader import change_data
 
-T = TypeVar("T", nn.Module, Optimizer, tuple[nn.Module, Optimizer])
+T = TypeVar("T")
 
 SEAMS = {
     "batches": "the data",
@@ -42,10 +46,12 @@ APPLIED: ModuleNote[tuple[AppliedTechnique, ...]] = ModuleNote("applied")
 def apply(
     target: T, technique: str | Technique | type[Technique], *, total_steps: int | None = None, **settings: Any
 ) -> T:
-    """Apply a technique to a model, an optimizer of `thrifty.optim`, or a pair of both, and return the same objects.
+    """Apply a technique to a model, an optimizer or a pair of both, and return the same objects; or to a DataLoader or
+    dataset, and return one to use in its place.
 
     `technique` is a name ("lora", "adapters.lora"), an object or a class; `settings` are its fields. `total_steps` is
-    required where a setting is a fraction of the run. The parameters of the model keep their names.
+    required where a setting is a fraction of the run; of a DataLoader it counts batches. The parameters of the model
+    keep their names. Apply before `torch.compile`, `DistributedDataParallel` and `fully_shard`.
 
     Raises NeedsTrainer for a technique that works only in the trainer, UsageError for an unknown name or setting, and
     RefusedError where the technique does not fit the model.
@@ -54,41 +60,46 @@ def apply(
 
         model = thrifty.apply(model, "lora", rank=8)
         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+        loader = thrifty.apply(loader, "sequence_length", total_steps=1000)
     """
     chosen = technique_of(technique, settings)
-    _refuse_trainer_only(chosen)
-    model, optimizer = target if isinstance(target, tuple) else (target, target)
+    model, optimizer = target if _is_pair(target) else (target, target)
     model = model if isinstance(model, nn.Module) else None
     optimizer = optimizer if isinstance(optimizer, Optimizer) else None
-    if model is None and optimizer is None:
+    is_data = model is None and optimizer is None
+    if (is_data and not (isinstance(target, Iterable) or hasattr(target, "__getitem__"))) or isinstance(target, str):
         raise UsageError(
-            f"thrifty.apply takes a model, an optimizer or a pair of both, and {type(target).__name__!r} is none",
+            f"thrifty.apply takes a model, an optimizer, a pair of both or data, and {type(target).__name__!r} is none",
             fix=f"thrifty.apply(model, {chosen.name!r})",
         )
-    changes_model = chosen.overrides("model", "change_forward") and "model" not in chosen.optional_seams
-    changes_update = any(chosen.overrides(seam) for seam in {"update", "hook_steps"} - chosen.optional_seams)
-    if (changes_model and model is None) or (changes_update and optimizer is None):
-        wanted = " and ".join(filter(None, ["the model" * changes_model, "the optimizer" * changes_update]))
-        words = ", ".join(filter(None, ["model" * changes_model, "optimizer" * changes_update]))
-        raise UsageError(
-            f"{chosen.name} changes {wanted}",
-            fix=f"thrifty.apply({f'({words})' if ',' in words else words}, {chosen.name!r})",
-        )
-    refuse_unknown_batch(chosen, chosen.name)
+    _refuse_trainer_only(chosen)
+    _refuse_other_target(chosen, model is not None, optimizer is not None, is_data)
+    batch = (getattr(target, "batch_size", None) or 0) if is_data else 0
     if total_steps is None:
         refuse_shares(chosen, chosen.name)
-    else:
-        chosen = resolve_moments(chosen, total_steps)
+    chosen = resolve_moments(chosen, total_steps or 0, batch)
+    refuse_unknown_batch(chosen, chosen.name)
+    if is_data:
+        return change_data(target, chosen)
+    if model is not None:
+        _refuse_wrapped(model, chosen)
+    _refuse_together(chosen, model, optimizer)
     if chosen.overrides("update"):
         _add_to(optimizer, chosen)
     if model is not None and chosen.overrides("model", "change_forward"):
         _change(model, chosen)
         if optimizer is not None:
             _train_new_parameters(model, optimizer)
-            chosen.hook_steps(model, optimizer)
+            if chosen.overrides("hook_steps"):
+                chosen.hook_steps(model, optimizer)
+                _refuse_copies(model, chosen)
     if Claim.WEIGHT_MASKS in chosen.claims and isinstance(optimizer, TechniqueOptimizer):
         optimizer.apply_constraints()  # the first forward pass is under the masks
     return target
+
+
+def _is_pair(target: object) -> TypeGuard[tuple[nn.Module, Optimizer]]:
+    return isinstance(target, tuple) and [isinstance(each, nn.Module | Optimizer) for each in target] == [True, True]
 
 
 def technique_of(technique: str | Technique | type[Technique], settings: dict[str, Any]) -> Technique:
@@ -105,16 +116,91 @@ def _refuse_trainer_only(chosen: Technique) -> None:
         raise UsageError(
             f"{chosen.name} is an optimizer", fix=f"optimizer = thrifty.optim.{type(chosen).__name__}(model)"
         )
-    required = [seam for seam in SEAMS if seam not in chosen.optional_seams]
-    trainer_only = [SEAMS[seam] for seam in required if chosen.overrides(seam)]
+    trainer_only = [seam for seam in SEAMS if seam not in chosen.optional_seams and chosen.overrides(seam)]
+    if trainer_only == ["batches"] and (not chosen.overrides("model") or "model" in chosen.optional_seams):
+        return
     if trainer_only:
         raise NeedsTrainer(
-            f"{chosen.name} changes {' and '.join(trainer_only)}, which a loop of your own does not hand over",
+            f"{chosen.name} changes {' and '.join(SEAMS[seam] for seam in trainer_only)}, which a loop of your own "
+            "does not hand over",
             fix=f"thrifty.train(model=…, data=…, techniques=[{chosen.name!r}])",
         )
 
 
-def _add_to(optimizer: Optimizer, chosen: Technique) -> None:
+def _refuse_other_target(chosen: Technique, has_model: bool, has_optimizer: bool, is_data: bool) -> None:
+    """Raise UsageError where the technique changes what it is not given."""
+
+    def required(*seams: str) -> bool:
+        return any(chosen.overrides(seam) for seam in set(seams) - chosen.optional_seams)
+
+    changes_data, changes_update = required("batches"), required("update", "hook_steps")
+    changes_model = required("model", "change_forward") and not changes_data
+    is_given = is_data == changes_data and (has_model or not changes_model) and (has_optimizer or not changes_update)
+    if not is_given or not (changes_data or changes_model or changes_update):
+        words = ["loader" * changes_data, "model" * changes_model, "optimizer" * changes_update]
+        wanted = [word for word in words if word]
+        target = f"({', '.join(wanted)})" if len(wanted) > 1 else "".join(wanted)
+        raise UsageError(
+            f"{chosen.name} changes {' and '.join(f'the {word}' for word in wanted) or 'nothing of a loop'}",
+            fix=f"thrifty.apply({target}, {chosen.name!r})",
+        )
+
+
+def _refuse_together(chosen: Technique, model: nn.Module | None, optimizer: Optimizer | None) -> None:
+    """Raise UsageError for two techniques that decide the same, that cannot go together, or that come in the wrong
+    order."""
+    before = [each.technique for each in APPLIED.get(model) or ()]
+    in_update = optimizer.techniques if isinstance(optimizer, TechniqueOptimizer) else ()
+    for other in (*before, *in_update):
+        if other.name == chosen.name:
+            raise UsageError(f"{chosen.name} is already applied", fix="apply it once")
+        for claim in sorted(chosen.claims & other.claims):
+            raise UsageError(f"{other.name} and {chosen.name} both decide the {claim}", fix="apply one of them")
+        for one, another in ((chosen, other), (other, chosen)):
+            for claim, reason in one.clashes.items():
+                if claim in another.claims:
+                    raise UsageError(
+                        f"{one.name} and {another.name} cannot go together: {reason}", fix="apply one of them"
+                    )
+    for other in before if chosen.overrides("model", "change_forward") else ():
+        if chosen.stage < other.stage:
+            raise UsageError(
+                f"{other.name} is applied already, and must see what {chosen.name} makes of the model",
+                fix=f"apply {chosen.name} first",
+            )
+
+
+def _refuse_wrapped(model: nn.Module, chosen: Technique) -> None:
+    """Raise UsageError for a model whose wrapper would not see the change."""
+    wrappers = {
+        "torch.compile": type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None,
+        "DistributedDataParallel": isinstance(model, DistributedDataParallel),
+        "fully_shard": any(type(each).__name__.startswith("FSDP") for each in model.modules()),
+        "torch.jit": isinstance(model, torch.jit.ScriptModule),
+    }
+    for name, is_wrapped in wrappers.items():
+        if is_wrapped:
+            raise UsageError(
+                f"{chosen.name}: the model is in {name} already, which would not see the change",
+                fix=f"apply it before {name}",
+            )
+
+
+def _refuse_copies(model: nn.Module, chosen: Technique) -> None:
+    """Make a copy of the model refuse to train: hooks of an optimizer's steps are not copied."""
+    own = weakref.ref(model)
+
+    def refuse(module: nn.Module, args: object) -> None:
+        if module is not own() and module.training and torch.is_grad_enabled():
+            raise UsageError(
+                f"{chosen.name} works at the steps of another optimizer than this copy of the model has",
+                fix="copy the plain model, and apply the technique to the copy and its own optimizer",
+            )
+
+    model.register_forward_pre_hook(refuse)
+
+
+def _add_to(optimizer: Optimizer | None, chosen: Technique) -> None:
     if not isinstance(optimizer, TechniqueOptimizer):
         raise UsageError(
             f"{chosen.name} changes the update, and {type(optimizer).__name__} of torch has no place for that",
@@ -129,16 +215,6 @@ def _change(model: nn.Module, chosen: Technique) -> None:
             f"{chosen.name}: the model has lazy layers without weights", fix="run a batch through the model before"
         )
     applied = APPLIED.get(model) or ()
-    taken = {claim: each.technique.name for each in applied for claim in each.technique.claims}
-    names = [each.technique.name for each in applied]
-    if chosen.name in names:
-        raise UsageError(f"{chosen.name} is already applied to this model", fix="apply it once")
-    for claim in sorted(chosen.claims):
-        if claim in taken:
-            raise UsageError(f"{taken[claim]} and {chosen.name} both decide the {claim}", fix="apply one of them")
-    for claim, reason in chosen.clashes.items():
-        if claim in taken:
-            raise UsageError(f"{chosen.name} and {taken[claim]} cannot go together: {reason}", fix="apply one of them")
     with collect_notes() as notes:
         chosen.change_forward(model)
         changed = chosen.model(model)
@@ -165,20 +241,27 @@ def activation_budget(model: nn.Module, budget: str | float, **settings: Any) ->
     """
     chosen = technique_of("memory.activation_budget", {**settings, "bytes": _amount(budget)})
     current = next((each.technique for each in APPLIED.get(model) or () if each.technique.name == chosen.name), None)
+    own = vars(model).get("forward")
     if current is None:
+        _refuse_wrapped(model, chosen)
+        _refuse_together(chosen, model, None)
         _change(model, chosen)
-        del model.forward  # only inside the block
+        _put_forward(model, own)  # only inside the block
     elif current != chosen:
         raise UsageError(f"{chosen.name} is already applied to this model: {current}", fix="use the same settings")
-    own = vars(model).get("forward")
     chosen.change_forward(model)
     try:
         yield
     finally:
-        if own is None:
-            del model.forward
-        else:
-            model.forward = own
+        _put_forward(model, own)
+
+
+def _put_forward(model: nn.Module, own: Any) -> None:
+    """Give a model the forward that it had of its own, None for that of its class."""
+    if own is None:
+        del model.forward
+    else:
+        model.forward = own
 
 
 def _amount(budget: str | float) -> float:

@@ -5,15 +5,15 @@ A run has up to two phases, both in the log. In the second, cores are built of t
 found, which are plain numbers: the same on all ranks, and the same again when the run is resumed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
@@ -21,6 +21,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
+from thrifty.core.optimizer_steps import count_steps, finished_steps
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.run_notes import add_note
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -103,14 +104,23 @@ class ReplacedAttention(Technique):
             PHASE.set(model, {"phase": PLAIN})
 
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
-        steps = count(1)
-
-        def replace_cores(*_: object) -> None:
-            if next(steps) == self.start:
-                self.model(_mark(model, {"phase": CHOSEN}))
+        def follow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if decided_phase(model)["phase"] == CHOSEN:
+                return
+            if (step := finished_steps(optimizer)) >= self.start:
+                found = self.found(TrainState(step, model))
+                for place in ATTENTION_SITES.of(model):
+                    place.take_away()
+                self.model(_mark(model, {"phase": CHOSEN, "found": found}))
+            elif model.training and torch.is_grad_enabled():
+                self.before_pass(model, step, args, kwargs)
 
         if self.start:
-            optimizer.register_step_post_hook(replace_cores)
+            count_steps(optimizer)
+            model.register_forward_pre_hook(follow, with_kwargs=True)
+
+    def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is to be done before a forward pass of a training step with plain attention."""
 
     def finish(self, model: nn.Module) -> nn.Module:
         phase = decided_phase(model)["phase"]
@@ -158,7 +168,8 @@ class CalibrationBackward:
         self.state["calls"].add_(1)
         if self.settings.start - self.settings.steps <= calls < self.settings.start:
             with untraced():
-                self.settings.calibrate(model, objective, batch.rows(0, self.settings.examples))
+                examples = batch.rows(0, self.settings.examples)
+                self.settings.calibrate(model, partial(objective.predict, model, examples))
         return self.inner(model, objective, batch)
 
 
@@ -181,7 +192,7 @@ class CalibratedAttention(ReplacedAttention):
 
     @property
     def optional_seams(self) -> frozenset[str]:
-        return frozenset()
+        return frozenset({"changes", "backward"})
 
     @property
     def start(self) -> int:
@@ -215,7 +226,7 @@ class CalibratedAttention(ReplacedAttention):
         return CalibrationBackward(backward, self)
 
     @torch.no_grad()
-    def calibrate(self, model: nn.Module, objective: Objective, batch: Batch) -> None:
+    def calibrate(self, model: nn.Module, forward: Callable[[], object]) -> None:
         """One forward pass without dropout, watched; the mean over ranks is added to the buffers."""
         places, cores = ATTENTION_SITES.of(model), SWAPPABLE_CORES.of(model)
         if not cores:  # replaced already: only what a step takes is asked
@@ -227,7 +238,8 @@ class CalibratedAttention(ReplacedAttention):
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
             with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-                objective.predict(model.eval(), batch)
+                model.eval()
+                forward()
         finally:
             model.train(training)
             for place in places:
@@ -239,6 +251,21 @@ class CalibratedAttention(ReplacedAttention):
 
     def _see(self, place: AttentionSite, seen: list[Tensor], q: Tensor, k: Tensor, mask: Tensor | None) -> None:
         seen.append(self.measure(place, q, k, mask).flatten())
+
+    def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        place = ATTENTION_SITES.of(model)[0].module
+        done = int(place.calibration[-1])  # in earlier steps, those before a checkpoint included
+        first = max(self.start - self.steps, 0)
+        if step < first or step - first < done:
+            return
+        count = next((len(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim), 0)
+
+        def some(value: Any) -> Any:
+            is_rows = isinstance(value, Tensor) and value.ndim and len(value) == count
+            return value[: self.examples] if is_rows else value
+
+        few = tree_map(some, (args, kwargs))
+        self.calibrate(model, lambda: model(*few[0], **few[1]))
 
     def found(self, state: TrainState) -> dict[str, Any]:
         if state.model is None:

@@ -133,6 +133,10 @@ class Vitcod(CalibratedAttention):
             object.__setattr__(self, "claims", self.claims | {Claim.AUXILIARY_LOSSES})
             object.__setattr__(self, "clashes", {**self.clashes, **refused})
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return super().optional_seams | (frozenset() if self.autoencoder else {"objective"})
+
     def model(self, model: nn.Module) -> nn.Module:
         model = super().model(model)
         if self.autoencoder:

@@ -4,6 +4,7 @@ Paper     Wang et al. 2022, EfficientTrain (arXiv 2211.09703), section 4: sides 
           and 20 % of the run (from memory, not verified).
 Promise   cheaper early steps that lose no information below the new resolution: cutting the middle out of the spectrum
           is an ideal low-pass and a sampling at its rate, with no aliasing. Evaluation always sees full images.
+Use       loader = thrifty.apply(loader, "low_frequency", total_steps=10_000), counted in batches
 Cost      two Fourier transforms an image on the processor that loads data; with `compile` each size is compiled once.
 Does not  work on batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which are refused; change the
           model, which must take smaller images: a ViT interpolates its positions.

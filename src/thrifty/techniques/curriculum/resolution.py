@@ -4,6 +4,7 @@ Paper     the resizing of Tan & Le 2021, EfficientNetV2 (arXiv 2104.00298), sect
           AutoProg (Li et al. 2022, arXiv 2203.14509). Schedule in phases, the last fifth of the run at full size.
 Promise   cheaper early steps: an image of half the side is a quarter of the patches. Whatever is finer than a pixel of
           the small image is averaged out before it is sampled. Evaluation always sees full images.
+Use       loader = thrifty.apply(loader, "resolution", total_steps=10_000), counted in batches
 Cost      with `compile` each size is compiled once.
 Does not  work on batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which are refused; change the
           model, which must take smaller images: a ViT interpolates its positions.

@@ -3,6 +3,7 @@
 Paper     Li, Zhang & He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084); part of CompoundGrow
           (Gu et al. 2021, arXiv 2010.12562).
 Promise   cheaper and steadier early steps: attention costs length squared, everything else length.
+Use       loader = thrifty.apply(loader, "sequence_length", total_steps=10_000), counted in batches
 Avoid     when tokens, not seconds, are the budget: early steps see fewer of them.
 Note      lengths rise in equal steps and are multiples of `multiple`, so that few shapes are compiled.
 """

@@ -7,6 +7,7 @@ Promise   fewer examples for nearly the same model: half of CIFAR-10 without los
           handwritten digits with 5 % of the labels wrong, half of them kept: all 97.0 % right, random half 94.5,
           hardest half 88.0, hardest but for the top 5 % 98.9 (study data_diet, two seeds, not kept).
           Held-out losses are of all held-out data.
+Use       dataset = thrifty.apply(dataset, "prune", order="random")
 Cost      scoring, which trains models: `thrifty data score` writes down FLOPs and seconds, `explain` tells them. It
           pays where several runs use one file. The steps of a run are as many as before, over fewer examples.
 Avoid     "hard" without `drop_hardest` where labels may be wrong, since wrong ones are the hardest; scores by grand at
@@ -128,6 +129,10 @@ class PrunedExamples(Technique):
     """Of order "auto": examples kept of each class, on average, from which on the hardest are kept."""
     seed: int = 0
     """Of order "random"."""
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"model"})
 
     def kept(self, scores: Tensor, labels: Tensor | None) -> Tensor:
         """The numbers of the examples that are trained on (k,), of all with these scores and labels (n,)."""

@@ -4,6 +4,7 @@ Paper     Smith et al. 2018, Don't Decay the Learning Rate, Increase the Batch S
           of Brown et al. 2020, GPT-3 (arXiv 2005.14165), appendix B; why: McCandlish et al. 2018 (arXiv 1812.06162).
 Promise   more updates from the same examples while the gradient is still clear of noise. Examples come in the order of
           the plain run: none is skipped, none repeated, and each weighs 1 / (effective batch of its step).
+Use       loader = thrifty.apply(DataLoader(dataset, batch_size=64), "batch_ramp", total_steps=10_000)
 Cost      with `compile` each size is compiled once: prefer doubling, or a large `multiple`, or compile:dynamic=true.
 Avoid     when steps, not examples, are the budget: early steps see fewer examples.
 Note      phases have equally many steps (GPT-3 counts tokens). In place of decaying the rate, let the batch double

@@ -3,18 +3,23 @@
 Paper     de Brébisson & Vincent 2016, The Z-loss (arXiv 1604.08859); coefficient 1e-4 after Chowdhery et al. 2022,
           PaLM (arXiv 2204.02311), section 5.
 Promise   logits do not drift, which keeps long low-precision runs stable.
+Use       criterion = thrifty.apply(nn.CrossEntropyLoss(), "z_loss")
 Cost      the loss's backward pass works through the vocabulary a second time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import NeedsTrainer, RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.module_surgery import wrap_forward
 
 
 class ZLossObjective(WrappedObjective):
@@ -31,11 +36,41 @@ class ZLossObjective(WrappedObjective):
         return losses + self.coefficient * (squares.mean(-1) if shares is None else (squares * shares).sum(-1))
 
 
+def _with_z_loss(
+    coefficient: float, criterion: nn.CrossEntropyLoss, inner: Callable[..., Tensor], logits: Tensor, target: Tensor
+) -> Tensor:
+    """torch's cross-entropy of logits (b, v, …) plus the term for each prediction, reduced as the loss is."""
+    squares = logits.logsumexp(min(1, logits.ndim - 1)).square()
+    if target.is_floating_point():  # probabilities of classes: none is ignored
+        weights = torch.ones_like(squares)
+    else:
+        weights = (target != criterion.ignore_index).to(squares.dtype)
+        if criterion.weight is not None:
+            weights = weights * criterion.weight[target.clamp(0, len(criterion.weight) - 1)]
+    terms = coefficient * squares * weights
+    if criterion.reduction == "mean":
+        terms = terms.sum() / weights.sum()
+    return inner(logits, target) + (terms.sum() if criterion.reduction == "sum" else terms)
+
+
 @dataclass(frozen=True)
 class ZLoss(Technique):
     stage, numerics = Stage.OBJECTIVE, Numerics.DIFFERENT
 
     coefficient: float = 1e-4
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"objective"})
+
+    def change_forward(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.CrossEntropyLoss):
+            raise NeedsTrainer(
+                f"{self.name} changes the loss, and a {type(model).__name__} is none",
+                fix=f"criterion = thrifty.apply(nn.CrossEntropyLoss(), {self.name!r}), or "
+                f"thrifty.losses.chunked_cross_entropy(…, z_loss={self.coefficient:g})",
+            )
+        wrap_forward(model, partial(_with_z_loss, self.coefficient))
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:

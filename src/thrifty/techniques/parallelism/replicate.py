@@ -4,11 +4,15 @@ Paper     the synchronous scheme of Goyal et al. 2017 (arXiv 1706.02677), sectio
           weights that are fixed for the effective batch, so that no rank's mean is averaged with another's.
 Promise   the single-process run at the same effective batch and in the same data order, within the order of summation.
 Cost      all gradients are summed over the ranks once a step: 2 · parameters elements sent by each rank.
+Use       dist.init_process_group(); model = thrifty.apply(model, "replicate"), in a script that torchrun starts; each
+          rank takes its own examples (DistributedSampler). Gradients are averaged: let each rank's loss be a mean of
+          equally many.
 Avoid     BatchNorm, which normalizes the examples of each rank by themselves: such a run is not the single-process one.
           Running statistics are those of the first rank, as in torch's DistributedDataParallel.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,14 +21,16 @@ from torch import nn
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.claims import Claim
+from thrifty.core.errors import RefusedError
 from thrifty.core.footprint import Footprint
-from thrifty.core.mesh import axis
+from thrifty.core.mesh import MeshAxis, axis
 from thrifty.core.objective import Objective
-from thrifty.core.ranks import rank_shard
+from thrifty.core.ranks import rank_shard, ranks, refuse_no_group
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.written_buffers import broadcast_buffers
+from thrifty.distributed.after_backward import call_after_backward
 
 BUCKET = 8_000_000
 """Elements summed in one collective: enough to fill a link, little enough to stay out of peak memory."""
@@ -63,6 +69,21 @@ def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
     return over_ranks
 
 
+def average_over(data: MeshAxis, model: nn.Module) -> None:
+    """Replace gradients by their mean over ranks; one that no rank has stays None."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    reached = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    reached = reached.to(parameters[0].device) if parameters else reached
+    dist.all_reduce(reached, dist.ReduceOp.MAX, data.group)
+    gradients = []
+    for parameter, is_reached in zip(parameters, reached.tolist(), strict=True):
+        if is_reached:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.div_(data.size)
+            gradients.append(parameter.grad)
+    sum_over(data.group, local_tensors(gradients))
+    broadcast_buffers(model, data.group)
+
+
 @dataclass(frozen=True)
 class ReplicatedDataParallel(Technique):
     stage, numerics, tolerance = Stage.REDUCE, Numerics.ROUNDING, 1e-4
@@ -74,6 +95,20 @@ class ReplicatedDataParallel(Technique):
             for values in local_tensors([parameter.data for parameter in model.parameters()]):
                 dist.broadcast(values, group=data.group, group_src=0)
         return model
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"batches", "backward"})
+
+    def change_forward(self, model: nn.Module) -> None:
+        refuse_no_group(self.name)
+        data = axis("data")
+        if data.size == 1 < ranks():
+            raise RefusedError(
+                f"{self.name}: all ranks compute each layer together", fix="apply it without parallelism.tensor"
+            )
+        if data.size > 1:
+            call_after_backward(model, partial(average_over, data))
 
     def batches(self, source: BatchSource) -> BatchSource:
         return rank_shard(source)

@@ -16,12 +16,15 @@ Cost      P numbers gathered and P reduced in each step at stage 1, as many as r
           and the residual stream are in 16 bits too: 200 steps of 3 blocks of width 64 on bytes end at 2.04 and 1.98
           nats held out (two seeds), at 2.00 and 1.95 in float32, at 2.01 and 1.96 with `precision.mixed`.
 Does not  rename any parameter.
+Use       dist.init_process_group(); model = thrifty.apply(model, "shard"), before the optimizer is made, in a script
+          that torchrun starts. Gradients are averaged.
 Avoid     stages 2 and 3 where a lower one fits: they only send more.
 Note      stage 1 without accumulation is stage 2: there is one micro-batch to send the gradients of.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -32,22 +35,23 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import NeedsTrainer, RefusedError
 from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import axis, submesh
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
-from thrifty.core.ranks import rank_shard
+from thrifty.core.ranks import rank_shard, refuse_no_group
 from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.written_buffers import broadcast_buffers
+from thrifty.distributed.after_backward import call_after_backward
 from thrifty.modeling.module_surgery import find_stacks
 
 Zero = Literal[1, 2, 3]
 
 
-def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy) -> nn.Module:
-    """FSDP2 on each block, then on the rest, over the data axis; gradients are summed, not averaged."""
+def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy, averages: bool = False) -> nn.Module:
+    """FSDP2 on each block, then on the rest, over the data axis; gradients are summed unless it `averages` them."""
     device = next(model.parameters()).device.type
     copies = axis("replicate").size
     mesh = submesh("replicate", "shard", device=device) if copies > 1 else submesh("shard", device=device)
@@ -57,7 +61,7 @@ def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy) -> nn.Mo
             fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
     # the head is used outside the model's own forward pass, so what the root gathers stays until the backward pass
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    for module in parts_of(model):
+    for module in () if averages else parts_of(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     parts = ", ".join(f"{len(blocks)} blocks in {name or 'the model'}" for name, blocks in stacks.items())
@@ -117,7 +121,29 @@ class ShardedDataParallel(Technique):
             object.__setattr__(self, "numerics", Numerics.DIFFERENT)
             object.__setattr__(self, "claims", self.claims | {Claim.PRECISION})
 
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"batches", "objective", "backward"})
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        return low if self.gather_dtype == "bfloat16" else MixedPrecisionPolicy()
+
+    def change_forward(self, model: nn.Module) -> None:
+        refuse_no_group(self.name)
+        if self.zero == 1:
+            raise NeedsTrainer(
+                f"{self.name}: zero=1 sends gradients after the last micro-batch, which only the trainer knows",
+                fix="zero=2, which does the same without accumulation",
+            )
+        if axis("data").size > 1:
+            sharded(model, self.zero, self.policy, averages=True)
+            call_after_backward(model, partial(broadcast_buffers, group=axis("data").group))
+
     def model(self, model: nn.Module) -> nn.Module:
+        if isinstance(model, FSDPModule):
+            return model
         if not dist.is_initialized():
             raise RefusedError(
                 "there is only one process", fix="start with: torchrun --nproc-per-node 2 -m thrifty train …"
@@ -129,8 +155,7 @@ class ShardedDataParallel(Technique):
                 f"zero = {self.zero} sends the gradients of each micro-batch, and a pipeline has many of those",
                 fix=f"--set techniques.{self.name}.zero=1",
             )
-        low = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        return sharded(model, self.zero, low if self.gather_dtype == "bfloat16" else MixedPrecisionPolicy())
+        return sharded(model, self.zero, self.policy)
 
     def batches(self, source: BatchSource) -> BatchSource:
         return rank_shard(source)

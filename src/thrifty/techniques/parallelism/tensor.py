@@ -8,6 +8,9 @@ Promise   weights, gradients, optimizer state and most activations divided by th
 Cost      in each block two sums of hidden states (b, t, d) forward and two backward, which nothing hides. Along tokens
           each sum is a reduce-scatter and a gather, of the same bytes.
 Does not  rename any parameter, or change what one is drawn as: the plain model is built, then cut.
+Use       dist.init_process_group(); model = thrifty.apply(model, "tensor"), before the optimizer is made, in a script
+          that torchrun starts: all its ranks compute each layer together, on the same examples. Clip by
+          thrifty.apply(optimizer, "clip"), which takes divided gradients.
 Avoid     where the model fits: sharding sends less. Between machines.
 Note      a layer that holds several slices (queries, keys and values) is kept in an order in which each rank's rows are
           neighbours (`core/shard_layout.py`); checkpoints and exports have the plain one. Norms, positions and biases
@@ -28,13 +31,15 @@ from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.footprint import Footprint
-from thrifty.core.mesh import axis, submesh
+from thrifty.core.mesh import AXES, axis, set_mesh, submesh
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.ranks import ranks, refuse_no_group
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
+from thrifty.distributed.after_backward import call_after_backward
 from thrifty.distributed.tensor_parallel_model import TensorParallelizer, split_model
 
 STAYS, STAYS_ALONG_TOKENS = 0.27, 0.125
@@ -100,6 +105,17 @@ class TensorParallel(Technique):
     plan: tuple[str, ...] = ()
     """Entries "pattern=style" for layers of a model that is not known here, or to be split otherwise: column, row,
     summed or whole (`distributed/tensor_parallel_plan.py`)."""
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"objective", "backward"})
+
+    def change_forward(self, model: nn.Module) -> None:
+        refuse_no_group(self.name)
+        if ranks() > 1:
+            set_mesh({**dict.fromkeys(AXES, 1), "tensor": ranks()}, next(model.parameters()).device.type)
+            group = axis("tensor").group
+            call_after_backward(model, lambda module: settle_gradients(module, SPLITTING.of(module).summed, group))
 
     def model(self, model: nn.Module) -> nn.Module:
         if axis("tensor").size > 1:

@@ -25,7 +25,6 @@ Note      3 blocks of width 32 after 500 steps on bytes lose 0.037 and 0.031 nat
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -40,6 +39,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
+from thrifty.core.optimizer_steps import count_steps, finished_steps
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.run_notes import add_note
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -233,14 +233,15 @@ class NOfM(Technique):
         return NOfMBackward(backward, self)
 
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
-        layers, steps = masked_layers(model), count(1)
+        layers = masked_layers(model)
+        count_steps(optimizer)
 
         def decay(*_: object) -> None:
             if self.decay and not IS_DENSE.of(layers[0]):
                 decay_masked(layers, self.decay)
 
         def follow(*_: object) -> None:
-            step = next(steps)
+            step = finished_steps(optimizer)
             if step >= int(self.dense_from):
                 fill_masks(layers)
             elif step % self.every == 0:

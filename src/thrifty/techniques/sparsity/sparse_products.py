@@ -30,12 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.optim import Optimizer
 
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.dtensors import is_dtensor
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
@@ -51,6 +52,7 @@ from thrifty.kernels.sparse.sparse_linear import sparse_linear
 from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 from thrifty.machine.cpu_features import has_fast_bfloat16
 from thrifty.modeling.module_surgery import weight_layers, wrap_forward
+from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import masks_in
 
 WORTH = 0.9
@@ -210,15 +212,35 @@ class SparseProducts(Technique):
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         """No change of structure: layers follow their masks, which may have moved in the last update."""
-        if state.model is None or state.optimizer is None:
-            return None
+        if state.model is not None and state.optimizer is not None:
+            self.follow_masks(state)
+        return None
+
+    def follow_masks(self, state: TrainState) -> None:
+        """Let each layer choose its products by the mask that its weight is under now."""
         masks = {} if state.optimizer.site.behind else masks_in(state)
         by_parameter = dict(zip(map(id, state.optimizer.parameters), state.optimizer.names, strict=True))
-        moving = state.optimizer.will_move_masks()
+        moving = bool(masks) and state.optimizer.will_move_masks()
         for _, layer in products_of(state.model):
             SPARSE_PRODUCT.of(layer).follow(masks.get(by_parameter.get(id(layer.weight), "")), layer.weight)
             SPARSE_PRODUCT.of(layer).dense_gradient = moving
-        return None
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"backward", "changes"})
+
+    def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, TransformOptimizer):
+            raise UsageError(
+                f"{self.name} follows the masks that an optimizer keeps, and {type(optimizer).__name__} has none",
+                fix="use an optimizer of thrifty.optim, such as thrifty.optim.AdamW(model, lr=1e-3)",
+            )
+
+        def follow(model: nn.Module, args: object) -> None:
+            if model.training and hasattr(optimizer, "site"):
+                self.follow_masks(TrainState(model=model, optimizer=optimizer))
+
+        model.register_forward_pre_hook(follow)
 
     def backward(self, backward: Backward) -> Backward:
         return SparseProductCounter(backward)

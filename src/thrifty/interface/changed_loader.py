@@ -1,0 +1,219 @@
+"""Techniques on the data of a training loop of the user's own: loaders and datasets in, loaders and datasets out."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
+
+from thrifty.core.batches import Batch, BatchSource, ExampleIndex, ExampleSubset, ResizedSource
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.technique import Technique
+from thrifty.data.user_data import UserDataset, dataset_of
+from thrifty.modeling.image_sizes import IMAGES
+
+TEXT = "tokens"
+REBUILT = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "persistent_workers", "collate_fn", "generator",
+)  # fmt: skip
+"""Arguments of a DataLoader that one made from it has too."""
+
+
+class LoaderBatches(BatchSource):
+    """A user's data as a technique sees them: the batch that is at hand, and examples by number."""
+
+    def __init__(self, data: Any):
+        self.data, self.batch = data, getattr(data, "batch_size", None) or 0
+        self.current = Batch({}, torch.empty(0))
+        self.choice: ExampleSubset | None = None
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        return self.current.rows(start, stop)
+
+    def size(self, step: int) -> int:
+        return len(self.current)
+
+    def example_index(self) -> ExampleIndex:
+        dataset, collate, _ = dataset_of(self.data)
+        contents = UserDataset(dataset, collate)
+        return ExampleIndex(len(contents), contents.fingerprint())
+
+    def subset(self, choice: ExampleSubset) -> BatchSource:
+        changed = copy(self)
+        changed.choice = choice
+        return changed
+
+
+class ChangedLoader:
+    """Batches of a loader that a technique changes by their number, counted over all epochs.
+
+    Everything else is the loader's own. `state_dict` holds the number, and the state of a loader that has one; without
+    it a resumed loop begins with batch 0.
+    """
+
+    def __init__(self, loader: Iterable[Any], technique: Technique, read: LoaderBatches, changed: BatchSource):
+        self.loader, self.technique, self.batches = loader, technique, 0
+        self._read, self._changed = read, changed
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            number = self.batches
+            self.batches += 1
+            yield self._change(batch, number)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["loader"], name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.loader!r}, {self.technique!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = {"loader": self.loader.state_dict()} if hasattr(self.loader, "state_dict") else {}
+        return {"batches": self.batches, **inner}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.batches = state["batches"]
+        if "loader" in state:
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+
+    def _change(self, batch: Any, number: int) -> Any:
+        tensors: list[Tensor] = []
+        _map_tensors(batch, lambda tensor: (tensors.append(tensor), tensor)[1])
+        images = [tensor for tensor in tensors if tensor.ndim == 4]
+        if images:
+            return self._resized(batch, number, images, tensors)
+        length = self._text_length(batch, tensors)
+        count = len(tensors[0]) if tensors else 0
+        places = {} if length is None else {TEXT: torch.arange(length + 1).expand(count, -1)}
+        kept = self._at(number, Batch(places, torch.full((count,), 1 / max(count, 1))))[TEXT].shape[1] - 1
+        return _map_tensors(batch, lambda tensor: tensor[:, :kept] if _is_text(tensor, length) else tensor)
+
+    def _resized(self, batch: Any, number: int, images: list[Tensor], tensors: list[Tensor]) -> Any:
+        sides = images[0].shape[-2:]
+        others = [tensor for tensor in tensors if tensor is not images[0] and tensor.shape[-2:] == sides]
+        if others or len(images) > 1:
+            raise RefusedError(
+                f"{self.technique.name}: a batch has several tensors of images, or maps of their size",
+                fix="leave one of them in the batch, (b, c, h, w)",
+            )
+        small = self._at(number, Batch({IMAGES: images[0]}, torch.ones(len(images[0]))))[IMAGES]
+        return _map_tensors(batch, lambda tensor: small if tensor is images[0] else tensor)
+
+    def _at(self, number: int, batch: Batch) -> Batch:
+        self._read.current = batch
+        return self._changed.at(number)
+
+    def _text_length(self, batch: Any, tensors: list[Tensor]) -> int | None:
+        """Tokens of each text; None for a batch without any. Raises RefusedError where cutting would be wrong."""
+        texts = [each for each in tensors if each.ndim == 2 and not each.is_floating_point()]
+        lengths = {each.shape[1] for each in texts}
+        rows = {len(each) for each in texts}
+        is_other = [each for each in tensors if each.ndim > 2 or (each.ndim == 1 and len(each) not in rows)]
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        if len(lengths) > 1 or (texts and is_other):
+            shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+            raise RefusedError(
+                f"{self.technique.name}: texts to be cut are tensors (b, t) of one length, and a batch has {shapes}",
+                fix="let the loader return token ids, masks and labels (b, t), and one label per text (b,)",
+            )
+        if mask is not None and bool((mask[:, 0] < mask[:, -1]).any()):
+            raise RefusedError(f"{self.technique.name}: texts are padded on the left", fix="padding_side='right'")
+        return next(iter(lengths), None)
+
+
+class RampSampler:
+    """Examples of a sampler in batches of growing size, counted over all epochs."""
+
+    def __init__(self, sampler: Iterable[int], sizes: BatchSource, drop_last: bool):
+        self.sampler, self.sizes, self.drop_last, self.batches = sampler, sizes, drop_last, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        chosen: list[int] = []
+        for index in self.sampler:
+            chosen.append(index)
+            if len(chosen) == self.sizes.size(self.batches):
+                self.batches += 1
+                yield chosen
+                chosen = []
+        if chosen and not self.drop_last:
+            self.batches += 1
+            yield chosen
+
+    def __len__(self) -> int:
+        """Batches of the next epoch."""
+        left, number = len(self.sampler), self.batches  # type: ignore[arg-type]
+        while left >= (size := self.sizes.size(number)):
+            left, number = left - size, number + 1
+        return number - self.batches + (left > 0 and not self.drop_last)
+
+
+def change_data(data: Any, technique: Technique) -> Any:
+    """Return the loader, or the dataset, with what a technique does to batches.
+
+    Raises UsageError for what is neither, and RefusedError where the technique does not fit.
+    """
+    each = data
+    while isinstance(each, ChangedLoader):
+        if each.technique.claims & technique.claims or each.technique.name == technique.name:
+            raise UsageError(
+                f"{each.technique.name} and {technique.name} change the same of a batch", fix="apply one of them"
+            )
+        each = each.loader
+    read = LoaderBatches(data)
+    changed = technique.batches(read)
+    if isinstance(changed, ResizedSource):
+        return _rebuilt(data, technique, lambda loader: RampSampler(loader.sampler, changed, loader.drop_last))
+    if isinstance(changed, LoaderBatches) and changed.choice is not None:
+        chosen = Subset(dataset_of(data)[0], changed.choice.kept.tolist())
+        if not isinstance(data, DataLoader):
+            return chosen
+        settings = {"batch_size": data.batch_size, "drop_last": data.drop_last}
+        shuffle = not isinstance(data.sampler, torch.utils.data.SequentialSampler)
+        return DataLoader(chosen, shuffle=shuffle, **settings, **_settings(data))
+    if isinstance(data, Sequence) or not isinstance(data, Iterable):
+        raise UsageError(
+            f"{technique.name} changes batches, and a {type(data).__name__} has examples",
+            fix=f"loader = thrifty.apply(DataLoader(dataset, batch_size=…), {technique.name!r})",
+        )
+    return ChangedLoader(data, technique, read, changed)
+
+
+def _rebuilt(data: Any, technique: Technique, sampler: Callable[[DataLoader], RampSampler]) -> DataLoader:
+    is_plain = type(data) is DataLoader and type(data.batch_sampler) is BatchSampler
+    if not is_plain or isinstance(data.dataset, IterableDataset):
+        raise UsageError(
+            f"{technique.name} changes the size of batches, and only a DataLoader with a batch_size has one",
+            fix=f"thrifty.apply(DataLoader(dataset, batch_size=…), {technique.name!r})",
+        )
+    return DataLoader(data.dataset, batch_sampler=sampler(data), **_settings(data))  # type: ignore[arg-type]
+
+
+def _settings(loader: DataLoader) -> dict[str, Any]:
+    return {name: getattr(loader, name) for name in REBUILT}
+
+
+def _is_text(tensor: Tensor, length: int | None) -> bool:
+    return tensor.ndim == 2 and tensor.shape[1] == length
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a batch of the same form with each tensor replaced."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, MutableMapping):
+        changed = copy(value)
+        for key, item in value.items():
+            changed[key] = _map_tensors(item, function)
+        return changed
+    if isinstance(value, list | tuple):
+        items = [_map_tensors(item, function) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
