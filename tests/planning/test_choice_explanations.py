@@ -136,11 +136,11 @@ def test_measured_evidence_is_told_beside_the_reason() -> None:
 
 
 def test_adapters_are_offered_for_trained_models_alone() -> None:
-    plain, fresh = plain_run(batch=BATCH), recipe(data=DataSettings(batch=BATCH))
-    trained = replace(fresh, model=replace(fresh.model, folder="somewhere"))
+    plain, own = plain_run(batch=BATCH), recipe(data=DataSettings(batch=BATCH))
+    trained = replace(plain, is_trained=True)
 
     def labels(ways: dict[str, list[PlanOption]]) -> list[str]:
         return [way.label for some in ways.values() for way in some]
 
-    assert "adapters.lora" not in labels(allowed_options(fresh, plain, CATALOGUE, Numerics.DIFFERENT, "cpu")[0])
-    assert "adapters.lora" in labels(allowed_options(trained, plain, CATALOGUE, Numerics.DIFFERENT, "cpu")[0])
+    assert "adapters.lora" not in labels(allowed_options(own, plain, CATALOGUE, Numerics.DIFFERENT, "cpu")[0])
+    assert "adapters.lora" in labels(allowed_options(own, trained, CATALOGUE, Numerics.DIFFERENT, "cpu")[0])

@@ -38,6 +38,8 @@ class BaseRun:
     objective: Objective
     is_trained: bool = False
     """True if the initial values are trained ones."""
+    has_values: bool = True
+    """False if model or examples are shapes alone, so that a step can only be counted on fake tensors."""
 
 
 @dataclass(frozen=True)

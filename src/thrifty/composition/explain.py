@@ -7,21 +7,27 @@ that fake tensors do not run, because it asks for their values, is counted on a 
 """
 
 import gc
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 
 from thrifty.composition.compose import CPU, Run
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.batches import Batch
-from thrifty.core.errors import ThriftyError, reason_of
+from thrifty.core.errors import RefusedError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
 from thrifty.core.run_notes import add_note, collect_notes
 from thrifty.core.shard_layout import local_tensors
@@ -152,18 +158,44 @@ class _RunCounts:
         casts = part.device.type == "cpu"
         if self._fake is not None:
             try:
-                with self._fake as fake:
+                with self._fake as fake, _without_log():
                     return passes_of(_on_fakes(part, fake), batch.map(fake.from_tensor), casts=casts)
             except ThriftyError:
                 raise
             except Exception as error:  # values are asked for, or something is called that knows no fake tensors
+                if not part.plain.has_values:
+                    raise _refusal_without_values(error) from error
                 self._fake, self._needs_values = None, reason_of(error)
         add_note(f"counted on a real batch, since fake tensors do not suffice: {self._needs_values}")
         self._passes = None
         gc.collect()  # of the model before, which is in cycles, nothing stays beside this one
+        if part.device.type == "cuda" and not torch.cuda.is_available():
+            part = replace(part, device=CPU)  # one that is not here
         devices = [part.device] if part.device.type == "cuda" else []
         with unset_fake_temporarily(), torch.random.fork_rng(devices):
             return passes_of(part, batch.to(part.device), free_memory(part.device), casts)
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Without torch's record of an operation that fails on fake tensors: its error is raised all the same."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _refusal_without_values(error: Exception) -> Exception:
+    """Return the error to raise where a step does not run on fake tensors and there are no others."""
+    if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return error
+    return RefusedError(
+        f"shapes or branches of the step depend on values, and there are none: {reason_of(error)}",
+        fix="pass a model and a batch that are not on the meta device, or a function that builds the model",
+    )
 
 
 def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
@@ -184,6 +216,9 @@ def _on_fakes(run: Run, fake: FakeTensorMode) -> Run:
             model = plain.build()
         if model is None:
             gc.collect()  # what was built of it is in cycles with the error
+            with suppress(Exception), unset_fake_temporarily(), torch.device("meta"):
+                model = plain.build()
+        if model is None:
             with unset_fake_temporarily(), untraced():  # what it is copied from is no part of the step
                 model = plain.build()
         with fake:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from thrifty.core.kernel_workspace import workspace_bytes
 from thrifty.core.op_flops import FLOPS_OF, call_operation, traced_device
 
 
@@ -70,15 +71,22 @@ def gc_frozen() -> Iterator[None]:
         _is_settled = False
 
 
+_threads: int | None = None
+"""The number of threads outside of `one_thread`."""
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """A trace sees what its own thread does."""
-    before = torch.get_num_threads()
+    global _threads
+    before, outer = torch.get_num_threads(), _threads
+    _threads = outer or before
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        _threads = outer
 
 
 class EagerTrace(TorchDispatchMode):
@@ -106,7 +114,8 @@ _open_traces: "list[StepTrace]" = []
 class StepTrace(EagerTrace):
     """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak;
     and adds up the FLOPs of matrix products and attention. Raises MemoryError where more than `limit` bytes are alive.
-    With `casts` elementwise operations cast their arguments in memory, as they do on a processor.
+    With `casts` elementwise operations cast their arguments in memory, and convolutions copy them, as they do on a
+    processor.
     """
 
     def __init__(self, *known: Tensor, limit: float = inf, casts: bool = True):
@@ -154,9 +163,9 @@ class StepTrace(EagerTrace):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage())
+                self._see(tensor.untyped_storage(), args)
         if not _replaces_gradient(func):
-            most = self.now + (cast_bytes(func, args, result) if self.casts else 0)
+            most = self.now + (self._inside(func, args, kwargs or {}, result) if self.casts else 0)
             self.peak = max(self.peak, most)
             if self.watch is not None:
                 self.watch(most)
@@ -164,8 +173,18 @@ class StepTrace(EagerTrace):
                 raise MemoryError(f"{self.now:,} bytes are alive, of which {self.limit:,.0f} may be")
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        self._follow(storage, storage.nbytes())
+    def _inside(self, func: Callable, args: tuple, kwargs: dict, result: Any) -> int:
+        """Bytes that a kernel of a processor takes and frees."""
+        workspace = workspace_bytes(func, args, kwargs, _threads or torch.get_num_threads())
+        return workspace or cast_bytes(func, args, result)
+
+    def _see(self, storage: torch.UntypedStorage, args: tuple) -> None:
+        """Follow the storage of a result, unless it is that of an argument from outside, such as a model to copy."""
+        key = storage._cdata
+        if key not in self._alive and not any(
+            isinstance(each, Tensor) and each.untyped_storage()._cdata == key for each in args
+        ):
+            self._follow(storage, storage.nbytes())
 
     def _follow(self, storage: torch.UntypedStorage, own: int) -> None:
         """Until it is freed; `own` of its bytes are the step's."""

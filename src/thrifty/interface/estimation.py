@@ -1,44 +1,48 @@
 """`estimate`: will a training step fit, what is its memory made of, and what would make it fit."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import html
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import RenderableType
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.optim import Optimizer
 
 from thrifty import techniques as catalogue
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
-from thrifty.core.batches import Batch, BatchSource
+from thrifty.composition.technique_optimizer import TechniqueOptimizer
+from thrifty.composition.torch_update import TorchOptimizer
 from thrifty.core.claims import Claim
-from thrifty.core.errors import InfeasibleError, UsageError
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError, reason_of
 from thrifty.core.footprint import Footprint
 from thrifty.core.plain_values import read_size
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.user_objects import UserObjects
+from thrifty.interface.estimated_run import EstimatedRun, estimated_run
 from thrifty.interface.own_loop import technique_of
-from thrifty.objectives.user_loss import UserLoss, loss_of_output
+from thrifty.machine.cpu_features import assume_bfloat16
 from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.planner import allowed_options
+from thrifty.reporting.printed_result import PrintedResult, lines, open_table
+from thrifty.simulators.cluster.device_specs import DEVICES
+from thrifty.training.memory_meter import MemoryMeter
 
 STEPS = 1000
 """Steps of the run whose step is estimated, for settings that are fractions of one."""
-
-
-class OneBatch(BatchSource):
-    """The same batch at every step."""
-
-    def __init__(self, leaves: Sequence[Tensor]):
-        self.leaves, self.batch = leaves, len(leaves[0])
-
-    def rows(self, step: int, start: int, stop: int) -> Batch:
-        fields = {str(place): leaf[start:stop] for place, leaf in enumerate(self.leaves)}
-        return Batch(fields, torch.full((stop - start,), 1 / self.batch))
+COUNTING = 60.0
+"""Seconds in which options are counted; what is not counted by then is not offered."""
+HELD_LOW, HELD_HIGH, PROCESS_LOW, PROCESS_HIGH = 0.9, 1.15, 0.5, 1.1
+"""Bounds of what a process holds, as factors of the tensors' peak and of what it holds before the step."""
+MOVED = 80e6
+"""Bytes by which a process may hold more than that: freed memory that stays with it, code of libraries."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,15 @@ class EstimatedOption:
     techniques: tuple[Technique, ...]
     peak: float
     relative_time: float
+    numerics: str
+    """"exact" if it changes no value, "rounding" if only their last bits, "different" if it is another algorithm."""
 
-    def __str__(self) -> str:
-        return f"{self.label}: {self.peak / 1e9:.3g} GB, about {self.relative_time:.2f} of the time of a step"
 
-
-@dataclass(frozen=True)
-class StepEstimate:
+@dataclass(frozen=True, repr=False)
+class StepEstimate(PrintedResult):
     """Predicted bytes and FLOPs of one training step.
 
-    `peak` counts the tensors of one process at the peak of a step; `parts` are what it is made of. On a processor the
-    process itself holds more (`thrifty explain` prints it).
+    `peak` counts the tensors of one process at the peak of a step, the batch included; `parts` are what it is made of.
     """
 
     peak: float
@@ -69,81 +71,217 @@ class StepEstimate:
     """FLOPs of the forward and backward pass of one step, a multiply-add counted as two."""
     parameters: int
     memory: float
-    options: tuple[EstimatedOption, ...]
+    """Bytes that `peak` must fit in: the argument, or the memory of a device with a name."""
+    options: tuple[EstimatedOption, ...] = ()
     """Changes with which it fits `memory`, the cheapest first; empty if it fits, or nothing does."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    process: tuple[float, float] | None = None
+    """On a processor the bytes between which the whole process is expected to hold at its peak, the interpreter and
+    libraries included; None for a GPU."""
 
     @property
     def fits(self) -> bool:
         return self.peak <= self.memory
 
-    def __str__(self) -> str:
-        lines = [f"{self.parameters:,} parameters, {self.flops / 1e9:,.3g} GFLOP a step, peak {self.peak / 1e9:.3g} GB"]
-        lines += [f"  {name:<12}{value / 1e6:>12,.1f} MB" for name, value in self.parts.items() if value]
-        if self.memory < inf:
-            lines.append(f"{'fits' if self.fits else 'does not fit'} {self.memory / 1e9:.3g} GB")
-        lines += [f"  {option}" for option in self.options]
-        return "\n".join([*lines, *self.notes])
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return 0 if self.fits else InfeasibleError.exit_code
 
-    __repr__ = __str__
+    def as_dict(self) -> dict[str, Any]:
+        options = [
+            {"change": option.label, "peak": option.peak, "time": option.relative_time, "numerics": option.numerics}
+            for option in self.options
+        ]
+        memory = None if self.memory == inf else self.memory
+        return {**vars(self), "parts": dict(self.parts), "memory": memory, "fits": self.fits, "options": options}
+
+    def __rich__(self) -> RenderableType:
+        head = f"{self.parameters:,} parameters, {self.flops / 1e9:,.3g} GFLOP a step, peak {_gigabytes(self.peak)}"
+        parts = [f"  {name:<12}{value / 1e6:>12,.1f} MB" for name, value in self.parts.items() if value]
+        verdict = [] if self.memory == inf else [f"{'fits' if self.fits else 'does not fit'} {_gigabytes(self.memory)}"]
+        if self.process is not None:
+            low, high = (value / 1e6 for value in self.process)
+            verdict.append(f"the whole process is expected to hold {low:,.0f} to {high:,.0f} MB")
+        if not self.options:
+            return lines(head, *parts, *verdict, *self.notes)
+        table = open_table("what makes it fit", "peak", "time of a step", "numerics")
+        for option in self.options:
+            table.add_row(option.label, _gigabytes(option.peak), f"{option.relative_time:.2f}", option.numerics)
+        return lines(head, *parts, *verdict, *self.notes, table)
 
     def _repr_html_(self) -> str:
-        import html
-
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:.3g} GB"
+
+
 def estimate(
-    model: nn.Module | Callable[[], nn.Module] | str | Path,
+    model: Any,
     batch: Any = None,
     *,
     loss: Callable[[nn.Module, Any], Any] | None = None,
-    optimizer: str | Technique = "adamw",
+    optimizer: str | Technique | type | Optimizer = "adamw",
     techniques: Sequence[str | Technique | type[Technique]] = (),
     memory: str | float | None = None,
-    allow: str = "rounding",
-    device: str = "cpu",
+    allow: str = "different",
+    device: str | torch.device = "cpu",
+    data: str | Path | None = None,
+    length: int | None = None,
 ) -> StepEstimate:
-    """StepEstimate the memory and work of a training step; nothing is allocated and no step is run.
+    """Estimate the memory and work of a training step. Nothing is allocated and no step is run.
 
-    `model` is a module, on the meta device or not, or a function that builds one. `batch` is what `loss(model, batch)`
-    takes; without a loss it is keyword arguments of a model that computes its own. `memory` ("24GB" or bytes) is what
-    must suffice; `allow` limits the options to those that change no value ("exact"), only roundings ("rounding") or
-    anything ("different"). `device` is the type that options are chosen for.
+    `model` is a module, on the meta device or not, a function that builds one, a preset, a config of transformers, or a
+    Hugging Face folder, with weights or with config.json alone. `batch` is what `loss(model, batch)` takes; without a
+    loss it is keyword arguments of a model that computes its own. For a preset, a config or a folder it may be a number
+    of examples of `length` tokens, random ones or those of `data`. `optimizer` is a technique, or a class or an object
+    of `torch.optim`. `memory` ("24GB", "24GiB" or bytes) is what must suffice, by default the memory of a `device` with
+    a name ("h100"); "cuda" and "cpu" have none. `allow` limits the options to those that change no value ("exact"),
+    only roundings ("rounding") or anything ("different").
 
-    Raises UsageError for a batch without rows, RefusedError where a technique does not fit the model.
+    A model whose shapes depend on values is run on the batch once, and a note says so. On a processor, convolutions run
+    once on a few examples, since they take memory that only the processor knows.
+
+    Raises UsageError for arguments that do not fit, and for a model that refuses the batch, with its own words;
+    RefusedError where a technique does not fit the model.
 
     Example::
 
         fit = thrifty.estimate(model, batch, loss=loss, memory="24GB")
         print(fit, fit.fits, fit.options)
     """
-    if not callable(model):
-        raise UsageError(f"{model!r} is no module and no function that builds one", fix="pass the module itself")
-    leaves, structure = tree_flatten(batch)
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
-        raise UsageError("the batch has parts without a row for each example", fix="pass tensors alone")
-    leaves = [torch.zeros_like(leaf, device="cpu") if leaf.is_meta else leaf for leaf in leaves]
-    chosen = (technique_of(optimizer, {}), *(technique_of(each, {}) for each in techniques))
-    if Claim.OPTIMIZER not in chosen[0].claims:
-        raise UsageError(f"{chosen[0].name} is no optimizer", fix="optimizer='adamw'")
-
-    def assembled(rows: Batch) -> Any:
-        return tree_unflatten([rows[str(place)] for place in range(len(leaves))], structure)
-
-    plain = BaseRun(UserObjects(model).build_model, OneBatch(leaves), UserLoss(loss or loss_of_output, assembled))
-    explanation = explain(compose(plain, chosen, STEPS))
-    footprint = explanation.footprint
-    limit = inf if memory is None else read_size(memory, "memory") if isinstance(memory, str) else float(memory)
-    options = () if footprint.memory <= limit else _options(plain, chosen, limit, Numerics(allow), device)
+    place, own_memory, is_fast = _device(device)
+    kind = place.type
+    numerics = _numerics(allow)
+    limit = own_memory if memory is None else _bytes(memory)
+    chosen = (_optimizer(optimizer, model, kind), *(technique_of(each, {}) for each in techniques))
+    run = estimated_run(model, batch, loss, data, length)
+    with _own_errors(run):
+        explanation = explain(compose(run.plain, chosen, STEPS, place))
+    footprint, held = explanation.footprint, run.batch_bytes
+    peak = footprint.memory + held
+    options: tuple[EstimatedOption, ...] = ()
+    if peak > limit:
+        with _assumed(is_fast):
+            options = _options(run, chosen, limit, numerics, place)
     return StepEstimate(
-        footprint.memory,
-        _parts(footprint),
+        peak,
+        {**_parts(footprint), "batch": held},
         footprint.flops,
         explanation.parameters,
         limit,
         options,
-        explanation.decisions,
+        (*run.notes, *explanation.decisions),
+        _process(peak, run) if kind == "cpu" else None,
+    )
+
+
+@contextmanager
+def _own_errors(run: EstimatedRun) -> Iterator[None]:
+    """Raise what a model, a loss or an optimizer raises as UsageError, with the shapes of the batch."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ThriftyError):
+            raise
+        batch = run.plain.source.at(0).fields.values()
+        shapes = ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in batch)
+        if "does not require grad" in str(error):
+            raise UsageError(
+                "the loss depends on nothing that requires a gradient",
+                fix="model.requires_grad_(True), or return what the model computes, without detach or no_grad",
+            ) from error
+        raise UsageError(
+            f"the step does not run on a batch of {shapes}: {reason_of(error)}",
+            fix="call loss(model, batch).mean().backward() yourself, and mend what it raises",
+        ) from error
+
+
+def _device(device: str | torch.device) -> tuple[torch.device, float, bool | None]:
+    """Return the place of a device, its bytes if it has a name, and whether it has units for bfloat16, if it is not
+    here."""
+    word = str(device).lower().removeprefix("nvidia ").partition(" ")[0]
+    is_here = torch.cuda.is_available()
+    if word == "auto":
+        word = "cuda" if is_here else "cpu"
+    if word.partition(":")[0] in ("cpu", "cuda"):
+        return torch.device(word), inf, None if word == "cpu" or is_here else True
+    near = [spec for name, spec in DEVICES.items() if name != "cpu" and name.startswith(word)]
+    if not near:
+        names = ", ".join(name for name in DEVICES if name != "cpu")
+        raise UsageError(f"unknown device {str(device)!r}", fix=f'"cpu", "cuda" or one of {names}')
+    spec = min(near, key=lambda spec: spec.memory)
+    return torch.device("cuda"), spec.memory, spec.has_fast_bfloat16
+
+
+def _assumed(units: bool | None) -> AbstractContextManager[None]:
+    return nullcontext() if units is None else assume_bfloat16(units)
+
+
+def _numerics(allow: str) -> Numerics:
+    try:
+        return Numerics(allow)
+    except ValueError:
+        raise UsageError(f"allow={allow!r} is none of the promises", fix='"exact", "rounding" or "different"') from None
+
+
+def _bytes(memory: str | float) -> float:
+    if isinstance(memory, str):
+        return read_size(memory, "memory")
+    if not memory > 0:
+        raise UsageError(f"memory={memory!r} is no size", fix='memory="24GB", or a number of bytes')
+    return float(memory)
+
+
+def _optimizer(optimizer: Any, model: Any, kind: str) -> Technique:
+    if isinstance(optimizer, TechniqueOptimizer):
+        known = optimizer.technique.__dataclass_fields__
+        settings = {name: value for name, value in optimizer.param_groups[0].items() if name in known}
+        return technique_of(optimizer.technique, settings)
+    if isinstance(optimizer, Optimizer) or (inspect.isclass(optimizer) and issubclass(optimizer, Optimizer)):
+        if technique := getattr(optimizer, "technique", None):  # a class of thrifty.optim
+            return technique_of(technique, {})
+        return TorchOptimizer(partial(_torch_optimizer, optimizer, _own_names(optimizer, model), kind))
+    chosen = technique_of(optimizer, {})
+    if Claim.OPTIMIZER not in chosen.claims:
+        raise UsageError(f"{chosen.name} is no optimizer", fix="optimizer='adamw', or a class of torch.optim")
+    return chosen
+
+
+def _own_names(optimizer: Any, model: Any) -> list[set[str]] | None:
+    """Return the names of the parameters in each group of an optimizer of this model; None for all in one group."""
+    if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
+        return None
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [{names.get(id(each), "") for each in group["params"]} for group in optimizer.param_groups]
+    return groups if any(any(group) for group in groups) else None
+
+
+def _torch_optimizer(
+    optimizer: Any, groups: list[set[str]] | None, kind: str, names: Sequence[str], parameters: Sequence[Tensor]
+) -> Optimizer:
+    """Make an optimizer of torch for parameters, with the settings of another. On a GPU torch updates all tensors at a
+    time by default."""
+    is_class = inspect.isclass(optimizer)
+    defaults = {} if is_class else dict(optimizer.defaults)
+    accepted = inspect.signature(optimizer if is_class else type(optimizer)).parameters
+    settings = {name: value for name, value in defaults.items() if name in accepted}
+    if "lr" in accepted and is_class:
+        settings["lr"] = 1e-3
+    if "foreach" in accepted and kind == "cuda" and not settings.get("fused") and settings.get("foreach") is None:
+        settings["foreach"] = True
+    pairs = list(zip(names, parameters, strict=True))
+    own = groups or [set(names)]
+    members: list[Any] = [{"params": [each for name, each in pairs if name in group]} for group in own]
+    return (optimizer if is_class else type(optimizer))([group for group in members if group["params"]], **settings)
+
+
+def _process(peak: float, run: EstimatedRun) -> tuple[float, float]:
+    before = MemoryMeter(torch.device("cpu")).process - run.resident
+    return (
+        PROCESS_LOW * before + HELD_LOW * peak,
+        PROCESS_HIGH * before + HELD_HIGH * peak + MOVED,
     )
 
 
@@ -156,23 +294,36 @@ def _parts(footprint: Footprint) -> dict[str, float]:
 
 
 def _options(
-    plain: BaseRun, chosen: tuple[Technique, ...], limit: float, allow: Numerics, device: str
+    run: EstimatedRun, chosen: tuple[Technique, ...], limit: float, allow: Numerics, device: torch.device
 ) -> tuple[EstimatedOption, ...]:
+    plain: BaseRun = replace(run.plain, is_trained=True)
     recipe = Recipe(model=ModelSettings(), techniques=chosen)
     known = {name: catalogue.find(name) for name in catalogue.own_names()}
-    ways, _ = allowed_options(recipe, plain, known, allow, device)
-    search = PlanSearch(plain, recipe.techniques, STEPS, ways, limit, 1.0)
+    ways, _ = allowed_options(recipe, plain, known, allow, device.type)
+    room = limit - run.batch_bytes
+    search = PlanSearch(
+        plain, recipe.techniques, STEPS, ways, room, 1.0, device=device, allowance=lambda step: COUNTING
+    )
     search.look_at_singles()
-    fitting = [way for way, footprint in search.singles.items() if footprint.memory <= limit]
     found = [
-        EstimatedOption(way.label, way.techniques, search.alone(way).memory, search.relative(way)) for way in fitting
+        EstimatedOption(way.label, way.techniques, search.alone(way).memory, search.relative(way), way.numerics.value)
+        for way, footprint in search.singles.items()
+        if footprint.memory <= room
     ]
-    found = [option for option in found if option.peak <= limit]
     if not found:
         try:
-            best = search.run()
+            search.run()
         except InfeasibleError:
             return ()
-        new = tuple(each for each in best.techniques if each not in recipe.techniques)
-        found = [EstimatedOption(best.label, new, best.tensors, best.relative)]
-    return tuple(sorted(found, key=lambda option: option.relative_time))
+        found = [
+            EstimatedOption(
+                each.label,
+                tuple(t for t in each.techniques if t not in recipe.techniques),
+                each.tensors,
+                each.relative,
+                max((way.numerics for way in each.ways), key=[*Numerics].index).value,
+            )
+            for each in search.tried
+        ]
+    fitting = [replace(option, peak=option.peak + run.batch_bytes) for option in found if option.peak <= room]
+    return tuple(sorted(fitting, key=lambda option: option.relative_time))

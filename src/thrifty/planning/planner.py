@@ -78,7 +78,7 @@ def allowed_options(
     offers = AXES | {MICRO_BATCHES: micro_batches(batch, plain.objective.joint)}
     if ranks > 1:
         offers |= {RANKS: tuple(options_over_ranks(ranks, batch, device))}
-    if recipe.model.folder and not recipe.model.reinitialize:
+    if plain.is_trained:
         offers |= {"adapters": ADAPTER_OPTIONS}
     most = NUMERICS_ORDER.index(allow)
     free: dict[str, list[PlanOption]] = {}

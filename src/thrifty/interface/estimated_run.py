@@ -1,0 +1,276 @@
+"""A model, a batch and a loss in any form as the run whose step is counted."""
+
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from thrifty.composition.compose import BaseRun
+from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.recipe import DataSettings, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.tensor_tracing import storage_bytes
+from thrifty.core.user_objects import UserObjects
+from thrifty.data.text.token_windows import PackedTokens
+from thrifty.models.families import FAMILIES, assemble
+from thrifty.models.hf_folder import read_config, weight_files
+from thrifty.models.model_presets import PRESETS
+from thrifty.objectives import find_objective
+from thrifty.objectives.user_loss import UserLoss, loss_of_output
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.training.run_setup import prepare_run
+
+EXAMPLES, LENGTH = 8, 512
+"""Of a batch of which neither is passed."""
+
+
+@dataclass(frozen=True)
+class EstimatedRun:
+    """A run before any technique, the bytes of its batch, and the bytes of its tensors that are in this process."""
+
+    plain: BaseRun
+    batch_bytes: float
+    resident: float = 0.0
+    notes: tuple[str, ...] = ()
+
+
+class OneBatch(BatchSource):
+    """The same batch at every step. Its fields are those leaves of a batch that have a row for each example."""
+
+    def __init__(self, leaves: Mapping[str, Tensor]):
+        self.leaves, self.batch = leaves, len(next(iter(leaves.values())))
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        fields = {name: leaf[start:stop] for name, leaf in self.leaves.items()}
+        return Batch(fields, torch.full((stop - start,), 1 / self.batch))
+
+
+def estimated_run(
+    model: Any, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, data: str | Path | None, length: int | None
+) -> EstimatedRun:
+    """Return the run for a model in any form that `thrifty.estimate` takes. Raises UsageError for another."""
+    if isinstance(model, str | Path):
+        return _of_name(model, batch, loss, data, length)
+    if hasattr(model, "model_type") and hasattr(model, "to_diff_dict"):
+        return _of_config(model, batch, loss, length)
+    if isinstance(model, nn.Module):
+        return _of_batch(UserObjects(model).build_model, batch, loss, [*model.parameters(), *model.buffers()])
+    if callable(model):
+        return _of_batch(UserObjects(model).build_model, batch, loss)
+    raise UsageError(
+        f"{model!r:.80} is no module and no function that builds one",
+        fix="pass the module itself, a preset, a folder with config.json or a config of transformers",
+    )
+
+
+def _of_name(
+    model: str | Path,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Any] | None,
+    data: str | Path | None,
+    length: int | None,
+) -> EstimatedRun:
+    """A preset, a folder, or a config.json."""
+    count = batch if isinstance(batch, int) else None
+    is_own_batch = batch is not None and count is None
+    if (folder := _model_folder(model)) is None:
+        name, task = _preset(model), FAMILIES[PRESETS[_preset(model)].style].task
+        if is_own_batch:
+            return _of_batch(partial(assemble, PRESETS[name]), batch, loss)
+        return _of_recipe(ModelSettings(name), task, count, data, length) if data else _of_preset(name, count, length)
+    if data is None or is_own_batch or not _has_weights(folder):
+        run = _of_config(_config_of(folder), batch, loss, length)
+        unread = (f"{data} is not read: {folder} has no weights, and so no tokens of its own",) if data else ()
+        return replace(run, notes=(*run.notes, *unread))
+    return _of_recipe(ModelSettings(folder=str(folder)), "next_token", count, data, length)
+
+
+def _of_batch(
+    build: Callable[[], nn.Module],
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Any] | None,
+    own: Sequence[Tensor] = (),
+    notes: tuple[str, ...] = (),
+) -> EstimatedRun:
+    if batch is None or isinstance(batch, int):
+        raise UsageError("there is no batch to run the model on", fix="estimate(model, batch, loss=loss)")
+    if loss is None and not isinstance(_plain(batch), Mapping):
+        raise UsageError(
+            f"there is no loss, and a batch is a {type(batch).__name__}, not keyword arguments of the model",
+            fix="pass loss=, a function of (model, batch)",
+        )
+    leaves, structure = tree_flatten(_plain(batch))
+    tensors = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    first = next((leaf for leaf in tensors.values() if leaf.ndim), None)
+    if first is None or not len(first):
+        what = "no tensor with a row for each example" if first is None else "no examples"
+        raise UsageError(f"the batch has {what}", fix="pass tensors of shape (examples, …), in dicts, lists or tuples")
+    rows = {name: _present(leaf) for name, leaf in tensors.items() if leaf.ndim and len(leaf) == len(first)}
+    constant = [rows.get(str(place), leaf) for place, leaf in enumerate(leaves)]
+
+    def assembled(part: Batch) -> Any:
+        return tree_unflatten([part.fields.get(str(place), leaf) for place, leaf in enumerate(constant)], structure)
+
+    objective = UserLoss(loss or loss_of_output, assembled)
+    everything = [*own, *tensors.values()]
+    here = [each for each in everything if not _is_shape_alone(each) and each.device.type == "cpu"]
+    has_values = not any(map(_is_shape_alone, everything))
+    plain = BaseRun(build, OneBatch(rows), objective, has_values=has_values)
+    return EstimatedRun(plain, storage_bytes(tensors.values()), storage_bytes(here), notes)
+
+
+def _plain(batch: Any) -> Any:
+    """Return a batch with dictionaries for what is like one: tokenizers of transformers return such."""
+    return dict(batch) if isinstance(batch, UserDict) else batch
+
+
+def _is_shape_alone(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def _present(leaf: Tensor) -> Tensor:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if _is_shape_alone(leaf) else leaf
+
+
+def _model_folder(model: str | Path) -> Path | None:
+    """Return the folder of a model, or that of a config.json; None for what is neither."""
+    path = Path(model)
+    if path.name == "config.json" and path.is_file():
+        return path.parent
+    return path if path.is_dir() else None
+
+
+def _preset(model: str | Path) -> str:
+    if str(model) not in PRESETS:
+        raise UsageError(
+            f"{str(model)!r} is no preset, and no folder with config.json", fix=did_you_mean(str(model), PRESETS)
+        )
+    return str(model)
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(weight_files(folder))
+    except UsageError:
+        return False
+
+
+def _config_of(folder: Path) -> Any:
+    content = read_config(folder)
+    transformers = _transformers()
+    kind = content.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        raise UsageError(
+            f"{folder / 'config.json'}: transformers knows no model_type {kind!r}",
+            fix=did_you_mean(str(kind), transformers.CONFIG_MAPPING.keys()),
+        )
+    config = transformers.CONFIG_MAPPING[kind].from_dict(content)
+    config.dtype = torch.float32
+    return config
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "models of a config need the package transformers, which is not installed",
+            fix="pip install 'thrifty[huggingface]'",
+        ) from error
+    return transformers
+
+
+AUTO = (
+    "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
+)  # fmt: skip
+"""Classes that are asked in turn for the model of a config that names none."""
+
+
+def _of_config(
+    config: Any, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, length: int | None
+) -> EstimatedRun:
+    """The model of a config of transformers with random weights, on random examples unless there is a batch."""
+    transformers = _transformers()
+    name = next((name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)), None)
+    kind = getattr(transformers, name) if name else None
+    if kind is None:
+        kind = next((k for k in (getattr(transformers, a) for a in AUTO) if type(config) in k._model_mapping), None)
+    if kind is None:
+        raise UsageError(
+            f"no model of transformers that computes a loss has a {type(config).__name__}", fix="pass the model"
+        )
+    build = partial(kind._from_config if name else kind.from_config, config)
+    if batch is not None and not isinstance(batch, int):
+        return _of_batch(build, batch, loss)
+    count, given = batch or EXAMPLES, f"a batch of {batch or EXAMPLES} random examples"
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
+        side = config.image_size if isinstance(config.image_size, Sequence) else [config.image_size] * 2
+        images = torch.rand(count, getattr(config, "num_channels", 3), *side)
+        labels = torch.zeros(count, dtype=torch.long)
+        return _of_batch(build, {"pixel_values": images, "labels": labels}, loss, notes=(f"{given} of {side}",))
+    if not hasattr(text, "vocab_size"):
+        raise UsageError(f"a {type(config).__name__} takes neither text nor images", fix="pass a batch of the model's")
+    most = getattr(text, "max_position_embeddings", None) or LENGTH
+    size = length or min(LENGTH, most)
+    tokens = torch.randint(text.vocab_size, (count, size), generator=torch.Generator().manual_seed(0))
+    return _of_batch(build, {"input_ids": tokens, "labels": tokens.clone()}, loss, notes=(f"{given} of {size} tokens",))
+
+
+def _of_recipe(
+    model: ModelSettings, task: str, batch: int | None, data: str | Path, length: int | None
+) -> EstimatedRun:
+    """A preset, or a folder with weights, as `thrifty.train` trains it on data."""
+    settings = DataSettings(source=str(data), batch=batch or EXAMPLES)
+    if Path(data).exists():
+        settings = replace(settings, source=str(Path(data).resolve()))
+    if length is not None:
+        settings = replace(settings, length=length)
+    recipe = Recipe(model=model, data=settings, objective=ObjectiveSettings(task), device="cpu", techniques=(AdamW(),))
+    plain = prepare_run(recipe, steps=2, quiet=True).run.plain
+    return EstimatedRun(plain, storage_bytes(plain.source.at(0).fields.values()))
+
+
+@dataclass
+class PublishedTokens:
+    """Tokens of a vocabulary of which nothing is known but its size; special ones are its last."""
+
+    vocabulary: int
+    end_of_text: int = 0
+    numbers: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    @property
+    def special(self) -> frozenset[int]:
+        return frozenset({self.end_of_text, *self.numbers.values()})
+
+    def number_of(self, *names: str) -> int:
+        return self.numbers.setdefault(names, self.vocabulary - 1 - len(self.numbers))
+
+
+def _of_preset(name: str, batch: int | None, length: int | None) -> EstimatedRun:
+    """A preset in its published sizes, on random examples."""
+    shape = PRESETS[name]
+    task, count = FAMILIES[shape.style].task, batch or EXAMPLES
+    build = partial(assemble, shape)
+    if task == "classification":
+        images, labels = torch.rand(count, shape.channels, shape.image, shape.image), torch.zeros(count).long()
+        source: BatchSource = OneBatch({"inputs": images, "labels": labels})
+        plain = BaseRun(build, source, find_objective(task))
+        given = f"{count} random images of {shape.image} x {shape.image}"
+    elif task in ("next_token", "masked_token", "sequence_to_sequence"):
+        size = length or min(LENGTH, shape.length)
+        source = PackedTokens(np.arange(count * size + 1) % (shape.vocabulary - 1), size, count, seed=0)
+        plain = BaseRun(build, source, find_objective(task).with_tokenizer(PublishedTokens(shape.vocabulary), size))
+        given = f"{count} random examples of {size} tokens"
+    else:
+        raise UsageError(f"{name} learns {task}, which needs data", fix=f'estimate({name!r}, data="…", batch={count})')
+    held = storage_bytes(plain.objective.examples(source.at(0)).fields.values())
+    return EstimatedRun(plain, held, notes=(f"a batch of {given}",))
