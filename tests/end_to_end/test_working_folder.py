@@ -32,6 +32,7 @@ CHEAP = [
     ("chat", "exported", "--prompt", "a", "--tokens", "2", "--template", "alpaca"),
     ("track", "run", "--to", "tensorboard"),
     ("board", "--no-open", "--port", "0"),
+    ("estimate", "llama-nano", "--batch", "2", "--length", "16"),
     ("trace", "uniform", "--heads", "1"),
     ("simulate", "attention", "--designs", "dense", "--trace", "trace.safetensors"),
     ("lottery", *TEXT, "--name", "tickets", "--rounds", "1"),

@@ -34,6 +34,7 @@ ABOUT = {
     "trace": "What attention computes, recorded into a file for simulated accelerators.",
     "plan": "Which techniques to switch on under a budget, and why not the rest; sizes: size, fit.",
     "simulate": "What is not here: a step on a cluster, attention on an accelerator.",
+    "estimate": "Will a training step fit, what its memory is made of, and what would make it fit.",
     "explain": "What a recipe will do, stage by stage, before it runs.",
     "report": "A run folder as one offline HTML page.",
     "board": "Runs, live curves, studies and technique cards in the browser.",

@@ -16,16 +16,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from thrifty.composition.compose import BaseRun
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.recipe import DataSettings, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.tensor_tracing import storage_bytes
 from thrifty.core.user_objects import UserObjects
 from thrifty.data.text.token_windows import PackedTokens
+from thrifty.interface.recipe_arguments import recipe
 from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.hf_folder import read_config, weight_files
 from thrifty.models.model_presets import PRESETS
 from thrifty.objectives import find_objective
-from thrifty.objectives.user_loss import UserLoss, loss_of_output
-from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.objectives.user_loss import UserFunction, UserLoss, loss_of_output
 from thrifty.training.run_setup import prepare_run
 
 EXAMPLES, LENGTH = 8, 512
@@ -54,54 +53,61 @@ class OneBatch(BatchSource):
 
 
 def estimated_run(
-    model: Any, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, data: str | Path | None, length: int | None
+    model: Any, batch: Any, loss: UserFunction | str | None, data: Any, length: int | None
 ) -> EstimatedRun:
     """Return the run for a model in any form that `thrifty.estimate` takes. Raises UsageError for another."""
+    count = batch if isinstance(batch, int) else None
+    is_own_batch = batch is not None and count is None
+    if count is not None and count < 1:
+        raise UsageError(f"a batch of {count} examples has none", fix="batch=8")
     if isinstance(model, str | Path):
-        return _of_name(model, batch, loss, data, length)
+        return _of_name(model, batch if is_own_batch else None, loss, count, data, length)
     if hasattr(model, "model_type") and hasattr(model, "to_diff_dict"):
-        return _of_config(model, batch, loss, length)
-    if isinstance(model, nn.Module):
-        return _of_batch(UserObjects(model).build_model, batch, loss, [*model.parameters(), *model.buffers()])
-    if callable(model):
-        return _of_batch(UserObjects(model).build_model, batch, loss)
-    raise UsageError(
-        f"{model!r:.80} is no module and no function that builds one",
-        fix="pass the module itself, a preset, a folder with config.json or a config of transformers",
-    )
+        return _of_config(model, batch if is_own_batch else None, loss, count, length)
+    if not callable(model):
+        raise UsageError(
+            f"{model!r:.80} is no module and no function that builds one",
+            fix="pass the module itself, a preset, a folder with config.json or a config of transformers",
+        )
+    if data is not None and not is_own_batch:
+        return _of_recipe(model, loss, count, data, length)
+    own = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    return _of_batch(UserObjects(model).build_model, batch if is_own_batch else None, loss, own)
 
 
 def _of_name(
-    model: str | Path,
-    batch: Any,
-    loss: Callable[[nn.Module, Any], Any] | None,
-    data: str | Path | None,
-    length: int | None,
+    model: str | Path, batch: Any, loss: UserFunction | str | None, count: int | None, data: Any, length: int | None
 ) -> EstimatedRun:
     """A preset, a folder, or a config.json."""
-    count = batch if isinstance(batch, int) else None
-    is_own_batch = batch is not None and count is None
     if (folder := _model_folder(model)) is None:
-        name, task = _preset(model), FAMILIES[PRESETS[_preset(model)].style].task
-        if is_own_batch:
+        name = _preset(model)
+        if batch is not None:
             return _of_batch(partial(assemble, PRESETS[name]), batch, loss)
-        return _of_recipe(ModelSettings(name), task, count, data, length) if data else _of_preset(name, count, length)
-    if data is None or is_own_batch or not _has_weights(folder):
-        run = _of_config(_config_of(folder), batch, loss, length)
-        unread = (f"{data} is not read: {folder} has no weights, and so no tokens of its own",) if data else ()
-        return replace(run, notes=(*run.notes, *unread))
-    return _of_recipe(ModelSettings(folder=str(folder)), "next_token", count, data, length)
+        if data is None:
+            return _of_preset(name, count, length)
+        return _of_recipe(name, loss or FAMILIES[PRESETS[name].style].task, count, data, length)
+    if data is not None and batch is None and _has_weights(folder):
+        return _of_recipe(folder, loss, count, data, length)
+    run = _of_config(_config_of(folder), batch, loss, count, length)
+    if data is None:
+        return run
+    unread = f"{str(data)!r} is not read: {folder} has no weights, and so no tokens of its own"
+    return replace(run, notes=(*run.notes, unread))
 
 
 def _of_batch(
     build: Callable[[], nn.Module],
     batch: Any,
-    loss: Callable[[nn.Module, Any], Any] | None,
+    loss: UserFunction | str | None,
     own: Sequence[Tensor] = (),
     notes: tuple[str, ...] = (),
 ) -> EstimatedRun:
-    if batch is None or isinstance(batch, int):
-        raise UsageError("there is no batch to run the model on", fix="estimate(model, batch, loss=loss)")
+    if batch is None:
+        raise UsageError("there is no batch to run the model on", fix="estimate(model, batch, loss=loss), or data=")
+    if isinstance(loss, str):
+        raise UsageError(
+            f"the objective {loss!r} has batches of its own", fix="pass data= and not a batch, or a function"
+        )
     if loss is None and not isinstance(_plain(batch), Mapping):
         raise UsageError(
             f"there is no loss, and a batch is a {type(batch).__name__}, not keyword arguments of the model",
@@ -195,7 +201,7 @@ AUTO = (
 
 
 def _of_config(
-    config: Any, batch: Any, loss: Callable[[nn.Module, Any], Any] | None, length: int | None
+    config: Any, batch: Any, loss: UserFunction | str | None, count: int | None, length: int | None
 ) -> EstimatedRun:
     """The model of a config of transformers with random weights, on random examples unless there is a batch."""
     transformers = _transformers()
@@ -208,9 +214,10 @@ def _of_config(
             f"no model of transformers that computes a loss has a {type(config).__name__}", fix="pass the model"
         )
     build = partial(kind._from_config if name else kind.from_config, config)
-    if batch is not None and not isinstance(batch, int):
+    if batch is not None:
         return _of_batch(build, batch, loss)
-    count, given = batch or EXAMPLES, f"a batch of {batch or EXAMPLES} random examples"
+    count = count or EXAMPLES
+    given = f"a batch of {count} random examples"
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if hasattr(config, "image_size") and not hasattr(config, "vocab_size"):
         side = config.image_size if isinstance(config.image_size, Sequence) else [config.image_size] * 2
@@ -226,16 +233,14 @@ def _of_config(
 
 
 def _of_recipe(
-    model: ModelSettings, task: str, batch: int | None, data: str | Path, length: int | None
+    model: Any, loss: UserFunction | str | None, count: int | None, data: Any, length: int | None
 ) -> EstimatedRun:
-    """A preset, or a folder with weights, as `thrifty.train` trains it on data."""
-    settings = DataSettings(source=str(data), batch=batch or EXAMPLES)
-    if Path(data).exists():
-        settings = replace(settings, source=str(Path(data).resolve()))
+    """A model as `thrifty.train` trains it on data."""
+    held_out = None if isinstance(data, str | Path) else data
+    chosen = recipe(model, data, held_out=held_out, loss=loss, batch=count or EXAMPLES, device="cpu")
     if length is not None:
-        settings = replace(settings, length=length)
-    recipe = Recipe(model=model, data=settings, objective=ObjectiveSettings(task), device="cpu", techniques=(AdamW(),))
-    plain = prepare_run(recipe, steps=2, quiet=True).run.plain
+        chosen = replace(chosen, data=replace(chosen.data, length=length))
+    plain = prepare_run(chosen, steps=2, quiet=True).run.plain
     return EstimatedRun(plain, storage_bytes(plain.source.at(0).fields.values()))
 
 
@@ -255,10 +260,10 @@ class PublishedTokens:
         return self.numbers.setdefault(names, self.vocabulary - 1 - len(self.numbers))
 
 
-def _of_preset(name: str, batch: int | None, length: int | None) -> EstimatedRun:
+def _of_preset(name: str, count: int | None, length: int | None) -> EstimatedRun:
     """A preset in its published sizes, on random examples."""
     shape = PRESETS[name]
-    task, count = FAMILIES[shape.style].task, batch or EXAMPLES
+    task, count = FAMILIES[shape.style].task, count or EXAMPLES
     build = partial(assemble, shape)
     if task == "classification":
         images, labels = torch.rand(count, shape.channels, shape.image, shape.image), torch.zeros(count).long()

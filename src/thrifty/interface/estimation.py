@@ -2,12 +2,11 @@
 
 import html
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,18 +25,21 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.plain_values import read_size
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
+from thrifty.core.tensor_tracing import gc_frozen
 from thrifty.interface.estimated_run import EstimatedRun, estimated_run
 from thrifty.interface.own_loop import technique_of
+from thrifty.interface.recipe_arguments import Function
 from thrifty.machine.cpu_features import assume_bfloat16
 from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.planner import allowed_options
+from thrifty.planning.search_space import MICRO_BATCHES, PlanOption
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 from thrifty.simulators.cluster.device_specs import DEVICES
 from thrifty.training.memory_meter import MemoryMeter
 
 STEPS = 1000
 """Steps of the run whose step is estimated, for settings that are fractions of one."""
-COUNTING = 60.0
+COUNTING = 120.0
 """Seconds in which options are counted; what is not counted by then is not offered."""
 HELD_LOW, HELD_HIGH, PROCESS_LOW, PROCESS_HIGH = 0.9, 1.15, 0.5, 1.1
 """Bounds of what a process holds, as factors of the tensors' peak and of what it holds before the step."""
@@ -121,21 +123,22 @@ def estimate(
     model: Any,
     batch: Any = None,
     *,
-    loss: Callable[[nn.Module, Any], Any] | None = None,
+    loss: Function | str | None = None,
     optimizer: str | Technique | type | Optimizer = "adamw",
     techniques: Sequence[str | Technique | type[Technique]] = (),
     memory: str | float | None = None,
     allow: str = "different",
     device: str | torch.device = "cpu",
-    data: str | Path | None = None,
+    data: Any = None,
     length: int | None = None,
 ) -> StepEstimate:
     """Estimate the memory and work of a training step. Nothing is allocated and no step is run.
 
     `model` is a module, on the meta device or not, a function that builds one, a preset, a config of transformers, or a
     Hugging Face folder, with weights or with config.json alone. `batch` is what `loss(model, batch)` takes; without a
-    loss it is keyword arguments of a model that computes its own. For a preset, a config or a folder it may be a number
-    of examples of `length` tokens, random ones or those of `data`. `optimizer` is a technique, or a class or an object
+    loss it is keyword arguments of a model that computes its own. Or it is a number of examples: of `data`, which are
+    read as `thrifty.train` reads them, or random ones for a preset, a config or a folder; `length` is their number of
+    tokens. `optimizer` is a technique, or a class or an object
     of `torch.optim`. `memory` ("24GB", "24GiB" or bytes) is what must suffice, by default the memory of a `device` with
     a name ("h100"); "cuda" and "cpu" have none. `allow` limits the options to those that change no value ("exact"),
     only roundings ("rounding") or anything ("different").
@@ -157,14 +160,16 @@ def estimate(
     limit = own_memory if memory is None else _bytes(memory)
     chosen = (_optimizer(optimizer, model, kind), *(technique_of(each, {}) for each in techniques))
     run = estimated_run(model, batch, loss, data, length)
-    with _own_errors(run):
-        explanation = explain(compose(run.plain, chosen, STEPS, place))
-    footprint, held = explanation.footprint, run.batch_bytes
-    peak = footprint.memory + held
     options: tuple[EstimatedOption, ...] = ()
-    if peak > limit:
-        with _assumed(is_fast):
-            options = _options(run, chosen, limit, numerics, place)
+    late = ""
+    with gc_frozen():
+        with _own_errors(run):
+            explanation = explain(compose(run.plain, chosen, STEPS, place))
+        footprint, held = explanation.footprint, run.batch_bytes
+        peak = footprint.memory + held
+        if peak > limit:
+            with _assumed(is_fast):
+                options, late = _options(run, chosen, limit, numerics, place)
     return StepEstimate(
         peak,
         {**_parts(footprint), "batch": held},
@@ -172,7 +177,7 @@ def estimate(
         explanation.parameters,
         limit,
         options,
-        (*run.notes, *explanation.decisions),
+        (*run.notes, *explanation.decisions, *filter(None, [late])),
         _process(peak, run) if kind == "cpu" else None,
     )
 
@@ -295,7 +300,8 @@ def _parts(footprint: Footprint) -> dict[str, float]:
 
 def _options(
     run: EstimatedRun, chosen: tuple[Technique, ...], limit: float, allow: Numerics, device: torch.device
-) -> tuple[EstimatedOption, ...]:
+) -> tuple[tuple[EstimatedOption, ...], str]:
+    """Return the options, and a note on those that there was no time to count."""
     plain: BaseRun = replace(run.plain, is_trained=True)
     recipe = Recipe(model=ModelSettings(), techniques=chosen)
     known = {name: catalogue.find(name) for name in catalogue.own_names()}
@@ -307,14 +313,13 @@ def _options(
     search.look_at_singles()
     found = [
         EstimatedOption(way.label, way.techniques, search.alone(way).memory, search.relative(way), way.numerics.value)
-        for way, footprint in search.singles.items()
-        if footprint.memory <= room
+        for way in _cheapest_of_micro_batches([way for way in search.singles if search.singles[way].memory <= room])
     ]
     if not found:
         try:
             search.run()
         except InfeasibleError:
-            return ()
+            return (), _late(search)
         found = [
             EstimatedOption(
                 each.label,
@@ -326,4 +331,14 @@ def _options(
             for each in search.tried
         ]
     fitting = [replace(option, peak=option.peak + run.batch_bytes) for option in found if option.peak <= room]
-    return tuple(sorted(fitting, key=lambda option: option.relative_time))
+    return tuple(sorted(fitting, key=lambda option: option.relative_time)), _late(search)
+
+
+def _cheapest_of_micro_batches(ways: Sequence[PlanOption]) -> list[PlanOption]:
+    """Leave out more micro-batches than suffice."""
+    parts = [way.parts for way in ways if way.axis == MICRO_BATCHES]
+    return [way for way in ways if way.axis != MICRO_BATCHES or way.parts == min(parts)]
+
+
+def _late(search: PlanSearch) -> str:
+    return f"counted options for {search.seconds_taken:.0f} s, without {search.stopped}" if search.stopped else ""

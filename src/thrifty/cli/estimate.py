@@ -1,0 +1,58 @@
+"""`thrifty estimate`: will a training step fit, and what would make it fit."""
+
+import sys
+from typing import Any
+
+import click
+
+from thrifty.cli.verb_output import print_result
+
+
+@click.command()
+@click.argument("model")
+@click.option("--data", help="File, folder or known set to read examples from; by default they are random.")
+@click.option("--memory", help="Memory that must suffice, such as 24GB; by default that of a --device with a name.")
+@click.option("--batch", type=click.IntRange(min=1), help="Examples of a step.")
+@click.option("--length", type=click.IntRange(min=2), help="Tokens of an example.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or a GPU by name, such as h100.")
+@click.option("--optimizer", default="adamw", show_default=True, metavar="NAME:KEY=VALUE,…")
+@click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique.")
+@click.option("--objective", help="What is learned; by default what the model is for.")
+@click.option(
+    "--allow",
+    type=click.Choice(["exact", "rounding", "different"]),
+    default="different",
+    show_default=True,
+    help="What the proposed changes may do to values.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    model: str, optimizer: str, additions: tuple[str, ...], objective: str | None, as_json: bool, **options: Any
+) -> None:
+    """Estimate the memory of a training step of MODEL, its parts and FLOPs, and the cheapest changes with which it fits
+    --memory. No weights are read and nothing is trained.
+
+    MODEL is a preset, a Hugging Face folder, with weights or with config.json alone, that file, or a function of yours,
+    package.module:build, which needs --data. The exit code is 3 if the step does not fit.
+    """
+    import thrifty
+    from thrifty.cli.plan.user_model import is_own, own_model
+
+    fit = thrifty.estimate(
+        own_model(model).build if is_own(model) else model,
+        options.pop("batch"),
+        loss=objective,
+        optimizer=_technique(optimizer),
+        techniques=[_technique(words) for words in additions],
+        **options,
+    )
+    print_result(fit, as_json)
+    sys.exit(fit.exit_code)
+
+
+def _technique(words: str) -> Any:
+    from thrifty.interface.own_loop import technique_of
+    from thrifty.recipes.recipe_layers import toml_table
+
+    name, _, settings = words.partition(":")
+    return technique_of(name, toml_table(settings, words))
