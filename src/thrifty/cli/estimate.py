@@ -32,14 +32,13 @@ def command(
     """Estimate the memory of a training step of MODEL, its parts and FLOPs, and the cheapest changes with which it fits
     --memory. No weights are read and nothing is trained.
 
-    MODEL is a preset, a Hugging Face folder, with weights or with config.json alone, that file, or a function of yours,
-    package.module:build, which needs --data. The exit code is 3 if the step does not fit.
+    MODEL is a preset, a Hugging Face folder, with weights or with config.json alone, or that file. The exit code is 3 if
+    the step does not fit.
     """
     import thrifty
-    from thrifty.cli.plan.user_model import is_own, own_model
 
     fit = thrifty.estimate(
-        own_model(model).build if is_own(model) else model,
+        model,
         options.pop("batch"),
         loss=objective,
         optimizer=_technique(optimizer),
