@@ -27,6 +27,8 @@ from .interface.lotteries import lottery as lottery
 from .interface.own_loop import activation_budget as activation_budget
 from .interface.own_loop import apply as apply
 from .interface.own_loop import summary as summary
+from .interface.plans import RecipePlan as RecipePlan
+from .interface.plans import plan as plan
 from .interface.promises import check as check
 from .interface.recipe_arguments import recipe as recipe
 from .interface.retrieval import retrieve as retrieve

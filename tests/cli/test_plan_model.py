@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from thrifty.cli.plan.user_model import own_model
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.user_objects import UserObjects
+from thrifty.interface.user_model import own_model
 
 
 def failing(kind: type[Exception] = KeyError) -> nn.Module:

@@ -6,31 +6,28 @@ import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from click.testing import CliRunner, Result
 from command_line import TINY, write_corpus
 
 from thrifty import techniques
 from thrifty.cli.explain import command as explain
-from thrifty.cli.plan.plan_local import _evidence
-from thrifty.cli.plan.plan_recipe import _start
 from thrifty.cli.plan.plan_verb import command
-from thrifty.cli.plan.user_model import UserModel
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.plain_values import read_size
 from thrifty.core.recipe import Budget
+from thrifty.interface.plan_on_machine import _evidence
 from thrifty.planning import forecast_ledger, planner, rank_options
 from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data
 from thrifty.training import run_ledger
 from thrifty.training.memory_meter import MemoryMeter
+from thrifty.training.process_launch import launch_command
 from thrifty.training.run_setup import mesh_sizes
 from thrifty.training.trainer import train
 
@@ -209,15 +206,10 @@ def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
     )
     result = run(*words)
     assert result.exit_code == 0, result.output
-    assert "model=build" in result.stdout and "# model    own_models:build" in Path("own.toml").read_text()
+    assert 'model = "own_models:build ' in Path("own.toml").read_text()
     steps = [line for line in result.stdout.splitlines() if line.startswith("step ")]
     assert "not run" not in steps[0]  # its probe built it as well, in a process of its own
     assert not expected  # a run of the recipe alone is a run of another model
-
-
-def test_what_builds_a_model_needs_no_name_of_its_own() -> None:
-    made = UserModel("models:small", partial(torch.nn.Linear, 2, 2), "")
-    assert "model=small" in _start(made) and _start(None) == "thrifty train"
 
 
 @pytest.mark.usefixtures("one_axis")
@@ -266,7 +258,7 @@ def test_where_ranks_cannot_be_used_that_is_said(recipe: str) -> None:
     error = refused(recipe, "--ranks", "2")
     assert "you asked for exact" in error.what and error.fix == "--allow rounding"
     written = ("torchrun --nproc-per-node 2 -m thrifty train", "thrifty train")
-    assert _start(None, 2).endswith(written[0]) and _start(None, 1) == written[1]
+    assert launch_command(2).endswith(written[0]) and launch_command(1) == written[1]
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from planned_runs import BATCH, NONE, PLANNER, TIMING, candidate
 
-from thrifty.cli.plan.plan_local import _expected
-from thrifty.cli.plan.plan_output import format_plan
 from thrifty.core.recipe import Budget
+from thrifty.interface.plan_on_machine import _expected
+from thrifty.interface.plan_output import format_plan
 from thrifty.machine import cpu_contention
 from thrifty.machine.cpu_contention import CpuContention
 from thrifty.planning.cost_estimates import StepTiming

@@ -19,11 +19,11 @@ from accelerate.commands.config.config_args import ClusterConfig
 from command_line import write_corpus
 from planned_runs import CATALOGUE
 
-from thrifty.cli.plan.plan_exports import write_exports
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.mesh import Mesh
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, Recipe
 from thrifty.core.technique import Technique
+from thrifty.interface.plan_exports import export_recipe
 from thrifty.planning.exports import accelerate, deepspeed, torchtitan
 from thrifty.planning.exports.portable_recipe import PortableRecipe
 from thrifty.planning.exports.pytorch_script import script
@@ -87,7 +87,7 @@ def test_the_plain_script_gives_the_losses_of_our_run(
     tmp_path: Path, corpus: Path, preset: str, chosen: tuple[Technique, ...], tolerance: float
 ) -> None:
     plan = planned(corpus, *chosen, preset=preset)
-    (path,) = write_exports(("script",), plan, tmp_path / "plan.toml")
+    path = export_recipe(plan.recipe, STEPS, "script", tmp_path / "plan-script")
     assert "thrifty" not in path.read_text()
     printed = io.StringIO()
     with redirect_stdout(printed):
@@ -101,17 +101,18 @@ def test_the_plain_script_gives_the_losses_of_our_run(
 
 def test_a_script_refuses_what_plain_torch_cannot_say(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(RefusedError, match=r"no sparsity\.static") as error:
-        write_exports(("script",), planned(corpus, technique("sparsity.static", density=0.5)), tmp_path / "plan.toml")
+        sparse = planned(corpus, technique("sparsity.static", density=0.5))
+        export_recipe(sparse.recipe, STEPS, "script", tmp_path / "plan-script")
     assert error.value.fix == "--without sparsity.static"
     assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_written_over(tmp_path: Path, corpus: Path) -> None:
     plan = planned(corpus)
-    write_exports(("script", "deepspeed"), plan, tmp_path / "plan.toml")
     for name in ("script", "deepspeed"):
+        export_recipe(plan.recipe, STEPS, name, tmp_path / name)
         with pytest.raises(RefusedError, match="is there already"):
-            write_exports((name,), plan, tmp_path / "plan.toml")
+            export_recipe(plan.recipe, STEPS, name, tmp_path / name)
 
 
 @pytest.mark.parametrize(

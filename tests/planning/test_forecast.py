@@ -11,10 +11,10 @@ import torch
 from planned_runs import BATCH, CATALOGUE, NONE, PLANNER, TIMING, candidate, searching
 from tiny_runs import plain_run
 
-from thrifty.cli.plan.plan_recipe import _units_of
 from thrifty.core.errors import InfeasibleError
 from thrifty.core.recipe import Budget
 from thrifty.core.technique import Numerics
+from thrifty.interface.plans import units_of
 from thrifty.machine.cpu_features import has_fast_bfloat16
 from thrifty.planning import planner, search_space
 from thrifty.planning.cost_estimates import StepTiming
@@ -122,7 +122,7 @@ def test_the_table_and_the_reasons_name_the_same_ratio(monkeypatch: pytest.Monke
 
 def test_number_formats_are_those_of_the_device_that_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     for cluster, units in (("h100-box", True), ("dgx-1-v100", False)):
-        with _units_of(cluster):
+        with units_of(cluster):
             offered = {name for way in _formats("cpu") for name in (technique.name for technique in way.techniques)}
             assert ("precision.mixed" in offered) == units
             assert any(isinstance(technique, MixedPrecision) for technique in fast(1e-3)) == units

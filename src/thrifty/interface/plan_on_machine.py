@@ -6,17 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thrifty.cli.verb_output import progress
 from thrifty.core.errors import UsageError
+from thrifty.interface.progress import progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import torch
 
-    from thrifty.cli.plan.user_model import UserModel
     from thrifty.core.recipe import Recipe
     from thrifty.core.technique import Numerics
+    from thrifty.core.user_objects import UserObjects
+    from thrifty.interface.user_model import UserModel
     from thrifty.planning.forecast import PlanRequest
     from thrifty.planning.plan_search import TimeOf
     from thrifty.planning.planner import Plan
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 def plan_on_machine(
     recipe: Recipe,
     wanted: PlanRequest,
-    model: UserModel | None = None,
     probe: bool = True,
     probe_seconds: float = 20.0,
     probed_candidates: int = 4,
@@ -34,15 +34,14 @@ def plan_on_machine(
     ranks: int = 1,
     quiet: bool = False,
 ) -> Plan:
-    """The plan for a recipe on this machine, with a `model` in place of the recipe's, for as many `ranks` or for one,
-    that takes `seconds`, or a fifth of the run's time and at least a minute. Raises InfeasibleError where nothing
-    fits."""
+    """Plan a recipe on this machine for so many `ranks`, in `seconds`, or in a fifth of the run's time and at least a
+    minute. Raises InfeasibleError where nothing fits."""
     import time
     from math import isinf
 
     from thrifty import techniques
     from thrifty.core.technique import Numerics
-    from thrifty.core.user_objects import UserObjects
+    from thrifty.core.user_objects import PythonObjects
     from thrifty.machine.machine_info import free_memory
     from thrifty.machine.throughput import measure_throughput
     from thrifty.planning.forecast_ledger import entries
@@ -62,7 +61,8 @@ def plan_on_machine(
     if ranks > 1:
         _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
         recipe = replace(recipe, techniques=without_rank_techniques(recipe.techniques))
-    recipe = replace(recipe, objects=UserObjects(model.build if model else None))
+    model = _importable(recipe.objects)
+    probe = probe and (model is not None or recipe.python == PythonObjects())
     prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run
     shared = isinf(wanted.memory) and run.device.type == "cpu"
@@ -93,9 +93,23 @@ def plan_on_machine(
         seconds=seconds,
         began=began,
     ).plan()
-    if model is None:  # a recipe does not name it, and a run of that recipe alone is another run
+    if recipe.python == PythonObjects():  # a recipe does not name it, and a run of that recipe alone is another run
         record_forecast(recipe_to_data(plan.recipe), _expected(plan))
     return plan
+
+
+def _importable(objects: UserObjects) -> UserModel | None:
+    """Return the user's model if other processes can import what builds it, and nothing else is the user's own."""
+    from thrifty.core.user_objects import UserObjects, reference
+    from thrifty.interface.user_model import is_own, own_model
+
+    if objects != UserObjects(objects.model) or objects.model is None or not is_own(reference(objects.model)):
+        return None
+    try:
+        found = own_model(reference(objects.model))
+    except UsageError:
+        return None
+    return found if found.build is objects.model else None
 
 
 def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
@@ -152,7 +166,7 @@ def _probing(
     from thrifty.recipes.recipe_toml import recipe_to_data
 
     limit = LONGEST if allowed is None else min(LONGEST, max(allowed, 60.0))
-    probe = cache_probe(probe_in_process("thrifty.cli.plan.probe_process", limit), prepared.run.device.type)
+    probe = cache_probe(probe_in_process("thrifty.interface.probe_process", limit), prepared.run.device.type)
     joint = prepared.run.plain.objective.joint
     own = (model.name, model.code) if model else ("", "")
 

@@ -4,28 +4,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thrifty.core.recipe import Recipe
     from thrifty.planning.exports.portable_recipe import PortableRecipe
-    from thrifty.planning.planner import Plan
     from thrifty.training.run_setup import PreparedRun
 
+SCRIPT = "script"
 
-def write_exports(names: tuple[str, ...], plan: "Plan", out: Path) -> list[Path]:
-    """Writes what is asked for beside the plan's recipe; the paths. Raises RefusedError where it cannot be said
-    there."""
-    from thrifty.planning.exports import write_configuration
+
+def export_recipe(recipe: "Recipe", steps: int, trainer: str, path: Path) -> Path:
+    """Write a recipe of so many steps as the configuration of another trainer, or as a folder with a "script"; return
+    the file. Raises RefusedError where it cannot be said there, or the path is there already."""
+    from thrifty.core.errors import RefusedError, refuse_unknown
+    from thrifty.planning.exports import CONFIGURATIONS
     from thrifty.planning.exports.portable_recipe import PortableRecipe
     from thrifty.training.run_setup import prepare_run
 
-    if not names:
-        return []
-    steps = max(int(plan.forecast.steps.value), 1)
-    prepared = prepare_run(plan.recipe, steps=steps, quiet=True)
-    run = PortableRecipe.of(plan.recipe, prepared.run.techniques, steps, prepared.run.device.type)
-    configurations = [write_configuration(name, run, out) for name in names if name != "script"]
-    return configurations + ([_write_script(prepared, run, out)] if "script" in names else [])
+    refuse_unknown("there is no export to", trainer, [*CONFIGURATIONS, SCRIPT])
+    if path.exists():
+        raise RefusedError(f"{path} is there already", fix="remove it, or give --out another name")
+    prepared = prepare_run(recipe, steps=steps, quiet=True)
+    run = PortableRecipe.of(recipe, prepared.run.techniques, steps, prepared.run.device.type)
+    if trainer == SCRIPT:
+        return _write_script(prepared, run, path)
+    path.write_text(CONFIGURATIONS[trainer][1](run), encoding="utf-8")
+    return path
 
 
-def _write_script(prepared: "PreparedRun", run: "PortableRecipe", out: Path) -> Path:
+def export_path(trainer: str, plan: Path) -> Path:
+    """Return where an export stands beside the file of a plan: `plan-accelerate.yaml` beside plan.toml."""
+    from thrifty.planning.exports import CONFIGURATIONS
+
+    return plan.with_name(f"{plan.stem}-{SCRIPT if trainer == SCRIPT else CONFIGURATIONS[trainer][0]}")
+
+
+def _write_script(prepared: "PreparedRun", run: "PortableRecipe", folder: Path) -> Path:
     """A folder with the program, its model's first weights and the tokens."""
     import inspect
 
@@ -43,9 +55,6 @@ def _write_script(prepared: "PreparedRun", run: "PortableRecipe", out: Path) -> 
             f"script: {prepared.recipe.objective.name} on {prepared.recipe.data.source} is not plain text read forward",
             fix="leave --export script out; the other exports work",
         )
-    folder = out.with_name(f"{out.stem}-script")
-    if folder.exists():
-        raise RefusedError(f"{folder} is there already", fix="remove it, or give --out another name")
     functions = (
         keyed_permutation._round_keys,
         keyed_permutation._feistel,

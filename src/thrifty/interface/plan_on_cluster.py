@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
+from rich.markup import escape
 
-from thrifty.cli.verb_output import open_table, progress, wide_console
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.interface.plan_output import choices_table
+from thrifty.interface.progress import progress
 from thrifty.reporting.number_format import duration, percent, scaled, significant
+from thrifty.reporting.printed_result import open_table
 
 if TYPE_CHECKING:
-    from thrifty.cli.plan.user_model import UserModel
+    from rich.console import RenderableType
+
     from thrifty.core.recipe import Recipe
     from thrifty.planning.cluster_plan import ClusterPlan
     from thrifty.planning.forecast import PlanRequest
@@ -26,12 +27,10 @@ def plan_on_cluster(
     wanted: PlanRequest,
     place: str,
     ranks: int | None,
-    model: UserModel | None = None,
     quiet: bool = False,
 ) -> ClusterPlan:
     """Raises InfeasibleError where no layout fits, UsageError for what cannot be simulated."""
     from thrifty import techniques
-    from thrifty.core.user_objects import UserObjects
     from thrifty.planning.cluster_file import read_cluster
     from thrifty.planning.cluster_plan import ClusterPlanner
     from thrifty.planning.planner import STEPS
@@ -41,7 +40,6 @@ def plan_on_cluster(
         raise UsageError("the recipe has a mesh, and --cluster looks for one", fix="leave the mesh out")
     cluster = read_cluster(place)
     cluster = cluster if ranks is None else cluster.of(ranks)
-    recipe = replace(recipe, objects=UserObjects(model.build if model else None))
     prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     return ClusterPlanner(
         recipe=recipe,
@@ -92,23 +90,12 @@ def format_cluster_plan(plan: ClusterPlan) -> list[str]:
     return lines if plan.cost is None else [*lines, f"cost     {significant(plan.cost.value)}"]
 
 
-def print_cluster_plan(plan: ClusterPlan, written: list[Path]) -> None:
-    from rich.markup import escape
-
-    from thrifty.cli.plan.plan_output import print_choices
-
-    for line in format_cluster_plan(plan):
-        click.echo(line)
+def cluster_plan_parts(plan: ClusterPlan) -> list[RenderableType]:
+    """Return a plan for a cluster as lines and tables."""
     table = open_table("", "what fits, from the fastest by simulation", "memory", "step", "tokens/s")
     for placed in (plan.chosen, *plan.alternatives):
         mark = "→" if placed is plan.chosen else ""
         memory, seconds = scaled(placed.footprint.memory, "B"), placed.layout.seconds
         table.add_row(mark, escape(placed.layout.label), memory, duration(seconds), scaled(plan.tokens / seconds))
-    click.echo()
-    wide_console().print(table)
-    for label, why in plan.misfits.items():
-        click.echo(f"  {label}: {why}")
-    click.echo()
-    print_choices(plan.reasons)
-    click.echo()
-    click.echo(f"written: {written[0]}; start it with torchrun" if written else "keep it with --out plan.toml")
+    misfits = [f"  {label}: {why}" for label, why in plan.misfits.items()]
+    return [*format_cluster_plan(plan), "", table, *misfits, "", choices_table(plan.reasons), ""]

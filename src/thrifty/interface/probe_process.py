@@ -30,8 +30,8 @@ def main(asked: Path) -> None:
 
 
 def _timed(job: dict) -> dict:
-    from thrifty.cli.plan.user_model import own_model
     from thrifty.core.user_objects import UserObjects
+    from thrifty.interface.user_model import own_model
     from thrifty.planning.step_timing import time_steps
     from thrifty.recipes.recipe_toml import recipe_from_data
     from thrifty.training.determinism import deterministic_kernels

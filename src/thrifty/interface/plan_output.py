@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
 from rich.markup import escape
+from rich.table import Table
 
-from thrifty.cli.verb_output import open_table, wide_console
 from thrifty.reporting.number_format import duration, percent, scaled, significant
+from thrifty.reporting.printed_result import open_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from rich.console import RenderableType
 
     from thrifty.planning.choice_explanations import ChoiceReason
     from thrifty.planning.cost_estimates import Estimate
@@ -21,21 +22,10 @@ if TYPE_CHECKING:
     from thrifty.planning.planner import Plan
 
 
-def print_plan(plan: Plan, written: list[Path], command: str = "thrifty train") -> None:
-    """`command` is what starts what was written."""
-    for line in format_plan(plan):
-        click.echo(line)
-    click.echo()
-    _tell_alternatives(plan)
-    for label, why in plan.misfits.items():
-        click.echo(f"  {label}: {why}")
-    click.echo()
-    print_choices(plan.reasons)
-    click.echo()
-    if written:
-        click.echo(f"written: {', '.join(map(str, written))}; start it with {command} {written[0]}")
-    else:
-        click.echo("keep it with --out plan.toml")
+def plan_parts(plan: Plan) -> list[RenderableType]:
+    """Return a plan as lines and tables."""
+    misfits = [f"  {label}: {why}" for label, why in plan.misfits.items()]
+    return [*format_plan(plan), "", _alternatives(plan), *misfits, "", choices_table(plan.reasons), ""]
 
 
 def format_plan(plan: Plan) -> list[str]:
@@ -93,7 +83,7 @@ def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
     return f"{show(estimate.value)} ({show(estimate.low)} to {show(estimate.high)})"
 
 
-def _tell_alternatives(plan: Plan) -> None:
+def _alternatives(plan: Plan) -> Table:
     table = open_table(
         "", "what was tried, from the fastest", "memory of the process", "step", "tokens/s", "time to the budget"
     )
@@ -103,16 +93,17 @@ def _tell_alternatives(plan: Plan) -> None:
         rate = scaled(forecast.tokens_per_second.value)
         memory = _bytes(forecast.process + forecast.memory.value)
         table.add_row(mark, escape(candidate.label), memory, step, rate, seconds)
-    wide_console().print(table)
+    return table
 
 
-def print_choices(reasons: Sequence[ChoiceReason]) -> None:
+def choices_table(reasons: Sequence[ChoiceReason]) -> Table:
+    """Return the verdict on each technique with its reason; techniques that are not taken come last."""
     colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}
     table = open_table("technique", "verdict", "why")
     for reason in sorted(reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):
         colour = colours.get(reason.verdict, "dim")
         table.add_row(reason.technique, f"[{colour}]{reason.verdict}[/{colour}]", escape(reason.why))
-    wide_console().print(table)
+    return table
 
 
 def _bytes(value: float) -> str:

@@ -1,0 +1,171 @@
+"""`plan`: which techniques to switch on under a budget, and why not the rest."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from math import inf, isinf
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from rich.console import RenderableType
+
+from thrifty.core.errors import UsageError
+from thrifty.core.file_names import comment_lines
+from thrifty.core.plain_values import read_size
+from thrifty.core.recipe import Recipe
+from thrifty.core.technique import Numerics
+from thrifty.interface.plan_exports import export_recipe
+from thrifty.interface.plan_on_cluster import cluster_plan_parts, format_cluster_plan, plan_on_cluster
+from thrifty.interface.plan_on_machine import plan_on_machine
+from thrifty.interface.plan_output import format_plan, plan_parts
+from thrifty.interface.recipe_arguments import RecipeArguments
+from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.machine.cpu_features import assume_bfloat16
+from thrifty.planning.cluster_file import read_cluster
+from thrifty.planning.cluster_plan import ClusterPlan
+from thrifty.planning.forecast import Forecast, PlanRequest
+from thrifty.planning.planner import Plan
+from thrifty.planning.scaling_law import check_amount
+from thrifty.recipes.recipe_toml import write_recipe
+from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.techniques import full_name
+from thrifty.training.process_launch import launch_command
+
+Trainer = Literal["accelerate", "deepspeed", "torchtitan", "script"]
+
+
+class RejectedTechniques(dict[str, str]):
+    """Reasons by the names of techniques, full or short."""
+
+    def __missing__(self, name: str) -> str:
+        if (full := full_name(name)) not in self:
+            raise KeyError(f"{name} is in the plan")
+        return self[full]
+
+
+@dataclass(frozen=True, repr=False)
+class RecipePlan(PrintedResult):
+    """A planned recipe, its forecast, and why each technique is in it or not."""
+
+    plan: Plan | ClusterPlan
+    written: list[Path] = field(default_factory=list)
+    """Files that `write` and `export` have made."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe with what the plan changed."""
+        return self.plan.recipe
+
+    @property
+    def forecast(self) -> Forecast:
+        """Predicted memory, time and disk. Raises UsageError for a plan of a cluster, whose steps are simulated."""
+        if isinstance(self.plan, ClusterPlan):
+            raise UsageError("a plan for a cluster has no forecast of this machine", fix="plan.as_dict()")
+        return self.plan.forecast
+
+    @property
+    def rejected(self) -> RejectedTechniques:
+        """Why each technique that is not in the plan is not, by its name."""
+        out = ("not taken", "taken out")
+        return RejectedTechniques({each.technique: each.why for each in self.plan.reasons if each.verdict in out})
+
+    def write(self, file: str | Path) -> Path:
+        """Write the recipe as TOML, below its forecast as a comment. Raises UsageError if the file exists."""
+        path = Path(file)
+        if path.exists():
+            raise UsageError(f"{path} is there already", fix="name another file, or remove it")
+        told = format_cluster_plan(self.plan) if isinstance(self.plan, ClusterPlan) else format_plan(self.plan)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(comment_lines(told) + "\n" + write_recipe(self.recipe), encoding="utf-8")
+        self.written.append(path)
+        return path
+
+    def export(self, trainer: Trainer, file: str | Path) -> Path:
+        """Write the recipe as a configuration of "accelerate", "deepspeed" or "torchtitan", or as a folder with a plain
+        PyTorch "script". Raises RefusedError where the recipe cannot be said there, or the file exists."""
+        path = export_recipe(self.recipe, max(int(self.forecast.steps.value), 1), trainer, Path(file))
+        self.written.append(path)
+        return path
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.plan.as_dict() | {"written": [str(path) for path in self.written]}
+
+    def __rich__(self) -> RenderableType:
+        files = ", ".join(map(str, self.written))
+        if isinstance(self.plan, ClusterPlan):
+            start = f"written: {files}; start it with torchrun"
+            parts = cluster_plan_parts(self.plan)
+        else:
+            start = f"written: {files}; start it with {launch_command(self.plan.chosen.ranks)} {files.split(', ')[0]}"
+            parts = plan_parts(self.plan)
+        return lines(*parts, start if files else "keep it with --out plan.toml")
+
+
+def plan(
+    recipe: Recipe | str | Path | None = None,
+    *,
+    memory: str | float | None = None,
+    disk: str | float | None = None,
+    hours: float | None = None,
+    tokens: float | None = None,
+    flops: float | None = None,
+    allow: Literal["exact", "rounding", "different"] = "exact",
+    price_per_hour: float | None = None,
+    probe: bool = True,
+    probe_seconds: float = 20.0,
+    probed_candidates: int = 4,
+    seconds: float | None = None,
+    cluster: str | None = None,
+    ranks: int | None = None,
+    quiet: bool = False,
+    **arguments: Unpack[RecipeArguments],
+) -> RecipePlan:
+    """Choose techniques for a recipe under a budget, by counting what candidates hold and running the best of them.
+
+    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. `memory` ("16GB" or bytes) is the
+    most that a rank may hold, on a processor its process, by default what is free; `disk` limits checkpoints and
+    prepared data. `hours` is the time to spend, or, beside `tokens` or `flops`, the longest that these may take.
+    `allow` limits changes to those that keep all values ("exact"), only round them ("rounding"), or any ("different").
+
+    `probe=False` runs no steps; those of one of the `probed_candidates` take `probe_seconds`. Planning takes `seconds`,
+    by default a fifth of the run and at least 60. `cluster` is the name or file of one that is not here, planned for by
+    simulation; `ranks` are devices of this machine or of the cluster. `price_per_hour` adds the cost.
+
+    Raises InfeasibleError where nothing fits.
+
+    Example::
+
+        plan = thrifty.plan(model=build_model, data=train_set, held_out=test_set, loss=loss, memory="16GB")
+        print(plan, plan.forecast.memory.value, plan.rejected["muon"])
+        plan.export("accelerate", "accelerate.yaml")
+    """
+    for name, amount in {"hours": hours, "tokens": tokens, "flops": flops, "price-per-hour": price_per_hour}.items():
+        if amount is not None:
+            check_amount(f"--{name}", amount)
+    if tokens is not None and flops is not None:
+        raise UsageError("--tokens and --flops are both given", fix="give one of them")
+    wanted = PlanRequest(
+        allow=Numerics(allow),
+        memory=_bytes(memory, "--memory"),
+        disk=_bytes(disk, "--disk"),
+        seconds=None if hours is None else 3600 * hours,
+        tokens=tokens,
+        flops=flops,
+        price=price_per_hour,
+    )
+    with units_of(cluster):
+        chosen = recipe_of(recipe=recipe, **arguments)
+    if cluster is None:
+        probing = {"probe": probe, "probe_seconds": probe_seconds, "probed_candidates": probed_candidates}
+        return RecipePlan(plan_on_machine(chosen, wanted, **probing, seconds=seconds, ranks=ranks or 1, quiet=quiet))
+    if not isinf(wanted.disk):
+        raise UsageError("--disk is for plans of one device", fix="leave it out: nothing is told of a cluster's disks")
+    return RecipePlan(plan_on_cluster(chosen, wanted, cluster, ranks, quiet=quiet))
+
+
+def units_of(cluster: str | None) -> AbstractContextManager[None]:
+    """Let recipes choose number formats by the device that is planned for."""
+    return nullcontext() if cluster is None else assume_bfloat16(read_cluster(cluster).device.has_fast_bfloat16)
+
+
+def _bytes(size: str | float | None, name: str) -> float:
+    return inf if size is None else read_size(size, name) if isinstance(size, str) else float(size)
