@@ -43,6 +43,8 @@ from .interface.training import RunResult as RunResult
 from .interface.training import resume as resume
 from .interface.training import steps as steps
 from .interface.training import train as train
+from .objectives.user_metrics import DatasetMetric as DatasetMetric
+from .objectives.user_metrics import ModelMetric as ModelMetric
 from .techniques.adapters.bias_only import BiasOnly as BiasOnly
 from .techniques.adapters.bottleneck import BottleneckAdapter as BottleneckAdapter
 from .techniques.adapters.head_only import HeadOnly as HeadOnly

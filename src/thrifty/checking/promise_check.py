@@ -24,6 +24,7 @@ from thrifty.checking.observed_runs import CheckSubject, one_line_error, train_o
 from thrifty.checking.rank_check import PROMISE, Start, across_ranks, smaller_mesh
 from thrifty.checking.resume_check import StateSaver, check_resume
 from thrifty.composition.compose import BaseRun, Run
+from thrifty.core.batches import Batch, BatchSource, WrappedSource
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
@@ -99,7 +100,10 @@ Finish = Callable[[Run, TrainState], PromiseVerdict]
 
 def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[PromiseVerdict]:
     """The run as it is to be, then each promise. `finish` may use the trained model up."""
-    yield data_order(subject)
+    unrepeatable = subject.open().source.unrepeatable
+    if unrepeatable:  # all that follows compares runs on the same data
+        subject = replace(subject, open=_remembered(subject.open))
+    yield not_applicable("data by step", "data", unrepeatable) if unrepeatable else data_order(subject)
     zero_weights, saving = ZeroWeightWatcher(), StateSaver(folder, subject.steps // 2)
 
     def look(run: Run, state: TrainState) -> None:
@@ -124,7 +128,7 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
     yield from zero_weights.verdict(trace.state)
     yield gradient_flow(subject, trace)
     say("saved and resumed")
-    yield check_resume(subject, trace, saving)
+    yield not_applicable("resume", "checkpoint", unrepeatable) if unrepeatable else check_resume(subject, trace, saving)
     say("with and without each technique that promises the same values")
     yield from exactness(subject, trace)
     for look_at, promise in ((accumulation, "one big batch"), (out_of_memory, "batch when memory is short")):
@@ -135,6 +139,24 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
     if finish:
         say("exported and loaded")
         yield finish(run, trace.state)
+
+
+class _RememberedSource(WrappedSource):
+    """Another source, whose effective batches are read once."""
+
+    def __init__(self, source: BatchSource):
+        self.source, self.batch = source, source.batch
+        self.read: dict[int, Batch] = {}
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        if step not in self.read:
+            self.read[step] = self.source.at(step)
+        return self.read[step].rows(start, stop)
+
+
+def _remembered(open_plain: Callable[[], BaseRun]) -> Callable[[], BaseRun]:
+    source = _RememberedSource(open_plain().source)
+    return lambda: replace(open_plain(), source=source)
 
 
 def _blamed(text: str, subject: CheckSubject) -> str:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
 
@@ -25,13 +25,25 @@ class BackwardResult:
     parts: Tensor | None = None
     """Sum of the weights of the examples' parts (scalar), by which the loss and the gradients are still to be divided;
     None where examples count by their weights alone."""
+    mean_of: int | None = None
+    """Rows that the loss is a mean of, where it is one that cannot be taken apart."""
     scale_growth: float = 1.0
     """Factor by which the loss scale, and so all gradients inside the pass, grows from this step to the next."""
 
     def __add__(self, other: "BackwardResult") -> "BackwardResult":
         known = [each.parts for each in (self, other) if each.parts is not None]
         parts = sum(known[1:], known[0]) if known else None
-        return BackwardResult(self.loss + other.loss, self.notes | other.notes, self.answered or other.answered, parts)
+        sizes = {each.mean_of for each in (self, other)} - {None}
+        if len(sizes) > 1:
+            raise RefusedError(
+                f"the loss is a mean, and means over micro-batches of {' and '.join(map(str, sorted(sizes)))} examples "
+                "do not add up to that of all",
+                fix="return one loss for each example, losses and weights, or choose micro-batches of equal size",
+            )
+        answered = self.answered or other.answered
+        return BackwardResult(
+            self.loss + other.loss, self.notes | other.notes, answered, parts, next(iter(sizes), None)
+        )
 
 
 Backward = Callable[[nn.Module, Objective, Batch], BackwardResult]
@@ -40,10 +52,22 @@ Backward = Callable[[nn.Module, Objective, Batch], BackwardResult]
 def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
     """The whole batch in one forward and one backward pass."""
     prediction = objective.predict(model, batch)
+    mean_of = len(batch) if prediction.is_mean else None
+    if mean_of and not weigh_alike(batch):
+        raise RefusedError(
+            "examples are drawn with weights, and the loss is a mean in which all count alike",
+            fix="return one loss for each example",
+        )
     loss, weights = (objective.losses(prediction, batch) * batch.weight).sum(), prediction.part_weights
     del prediction  # what the backward pass does not need of it is freed before
     loss.backward()
-    return BackwardResult(loss.detach(), parts=None if weights is None else weights.detach().sum())
+    return BackwardResult(loss.detach(), parts=None if weights is None else weights.detach().sum(), mean_of=mean_of)
+
+
+def weigh_alike(batch: Batch) -> bool:
+    """Return True if all examples have one weight, which is not looked at where weights have no values."""
+    first = batch.weight[0]
+    return isinstance(first, FakeTensor) or bool((batch.weight == first).all())
 
 
 def divided_by_parts(backward: Backward) -> Backward:
@@ -54,8 +78,7 @@ def divided_by_parts(backward: Backward) -> Backward:
         outcome = backward(model, objective, batch)
         if outcome.parts is None:
             return outcome
-        first = batch.weight[0]
-        if not isinstance(first, FakeTensor) and not bool((batch.weight == first).all()):
+        if not weigh_alike(batch):
             raise RefusedError(
                 "examples are drawn with weights, and the loss counts by the weights of their parts",
                 fix="return one loss for each example",
@@ -63,7 +86,12 @@ def divided_by_parts(backward: Backward) -> Backward:
         parts, data = outcome.parts.clone(), axis("data")
         if data.size > 1:
             dist.all_reduce(parts, group=data.group)
-        total = parts * first
+        if not isinstance(parts, FakeTensor) and not bool(parts):
+            raise UsageError(
+                "the weights of all parts of the batch sum to 0: no part of it is learned",
+                fix="leave examples without a part to learn out of the data",
+            )
+        total = parts * batch.weight[0]
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(total)

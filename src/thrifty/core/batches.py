@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ class Batch:
         """The examples at these indices (n,), repeats allowed."""
         return self.map(lambda tensor: tensor[rows])
 
+    def pin_memory(self) -> "Batch":
+        return self.map(Tensor.pin_memory)
+
     def to(self, device: torch.device | str) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
@@ -84,11 +87,27 @@ class BatchSource:
     batch: int = 0
     """Examples in the effective batch, over all ranks and micro-batches; the largest one where it varies. 0 where there
     are no data, as when a finished model is restored."""
+    notices: tuple[str, ...] = ()
+    """Sentences about how examples are read, for a run's records."""
+    unrepeatable: str = ""
+    """Why a resumed run is not given what the run that was not stopped was given; empty where it is."""
 
     @property
     def in_thread(self) -> bool:
         """True if batches may be computed in another thread while a step is made."""
         return True
+
+    @property
+    def loading(self) -> Mapping[str, Any]:
+        """Settings of a torch DataLoader by which processes read batches ahead; empty without processes."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return plain values by which a resumed run continues reading, where that is not a function of the step."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was returned."""
 
     @property
     def unit(self) -> int:
@@ -152,6 +171,10 @@ class WrappedSource(BatchSource):
     @property
     def in_thread(self) -> bool:
         return self.source.in_thread
+
+    @property
+    def loading(self) -> Mapping[str, Any]:
+        return self.source.loading
 
     def amount(self, step: int) -> float:
         return self.source.amount(step)

@@ -1,11 +1,12 @@
 """What is learned: a prediction from a batch, and one loss per example."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
@@ -29,6 +30,9 @@ class Prediction:
     part_weights: Tensor | None = field(default=None, repr=False)
     """By how much the parts of each example count together (b,), where its loss is their weighted sum and the mean is
     over parts; None where each example counts by its weight alone."""
+    is_mean: bool = False
+    """True if the losses are one mean over the rows, repeated: rows then cannot weigh differently, and means of unequal
+    numbers of rows have no sum."""
 
     @cached_property
     def logits(self) -> Tensor:
@@ -70,7 +74,8 @@ class TokenizerInfo(Protocol):
 class Objective:
     """`losses` is per example, so that data selection can weigh and distribution only ever sums.
 
-    `measured` are the names of what `measures` returns in addition to the loss, `pictured` is a sentence about what
+    `measured` are the names of what `measures` returns in addition to the loss, `summarized` those of what `overall`
+    returns of the rows `collected` from all held-out examples, `pictured` is a sentence about what
     `image_previews` shows, empty where a prediction is nothing to look at; `learns_from` are the kinds of
     data it takes, of which a source is opened as the first that it holds, else as the last (see `data.data_kind`);
     `needs_labels` says whether images must come with labels. `joint` says that the loss of an example depends on the
@@ -87,12 +92,19 @@ class Objective:
     may_weigh_parts: bool = False
     """True if predictions may have `part_weights`."""
     measured: tuple[str, ...] = ()
+    collected: tuple[str, ...] = ()
+    summarized: tuple[str, ...] = ()
     pictured: str = ""
 
     @property
     def sees_images(self) -> bool:
         """Whether images are among what it learns from."""
         return not {"images", "pairs"}.isdisjoint(self.learns_from)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of what is evaluated in addition to the loss."""
+        return self.measured + self.summarized
 
     @property
     def baseline(self) -> "Objective":
@@ -116,7 +128,12 @@ class Objective:
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """Return metrics per example (b,), by the names in `measured`; their weighted mean is evaluated.
-        Sums over an example's parts come with the weights of those, (2, b)."""
+        Sums over an example's parts come with the weights of those, (2, b); a mean over the rows is a scalar.
+        With them come, by the names in `collected`, rows (n, …) of the batch, which `overall` is given of all."""
+        return {}
+
+    def overall(self, model: nn.Module, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Return metrics, by the names in `summarized`, that are no means over examples, of the rows of all."""
         return {}
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
@@ -168,6 +185,7 @@ class WrappedObjective(Objective):
     def __init__(self, inner: Objective):
         self.inner = inner
         self.measured, self.joint, self.loss_in = inner.measured, inner.joint, inner.loss_in
+        self.collected, self.summarized = inner.collected, inner.summarized
         self.pictured = inner.pictured
         self.learns_from, self.needs_labels = inner.learns_from, inner.needs_labels
 
@@ -189,6 +207,9 @@ class WrappedObjective(Objective):
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         return self.inner.measures(prediction, batch)
+
+    def overall(self, model: nn.Module, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+        return self.inner.overall(model, rows)
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         return self.inner.image_previews(prediction, batch)

@@ -4,7 +4,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +38,7 @@ class UserObjects:
     data: Any = None
     held_out: Any = None
     loss: Callable[[nn.Module, Any], Any] | None = None
-    metrics: Mapping[str, Callable[[nn.Module, Any], Any]] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
 
     @cached_property
@@ -84,6 +84,11 @@ def _named(value: Any) -> Any:
 
 def _described(value: Any) -> str:
     """Return the name of a value, and the first digits of a hash of its source."""
+    parts = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    if (
+        parts and not isinstance(value, type) and all(map(callable, parts))
+    ):  # a metric that is put together of functions
+        return f"{reference(value)} of {' and '.join(map(_described, parts))}"
     named = _named(value)
     try:
         text = inspect.getsource(named)

@@ -50,12 +50,14 @@ def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
 class EpochSource(BatchSource):
     """Training examples, each of weight 1 / batch.
 
-    Every epoch goes through all examples once, in its own order; a batch may reach across the border of two epochs.
+    Every epoch goes through all examples once, in an order of its own if `is_shuffled`; a batch may reach across the
+    border of two epochs.
     """
 
     def __init__(self, contents: IndexedExamples, batch: int, seed: int):
         self.contents, self.batch, self.seed = contents, batch, seed
         self._subset: ExampleSubset | None = None
+        self.is_shuffled = True
 
     @property
     def examples(self) -> int:
@@ -110,7 +112,8 @@ class EpochSource(BatchSource):
         chosen = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            chosen[here] = permute(positions[here], self.examples, self.seed, int(epoch))
+            there = positions[here]
+            chosen[here] = permute(there, self.examples, self.seed, int(epoch)) if self.is_shuffled else there
         weight = torch.full((stop - start,), 1 / self.batch)
         return Batch(self.fields(self.places(chosen), numbers), weight)
 

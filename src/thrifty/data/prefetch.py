@@ -2,19 +2,26 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
 
+import torch
+from torch.utils.data import DataLoader, Dataset
+
 from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.errors import ThriftyError
 
 
 def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) -> Iterator[Batch]:
     """`source.at(step)` for steps start … stop-1 (for ever if None), up to `depth` of them computed ahead in a thread.
 
     An error surfaces at the step it belongs to. The thread ends with the iterator: when it is exhausted, closed or
-    collected. A source that is not for threads is asked at each step.
+    collected. A source that is not for threads is asked at each step, or by the processes of a torch DataLoader.
     """
+    if source.loading:
+        yield from _loaded(source, count(start) if stop is None else range(start, stop))
+        return
     if not source.in_thread:
         yield from map(source.at, count(start) if stop is None else range(start, stop))
         return
@@ -31,3 +38,33 @@ def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) 
         # end of the interpreter the pool is gone already.
         if not sys.is_finalizing():
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Steps(Dataset[Batch | ThriftyError]):
+    """Batches by step, an error of ours in place of one that cannot be read: torch would return its text alone."""
+
+    def __init__(self, source: BatchSource):
+        self.source = source
+
+    def __getitem__(self, step: int) -> Batch | ThriftyError:
+        try:
+            return self.source.at(step)
+        except ThriftyError as error:
+            return error
+
+
+def _loaded(source: BatchSource, steps: Iterable[int]) -> Iterator[Batch]:
+    options = dict(source.loading)
+    if options.get("num_workers"):
+        options.setdefault("multiprocessing_context", "fork")  # what a source holds need not be picklable
+    loader = DataLoader(
+        _Steps(source), batch_size=None, sampler=steps, collate_fn=_unchanged, generator=torch.Generator(), **options
+    )
+    for batch in loader:
+        if isinstance(batch, ThriftyError):
+            raise batch
+        yield batch
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch

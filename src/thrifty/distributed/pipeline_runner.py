@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import IntegrityError
+from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective, Prediction
 from thrifty.distributed.pipeline_stages import SharedParameter, StageModel
@@ -104,6 +104,11 @@ class PipelineRunner:
         self.keeping = self.keeps(stage, part)
         with self._as(stage, received) as passage:
             prediction = objective.predict(model, batch)
+            if prediction.is_mean or prediction.part_weights is not None:
+                raise RefusedError(
+                    "the loss is a mean, or counts by the weights of parts, and stages see one micro-batch at a time",
+                    fix="return one loss for each example, or --with parallelism.replicate in the pipeline's place",
+                )
             if stage.is_last:
                 losses = objective.losses(prediction, batch)
                 self._losses[part] = losses.detach()

@@ -11,7 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 from thrifty.core.batches import Batch, BatchSource, ExampleIndex, ExampleSubset, ResizedSource
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.technique import Technique
-from thrifty.data.user_data import UserDataset, dataset_of
+from thrifty.data.data_loading import dataset_of
+from thrifty.data.user_dataset import UserDataset
 from thrifty.modeling.image_sizes import IMAGES
 
 TEXT = "tokens"
@@ -37,8 +38,8 @@ class LoaderBatches(BatchSource):
         return len(self.current)
 
     def example_index(self) -> ExampleIndex:
-        dataset, collate, _ = dataset_of(self.data)
-        contents = UserDataset(dataset, collate)
+        parts = dataset_of(self.data)
+        contents = UserDataset(parts.dataset, parts.collate)
         return ExampleIndex(len(contents), contents.fingerprint())
 
     def subset(self, choice: ExampleSubset) -> BatchSource:

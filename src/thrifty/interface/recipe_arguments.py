@@ -14,13 +14,15 @@ from thrifty.core.plain_values import read_budget
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel
-from thrifty.data.user_data import dataset_of
+from thrifty.data.data_loading import dataset_of
 from thrifty.experiments import studies
 from thrifty.interface.own_loop import technique_of
+from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 from thrifty.recipes import load_recipe
 from thrifty.techniques import find
 
 Function = Callable[[nn.Module, Any], Any]
+Metric = Function | DatasetMetric | ModelMetric
 
 
 class RecipeArguments(TypedDict, total=False):
@@ -30,7 +32,7 @@ class RecipeArguments(TypedDict, total=False):
     data: Any
     held_out: Any
     loss: Function | str | None
-    metrics: Mapping[str, Function] | None
+    metrics: Mapping[str, Metric] | None
     techniques: Sequence[str | Technique | type[Technique]]
     budget: int | str | None
     batch: int | None
@@ -46,7 +48,7 @@ def recipe(
     *,
     held_out: Any = None,
     loss: Function | str | None = None,
-    metrics: Mapping[str, Function] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     techniques: Sequence[str | Technique | type[Technique]] = (),
     budget: int | str | None = None,
     batch: int | None = None,
@@ -58,13 +60,15 @@ def recipe(
 ) -> Recipe:
     """Return the recipe of a run: a value that `train`, `check`, `explain`, `compare` and `plan` take.
 
-    `model` is a module, whose weights are where training starts, a function that builds one, a preset or a Hugging Face
-    folder. `data` and `held_out` are map-style datasets, `datasets.Dataset`s or DataLoaders, or `data` is a path or a
-    known name. `loss(model, batch)` returns one loss for each example, losses and weights of their parts, or a mean; or
-    it is the name of an objective. Functions in `metrics` have the same form. `budget` is "20 steps", "1e7 tokens",
-    "3 epochs", "90s", "10min", "2h" or a number of steps; `batch` the effective batch in examples. Without an optimizer
-    among `techniques` it is AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML
-    file, gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
+    `model` is a module, whose weights are where training starts, a function that builds one, a preset or a Hugging
+    Face folder. `data` and `held_out` are map-style or iterable datasets, `datasets.Dataset`s, DataLoaders (whose
+    workers read them), lists, arrays or tuples of arrays, or `data` is a path or a known name. `loss(model, batch)`
+    returns one loss for each example, losses and weights of their parts, or a mean; or it is the name of an
+    objective. Functions in `metrics` have the same form, or are a `DatasetMetric` or `ModelMetric`. `budget` is "20
+    steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps; `batch` the effective batch in
+    examples. Without an optimizer among `techniques` it is AdamW with a linear decay. `recipe`, a value, a name
+    (`thrifty.list("recipes")`) or a TOML file, gives everything that is not passed; by default it is `llama-nano`
+    on `python-stdlib` for 500 steps.
 
     The objects are in the recipe and in no file: TOML records their names. Raises UsageError for arguments that do not
     fit.
@@ -138,7 +142,7 @@ def _budget(budget: int | str, data: Any, settings: DataSettings) -> Budget:
         return Budget(steps=budget)
     number, _, unit = budget.strip().partition(" ")
     if unit.strip() in ("epoch", "epochs"):
-        if data is None:
+        if data is None or not dataset_of(data).is_map_style:
             raise UsageError(f"the budget {budget!r} needs a dataset whose examples are counted", fix='"1e7 tokens"')
         try:
             return Budget(steps=math.ceil(float(number) * len(dataset_of(data)[0]) / settings.batch))

@@ -28,6 +28,8 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
         told.append(f"held-out loss {loss:.3f} nats{measured}")
     if loss is not None and "loss_in" in summary:
         told.append(f"held-out loss {loss:.3f}, {summary['loss_in']}")
+    if "unrepeatable" in summary:
+        told.append(summary["unrepeatable"])
     if advice := _batch_advice(Path(summary["folder"])):
         told.append(advice)
     return [*told, f"run folder {summary['folder']}"]

@@ -12,7 +12,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
-from thrifty.interface.recipe_arguments import Function, RecipeArguments
+from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.run_endings import ending
 from thrifty.interface.run_reports import run_folder
@@ -77,7 +77,7 @@ def train(
     *,
     held_out: Any = None,
     loss: Function | str | None = None,
-    metrics: Mapping[str, Function] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     techniques: Sequence[str | Technique | type[Technique]] = (),
     budget: int | str | None = None,
     batch: int | None = None,
@@ -130,7 +130,7 @@ def resume(
     data: Any = None,
     held_out: Any = None,
     loss: Function | None = None,
-    metrics: Mapping[str, Function] | None = None,
+    metrics: Mapping[str, Metric] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     recipe: Recipe | None = None,
     fork: str | None = None,

@@ -1,6 +1,7 @@
 """Loss, whatever else an objective measures, and what can be seen of its predictions, on held-out data."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Objective
+from thrifty.core.objective import Objective, Prediction
 
 
 @contextmanager
@@ -22,26 +23,56 @@ def _judged(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device
+    model: nn.Module,
+    objective: Objective,
+    batches: Iterable[Batch],
+    device: torch.device,
+    say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
     """The means over all examples of the batches by their weights: the "loss", in nats per prediction, and what the
-    objective `measures`. Every rank evaluates the same data, so that all agree to the last bit; randomness (dropout) is
-    off."""
+    objective `measures`; and what it makes of all of them together. Every rank evaluates the same data, so that all
+    agree to the last bit; randomness (dropout) is off.
+
+    A mean over the rows of a batch counts only where the batch is as large as the first; `say` is told of those that
+    are not.
+    """
     totals = dict.fromkeys(("loss", *objective.measured), 0.0)
     weights = dict(totals)
+    rows: dict[str, list[Tensor]] = {name: [] for name in objective.collected}
+    left_out: dict[str, int] = {}
+    size = 0
     with _judged(model):
         for batch in batches:
+            size = size or len(batch)
             here, weight = batch.to(device), batch.weight.double()
             prediction = objective.predict(model, here)
-            losses, parts = objective.losses(prediction, here), prediction.part_weights
-            measures = {"loss": losses if parts is None else torch.stack([losses, parts])}
-            if objective.measured:
+            measures = {"loss": _losses(objective, prediction, here)}
+            if objective.metrics:
                 measures |= objective.measures(prediction, here)
+            for name, kept in rows.items():
+                kept.append(measures[name].cpu())
             for name in totals:
-                values, counts = measures[name] if measures[name].ndim > 1 else (measures[name], torch.ones(len(here)))
+                value = measures[name]
+                if value.ndim == 0 and len(batch) != size:
+                    left_out[name] = left_out.get(name, 0) + len(batch)
+                    continue
+                values, counts = value if value.ndim > 1 else (value.expand(len(batch)), torch.ones(len(batch)))
                 totals[name] += float(values.double().cpu() @ weight)
                 weights[name] += float(counts.double().cpu() @ weight)
-    return {name: total / weights[name] for name, total in totals.items()}
+        whole = {name: torch.cat(kept).numpy() for name, kept in rows.items()}
+        overall = objective.overall(model, whole) if objective.summarized else {}
+    for name, examples in left_out.items():
+        say(f"held-out {name} is a mean over each batch of {size}: the last {examples} examples do not count in it")
+    means = {name: total / weights[name] if weights[name] else math.nan for name, total in totals.items()}
+    return {name: (means | overall)[name] for name in ("loss", *objective.metrics)}
+
+
+def _losses(objective: Objective, prediction: Prediction, batch: Batch) -> Tensor:
+    """Return the losses of a batch as `Objective.measures` returns metrics."""
+    losses = objective.losses(prediction, batch)
+    if prediction.is_mean:
+        return losses.mean()
+    return losses if prediction.part_weights is None else torch.stack([losses, prediction.part_weights])
 
 
 def held_out_loss(model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device) -> float:

@@ -167,8 +167,9 @@ def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective
             objective, data = open_examples(recipe, say)
             return (UserLoss(objects.loss, _fields, objects.metrics) if objects.loss else objective), data
         settings = recipe.data
-        data = open_user_data(objects.data, objects.held_out, settings.batch, recipe.seed, objects.collate)
-        return UserLoss(objects.loss or loss_of_output, data.contents.assembled, objects.metrics), data
+        judged = recipe.evaluation.examples
+        data = open_user_data(objects.data, objects.held_out, settings.batch, recipe.seed, objects.collate, judged)
+        return UserLoss(objects.loss or loss_of_output, data.assembled, objects.metrics), data
 
     opened: list[tuple[Objective, RunData]] = []
     process_group_sync().run_first(lambda: opened.append(opened_by(say)))

@@ -220,7 +220,8 @@ class _Observer:
         assert self.state.model is not None
         run = self.session.run
         batches = heartbeat.report_progress(self.session.held_out, f"the evaluation after step {self.state.step}")
-        return evaluate(self.state.model, run.eval_objective, batches, run.device)
+        say = self.say if self.evaluated_step is None else lambda text: None
+        return evaluate(self.state.model, run.eval_objective, batches, run.device, say)
 
     def show_predictions(self) -> None:
         """Keep for the report what the objective has to show of the first held-out examples."""
@@ -257,7 +258,7 @@ class _Observer:
             self.folder.checkpoints,
             self.state.step,
             self.state.tensors(),
-            {**self.state.scalars(), **self.session.kept, **records},
+            {**self.state.scalars(), **self.session.kept, **records, "source": self.session.run.plain.source.state()},
             best=best,
             keep=self.recipe.checkpoints.keep,
             also=self.also,

@@ -160,6 +160,7 @@ def _resume(
 
     def fill(state: TrainState) -> list[str]:
         load_state(state, saved, process_group_sync())
+        prepared.run.plain.source.load_state(saved.scalars.get("source", {}))
         sealed = saved.scalars.get("records") if rank() == 0 else None  # checkpoints of earlier versions have none
         return [*saved.notices, *(folder.damage_of_records(sealed) if sealed else [])]
 
@@ -259,7 +260,9 @@ def _run(
     try:
         with explain_out_of_memory(predicted, remedy):
             state = run.start() if log is None else run.init_state(log)
-            notices = [*fill(state), *_lost_updates(run, state), *filter(None, [folder.notice])]
+            source = run.plain.source
+            told = [folder.notice, *source.notices, source.unrepeatable]
+            notices = [*fill(state), *_lost_updates(run, state), *filter(None, told)]
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:
             folder.write_text("recipe.toml", write_recipe(recipe))
@@ -274,7 +277,8 @@ def _run(
     facts = {
         "folder": str(folder.path),
         **known,
-        **({"measured": list(run.eval_objective.measured)} if run.eval_objective.measured else {}),
+        **({"measured": list(run.eval_objective.metrics)} if run.eval_objective.metrics else {}),
+        **({"unrepeatable": source.unrepeatable} if source.unrepeatable else {}),
         **({"loss_in": plain.loss_in} if (plain := run.plain.objective).loss_in != "nats" else {}),
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
         "predicted_memory": predicted,

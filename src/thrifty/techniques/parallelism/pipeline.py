@@ -133,7 +133,7 @@ class PipelineObjective(WrappedObjective):
         def find(name: str) -> Any:
             return lambda prediction, batch: self.inner.measures(prediction, batch)[name]
 
-        return {name: self._told(find(name), prediction, batch) for name in self.measured}
+        return {name: self._told(find(name), prediction, batch) for name in self.measured + self.collected}
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         return {}  # the last stage alone has something to show

@@ -1,0 +1,88 @@
+"""Batches of any form, taken apart into tensors by name and put together again."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.errors import UsageError
+
+Put = Callable[[Mapping[str, Tensor]], Any]
+"""Puts a batch together from its tensors by name."""
+
+
+def take_apart(batch: Any) -> tuple[dict[str, Tensor], str, Put]:
+    """Return the tensors of a batch by the paths at which they are, a description of its form, and a function that puts
+    tensors of these names together again.
+
+    A batch is a tensor or a numpy array, or such in mappings, sequences, named tuples and dataclasses; None and
+    switches are part of its form. Raises UsageError for anything else.
+    """
+    leaves: dict[str, Tensor] = {}
+    form, put = _take_apart(batch, "", leaves)
+    return leaves, form, put
+
+
+def _take_apart(value: Any, path: str, leaves: dict[str, Tensor]) -> tuple[str, Put]:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(value)
+    kind = type(value)
+    if isinstance(value, Tensor):
+        leaves[path or "batch"] = value
+        return "tensor", lambda tensors: tensors[path or "batch"]
+    if value is None or isinstance(value, bool):
+        return repr(value), lambda tensors: value
+    if is_dataclass(value):
+        parts = {each.name: getattr(value, each.name) for each in fields(value)}
+        assemble = lambda parts: _with_fields(kind, parts)  # noqa: E731
+    elif isinstance(value, Mapping):
+        parts = dict(value)
+        assemble = (lambda parts: parts) if kind is dict else lambda parts: kind(parts)
+    elif isinstance(value, tuple | list):
+        parts = {str(place): each for place, each in enumerate(value)}
+        is_named = hasattr(value, "_fields")
+        assemble = lambda parts: kind(*parts.values()) if is_named else kind(parts.values())  # noqa: E731
+    else:
+        shown = f" ({value!r:.40})" if isinstance(value, str | int | float) else ""
+        raise UsageError(
+            f"part {path or 'batch'!r} of a batch is a {kind.__name__}{shown}, and has no row for each example",
+            fix="leave it out, or pass collate=, a function that returns tensors with one row for each example",
+        )
+    inner = {key: _take_apart(each, f"{path}.{key}".strip("."), leaves) for key, each in parts.items()}
+    puts = {key: put for key, (_, put) in inner.items()}
+    form = f"{kind.__name__}({', '.join(f'{key}: {form}' for key, (form, _) in inner.items())})"
+    return form, lambda tensors: assemble({key: put(tensors) for key, put in puts.items()})
+
+
+def _with_fields(kind: type, parts: Mapping[str, Any]) -> Any:
+    """Return an object of a dataclass without calling it, since its values have been through that already."""
+    made = object.__new__(kind)
+    for name, value in parts.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def same_values(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
+    """Return the name of the first tensor that differs in a bit, or an empty string."""
+    for name in one.keys() | other.keys():
+        if name not in one or name not in other or hashed(one[name]) != hashed(other[name]):
+            return name
+    return ""
+
+
+def hashed(tensor: Tensor) -> bytes:
+    """Return the type, shape and bits of a tensor."""
+    bits = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+    return repr((tensor.dtype, tuple(tensor.shape))).encode() + (bits.numpy().tobytes() if tensor.numel() else b"")
+
+
+def deep_copy(value: Any) -> Any | None:
+    """Return a copy, or None for what cannot be copied, such as an open file."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # of anybody's class
+        return None

@@ -1,0 +1,94 @@
+"""Examples of the user's own, collated into batches of one form by generators that are seeded."""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from thrifty.core.batches import Batch
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.randomness import seed_of
+from thrifty.data.batch_forms import take_apart
+from thrifty.data.data_loading import Collate
+
+
+@contextmanager
+def seeded_draws(key: str) -> Iterator[None]:
+    """Seed the generators of Python, numpy and torch's processor by a key, and restore them afterwards."""
+    before = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
+    seed = seed_of(key)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.random.default_generator.manual_seed(seed % 2**63)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.random.set_rng_state(before[2])
+
+
+def _generator_states() -> tuple[Any, ...]:
+    _, words, place, *_ = np.random.get_state()
+    return random.getstate(), words.tobytes(), place, torch.random.get_rng_state().numpy().tobytes()
+
+
+class Collation:
+    """Examples collated into batches of one form, which the first of them has.
+
+    A batch may be of any form (see `take_apart`). Its tensors are the fields of a `Batch`; `put` makes a batch of the
+    same form of them. Raises UsageError for a part that has no row for each example.
+    """
+
+    def __init__(self, collate: Collate | None, examples: Sequence[Any]):
+        self.collate = collate or default_collate
+        self.form, self.put = "", None
+        with seeded_draws("first"):
+            before = _generator_states()
+            self._collated(examples)
+            self.draws = _generator_states() != before
+        """True if collating draws random values, which then depend on all examples of a batch."""
+
+    def fields(self, examples: Sequence[Any], key: str) -> dict[str, Tensor]:
+        """Return a batch of examples, random values being drawn from the key."""
+        with seeded_draws(key):
+            return self._collated(examples)
+
+    def assembled(self, batch: Batch) -> Any:
+        """Return a batch in the form that the collate function gave it."""
+        assert self.put is not None
+        return self.put(batch.fields)
+
+    def _collated(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        try:
+            batch = self.collate(list(examples))
+        except Exception as error:
+            if isinstance(error, ThriftyError):
+                raise
+            raise UsageError(
+                f"{len(examples)} examples cannot be collated: {type(error).__name__}: {error}",
+                fix="give all examples the same parts of one shape, or pass collate=, which pads them",
+            ) from error
+        fields, form, put = take_apart(batch)
+        if not self.form:
+            self.form, self.put = form, put
+        if form != self.form:
+            raise UsageError(
+                f"examples of the dataset differ in form: {form} after {self.form}",
+                fix="give every example the same keys, or a collate function that does",
+            )
+        if not fields:
+            raise UsageError(f"a batch has no tensors: {form}", fix="return tensors from the dataset")
+        for name, tensor in fields.items():
+            if tensor.ndim == 0 or len(tensor) != len(examples):
+                raise UsageError(
+                    f"part {name!r} of a batch of {len(examples)} examples is of shape {tuple(tensor.shape)}, and has "
+                    "no row for each example",
+                    fix="let the collate function return tensors with one row per example",
+                )
+        return fields

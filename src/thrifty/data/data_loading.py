@@ -1,0 +1,129 @@
+"""DataLoaders and other sources of examples, taken apart into what a run needs of them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+
+from thrifty.core.errors import RefusedError, UsageError
+
+Collate = Callable[[list[Any]], Any]
+LOADING = ("num_workers", "prefetch_factor", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+"""Settings of a DataLoader that change how examples are read, and not which."""
+
+
+class DataParts(NamedTuple):
+    """A dataset, and what a DataLoader around it says."""
+
+    dataset: Any
+    collate: Collate | None = None
+    batch: int | None = None
+    loading: Mapping[str, Any] = {}
+    """Settings of a DataLoader by which batches are read in other processes."""
+    is_shuffled: bool = True
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_map_style(self) -> bool:
+        return hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
+
+
+def dataset_of(data: Any) -> DataParts:
+    """Return the dataset of a DataLoader, or a dataset as it is, and how it is read.
+
+    Arrays and tensors in a tuple or a dictionary are columns of examples. Raises RefusedError for a sampler of the
+    user's own, UsageError for what has no examples.
+    """
+    if isinstance(data, DataLoader):
+        return _of_loader(data)
+    if isinstance(data, Mapping) and data and all(isinstance(each, np.ndarray | Tensor) for each in data.values()):
+        return DataParts(Columns(data))
+    if isinstance(data, Mapping):
+        splits = ", ".join(map(str, data))
+        raise UsageError(
+            f"data is a {type(data).__name__} of {splits or 'nothing'}, and no dataset",
+            fix="pass two of its values: data=splits['train'], held_out=splits['test']",
+        )
+    if isinstance(data, tuple) and data and all(isinstance(each, np.ndarray | Tensor) for each in data):
+        return DataParts(Columns(data))
+    if isinstance(data, Iterator):
+        raise UsageError(
+            f"data is a {type(data).__name__}, which can be read once only",
+            fix="pass a dataset, a list of examples, or an IterableDataset whose __iter__ starts again",
+        )
+    if type(data).__module__.partition(".")[0] == "pandas":
+        raise UsageError("data is a pandas object", fix='pass its rows: data=frame.to_dict("records")')
+    if isinstance(data, str) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
+        raise UsageError(f"data is a {type(data).__name__}, and no dataset", fix="pass a map-style or iterable dataset")
+    if getattr(data, "format", {"type": ""})["type"] is None if isinstance(getattr(data, "format", None), dict) else 0:
+        data = data.with_format("torch")  # of datasets.Dataset, whose own lists have no rows
+    return DataParts(data)
+
+
+def _of_loader(loader: DataLoader[Any]) -> DataParts:
+    inner = dataset_of(loader.dataset)
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise RefusedError(
+            "the DataLoader has batch_size=None: its dataset makes batches itself, and the effective batch of a step "
+            "could not be divided or varied",
+            fix="pass a dataset of single examples, or a DataLoader with batch_size",
+        )
+    loading = {name: getattr(loader, name) for name in LOADING if getattr(loader, name, None)}
+    if not loading.keys() & {"num_workers", "pin_memory"}:
+        loading = {}
+    if not inner.is_map_style:
+        return inner._replace(
+            collate=loader.collate_fn,
+            batch=loader.batch_size,
+            loading={},
+            notices=("an iterable dataset is read in the training process: its DataLoader's workers are not used",)
+            if loader.num_workers
+            else (),
+        )
+    sampler = loader.sampler
+    is_random = type(sampler) is RandomSampler
+    plain = type(sampler) is SequentialSampler or (
+        is_random and not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    )
+    if not plain or type(loader.batch_sampler) is not BatchSampler:
+        name = type(loader.batch_sampler if plain else sampler).__name__
+        raise RefusedError(
+            f"the DataLoader has a sampler of its own ({name}), and the order of examples must be a function of seed "
+            "and step for a run to resume",
+            fix="pass the dataset without its sampler; unequal weights are the loss's second result",
+        )
+    notices = []
+    if not is_random:
+        notices.append("the DataLoader has shuffle=False: examples are read in the dataset's own order in each epoch")
+    if is_random and sampler.generator is not None:
+        notices.append("the DataLoader's generator is not used: the order of examples follows the run's seed")
+    if loader.drop_last and len(loader.dataset) % loader.batch_size:
+        notices.append("the DataLoader has drop_last=True: a batch continues in the next epoch, and none is dropped")
+    return inner._replace(
+        collate=loader.collate_fn,
+        batch=loader.batch_size,
+        loading=loading,
+        is_shuffled=is_random,
+        notices=tuple(notices),
+    )
+
+
+class Columns(Dataset[Any]):
+    """Arrays or tensors whose rows are the parts of examples. Raises UsageError where some have more rows."""
+
+    def __init__(self, columns: Mapping[str, Any] | tuple[Any, ...]):
+        self.columns = columns
+        lengths = {len(each) for each in (columns.values() if isinstance(columns, Mapping) else columns)}
+        if len(lengths) > 1:
+            raise UsageError(f"columns have {' and '.join(map(str, sorted(lengths)))} rows", fix="pass as many of each")
+        self.length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.columns, Mapping):
+            return {name: each[index] for name, each in self.columns.items()}
+        return tuple(each[index] for each in self.columns)

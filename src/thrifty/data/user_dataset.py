@@ -1,0 +1,116 @@
+"""Map-style datasets of the user's own as a pure function of (seed, step)."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from thrifty.core.batches import Batch, ExampleIndex
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.data.batch_forms import hashed, same_values
+from thrifty.data.collation import Collation, seeded_draws
+from thrifty.data.data_loading import Collate, DataParts
+from thrifty.data.epoch_sampler import HELD_OUT_KEY, EpochSource
+
+FINGERPRINTED = 16
+"""Examples, spread over the dataset, whose values enter its fingerprint."""
+
+
+class UserDataset:
+    """A map-style dataset with its collate function, as `IndexedExamples`."""
+
+    def __init__(self, dataset: Any, collate: Collate | None = None):
+        self.dataset = dataset
+        if not len(dataset):
+            raise UsageError("the dataset has no examples", fix="give one with some")
+        some = range(min(2, len(dataset)))
+        self.collation = Collation(collate, [self._example(index, "first") for index in some])
+        one, other = (self.seeded_fields([0], ["first"]) for _ in range(2))
+        self.unrepeated = same_values(one, other)
+        """The part in which an example, read twice with the same generators, differs from itself."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self.seeded_fields(indices, [f"{HELD_OUT_KEY}/{index}" for index in indices])
+
+    def seeded_fields(self, indices: Sequence[int] | np.ndarray, keys: Sequence[str]) -> dict[str, Tensor]:
+        """Return the examples at these places, whatever they draw being drawn from their keys."""
+        examples = [self._example(int(index), key) for index, key in zip(indices, keys, strict=True)]
+        return self.collation.fields(examples, f"{keys[0]}/{len(keys)}/collate")
+
+    def assembled(self, batch: Batch) -> Any:
+        return self.collation.assembled(batch)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the number of examples and of some of them, or of their form where values differ each
+        time."""
+        digest = hashlib.sha256(f"{type(self.dataset).__qualname__}/{len(self)}".encode())
+        if self.unrepeated:
+            digest.update(self.collation.form.encode())
+            return digest.hexdigest()
+        for index in np.linspace(0, len(self) - 1, FINGERPRINTED).astype(int):
+            for tensor in self.fields(np.array([index])).values():
+                digest.update(hashed(tensor))
+        return digest.hexdigest()
+
+    def unrepeated_words(self, name: str) -> str:
+        """Return a clause on how examples differ from themselves, or an empty string."""
+        if not self.unrepeated:
+            return ""
+        kind = type(self.dataset).__name__
+        return f"an example of {name} ({kind}) that is read twice differs in {self.unrepeated!r}"
+
+    def _example(self, index: int, key: str) -> Any:
+        try:
+            with seeded_draws(key):
+                return self.dataset[index]
+        except Exception as error:
+            if isinstance(error, ThriftyError):
+                raise
+            raise UsageError(
+                f"example {index} of the dataset ({type(self.dataset).__name__}) cannot be read: "
+                f"{type(error).__name__}: {error}",
+                fix=f"mend dataset[{index}]; numbers from 0 to len(dataset) - 1 are asked for",
+            ) from error
+
+
+class UserSource(EpochSource):
+    """Training examples of a user's dataset in epochs. Their code draws from global generators, so that they are read
+    in the training thread or in processes of a DataLoader, never in another thread.
+
+    A collate function that draws is given whole effective batches, so that they depend on no ranks.
+    """
+
+    contents: UserDataset
+
+    def __init__(self, contents: UserDataset, batch: int, seed: int, parts: DataParts):
+        super().__init__(contents, batch, seed)
+        self._loading, self.is_shuffled = parts.loading, parts.is_shuffled
+        self.notices, self.unrepeatable = parts.notices, contents.unrepeated_words("data")
+
+    @property
+    def collation(self) -> Collation:
+        return self.contents.collation
+
+    @property
+    def in_thread(self) -> bool:
+        return False
+
+    @property
+    def loading(self) -> Mapping[str, Any]:
+        return self._loading
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        if self.contents.collation.draws and stop - start < self.batch:
+            return super().rows(step, 0, self.batch).rows(start, stop)
+        return super().rows(step, start, stop)
+
+    def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
+        return self.contents.seeded_fields(chosen, [f"{self.seed}/{number}" for number in numbers])
+
+    def example_index(self) -> ExampleIndex:
+        return ExampleIndex(len(self.contents), self.contents.fingerprint())

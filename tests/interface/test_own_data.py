@@ -1,0 +1,281 @@
+"""Datasets of the user's own: of any form, read alike however often, in whatever processes and after any stop."""
+
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import user_work
+from torch import Tensor, nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+import thrifty
+from thrifty.core.errors import ThriftyError
+from thrifty.data.prefetch import prefetch
+from thrifty.data.user_data import UserData, open_user_data
+from thrifty.training import checkpoint
+
+X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+Y = (X.sum(1) > 0).long()
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Labelled:
+    x: Tensor
+    y: Tensor
+    is_train: bool = True
+
+
+def opened(data: Any, held_out: Any = None, **more: Any) -> UserData:
+    return open_user_data(data, data if held_out is None else held_out, 8, 0, **more)
+
+
+ROWS = [{"x": x, "y": y} for x, y in zip(X, Y, strict=True)]
+FORMS: dict[str, Callable[[], Any]] = {
+    "TensorDataset": lambda: TensorDataset(X, Y),
+    "Subset": lambda: Subset(TensorDataset(X, Y), range(4, 30)),
+    "ConcatDataset": lambda: ConcatDataset([TensorDataset(X, Y), TensorDataset(X, Y)]),
+    "list of dictionaries": lambda: ROWS,
+    "numpy array": X.numpy,
+    "tensor": lambda: X,
+    "tuple of arrays": lambda: (X.numpy(), Y.numpy()),
+    "dictionary of arrays": lambda: {"x": X.numpy(), "y": Y},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_dataset_of_any_kind_gives_the_batches_of_torchs_collate_function(name: str) -> None:
+    data = opened(FORMS[name]())
+    batch = data.train.at(3)
+    whole = data.assembled(batch)
+    x = whole["x"] if isinstance(whole, dict) else whole if isinstance(whole, Tensor) else whole[0]
+    assert x.shape == (8, 6) and all(any(torch.equal(row, each) for each in X) for row in x)
+
+
+class Encoding(UserDict):
+    """As `BatchEncoding` of transformers is."""
+
+
+@pytest.mark.parametrize(
+    ("collate", "x"),
+    [
+        (lambda rows: Pair(*torch.utils.data.default_collate([tuple(row.values()) for row in rows])), lambda b: b.x),
+        (
+            lambda rows: Labelled(torch.stack([r["x"] for r in rows]), torch.stack([r["y"] for r in rows])),
+            lambda b: b.x,
+        ),
+        (lambda rows: Encoding(x=torch.stack([r["x"] for r in rows]), extra=None), lambda b: b["x"]),
+        (lambda rows: [{"x": (torch.stack([r["x"] for r in rows]),)}], lambda b: b[0]["x"][0]),
+        (lambda rows: {"x": np.stack([r["x"] for r in rows])}, lambda b: b["x"]),
+    ],
+    ids=["named tuple", "dataclass", "mapping", "nested", "numpy"],
+)
+def test_a_batch_keeps_the_form_that_the_collate_function_gave_it(collate: Any, x: Any) -> None:
+    data = opened(ROWS, collate=collate)
+    given, wanted = data.assembled(data.train.rows(0, 2, 5)), collate(ROWS[:3])
+    assert type(given) is type(wanted) and x(given).shape == (3, 6)
+    if isinstance(given, Labelled):
+        assert given.is_train
+
+
+def test_rows_of_datasets_come_as_tensors() -> None:
+    datasets = pytest.importorskip("datasets")
+    plain = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()})
+    data = opened(plain)
+    assert data.assembled(data.train.at(0))["x"].shape == (8, 6)
+    doubled = plain.with_transform(lambda rows: {"x": [2 * torch.tensor(row) for row in rows["x"]]})
+    assert data.identity["data"] != opened(doubled).identity["data"]
+    with pytest.raises(ThriftyError, match="DatasetDict of train"):
+        opened(datasets.DatasetDict(train=plain))
+
+
+class Restless(Dataset[Tensor]):
+    """Draws from a generator of its own, which nobody seeds."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": X[index] + float(self.generator.random()), "y": Y[index]}
+
+
+def test_a_dataset_that_differs_from_itself_is_named_and_its_resume_is_called_inexact(tmp_path: Path) -> None:
+    options = {**user_work.objects(), "data": Restless(), "held_out": ROWS, "batch": 8, "runs": tmp_path}
+    run = thrifty.train(**options, budget=3, quiet=True)
+    words = run.summary["unrepeatable"]
+    assert "data (Restless) that is read twice differs in 'x'" in words and "not exactly" in words
+    assert words in repr(run) and words in (run.folder / "records.jsonl").read_text()
+    assert not opened([{"x": torch.tensor([float("nan")])}] * 9).train.unrepeatable
+
+
+def test_collating_that_draws_depends_on_no_ranks() -> None:
+    def noisy(rows: list[Any]) -> Tensor:
+        return torch.stack([row["x"] for row in rows]) + torch.randn(len(rows), 1)
+
+    data = opened(ROWS, collate=noisy)
+    parts = [data.train.rows(2, start, start + 2) for start in range(0, 8, 2)]
+    assert torch.equal(torch.cat([part["batch"] for part in parts]), data.train.at(2)["batch"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_of_a_data_loader_read_the_batches_that_the_process_itself_reads(workers: int) -> None:
+    dataset = user_work.NoisySums(50)
+    loader = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=workers)
+    alone, read = opened(dataset).train, opened(loader, dataset).train
+    assert not alone.loading and read.loading["num_workers"] == workers
+    for one, other in zip(prefetch(alone, 2, 6), prefetch(read, 2, 6), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one.fields)
+
+
+def test_an_error_in_a_worker_keeps_its_fix() -> None:
+    class Broken(user_work.NoisySums):
+        def __getitem__(self, index: int) -> Any:
+            return {}["missing"] if index == 7 else super().__getitem__(index)
+
+    data = DataLoader(Broken(50), 8, shuffle=True, num_workers=1)
+    with pytest.raises(ThriftyError, match=r"example 7 .* cannot be read: KeyError") as error:
+        list(prefetch(opened(data, user_work.NoisySums(9)).train, 0, 7))
+    assert error.value.fix
+
+
+def test_settings_of_a_data_loader_are_kept_or_named() -> None:
+    in_order = opened(DataLoader(ROWS, 16), ROWS)
+    assert torch.equal(in_order.train.at(1)["x"], X[8:16])
+    assert "shuffle=False" in in_order.train.notices[0]
+    generator = torch.Generator()
+    named = opened(DataLoader(ROWS, 16, shuffle=True, drop_last=True, generator=generator), ROWS).train.notices
+    assert "generator is not used" in named[0] and "drop_last" in named[1]
+
+
+class Numbers(IterableDataset[dict[str, Tensor]]):
+    """Numbers with noise of the global generators."""
+
+    def __init__(self, count: int = 20):
+        self.count = count
+
+    at = 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        first, self.at = self.at, 0
+        for number in range(first, self.count):
+            self.at = number + 1
+            ResumableNumbers.reads += 1
+            yield {"x": torch.full((6,), float(number)) + torch.randn(6), "y": torch.tensor(number % 2)}
+
+
+class ResumableNumbers(Numbers):
+    """The same with a state."""
+
+    reads = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class ForgetfulNumbers(ResumableNumbers):
+    """Has a state that restores nothing."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", [Numbers, ResumableNumbers, ForgetfulNumbers])
+def test_an_iterable_dataset_is_read_in_its_order_and_again_from_its_start(kind: type[Numbers]) -> None:
+    train = opened(kind(), judged=5).train
+    batches = [train.at(step) for step in range(6)]
+    numbers = torch.cat([batch["y"] for batch in batches])
+    assert numbers.tolist() == [number % 20 % 2 for number in range(48)]
+    assert torch.equal(train.at(1)["x"], batches[1]["x"])  # asked again, out of order
+    assert torch.equal(train.rows(4, 2, 6)["x"], batches[4]["x"][2:6])
+    assert train.keeps_state == (kind is ResumableNumbers)
+    assert ("keep the state" if kind is ResumableNumbers else "reads all earlier examples again") in train.notices[0]
+
+
+def test_a_state_saves_reading_what_was_read() -> None:
+    before, after = opened(ResumableNumbers(100)).train, opened(ResumableNumbers(100)).train
+    wanted = [before.at(step) for step in range(6)][-1]
+    before.at(4)
+    state = before.state()
+    after.load_state(state)
+    ResumableNumbers.reads = 0
+    assert torch.equal(after.at(5)["y"], wanted["y"]) and ResumableNumbers.reads == 8
+
+
+@pytest.mark.parametrize("kind", [Numbers, ResumableNumbers])
+def test_a_run_on_an_iterable_dataset_resumes_to_the_bits_of_one_that_was_not_stopped(
+    kind: Any, tmp_path: Path
+) -> None:
+    options = {**user_work.objects(), "data": kind(50), "held_out": ROWS, "batch": 8, "runs": tmp_path, "quiet": True}
+    whole = thrifty.train(**options, budget=12, name="whole")
+    part = thrifty.train(**options, budget=12, name="part", observers=[lambda record: record.step < 5])
+    assert part.summary["status"] == "interrupted"
+    again = thrifty.resume(part)
+    one, other = (checkpoint.load(run.folder / "checkpoints").tensors for run in (whole, again))
+    assert all(torch.equal(one[name], other[name]) for name in one) and again.loss == whole.loss
+
+
+class Exhausted(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        return ROWS[0]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ((row for row in ROWS), "can be read once only"),
+        (Exhausted(), "can be read once only"),
+        ({}, "no dataset"),
+        (3, "is a int"),
+        ("rows", "is a str"),
+        ((X.numpy(), Y.numpy()[:3]), "3 and 40 rows"),
+        ([], "no examples"),
+        (Numbers(0), "no examples"),
+        ([{"text": "a"}] * 9, r"part 'text\.0' of a batch is a str \('a'\)"),
+        ([{"x": torch.ones(number)} for number in range(1, 10)], "cannot be collated"),
+        ([{"x": X[0]}, {"x": X[0]}, {"z": X[0]}] * 9, "cannot be collated|differ in form"),
+        (DataLoader(ROWS, batch_size=None), "makes batches itself"),
+        (DataLoader(ROWS, batch_sampler=[[0, 1]]), "sampler of its own"),
+    ],
+)
+def test_what_is_no_dataset_is_refused_with_the_fix(data: Any, words: str) -> None:
+    with pytest.raises(ThriftyError, match=words) as error:
+        opened(data, None if isinstance(data, list) else ROWS).train.at(0)
+    assert error.value.fix
+
+
+def test_a_model_of_transformers_learns_from_batches_of_its_tokenizers_kind(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+
+    def collate(rows: list[Tensor]) -> Any:
+        tokens = user_work.padded(rows)
+        encoded = {"input_ids": tokens, "attention_mask": (tokens != 0).long(), "labels": tokens[:, 0] % 2}
+        return transformers.BatchEncoding(encoded)
+
+    run = thrifty.train(
+        model=lambda: transformers.BertForSequenceClassification(config),
+        data=user_work.Sentences(),
+        held_out=user_work.Sentences(),
+        collate=collate,
+        batch=16,
+        budget=2,
+        runs=tmp_path,
+        quiet=True,
+    )
+    assert run.loss is not None and isinstance(run.model, nn.Module)

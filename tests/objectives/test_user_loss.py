@@ -1,0 +1,156 @@
+"""Losses and metrics of the user's own: taken exactly, or refused with the fix."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thrifty.core.backward import divided_by_parts, plain_backward
+from thrifty.core.batches import Batch
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.objectives.user_loss import UserLoss
+from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
+from thrifty.techniques.large_batch.gradient_accumulation import accumulated
+from thrifty.training.evaluation import evaluate
+
+CPU = torch.device("cpu")
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(3, (12,), generator=torch.Generator().manual_seed(1))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def batch(weight: Tensor | None = None) -> Batch:
+    weight = torch.full((12,), 1 / 12) if weight is None else weight
+    return Batch({"x": X[: len(weight)].clone(), "y": Y[: len(weight)].clone()}, weight)
+
+
+def objective(loss: Any, **metrics: Any) -> UserLoss:
+    return UserLoss(loss, lambda rows: dict(rows.fields), metrics)
+
+
+def mean(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(rows["x"]), rows["y"])
+
+
+def each(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(rows["x"]), rows["y"], reduction="none")
+
+
+def gradient(loss: Any, micro_batches: int = 1, weight: Tensor | None = None) -> Tensor:
+    model = network()
+    divided_by_parts(accumulated(plain_backward, micro_batches))(model, objective(loss), batch(weight))
+    return model.weight.grad
+
+
+def halved(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    losses = each(model, rows)
+    return losses, torch.full_like(losses, 0.5)
+
+
+@pytest.mark.parametrize("loss", [mean, each, halved])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_loss_of_each_form_has_the_gradient_of_torch(loss: Any, micro_batches: int) -> None:
+    model = network()
+    mean(model, {"x": X, "y": Y}).backward()
+    torch.testing.assert_close(gradient(loss, micro_batches), model.weight.grad)
+
+
+def test_a_mean_is_refused_where_it_cannot_be_taken_apart() -> None:
+    with pytest.raises(RefusedError, match="micro-batches of 3 and 4 examples"):
+        gradient(mean, 3, torch.full((11,), 1 / 11))  # 4, 4 and 3
+    with pytest.raises(RefusedError, match="drawn with weights"):
+        gradient(mean, weight=torch.linspace(0.1, 1, 12))
+
+
+def test_a_mean_is_judged_over_batches_of_one_size_and_what_is_left_out_is_said() -> None:
+    whole, told = batch(), []
+    parts = [whole.rows(0, 5), whole.rows(5, 10), whole.rows(10, 12)]
+    count = lambda model, rows: torch.ones(len(rows["y"]))  # noqa: E731
+    found = evaluate(network(), objective(mean, count=count), parts, CPU, told.append)
+    assert found["loss"] == pytest.approx(float(mean(network(), {"x": X[:10], "y": Y[:10]})))
+    assert found["count"] == 1 and "the last 2 examples do not count" in told[0] and len(told) == 1
+    exact = evaluate(network(), objective(each), parts, CPU, told.append)
+    assert exact["loss"] == pytest.approx(float(mean(network(), {"x": X, "y": Y}))) and len(told) == 1
+
+
+def changing(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    rows["x"].mul_(2)
+    return each(model, rows)
+
+
+def weighted(weight: Any) -> Any:
+    return lambda model, rows: (each(model, rows), weight)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda model, rows: each(model, rows).detach(), "has no gradient"),
+        (lambda model, rows: mean(model, rows).item(), "is a float"),
+        (lambda model, rows: (model(rows["x"]).argmax(1) == rows["y"]).long().sum(), "has no gradient|whole numbers"),
+        (lambda model, rows: model(rows["x"]).argmax(1) != rows["y"], "whole numbers"),
+        (lambda model, rows: each(model, rows)[:5], r"of shape \(5,\)"),
+        (lambda model, rows: None, "is a NoneType"),
+        (lambda model, rows: {"loss": mean(model, rows)}, "is a dict"),
+        (lambda model, rows: each(model, rows).to("meta"), "is on meta, and the batch on cpu"),
+        (lambda model, rows: each(model, rows).to(torch.complex64), "complex64"),
+        (changing, r"changes the batch in place \(part x\)"),
+        (weighted(torch.ones(11)), r"weights are a tensor of shape \(11,\)"),
+        (weighted(3), "weights are a int"),
+        (weighted(torch.full((12,), float("nan"))), "not finite, such as nan"),
+        (weighted(torch.full((12,), -1.0)), "negative"),
+        (weighted(torch.zeros(12)), "sum to 0"),
+        (lambda model, rows: (mean(model, rows), torch.ones(())), "values of shape"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused_with_the_fix(loss: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as error:
+        gradient(loss)
+    assert error.value.fix
+
+
+def test_a_part_that_does_not_count_may_have_any_value() -> None:
+    def loss(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        counts = torch.arange(12) < 6
+        return torch.where(counts, each(model, rows), float("nan")), counts
+
+    model = network()
+    mean(model, {"x": X[:6], "y": Y[:6]}).backward()
+    torch.testing.assert_close(gradient(loss), model.weight.grad)
+
+
+def test_metrics_of_all_predictions_are_those_of_scikit_learn() -> None:
+    metrics = pytest.importorskip("sklearn.metrics")
+    whole, model = batch(), network()
+    predict = lambda model, rows: (model(rows["x"]).argmax(1), rows["y"])  # noqa: E731
+    f1 = DatasetMetric(predict, lambda labels, predictions: metrics.f1_score(labels, predictions, average="macro"))
+    size = ModelMetric(lambda model: sum(p.numel() for p in model.parameters()))
+    right = lambda model, rows: model(rows["x"]).argmax(1) == rows["y"]  # noqa: E731
+    judged = objective(each, f1=f1, right=right, size=size)
+    found = evaluate(model, judged, [whole.rows(0, 5), whole.rows(5, 12)], CPU)
+    guesses = model(X).argmax(1).numpy()
+    assert list(found) == ["loss", "right", "f1", "size"] == ["loss", *judged.metrics]
+    assert found["f1"] == metrics.f1_score(Y.numpy(), guesses, average="macro")
+    assert found["right"] == pytest.approx(np.mean(guesses == Y.numpy())) and found["size"] == 15
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        (DatasetMetric(lambda model, rows: rows["y"], max), "predicts a tensor"),
+        (DatasetMetric(lambda model, rows: (rows["y"], rows["y"]), lambda *rows: "high"), "is a str"),
+        (ModelMetric(lambda model: None), "is a NoneType"),
+        (lambda model, rows: "a", "the metric 'm' of a batch of 12 examples is a str"),
+    ],
+)
+def test_a_metric_that_is_none_is_refused_with_the_fix(metric: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as error:
+        evaluate(network(), objective(each, m=metric), [batch()], CPU)
+    assert error.value.fix
