@@ -39,6 +39,8 @@ class LoaderBatches(BatchSource):
 
     def example_index(self) -> ExampleIndex:
         parts = dataset_of(self.data)
+        if not parts.is_map_style:
+            return super().example_index()
         contents = UserDataset(parts.dataset, parts.collate)
         return ExampleIndex(len(contents), contents.fingerprint())
 
