@@ -9,6 +9,7 @@ from .core.stages import Stage as Stage
 from .core.technique import Numerics as Numerics
 from .core.technique import Technique as Technique
 from .interface import losses as losses
+from .interface import testing as testing
 from .interface.attention_traces import trace as trace
 from .interface.board import board as board
 from .interface.chat import ChatSession as ChatSession

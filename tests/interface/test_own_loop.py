@@ -166,12 +166,17 @@ def test_a_copy_of_a_changed_model_computes_and_trains_with_its_own_weights(name
     assert all(parameter.grad is not None for parameter in copied.parameters() if parameter.requires_grad)
 
 
-def test_a_copy_of_a_model_whose_technique_works_at_steps_evaluates_and_refuses_to_train() -> None:
+@pytest.mark.parametrize("name", ["n_of_m", "optimal_recompute"])
+def test_a_copy_of_a_model_that_a_technique_is_bound_to_evaluates_and_refuses_to_train(name: str) -> None:
     model = network()
-    model, _ = thrifty.apply((model, thrifty.optim.AdamW(model)), "n_of_m", total_steps=STEPS)
+    if name == "n_of_m":
+        model, _ = thrifty.apply((model, thrifty.optim.AdamW(model)), name, total_steps=STEPS)
+    else:
+        model = thrifty.apply(model, name)
     copied, x = copy.deepcopy(model), torch.randn(4, 8)
-    assert torch.equal(copied.eval()(x), model(x))
-    with pytest.raises(UsageError, match="steps of another optimizer"):
+    with torch.no_grad():
+        assert torch.equal(copied.eval()(x), model(x))
+    with pytest.raises(UsageError, match="of which this is a copy"):
         copied.train()(x)
 
 

@@ -1,6 +1,5 @@
 """Techniques in a training loop of the user's own: `apply` and `summary`."""
 
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from thrifty.core.run_notes import collect_notes
 from thrifty.core.run_relative_settings import refuse_shares, refuse_unknown_batch, resolve_moments
 from thrifty.core.technique import Technique
 from thrifty.interface.changed_loader import change_data
+from thrifty.modeling.module_surgery import refuse_copies
 
 T = TypeVar("T")
 
@@ -92,7 +92,7 @@ def apply(
             _train_new_parameters(model, optimizer)
             if chosen.overrides("hook_steps"):
                 chosen.hook_steps(model, optimizer)
-                _refuse_copies(model, chosen)
+                refuse_copies(model, chosen.name)
     if Claim.WEIGHT_MASKS in chosen.claims and isinstance(optimizer, TechniqueOptimizer):
         optimizer.apply_constraints()  # the first forward pass is under the masks
     return target
@@ -184,20 +184,6 @@ def _refuse_wrapped(model: nn.Module, chosen: Technique) -> None:
                 f"{chosen.name}: the model is in {name} already, which would not see the change",
                 fix=f"apply it before {name}",
             )
-
-
-def _refuse_copies(model: nn.Module, chosen: Technique) -> None:
-    """Make a copy of the model refuse to train: hooks of an optimizer's steps are not copied."""
-    own = weakref.ref(model)
-
-    def refuse(module: nn.Module, args: object) -> None:
-        if module is not own() and module.training and torch.is_grad_enabled():
-            raise UsageError(
-                f"{chosen.name} works at the steps of another optimizer than this copy of the model has",
-                fix="copy the plain model, and apply the technique to the copy and its own optimizer",
-            )
-
-    model.register_forward_pre_hook(refuse)
 
 
 def _add_to(optimizer: Optimizer | None, chosen: Technique) -> None:

@@ -6,6 +6,7 @@ checkpoint, whatever was switched on.
 """
 
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
@@ -165,6 +166,21 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
         return wrapper(self, MethodType(inner, self) if is_own else inner, *args, **kwargs)
 
     replace_forward(module, MethodType(forward, module))
+
+
+def refuse_copies(model: nn.Module, who: str, in_evaluation: bool = False) -> None:
+    """Let a copy of a model refuse to train, where what was set up for the model is not copied with it; and to record
+    gradients `in_evaluation`."""
+    own = weakref.ref(model)
+
+    def refuse(module: nn.Module, args: object) -> None:
+        if module is not own() and torch.is_grad_enabled() and (module.training or in_evaluation):
+            raise RefusedError(
+                f"{who} was set up for another model, of which this is a copy",
+                fix="copy the plain model, and apply the technique to the copy",
+            )
+
+    model.register_forward_pre_hook(refuse)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -24,7 +24,6 @@ Note      the detector's weights are parameters of the attention, (h, r, r) for 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -34,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -131,7 +131,12 @@ def rotary_tables(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     return (position.cos, position.sin) if hasattr(position, "cos") else None
 
 
-def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, core: DetectorCore, **kwargs: Any) -> Any:
+DETECTOR_CORE: ModuleNote[DetectorCore] = ModuleNote("detector_core")
+"""On an attention: its core."""
+
+
+def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    core = DETECTOR_CORE.of(module)
     core.given = x
     try:
         return inner(x, *args, **kwargs)
@@ -175,7 +180,8 @@ class Dota(ReplacedAttention):
             detector = DetectorCore(self, place, chosen)
             losing.append(detector)
             place.put(detector)
-            wrap_forward(place.module, partial(with_input, core=detector))
+            DETECTOR_CORE.set(place.module, detector)
+            wrap_forward(place.module, with_input)
         return model
 
     def attach(self, place: AttentionSite) -> None:

@@ -56,7 +56,7 @@ from thrifty.memory.planner.plan_storage import Bits, TierStore, build_block_pla
 from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.memory.selective_recompute import BlockPlan, keep_tensor, run_block_plan
 from thrifty.modeling.attention_sites import LOSING_CORES
-from thrifty.modeling.module_surgery import find_stacks, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_forward
 
 OVERHEADS = 45e-6, 12e-6
 """Seconds that each operation of a block costs in Python, both ways together, where its operations are followed one by
@@ -256,6 +256,7 @@ class ActivationBudget(Technique):
         if self.recompute:
             planner.chain = BlockChain([block for blocks in stacks.values() for block in blocks], None)
         ACTIVATION_PLANNER.set(model, planner)
+        refuse_copies(model, self.name, in_evaluation=True)
         return model
 
     def objective(self, objective: Objective) -> Objective:

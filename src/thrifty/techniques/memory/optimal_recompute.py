@@ -32,7 +32,7 @@ from thrifty.memory.block_chain_costs import survey
 from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
 from thrifty.memory.recompute_schedule import ChainCost, RecomputeSchedule
-from thrifty.modeling.module_surgery import find_stacks, wrap_forward
+from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_forward
 
 
 def bytes_allowed(budget: float, chain: ChainCost) -> int:
@@ -94,6 +94,7 @@ class OptimalRecompute(Technique):
         stacks = find_stacks(model)
         blocks = [block for stack in stacks.values() for block in stack]
         ScheduledRecompute(model, blocks, self.bytes, timed=self.cost_source == "measured")
+        refuse_copies(model, self.name, in_evaluation=True)
         budget = f"{self.bytes:,.0f} bytes" if self.bytes > 1 else f"{self.bytes:.0%} of what the plain run holds"
         add_note(f"{len(blocks)} blocks in {', '.join(name or 'the model' for name in stacks)}, within {budget}")
         return model
