@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -9,14 +10,16 @@ from typing import Any, TypedDict
 from torch import nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.plain_values import read_budget
 from thrifty.core.recipe import Budget, DataSettings, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel
+from thrifty.data.chat.conversation_sources import holds_conversations
 from thrifty.data.data_loading import dataset_of
 from thrifty.experiments import studies
 from thrifty.interface.own_loop import technique_of
+from thrifty.models.model_resolution import own_shape
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 from thrifty.recipes import load_recipe
 from thrifty.techniques import find
@@ -64,11 +67,11 @@ def recipe(
     Face folder. `data` and `held_out` are map-style or iterable datasets, `datasets.Dataset`s, DataLoaders (whose
     workers read them), lists, arrays or tuples of arrays, or `data` is a path or a known name. `loss(model, batch)`
     returns one loss for each example, losses and weights of their parts, or a mean; or it is the name of an
-    objective. Functions in `metrics` have the same form, or are a `DatasetMetric` or `ModelMetric`. `budget` is "20
-    steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps; `batch` the effective batch in
-    examples. Without an optimizer among `techniques` it is AdamW with a linear decay. `recipe`, a value, a name
-    (`thrifty.list("recipes")`) or a TOML file, gives everything that is not passed; by default it is `llama-nano`
-    on `python-stdlib` for 500 steps.
+    objective, which for a file of conversations is "chat_answers" by default. Functions in `metrics` have the same
+    form, or are a `DatasetMetric` or `ModelMetric`. `budget` is "20 steps", "1e7 tokens", "3 epochs", "90s", "10min",
+    "2h" or a number of steps; `batch` the effective batch in examples. Without an optimizer among `techniques` it is
+    AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file, gives everything
+    that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
 
     The objects are in the recipe and in no file: TOML records their names. Raises UsageError for arguments that do not
     fit.
@@ -89,6 +92,8 @@ def recipe(
         passed["model"] = model
     if isinstance(data, str | Path):
         base = replace(_without(base, "data", "held_out"), data=replace(base.data, source=str(data)))
+        if recipe is None:
+            base = _fitting(base, loss is None)
     elif data is not None:
         if held_out is None:
             raise UsageError("data of your own need held-out data to be judged by", fix="held_out=a second dataset")
@@ -117,6 +122,19 @@ def _given(recipe: Recipe | str | Path | None) -> Recipe:
     if isinstance(recipe, str | Path):
         return load_recipe(str(recipe), f"recipe {recipe}", studies.names()).recipe()
     return recipe or Recipe()
+
+
+def _fitting(recipe: Recipe, is_free: bool) -> Recipe:
+    """Return a recipe with the tokenizer and the context of its model's folder, and, where the objective is free, that
+    of its data."""
+    tokenizer = Path(recipe.model.folder, "tokenizer.json")
+    if recipe.model.folder and tokenizer.is_file():
+        recipe = replace(recipe, data=replace(recipe.data, tokenizer=str(tokenizer)))
+        with suppress(RefusedError):  # of an architecture that only transformers knows
+            length = min(recipe.data.length, own_shape(recipe.model).length)
+            recipe = replace(recipe, data=replace(recipe.data, length=length))
+    is_chat = is_free and holds_conversations(recipe.data.source)
+    return replace(recipe, objective=ObjectiveSettings("chat_answers")) if is_chat else recipe
 
 
 def _without(recipe: Recipe, *names: str) -> Recipe:

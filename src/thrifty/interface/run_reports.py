@@ -1,5 +1,6 @@
 """`report` and `track`: a run folder as a page, and as another tracker's files."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,16 @@ class RunReport(PrintedResult):
     page: Path
     record: RunRecord
     figures: KeyFigures
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """How the run ended."""
+        return self.record.summary
+
+    @property
+    def steps(self) -> tuple[Mapping[str, Any], ...]:
+        """The records of all steps."""
+        return self.record.steps
 
     @property
     def verdict(self) -> str:

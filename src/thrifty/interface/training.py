@@ -12,13 +12,14 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
+from thrifty.interface.plans import plan
 from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.run_endings import ending
-from thrifty.interface.run_reports import run_folder
+from thrifty.interface.run_reports import RunReport, report, run_folder
 from thrifty.recipes.recipe_toml import recipe_from_data
 from thrifty.reporting.printed_result import PrintedResult, lines
-from thrifty.reporting.run_record import RunRecord, is_run_folder, read_run
+from thrifty.reporting.run_record import is_run_folder, read_run
 from thrifty.training import trainer
 from thrifty.training.loop import Record
 from thrifty.training.train_session import Observer
@@ -48,9 +49,9 @@ class RunResult(PrintedResult):
         """The trained model in evaluation mode, without what techniques had put on it."""
         return load_trained_model(self.folder, model=self._objects.model)[0]
 
-    def report(self) -> RunRecord:
-        """Return the record of the run, which a notebook shows as its report."""
-        return read_run(self.folder)
+    def report(self) -> RunReport:
+        """Write the page of the run, and return its key figures; see `thrifty.report`."""
+        return report(self)
 
     def records(self) -> Any:
         """Return the records of all steps as a `pandas.DataFrame`. Raises UsageError without pandas."""
@@ -58,7 +59,7 @@ class RunResult(PrintedResult):
             import pandas
         except ImportError as error:
             raise UsageError("records need pandas, which is not installed", fix="pip install pandas") from error
-        return pandas.DataFrame(list(self.report().steps))
+        return pandas.DataFrame(list(read_run(self.folder).steps))
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
@@ -86,6 +87,7 @@ def train(
     seed: int | None = None,
     device: str | None = None,
     recipe: Recipe | str | Path | None = None,
+    memory: str | float | None = None,
     observers: Sequence[Observer] = (),
     runs: str | Path = "runs",
     origins: Mapping[str, str] | None = None,
@@ -93,7 +95,8 @@ def train(
 ) -> RunResult:
     """Train a model and return the run, which is kept in the folder `runs`/`name`.
 
-    The arguments up to `recipe` are those of `thrifty.recipe`. Each of the `observers` receives the record of each
+    The arguments up to `recipe` are those of `thrifty.recipe`. With `memory` ("24GB" or bytes) `thrifty.plan` adds what
+    makes the run fit and faster, changing no more than roundings. Each of the `observers` receives the record of each
     step: its number, loss, learning rate, gradient norm, where the run was evaluated also `held_out_loss` and
     `metrics`, and the `model`. One that returns False stops the run, which is saved and can be resumed. `origins` says
     where values of the recipe came from, for reports.
@@ -119,6 +122,8 @@ def train(
         device=device,
         recipe=recipe,
     )
+    if memory is not None:
+        chosen = replace(plan(chosen, memory=memory, allow="rounding", quiet=quiet).recipe, name=chosen.name)
     summary = trainer.train(chosen, Path(runs), origins=origins, observers=observers, quiet=quiet)
     return RunResult(Path(runs) / chosen.name, summary, chosen.objects)
 

@@ -217,3 +217,13 @@ def open_conversations(source: str) -> ConversationSource:
         what = "is no .jsonl or .json file" if path.exists() else "is neither a file nor a known set"
         raise UsageError(f"{source} {what} of conversations", fix=f"give a file of rows with {FORMS}")
     return ConversationFile(path)
+
+
+def holds_conversations(source: str) -> bool:
+    """Return True for a .jsonl or .json file that begins with a conversation in one of the forms."""
+    if Path(source).suffix not in (".jsonl", ".json"):
+        return False
+    try:
+        return next(conversations(open_conversations(source)), None) is not None
+    except UsageError:
+        return False
