@@ -15,8 +15,8 @@ from thrifty import techniques
 from thrifty.composition.compose import compose
 from thrifty.core.claims import Claim
 from thrifty.core.errors import NeedsTrainer, RefusedError, ThriftyError, UsageError
+from thrifty.core.randomness import start_draws
 from thrifty.core.technique import Technique
-from thrifty.training.determinism import start_draws
 from thrifty.training.loop import step_seed
 
 STEPS = 8

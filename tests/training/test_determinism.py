@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from thrifty.core.errors import ThriftyError
-from thrifty.training.determinism import WORKSPACE, deterministic_kernels, start_draws
+from thrifty.core.randomness import start_draws
+from thrifty.training.determinism import WORKSPACE, deterministic_kernels
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 asked = torch.are_deterministic_algorithms_enabled

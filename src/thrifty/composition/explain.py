@@ -29,6 +29,7 @@ from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
+from thrifty.core.randomness import GeneratorStates
 from thrifty.core.run_notes import add_note, collect_notes
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.technique import Technique
@@ -171,8 +172,7 @@ class _RunCounts:
         gc.collect()  # of the model before, which is in cycles, nothing stays beside this one
         if part.device.type == "cuda" and not torch.cuda.is_available():
             part = replace(part, device=CPU)  # one that is not here
-        devices = [part.device] if part.device.type == "cuda" else []
-        with unset_fake_temporarily(), torch.random.fork_rng(devices):
+        with unset_fake_temporarily(), GeneratorStates([part.device]).restored():
             return passes_of(part, batch.to(part.device), free_memory(part.device), casts)
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError, UsageError
-from thrifty.core.randomness import seed_of
+from thrifty.core.randomness import preserved_draws, seed_of, start_draws
 from thrifty.data.batch_forms import take_apart
 from thrifty.data.data_loading import Collate
 
@@ -20,17 +20,9 @@ from thrifty.data.data_loading import Collate
 @contextmanager
 def seeded_draws(key: str) -> Iterator[None]:
     """Seed the generators of Python, numpy and torch's processor by a key, and restore them afterwards."""
-    before = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    seed = seed_of(key)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.random.default_generator.manual_seed(seed % 2**63)
-    try:
+    with preserved_draws():
+        start_draws(seed_of(key))
         yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.random.set_rng_state(before[2])
 
 
 def _generator_states() -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective, Prediction
+from thrifty.core.randomness import GeneratorStates
 from thrifty.distributed.pipeline_stages import SharedParameter, StageModel
 from thrifty.distributed.stage_communication import broadcast_from_stage, receive, send
 from thrifty.memory.recomputation import recompute
@@ -161,8 +162,7 @@ class PipelineRunner:
         """What goes from stage to stage, without values: found by the first stage on one example."""
         one, stage = None, self.stages[0]
         if stage.is_first:
-            devices = [self.device] if self.device.type == "cuda" else []
-            with torch.random.fork_rng(devices), self._as(stage, None) as passage:
+            with GeneratorStates([self.device]).restored(), self._as(stage, None) as passage:
                 objective.predict(model, batch.rows(0, 1))
                 one = passage.given
         one = broadcast_from_stage(one, self.places[0], self.device)

@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.errors import RefusedError, ThriftyError, reason_of
+from thrifty.core.randomness import preserved_draws
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.tensor_tracing import gc_disabled, storage_bytes, tensors_in
 from thrifty.memory.block_costs import block_cost, in_seconds, restore_module_state
@@ -65,11 +66,10 @@ def survey(
     tensors are real. Nothing of the model, of its state or of the random numbers changes."""
     chain_survey = ChainSurvey(timed)
     fakes = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, FakeTensor)]
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(gc_disabled())
-        stack.enter_context(torch.random.fork_rng(list(devices)))
+        stack.enter_context(preserved_draws(model.parameters()))
         stack.enter_context(restore_module_state(model))
         # this pass has no backward pass: whoever keeps activations of the real one must not see what it saves
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))

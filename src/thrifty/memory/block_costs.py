@@ -27,9 +27,10 @@ class CostTrace(StepTrace):
 
     written = 0
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        self.written += 0 if storage._cdata in self._alive else storage.nbytes()
-        super()._see(storage)
+    def _see(self, storage: torch.UntypedStorage, args: tuple) -> None:
+        before = self.now
+        super()._see(storage, args)
+        self.written += self.now - before
 
     @property
     def cost(self) -> float:

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.randomness import GeneratorStates
 from thrifty.core.tensor_tracing import tensors_in
 from thrifty.core.written_buffers import BufferSnapshot
 from thrifty.memory.recomputation import RERUN_FIX
@@ -184,25 +185,20 @@ def refuse_writable(module: nn.Module, inputs: Any) -> None:
 
 
 class CallContext:
-    """What a call's result depends on beside its arguments: random numbers and autocast."""
+    """Generators and autocast at a call: what its result depends on beside its arguments."""
 
     def __init__(self, tensors: Iterable[Tensor]):
-        devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
-        self.kind = next((device.type for device in devices), "cuda")
-        self.generator = torch.get_rng_state()
-        self.states = {device.index: torch.get_device_module(device).get_rng_state(device) for device in devices}
+        devices = {tensor.device for tensor in tensors}
+        self.generators = GeneratorStates(devices)
         self.autocasts = [
             partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-            for kind in {"cpu", self.kind if devices else "cpu"}
+            for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
         ]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(list(self.states), device_type=self.kind))
-            torch.set_rng_state(self.generator)
-            for index, state in self.states.items():
-                torch.get_device_module(self.kind).set_rng_state(state, index)
+            stack.enter_context(self.generators.restored())
             for autocast in self.autocasts:
                 stack.enter_context(autocast())
             stack.enter_context(torch.enable_grad())

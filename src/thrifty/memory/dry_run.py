@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
+from thrifty.core.randomness import preserved_draws
 from thrifty.core.tensor_tracing import StepTrace, storage_bytes, tensors_in, untraced
 from thrifty.memory.block_costs import counted_stage
 from thrifty.memory.op_trace import INPUT, Cost, OpTrace, Where, record
@@ -99,9 +100,8 @@ class DryRun:
 @contextmanager
 def dry_run(model: nn.Module, cost: Cost, streams: bool = False) -> Iterator[DryRun]:
     """Run the model forward inside the block; whatever else follows operations does not see it."""
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    with untraced(), torch.random.fork_rng(devices), track_running_module(model) as where:
+    with untraced(), preserved_draws(model.parameters()), track_running_module(model) as where:
         yield DryRun(cost, where, streams=streams)
     with torch.no_grad():
         for buffer, value in buffers:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from thrifty.core.randomness import GeneratorStates
 from thrifty.core.written_buffers import BufferSnapshot
 
 RERUN_FIX = (
@@ -24,13 +25,15 @@ def recompute(
     **how: Any,
 ) -> Any:
     """`function(*args, **kwargs)`, whose intermediate tensors are dropped and computed again when the backward pass
-    needs them. `how` are further arguments of torch's `checkpoint`; of `module` buffers are written once.
+    needs them. `how` are further arguments of torch's `checkpoint`. Python's and NumPy's generators draw the same
+    again, as torch's do; buffers of `module` are written once.
 
     Everything goes to torch by position: it puts back the random state of those devices only that it finds tensors of
     there, and with a block called by name alone dropout on a GPU would be another one the second time.
     """
     names, count = tuple(kwargs), len(args)
-    before = None if module is None or torch.compiler.is_compiling() else BufferSnapshot(module)
+    modules = () if module is None else (module,)
+    before = None if torch.compiler.is_compiling() else (BufferSnapshot(*modules), GeneratorStates())
     is_first = True
 
     def by_position(*values: Any) -> Any:
@@ -41,9 +44,9 @@ def recompute(
         if is_first:
             is_first = False
             result = function(*values[:count], **given)
-            before.forget_constant()
+            before[0].forget_constant()
             return result
-        with before.restored():
+        with before[0].restored(), before[1].restored():
             return function(*values[:count], **given)
 
     return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False, **how)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from thrifty.core.errors import RefusedError
+from thrifty.core.randomness import preserved_draws
 from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import untraced
 from thrifty.modeling.module_surgery import change_first, find_stacks
@@ -97,8 +98,7 @@ class _BlockTrial(NamedTuple):
     def _run(self, factors: Mapping[str, float]) -> Tensor | None:
         """With so much of random numbers in the place of what each branch gives."""
         like = next(self.block.parameters())
-        devices = [like.device.index] if like.device.type == "cuda" else []
-        with untraced(), torch.no_grad(), torch.random.fork_rng(devices), _giving(self.branches, factors):
+        with untraced(), torch.no_grad(), preserved_draws([like]), _giving(self.branches, factors):
             try:
                 output = self.block(*self.args, **self.kwargs)
             except CANNOT_RUN:
@@ -131,9 +131,8 @@ def _given(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], Mapping[s
     like, seen = next(model.parameters()), []
     tokens = torch.arange(TOKENS, device=like.device)[None]
     hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
-    devices = [like.device.index] if like.device.type == "cuda" else []
     try:
-        with untraced(), torch.no_grad(), torch.random.fork_rng(devices):
+        with untraced(), torch.no_grad(), preserved_draws([like]):
             if (example := getattr(model, "example", None)) is not None:  # ours, of images
                 model(example(like.device))
             else:  # those of transformers say what else they take

@@ -1,32 +1,15 @@
-"""The same bits each time: draws that start from the step, and on a GPU kernels that add up in a fixed order."""
+"""The same bits each time: on a GPU, kernels that add up in a fixed order."""
 
 import os
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from thrifty.core.errors import ThriftyError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 """How cuBLAS shares out its memory: without a value torch refuses its products here. 8 buffers of 4 MiB."""
-
-
-def start_draws(seed: int, device: torch.device) -> None:
-    """Start what is drawn without a generator from this seed: by Python, by NumPy, and by torch on the processor and on
-    all devices of this one's kind.
-
-    `torch.manual_seed` does this for every kind of device, and formats a stack trace for each that is not in use.
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-    if device.type not in ("cpu", "meta"):
-        kind = torch.get_device_module(device)
-        # of several, the current one need not be this one
-        getattr(kind, "manual_seed_all", kind.manual_seed)(seed)
 
 
 @contextmanager

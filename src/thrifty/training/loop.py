@@ -17,13 +17,12 @@ from torch import nn
 from thrifty.composition.compose import Run
 from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import axis
-from thrifty.core.randomness import seed_of
+from thrifty.core.randomness import seed_of, start_draws
 from thrifty.core.ranks import random_stream
 from thrifty.core.state import StructureLogEntry, TrainState
 from thrifty.core.written_buffers import BufferSnapshot
 from thrifty.data.prefetch import prefetch
 from thrifty.optim.transform_elements import global_norm
-from thrifty.training.determinism import start_draws
 
 PATIENCE = 10
 """Steps in a row without a finite gradient after which a run stops."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.randomness import preserved_draws
 
 _READER = {"input_ids", "past_key_values"}
 
@@ -29,10 +30,9 @@ def cache_shapes(body: nn.Module) -> list[torch.Size]:
     name heads in many ways, and some share one among all queries. An encoder says so only of a cache that it is given.
     Raises RefusedError where values are not of the same shape."""
     tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
-    devices = [tokens.device] if tokens.device.type == "cuda" else []
     in_training = [module for module in body.modules() if module.training]
     body.eval()  # in training a model may leave blocks out, or keep nothing because it makes its blocks again
-    with torch.no_grad(), torch.random.fork_rng(devices):
+    with torch.no_grad(), preserved_draws([tokens]):
         filled = _fill(body, tokens)
     for module in in_training:
         module.training = True

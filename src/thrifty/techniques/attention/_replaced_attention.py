@@ -22,6 +22,7 @@ from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.optimizer_steps import count_steps, finished_steps
+from thrifty.core.randomness import preserved_draws
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.run_notes import add_note
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -235,9 +236,8 @@ class CalibratedAttention(ReplacedAttention):
         for place in places:
             cores[place.name].watch = partial(self._see, place, seen[place.name])
         training = model.training
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         try:
-            with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            with preserved_draws(model.parameters()), torch.compiler.set_stance("force_eager"):
                 model.eval()
                 forward()
         finally:

@@ -25,6 +25,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.randomness import GeneratorStates
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -45,13 +46,13 @@ class VectorGradientObjective(WrappedObjective):
 
 def vectors_of(
     model: nn.Module, objective: Objective, parts: list[Batch]
-) -> tuple[Prediction, list[tuple[Tensor, BufferSnapshot]]]:
-    """The prediction of several micro-batches as one, without gradients, and the random states and buffers that they
+) -> tuple[Prediction, list[tuple[GeneratorStates, BufferSnapshot]]]:
+    """The prediction of several micro-batches as one, without gradients, and the generators and buffers that they
     began with."""
     states, hidden = [], []
     with torch.no_grad():
         for part in parts:
-            states.append((_random_state(part), BufferSnapshot(model)))
+            states.append((GeneratorStates([part.weight.device]), BufferSnapshot(model)))
             prediction = objective.predict(model, part)
             assert prediction.hidden is not None
             hidden.append(prediction.hidden)
@@ -73,8 +74,8 @@ def cached(backward: Backward, micro_batches: int) -> Backward:
         loss = (losses * batch.weight).sum()
         (gradient,) = torch.autograd.grad(loss, vectors)
         total = BackwardResult(torch.zeros((), device=batch.weight.device))
-        for index, (part, (state, buffers)) in enumerate(zip(split, states, strict=True)):
-            _restore_random_state(part, state)
+        for index, (part, (generators, buffers)) in enumerate(zip(split, states, strict=True)):
+            generators.put_back()
             own = VectorGradientObjective(objective, gradient[index * rows : (index + 1) * rows])
             # the weights are in the gradient already
             unweighted = replace(
@@ -85,16 +86,6 @@ def cached(backward: Backward, micro_batches: int) -> Backward:
         return replace(total, loss=loss.detach())
 
     return in_parts
-
-
-def _random_state(batch: Batch) -> Tensor:
-    device = batch.weight.device
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _restore_random_state(batch: Batch, state: Tensor) -> None:
-    device = batch.weight.device
-    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.randomness import GeneratorStates
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.optim.transform_elements import global_norm
 
@@ -45,13 +46,10 @@ def preserve_gradients(model: nn.Module) -> Iterator[Callable[[], None]]:
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    on_gpu = torch.cuda.is_available() and any(parameter.is_cuda for parameter in parameters)
-    states = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+    generators = GeneratorStates({parameter.device for parameter in parameters})
 
     def again() -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1])
+        generators.put_back()
         for buffer, value in buffers:
             buffer.data.copy_(value)
 

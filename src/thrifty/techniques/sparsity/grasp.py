@@ -30,6 +30,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.randomness import preserved_draws
 from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.state import TrainState
 from thrifty.optim.mask_selection import masked_shapes
@@ -104,9 +105,8 @@ def hessian_gradient(
     """Two backward passes over a batch that leave H g in `.grad`, the loss taken as a function of these parameters,
     logits divided by the temperature. Both draw the same random values."""
     tempered = TemperedObjective(objective, temperature)
-    devices = sorted({p.device.index for p in parameters if p.device.type == "cuda"})
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-        with torch.random.fork_rng(devices):
+        with preserved_draws(parameters):
             outcome = backward(model, tempered, batch)
         gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         for parameter in model.parameters():
