@@ -13,6 +13,7 @@ from thrifty.checking.technique_contract import ContractSubject, contract
 from thrifty.composition.compose import BaseRun
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, NeedsTrainer, RefusedError, UsageError
+from thrifty.core.randomness import start_draws
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.interface.optimizers import optimizer_class
@@ -24,7 +25,6 @@ from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.linear import LinearDecay
-from thrifty.training.determinism import start_draws
 from thrifty.training.loop import step_seed
 
 STEPS = 6
