@@ -11,7 +11,7 @@ from torch import nn
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.user_objects import UserObjects
-from thrifty.interface.user_model import own_model
+from thrifty.core.user_sources import import_function
 
 
 def failing(kind: type[Exception] = KeyError) -> nn.Module:
@@ -58,5 +58,5 @@ def test_a_module_that_fails_as_it_is_imported_is_named_with_the_reason(
     (tmp_path / "broken_builders.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="broken_builders cannot be imported") as error:
-        own_model("broken_builders:build")
+        import_function("broken_builders:build")
     assert said in error.value.what and fix in error.value.fix and error.value.__cause__ is not None

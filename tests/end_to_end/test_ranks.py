@@ -47,12 +47,6 @@ def test_a_checkpoint_of_some_ranks_resumes_on_another_number(
     assert_same_curve([latest[step] for step in sorted(latest)], single)
 
 
-def test_ranks_that_no_technique_gives_work_to_are_refused(thrifty: CommandLine) -> None:
-    done = thrifty(*thrifty.recipe("run"), ranks=2, exit_code=1)  # torchrun's own code
-    assert "no technique of the recipe divides the work" in done.stderr
-    assert "--with parallelism.replicate" in done.stderr
-
-
 @pytest.mark.slow
 def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_nearest_that_can(thrifty: CommandLine) -> None:
     words = thrifty.recipe("run", "--with", "parallelism.replicate", data__batch=7)

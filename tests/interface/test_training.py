@@ -121,7 +121,7 @@ def test_a_resumed_run_whose_loss_has_changed_is_refused(tmp_path: Path) -> None
 def test_a_file_never_runs_the_function_that_it_names(tmp_path: Path) -> None:
     thrifty_verbs = CommandLine(tmp_path)
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[python]\nmodel = "os:system 0"\nloss = "os:abort 0"\n[techniques.optimizers.adamw]\n')
+    recipe.write_text('[model]\nbuild = "os:system"\n[python]\nloss = "os:abort"\n[techniques.optimizers.adamw]\n')
     for verb in ("train", "explain", "plan"):
         refused = thrifty_verbs(verb, str(recipe), exit_code=2)
         assert "which a file never runs by itself" in refused.stderr

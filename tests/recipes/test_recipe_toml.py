@@ -16,14 +16,22 @@ from thrifty import techniques
 from thrifty.composition.compose import refuse_illegal
 from thrifty.core.errors import UsageError
 from thrifty.core.plain_values import differences
-from thrifty.core.recipe import Budget, Recipe
+from thrifty.core.recipe import Budget, ModelSettings, Recipe
 from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.technique import Technique
-from thrifty.core.user_objects import UserObjects
+from thrifty.core.user_objects import PythonObjects, UserObjects
 from thrifty.recipes import RECIPES, load_recipe
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 
 TEXT = some.text(some.characters(exclude_categories=("Cs", "Cc")), max_size=12)
+
+
+SOURCES = some.dictionaries(TEXT, some.integers(0, 2**48), max_size=3)
+FIXED: dict[type, dict[str, some.SearchStrategy]] = {
+    ModelSettings: {"build": some.none(), "arguments": some.none(), "weights": some.none()},
+    PythonObjects: {"sources": SOURCES},
+    Recipe: {"objects": some.just(UserObjects())},
+}
 
 
 def values_of(kind: Any) -> some.SearchStrategy:
@@ -68,8 +76,18 @@ def bounded(kind: type, bound: SettingBound) -> some.SearchStrategy:
 
 def any_of(kind: type, **fixed: some.SearchStrategy) -> some.SearchStrategy:
     hints = typing.get_type_hints(kind, include_extras=True)
+    fixed = FIXED.get(kind, {}) | fixed
     others = {f.name: values_of(hints[f.name]) for f in dataclasses.fields(kind) if f.name not in fixed}
     return some.builds(kind, **others, **fixed)
+
+
+OWN_MODEL = some.builds(
+    ModelSettings,
+    build=TEXT,
+    arguments=some.none()
+    | some.dictionaries(TEXT, some.one_of(TEXT, some.booleans(), some.integers(-9, 9)), max_size=3),
+    weights=some.sampled_from([None, "given"]),
+)
 
 
 def any_legal(kind: type[Technique]) -> some.SearchStrategy:
@@ -96,7 +114,7 @@ TECHNIQUES: some.SearchStrategy[tuple[Technique, ...]] = some.lists(
     some.sampled_from(techniques.names()), unique=True, max_size=6
 ).flatmap(lambda names: some.tuples(*(any_legal(techniques.find(name)) for name in names)))
 NAMES = some.from_regex(r"[A-Za-z0-9_é]([-A-Za-z0-9_.+=,@%()\[\]: é]{0,20}[a-z0-9])?", fullmatch=True)
-ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES, name=NAMES, objects=some.just(UserObjects()))
+ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES, name=NAMES, model=OWN_MODEL | any_of(ModelSettings))
 
 
 @settings(max_examples=150)

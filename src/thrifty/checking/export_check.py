@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
@@ -11,10 +12,11 @@ from thrifty.checking.observed_runs import CheckSubject, one_line_error
 from thrifty.composition.compose import Run
 from thrifty.core.errors import RefusedError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec
+from thrifty.core.plain_values import to_data
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_blocks
-from thrifty.models import build_model_for, export_model, shape_for
+from thrifty.models import build_model_for, export_model, export_own_model, shape_for
 from thrifty.models.text_generation import eval_mode
 
 NEAR = 1e-4
@@ -35,12 +37,14 @@ def export_round_trip(
     try:
         for technique in reversed(run.techniques):
             model = technique.finish(model)
-        _write(model, recipe, ends, folder)
+        if recipe.model.build:
+            export_own_model(model, to_data(recipe.model), folder)
+        else:
+            _write(model, recipe, ends, folder)
     except RefusedError as refused:
         return not_applicable(promise, about, refused.what)
     try:
-        settings = ModelSettings(folder=str(folder))
-        again = build_model_for(ends, settings, recipe.seed, task=recipe.objective.name).to(subject.device)
+        again = _loaded(recipe, ends, folder).to(subject.device)
     except Exception as error:  # of whatever reads the folder
         text = f"what was exported cannot be loaded: {one_line_error(error)}"
         return broken(promise, about, text, "export with the plain architecture: leave out what changes it")
@@ -51,6 +55,16 @@ def export_round_trip(
         return holds(promise, about, text)
     names = [f"--without {one.name}" for one in run.techniques if one.overrides("finish")]
     return broken(promise, about, text, " or ".join(names) or "compare thrifty sample of the run and of the export")
+
+
+def _loaded(recipe: Recipe, ends: ModelSpec, folder: Path) -> nn.Module:
+    if not recipe.model.build:
+        return build_model_for(ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)
+    model = recipe.objects.build_model(recipe.model.arguments)
+    if hasattr(model, "from_pretrained"):
+        return type(model).from_pretrained(folder)  # type: ignore[attr-defined]
+    load_model(model, str(folder / "model.safetensors"))
+    return model
 
 
 @torch.no_grad()

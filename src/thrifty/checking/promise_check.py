@@ -29,7 +29,6 @@ from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
-from thrifty.core.user_objects import PythonObjects
 from thrifty.training.determinism import deterministic_kernels, missing_deterministic_kernel
 from thrifty.training.run_setup import PreparedRun, prepare_run
 
@@ -167,8 +166,6 @@ def _blamed(text: str, subject: CheckSubject) -> str:
 def _of_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, wanted: bool, start: Start | None) -> PromiseVerdict:
     if not wanted:
         return not_applicable(PROMISE, "ranks", "left out as asked")
-    if recipe.python != PythonObjects() and subject.dividing:
-        return not_applicable(PROMISE, "ranks", "objects passed from Python cannot be sent to other processes")
     return across_ranks(subject, recipe, folder, start)
 
 

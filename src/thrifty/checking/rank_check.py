@@ -29,11 +29,12 @@ from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import read_recipe, write_recipe
 from thrifty.training.run_setup import mesh_sizes, prepare_run
+from thrifty.training.sent_objects import read_value, write_value
 
 PROMISE, ABOUT = "one rank or several", "ranks"
 SECONDS = 300
 """How long ranks may take before they are said to hang."""
-RECIPE, TOLD, STORE = "recipe.toml", "told.json", "store"
+RECIPE, OBJECTS, TOLD, STORE = "recipe.toml", "objects", "told.json", "store"
 
 Start = Callable[[Path, int], str]
 """Lets so many ranks do `work_as_rank` on a folder; returns what went wrong, "" for nothing."""
@@ -70,6 +71,7 @@ def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Sta
     if drawn:
         _, alone = train_observed(subject, subject.alone, quiet=True)
     (folder / RECIPE).write_text(write_recipe(recipe), encoding="utf-8")
+    write_value(recipe.objects, folder / OBJECTS)
     (folder / TOLD).write_text(json.dumps({"steps": subject.steps, "quiet": drawn}))
     names = " ".join(f"--without {one.name}" for one in subject.dividing)
     if trouble := (start or start_processes)(folder, count):
@@ -109,7 +111,7 @@ def _ratio(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 def work_as_rank(folder: Path) -> None:
     """What one rank does, in a process group that is there already: trains, and writes down what it saw."""
     told = json.loads((folder / TOLD).read_text())
-    recipe = read_recipe(folder / RECIPE)
+    recipe = replace(read_recipe(folder / RECIPE), objects=read_value(folder / OBJECTS))
     prepared = prepare_run(recipe, steps=told["steps"], quiet=True)
     subject = CheckSubject(lambda: prepared.run.plain, recipe.techniques, told["steps"], recipe.seed)
     _, trace = train_observed(subject, recipe.techniques, quiet=told["quiet"])

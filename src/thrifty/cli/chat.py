@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import SEED
+from thrifty.cli.recipe_options import OWN_MODEL, SEED
 
 
 @click.command()
@@ -23,8 +23,9 @@ from thrifty.cli.recipe_options import SEED
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Draw among the k likeliest tokens only.")
 @click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same answers.")
 @click.option("--template", default="", help="chatml, alpaca or a Jinja file in place of the model's own template.")
+@OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print the conversation as one JSON document at the end.")
-def command(path: Path, prompt: str | None, as_json: bool, **options: Any) -> None:
+def command(path: Path, prompt: str | None, as_json: bool, model: str | None, **options: Any) -> None:
     """Talk to the model of a run (its folder, or its name under runs/) or of a Hugging Face folder.
 
     An empty line ends the conversation, and so does the end of the input.
@@ -32,7 +33,7 @@ def command(path: Path, prompt: str | None, as_json: bool, **options: Any) -> No
     import thrifty
     from thrifty.cli.verb_output import print_result
 
-    conversation = thrifty.chat(path, **options)
+    conversation = thrifty.chat(path, build=model, **options)
     for question in _questions() if prompt is None else [prompt]:
         conversation.ask(question, (lambda text: None) if as_json else (lambda text: click.echo(text, nl=False)))
         if not as_json:

@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from thrifty.cli.recipe_options import OWN_MODEL
+
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
@@ -17,6 +19,7 @@ import click
     type=click.Choice(["adapter", "base", "masks"]),
     help="The adapter alone, in PEFT's layout; the model that it was trained on; a sparse run's masks as a file.",
 )
+@OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(run: Path, folder: Path, as_json: bool, **options: Any) -> None:
     """Write the model of RUN to FOLDER: config.json, safetensors, and the tokenizer or what images must go through.

@@ -21,6 +21,20 @@ MESH = click.option(
     help="Ranks along pipeline, replicate, shard and tensor, with the techniques that use them.",
 )
 
+RANKS = click.option(
+    "--ranks", type=click.IntRange(min=1), default=1, help="Processes of this machine that share the work."
+)
+MODEL_ARGUMENTS = click.option(
+    "--model-arg",
+    "model_arguments",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Argument of the function that builds the model.",
+)
+OWN_MODEL = click.option(
+    "--model", metavar="PACKAGE.MODULE:FUNCTION", help="The function that builds the run's model, if it was your own."
+)
+
 
 def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Several options or arguments of click as one decorator."""
@@ -36,7 +50,8 @@ def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 recipe_options = together(
     click.argument("recipe", default="text"),
     click.option("--data", help="File, folder, known set or hub:owner/name to train on."),
-    click.option("--model", help="Preset name, or a folder in Hugging Face layout."),
+    click.option("--model", help="Preset name, folder in Hugging Face layout, or package.module:function of your own."),
+    MODEL_ARGUMENTS,
     click.option("--budget", help="How long: 500steps, 1e7tokens, 90s, 10min or 2h."),
     click.option("--seed", type=int),
     click.option("--name", help="Name of the run and its folder under runs/."),
@@ -52,6 +67,7 @@ def build_recipe(
     recipe: str,
     data: str | None = None,
     model: str | None = None,
+    model_arguments: tuple[str, ...] = (),
     budget: str | None = None,
     seed: int | None = None,
     name: str | None = None,
@@ -67,12 +83,7 @@ def build_recipe(
     layers = load_recipe(recipe, f"recipe {recipe}", studies.names())
     if data is not None:
         layers.override("--data", {"data": {"source": _whole_path(data)}})
-    if model is not None:
-        if Path(model).is_dir():  # it has its own sizes: those of the recipe's model go with that
-            reinitialize = layers.values().get("model.reinitialize", False)
-            layers.replace("--model", "model", {"folder": _whole_path(model), "reinitialize": reinitialize})
-        else:
-            layers.override("--model", {"model": {"preset": model, "folder": ""}})
+    layers.apply_model(model, model_arguments)
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
     for option, value in (("seed", seed), ("name", name)):

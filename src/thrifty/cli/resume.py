@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import MESH
+from thrifty.cli.recipe_options import MESH, MODEL_ARGUMENTS, OWN_MODEL, RANKS
 
 
 @click.command()
@@ -17,6 +17,9 @@ from thrifty.cli.recipe_options import MESH
 @click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out; needs --fork.")
 @click.option("--fork", metavar="NAME", help="Go on as a new run of this name with the changed recipe.")
 @click.option("--drop-weights", is_flag=True, help="With --fork: drop weights for which the new recipe has no place.")
+@OWN_MODEL
+@MODEL_ARGUMENTS
+@RANKS
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
 def command(
@@ -25,6 +28,9 @@ def command(
     additions: tuple[str, ...],
     removals: tuple[str, ...],
     mesh: str | None,
+    model: str | None,
+    model_arguments: tuple[str, ...],
+    ranks: int,
     fork: str | None,
     drop_weights: bool,
     quiet: bool,
@@ -36,12 +42,12 @@ def command(
     from thrifty.cli.verb_output import print_result
 
     layers = stored_layers(run)
+    layers.apply_model(model, model_arguments)
     layers.apply_changes(removals, additions, assignments)
     if mesh is not None:
         layers.apply_mesh(mesh)
     origins = {where: origin for where, origin in layers.origins.items() if origin.startswith("--")}
-    resumed = thrifty.resume(
-        run, recipe=layers.recipe(), fork=fork, drop_weights=drop_weights, origins=origins, quiet=quiet
-    )
+    options = {"fork": fork, "drop_weights": drop_weights, "ranks": ranks, "origins": origins, "quiet": quiet}
+    resumed = thrifty.resume(run, recipe=layers.recipe(), **options)
     print_result(resumed, as_json, quiet)
     sys.exit(resumed.exit_code)

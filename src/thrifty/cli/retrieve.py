@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from thrifty.cli.recipe_options import OWN_MODEL
+
 
 @click.command("retrieve")
 @click.argument("run", type=click.Path(path_type=Path))
@@ -15,6 +17,7 @@ import click
     "--prompt", "prompts", multiple=True, metavar="TEXT",
     help='What a class is called, {} standing for its label; several are averaged.  [default: "{}"]',
 )  # fmt: skip
+@OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(run: Path, as_json: bool, **options: Any) -> None:
     """Measure the model of RUN on all held-out images and captions of its data: R@1, R@5 and R@10 both ways.

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import SEED
+from thrifty.cli.recipe_options import OWN_MODEL, SEED
 
 
 @click.command()
@@ -20,10 +20,11 @@ from thrifty.cli.recipe_options import SEED
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Draw among the k likeliest tokens only.")
 @click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same text.")
 @click.option("--chat", is_flag=True, help="Put the prompt as a question, by the chat template; print the answer only.")
+@OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(path: Path, as_json: bool, **options: Any) -> None:
+def command(path: Path, as_json: bool, model: str | None, **options: Any) -> None:
     """Continue a prompt with the model of a run (its folder, or its name under runs/) or of a Hugging Face folder."""
     import thrifty
     from thrifty.cli.verb_output import print_result
 
-    print_result(thrifty.sample(path, **options), as_json)
+    print_result(thrifty.sample(path, build=model, **options), as_json)

@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from thrifty.cli.recipe_options import OWN_MODEL
+
 
 @click.command()
 @click.argument("source", metavar="RUN|MODEL|MASKS.npy|PATTERN")
@@ -18,6 +20,7 @@ import click
 @click.option("--heads", type=click.IntRange(1), default=12, show_default=True)
 @click.option("--width", type=click.IntRange(1), default=64, show_default=True, help="Of a head, for masks alone.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Write the attention of a trained run on its held-out data, of a model folder on the text of --data, or of a

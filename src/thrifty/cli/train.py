@@ -6,15 +6,16 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.recipe_options import RANKS, build_recipe, recipe_options
 
 
 @click.command()
 @recipe_options
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are kept.")
+@RANKS
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
-def command(runs: Path, quiet: bool, as_json: bool, **options: Any) -> None:
+def command(runs: Path, ranks: int, quiet: bool, as_json: bool, **options: Any) -> None:
     """Train by RECIPE: the name of a recipe (`thrifty list recipes`) or a TOML file. Default: text.
 
     The run is kept in runs/NAME; a name that exists is refused, never overwritten.
@@ -23,6 +24,6 @@ def command(runs: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     from thrifty.cli.verb_output import print_result
 
     layers = build_recipe(**options)
-    run = thrifty.train(recipe=layers.recipe(), runs=runs, origins=layers.changed(), quiet=quiet)
+    run = thrifty.train(recipe=layers.recipe(), ranks=ranks, runs=runs, origins=layers.changed(), quiet=quiet)
     print_result(run, as_json, quiet)
     sys.exit(run.exit_code)

@@ -19,12 +19,14 @@ from typing import Any, Protocol
 
 from thrifty.comparing.run_process import read_exit, run_outcome, summary_of
 from thrifty.core.child_python import child_environment
+from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact_command
 from thrifty.machine.energy_meter import EnergyMeter, counters
 from thrifty.machine.lock_owner import lock_owner
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.process_launch import python
+from thrifty.training.sent_objects import write_value
 
 SAVING = 600.0
 """Seconds that a run whose starter was killed may take to end its step and save."""
@@ -86,6 +88,8 @@ class Worker:
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         if self._stopped.is_set():
             return STOPPED
+        if self.launcher and recipe.objects.is_passed:
+            raise UsageError("objects from Python are not sent to other machines", fix="leave --worker out")
         wait_for_release(runs / recipe.name / "lock")
         began, whole = time.monotonic(), not summary_of(runs / recipe.name)
         alone = not self.launcher and not self.threads
@@ -96,7 +100,8 @@ class Worker:
         task.with_suffix(".end").unlink(missing_ok=True)  # of a run whose starter was killed
         task.write_text(json.dumps(told))
         try:
-            code, said = self._run(self._command(recipe, task), meter)
+            with tempfile.TemporaryDirectory(prefix="thrifty-run-") as private:
+                code, said = self._run([*self._command(recipe, task), *_sent(recipe, Path(private))], meter)
             ending = read_exit(task)
         finally:
             task.unlink()
@@ -152,6 +157,14 @@ class SameProcess:
 
     def stop(self) -> None:
         """Do nothing: one such run is all there is."""
+
+
+def _sent(recipe: Recipe, folder: Path) -> list[str]:
+    """Write the objects that a recipe holds for the process of a run; return the word that names them to it."""
+    if not recipe.objects.is_passed:
+        return []
+    write_value(recipe.objects, folder / "objects")
+    return [str(folder / "objects")]
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:

@@ -6,18 +6,19 @@ goes on unseen.
 
 import json
 import os
-import signal
 import sys
-import threading
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import recipe_from_data
+from thrifty.training.rank_launch import end_with_starter
 from thrifty.training.run_folder import RunFolder
+from thrifty.training.sent_objects import read_value
 from thrifty.training.trainer import resume, train
 
 
@@ -57,23 +58,20 @@ def read_exit(task: Path) -> dict[str, Any]:
     return {}
 
 
-def _end_with_starter() -> None:
-    sys.stdin.read()
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _serve(task: Path) -> int:
+def _serve(task: Path, objects: Path | None) -> int:
     """Its exit code, the run's own, which the file beside `task` says as well: a launcher may have codes of its own."""
     told = json.loads(task.read_text())
     os.chdir(told["folder"])
-    threading.Thread(target=_end_with_starter, daemon=True).start()
-    code, error = run_outcome(recipe_from_data(told["recipe"]), Path(told["runs"]))
+    end_with_starter()
+    recipe = recipe_from_data(told["recipe"])
+    recipe = recipe if objects is None else replace(recipe, objects=read_value(objects))
+    code, error = run_outcome(recipe, Path(told["runs"]))
     if os.environ.get("RANK", "0") == "0":
         task.with_suffix(".end").write_text(json.dumps({"exit_code": code, "error": error}))
     return code
 
 
 if __name__ == "__main__":
-    code = _serve(Path(sys.argv[1]))
+    code = _serve(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)
     sys.stderr.flush()
     os._exit(code)  # the thread that waits for the starter would otherwise be waited for

@@ -92,8 +92,9 @@ def convert(kind: Any, value: Any, path: str, base: Any = None) -> Any:
         for option in arguments:
             if option is not types.NoneType and _fits(option, value):
                 return convert(option, value, path, base)
-        wanted = " or ".join(_name(option) for option in arguments if option is not types.NoneType)
-        raise UsageError(f"{path} must be {wanted}, not {value!r}")
+        kinds = [option for option in arguments if option is not types.NoneType]
+        wanted = " or ".join(map(_name, kinds))
+        raise UsageError(f"{path} must be {wanted}, not {value!r}", fix=_example(kinds[0], path))
     if origin is Literal:
         if value not in arguments:
             raise UsageError(f"{path} is {value!r}", fix=did_you_mean(str(value), map(str, arguments)))
@@ -102,8 +103,12 @@ def convert(kind: Any, value: Any, path: str, base: Any = None) -> Any:
         return _convert_tuple(arguments, value, path)
     if dataclasses.is_dataclass(kind):
         return build(kind, value, path, base)  # type: ignore[type-var]
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise UsageError(f"{path} must be a table, not {value!r}", fix=_example(kind, path))
+        return dict(base or {}) | {key: convert(arguments[1], item, _join(path, key)) for key, item in value.items()}
     if not _fits(kind, value):
-        raise UsageError(f"{path} must be {_name(kind)}, not {value!r}", fix=f"for example {path} = {_EXAMPLE[kind]}")
+        raise UsageError(f"{path} must be {_name(kind)}, not {value!r}", fix=_example(kind, path))
     return float(value) if kind is float else value
 
 
@@ -123,6 +128,9 @@ def _fits(kind: Any, value: Any) -> bool:
         return False
     if dataclasses.is_dataclass(kind):
         return isinstance(value, Mapping)
+    origin = typing.get_origin(kind)
+    if origin in (Mapping, tuple):
+        return isinstance(value, Mapping if origin is Mapping else list | tuple)
     return isinstance(value, (int, float) if kind is float else kind)
 
 
@@ -130,7 +138,12 @@ _EXAMPLE = {int: "10", float: "0.1", bool: "true", str: '"text"'}
 
 
 def _name(kind: Any) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(kind) or {Mapping: "a table", tuple: "a list"}.get(typing.get_origin(kind) or kind, str(kind))
+
+
+def _example(kind: Any, path: str) -> str:
+    return f"for example {path} = {_EXAMPLE[kind]}" if kind in _EXAMPLE else f"write [{path}] and its keys below"
 
 
 def _join(path: str, key: str) -> str:
@@ -153,6 +166,8 @@ def _data_fields(value: Any) -> list[dataclasses.Field]:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_data(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 

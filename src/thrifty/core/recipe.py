@@ -5,8 +5,11 @@ The sections below are plain values. What they mean is known where they are used
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
+
+from torch import nn
 
 from thrifty.core.errors import UsageError
 from thrifty.core.file_names import check_name
@@ -18,12 +21,23 @@ from thrifty.core.setting_bounds import Natural, Positive, Probability, Rate, Se
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import PythonObjects, UserObjects
 
+Argument = bool | int | float | str | tuple[bool | int | float | str, ...]
+
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A preset by name, with any of its sizes changed; or a folder in Hugging Face layout."""
+    """A preset by name, with any of its sizes changed; a folder in Hugging Face layout; or a function of the user's own
+    that builds the model."""
 
     preset: str = "llama-nano"
+    """Empty where a function builds the model."""
+    build: str | None = None
+    """A function, as package.module:function, or the class of a module that was passed: a record, which no file runs by
+    itself."""
+    arguments: Mapping[str, Argument] | None = field(default=None, hash=False)
+    """With `build`: what the function is called with."""
+    weights: str | None = None
+    """With `build`: "given" where training starts from the weights of a module that was passed."""
     folder: str = ""
     """A Hugging Face model folder (config.json, and safetensors weights unless `fresh`); takes the preset's place."""
     reinitialize: bool = False
@@ -51,6 +65,20 @@ class ModelSettings:
 
     def __post_init__(self) -> None:
         check_bounds(self, "model")
+        if self.build is None:
+            if self.arguments or self.weights:
+                raise UsageError(
+                    "model.arguments are set, and no function builds the model", fix="--model package.module:function"
+                )
+            return
+        allowed = ("preset", "build", "arguments", "weights")
+        plain = [name for name, value in vars(self).items() if value not in (None, "", False) and name not in allowed]
+        if plain:
+            raise UsageError(
+                f"model.{plain[0]} is set, and the function {self.build!r} builds the model",
+                fix=f"leave model.{plain[0]} out; what the function takes goes into model.arguments",
+            )
+        object.__setattr__(self, "preset", "")
 
 
 @dataclass(frozen=True)
@@ -216,13 +244,32 @@ class Recipe:
         object.__setattr__(self, "techniques", tuple(ordered))
         passed = {name: text for name, text in vars(self.objects.described).items() if text}
         object.__setattr__(self, "python", replace(self.python, **passed))
+        if build := self.objects.build:
+            weights = "given" if isinstance(self.objects.model, nn.Module) else None
+            arguments = self.model.arguments if self.model.build in (None, build) else None
+            object.__setattr__(self, "model", ModelSettings(build=build, arguments=arguments, weights=weights))
+
+    def without_objects(self, *names: str) -> "Recipe":
+        """Return a recipe that neither holds nor names these objects."""
+        usual = {name: getattr(UserObjects(), name) for name in names}
+        recorded = {name: getattr(PythonObjects(), name) for name in names if name != "model"}
+        model = {"model_name": ""} if "model" in names else {}
+        return replace(
+            self,
+            objects=replace(self.objects, **usual, **model),
+            python=replace(self.python, **recorded),
+            model=ModelSettings() if model else self.model,
+        )
 
     def refuse_missing_objects(self, *names: str) -> None:
         """Raise UsageError if an object that the recipe names (one of `names`, by default any) was not passed."""
-        for name, recorded in vars(self.python).items():
-            if recorded and not getattr(self.objects.described, name) and name in (names or vars(self.python)):
-                first = (recorded if isinstance(recorded, str) else recorded[0]).rpartition(" ")[0]
+        recorded = {"model": self.model.build, **vars(self.python), "sources": None}
+        passed = {"model": self.objects.build, **vars(self.objects.described)}
+        for name, text in recorded.items():
+            if text and not passed[name] and name in (names or recorded):
+                first = text if isinstance(text, str) else text[0].rpartition(" ")[2]
+                words = f"--model {first}, or from Python model=…" if name == "model" else f"thrifty.train(…, {name}=…)"
                 raise UsageError(
                     f"the recipe has {name} from Python ({first}), which a file never runs by itself",
-                    fix=f"pass it: thrifty.train(…, {name}=…) or thrifty.resume(…, {name}=…)",
+                    fix=f"if you trust it, give it yourself: {words}",
                 )

@@ -80,7 +80,11 @@ def _notes(hint: Any) -> tuple[Any, ...]:
 def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
     """Raises UsageError for integers beyond 64 bits, and for text that is not Unicode or has control characters, in a
     value or in a list of values; also for what is `refused` of "inf" and "nan"."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            check_plain(key, f"{name}: a key")
+            check_plain(item, f"{name}.{key}", refused)
+    elif isinstance(value, list | tuple):
         for item in value:
             check_plain(item, name, refused)
     elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:

@@ -1,10 +1,8 @@
 """Models, data, losses and metrics that are passed from Python, and what a run folder records of them."""
 
 import copy
-import hashlib
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,21 +10,23 @@ from torch import nn
 
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.out_of_memory import is_out_of_memory
+from thrifty.core.user_sources import description, import_function, reference, source_fingerprints
 
 BuildModel = Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
 class PythonObjects:
-    """Names and fingerprints of objects that were passed from Python in place of what a recipe can spell: a record, so
-    that a resumed run can tell what changed. None of them is ever imported."""
+    """Names of objects that were passed from Python in place of what a recipe can spell, and fingerprints of their
+    source: a record, so that a resumed run can tell what changed. None of them is ever imported."""
 
-    model: str = ""
     data: str = ""
     held_out: str = ""
     loss: str = ""
     collate: str = ""
     metrics: tuple[str, ...] = ()
+    sources: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """A part of a hash of each function and class of the user's own that they consist of."""
 
 
 @dataclass(frozen=True)
@@ -40,59 +40,50 @@ class UserObjects:
     loss: Callable[[nn.Module, Any], Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
+    model_name: str = ""
+    """The name by which `model` was imported; empty for what was passed itself."""
+
+    @classmethod
+    def of_model(cls, model: "nn.Module | BuildModel | str | None") -> "UserObjects":
+        """Return the objects with a model alone: a module, a function, or the name of a function, which is imported."""
+        return cls(import_function(model), model_name=model) if isinstance(model, str) else cls(model)
+
+    @property
+    def is_passed(self) -> bool:
+        """True if there is any object."""
+        return bool(self.build) or self.described != PythonObjects()
+
+    @property
+    def build(self) -> str:
+        """The name of the model's function or class, empty without a model."""
+        return self.model_name or ("" if self.model is None else reference(self.model))
 
     @cached_property
     def described(self) -> PythonObjects:
         """The names and fingerprints of the objects, as a run folder records them."""
-        singles = {name: getattr(self, name) for name in ("model", "data", "held_out", "loss", "collate")}
-        names = {name: _described(value) for name, value in singles.items() if value is not None}
-        metrics = tuple(f"{name} {_described(function)}" for name, function in sorted(self.metrics.items()))
-        return PythonObjects(**names, metrics=metrics)
+        singles = {name: getattr(self, name) for name in ("data", "held_out", "loss", "collate")}
+        passed = {name: value for name, value in singles.items() if value is not None}
+        names = {name: reference(value) for name, value in passed.items()}
+        metrics = tuple(f"{name} {description(function)}" for name, function in sorted(self.metrics.items()))
+        values = [*passed.values(), *self.metrics.values(), *([] if self.model is None else [self.model])]
+        return PythonObjects(**names, metrics=metrics, sources=source_fingerprints(values))
 
-    def build_model(self, **arguments: Any) -> nn.Module:
+    def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
         """Return the model that the user's function builds, or a copy of their module. Raises UsageError where the
         function fails, or returns no module."""
         if isinstance(self.model, nn.Module):
             return copy.deepcopy(self.model)
         assert self.model is not None
-        name = reference(self.model)
         try:
-            model = self.model(**arguments)
+            model = self.model(**(arguments or {}))
         except Exception as error:
             if isinstance(error, ThriftyError) or is_out_of_memory(error):
                 raise
             raise UsageError(
-                f"{name} builds no model: {type(error).__name__}: {error}",
-                fix="mend it until it can be called with the arguments of the recipe alone, also more than once",
+                f"{self.build} builds no model: {type(error).__name__}: {error}",
+                fix="mend it until it can be called with the recipe's model.arguments alone, also more than once",
             ) from error
         if not isinstance(model, nn.Module):
-            what = f"{name} gives a {type(model).__name__}, and no torch.nn.Module"
+            what = f"{self.build} gives a {type(model).__name__}, and no torch.nn.Module"
             raise UsageError(what, fix="return the model itself")
         return model
-
-
-def reference(value: Any) -> str:
-    """Return the name of a function, or of an object's class, as package.module:name."""
-    named = _named(value)
-    return f"{named.__module__}:{named.__qualname__}"
-
-
-def _named(value: Any) -> Any:
-    function = getattr(value, "func", value)  # what a partial calls
-    return function if hasattr(function, "__qualname__") else type(function)
-
-
-def _described(value: Any) -> str:
-    """Return the name of a value, and the first digits of a hash of its source."""
-    parts = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
-    if (
-        parts and not isinstance(value, type) and all(map(callable, parts))
-    ):  # a metric that is put together of functions
-        return f"{reference(value)} of {' and '.join(map(_described, parts))}"
-    named = _named(value)
-    try:
-        text = inspect.getsource(named)
-    except (OSError, TypeError):  # typed at a prompt, or compiled
-        code = getattr(named, "__code__", None)
-        text = repr((code.co_code, code.co_consts)) if code else named.__qualname__
-    return f"{reference(value)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

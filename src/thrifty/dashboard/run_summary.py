@@ -155,7 +155,7 @@ def _in_short(recipe: Mapping[str, Any]) -> str:
     model, data = recipe.get("model"), recipe.get("data")
     parts = [
         part.get(name)
-        for part, name in ((model, "preset"), (data, "source"))
+        for part, name in ((model, "build"), (model, "preset"), (data, "source"))
         if isinstance(part, dict) and isinstance(part.get(name), str)
     ]
     return " · ".join(str(part) for part in parts if part)

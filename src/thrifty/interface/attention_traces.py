@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import torch
 from rich.console import RenderableType
+from torch import nn
 
 from thrifty.core.errors import RefusedError, UsageError, did_you_mean
+from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.data.tokenizer import read_tokenizer
 from thrifty.interface.loaded_model import load_for_sampling
 from thrifty.interface.run_reports import run_folder
@@ -53,13 +55,14 @@ def trace(
     heads: int = 12,
     width: int = 64,
     seed: int = 0,
+    model: nn.Module | BuildModel | str | None = None,
 ) -> SavedTrace:
     """Record attention into the file `out`: of a trained run on its held-out data, of a model folder on the text of
     `data`, or of a preset with random values on random tokens.
 
     `source` may also be an .npy file of ViTCoD's masks, in which True is pruned, or a pattern ("uniform", "balanced",
     "runs", "diagonal", "power-law") of this `density` in so many `layers` and `heads`. `length` is the tokens of an
-    example, `width` that of a head, for masks alone.
+    example, `width` that of a head, for masks alone. `model` is the run's model, if it was one of your own.
 
     Raises UsageError if the file exists, or the source is none of these.
 
@@ -77,7 +80,7 @@ def trace(
         recorded = load_pruned_masks(Path(source), width)
     else:
         text = None if data is None else Path(data)
-        recorded = with_dtype(_recorded(source, examples, length, text, seed), dtype)
+        recorded = with_dtype(_recorded(source, examples, length, text, seed, UserObjects.of_model(model)), dtype)
     save_trace(recorded, path)
     return SavedTrace(recorded, path)
 
@@ -96,7 +99,9 @@ def describe_trace(trace: AttentionTrace) -> dict[str, Any]:
     }
 
 
-def _recorded(source: str, examples: int, length: int | None, data: Path | None, seed: int) -> AttentionTrace:
+def _recorded(
+    source: str, examples: int, length: int | None, data: Path | None, seed: int, objects: UserObjects
+) -> AttentionTrace:
     if source in PRESETS:
         return _of_preset(source, examples, length, seed)
     if (Path(source) / "config.json").is_file():
@@ -106,11 +111,11 @@ def _recorded(source: str, examples: int, length: int | None, data: Path | None,
     except UsageError as error:
         near = did_you_mean(source, [*PRESETS, *PATTERNS])
         raise UsageError(f"{source} is no run, model folder, preset, pattern or .npy file", fix=near) from error
-    return _of_run(run, examples)
+    return _of_run(run, examples, objects)
 
 
-def _of_run(run: Path, examples: int) -> AttentionTrace:
-    model, recipe = load_trained_model(run, plain=False)
+def _of_run(run: Path, examples: int, objects: UserObjects) -> AttentionTrace:
+    model, recipe = load_trained_model(run, plain=False, objects=objects)
     objective, opened = open_examples(recipe)
     about = {"run": run.name, "data": str(recipe.data.source), "objective": recipe.objective.name}
     about["examples"] = str(examples)
@@ -120,7 +125,7 @@ def _of_run(run: Path, examples: int) -> AttentionTrace:
 def _of_folder(folder: Path, examples: int, length: int | None, data: Path | None) -> AttentionTrace:
     if data is None or not data.is_file():
         raise UsageError(f"{folder} is a model, which must be given text", fix="--data FILE")
-    model, tokenizer, context = load_for_sampling(folder)
+    model, tokenizer, context = load_for_sampling(folder, UserObjects())
     each = trim_to_context(length, context, folder.name)
     tokens = torch.tensor(read_tokenizer(tokenizer).encode(data.read_text(encoding="utf-8")))
     if len(tokens) < each:

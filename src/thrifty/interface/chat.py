@@ -9,9 +9,10 @@ from rich.console import RenderableType
 from torch import nn
 
 from thrifty.core.setting_bounds import check_plain
+from thrifty.core.user_objects import BuildModel
 from thrifty.data.chat.chat_template import Message
 from thrifty.data.chat.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
-from thrifty.interface.loaded_model import load_for_sampling
+from thrifty.interface.loaded_model import load_for_sampling, own_model
 from thrifty.models.text_generation import generate
 from thrifty.reporting.printed_result import PrintedResult, lines
 
@@ -81,12 +82,13 @@ def chat(
     top_k: int | None = None,
     seed: int = 0,
     template: str = "",
+    build: nn.Module | BuildModel | str | None = None,
 ) -> ChatSession:
     """Begin a conversation with the language model of a run or of a Hugging Face folder.
 
     `model` is what `thrifty.train` returned, a run folder or its name under ./runs, or a Hugging Face folder. `tokens`
     limits an answer; `temperature=0` takes the likeliest of the `top_k` tokens, or of all. `template` ("chatml",
-    "alpaca" or a Jinja file) takes the place of the model's own.
+    "alpaca" or a Jinja file) takes the place of the model's own. `build` is the run's model, if it was one of your own.
 
     Raises UsageError if the model does not predict the next token, or has no chat template.
 
@@ -96,7 +98,7 @@ def chat(
         print(conversation.ask("Who are you?"))
     """
     check_plain(system, "--system")
-    network, tokenizer_json, context = load_for_sampling(model)
+    network, tokenizer_json, context = load_for_sampling(model, own_model(model, build))
     tokenizer = read_chat_tokenizer(tokenizer_json, template)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     path = str(getattr(model, "folder", model))

@@ -19,7 +19,6 @@ from thrifty.core.errors import UsageError
 from thrifty.core.file_names import check_name
 from thrifty.core.plain_values import build
 from thrifty.core.recipe import Recipe
-from thrifty.core.user_objects import PythonObjects
 from thrifty.interface.progress import progress
 from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
@@ -28,6 +27,7 @@ from thrifty.reporting.comparison_page import about, cautions, tables, verdicts
 from thrifty.reporting.number_format import MISSING, duration, significant
 from thrifty.reporting.printed_result import PrintedResult, ResultTable, lines
 from thrifty.reporting.saved_chart import SavedChart
+from thrifty.training.sent_objects import can_be_sent
 
 HEAD = ("variant", "verdict", "held-out loss", "less the baseline's (95 %)", "step time")
 
@@ -140,16 +140,13 @@ def compare(
     read = variants_of(recipe_of(recipe=recipe, **arguments), variants or {})
     folder = Path(runs) / check_name(name or f"{read[0].recipe.name}-comparison", "--name")
     say = progress(quiet)
-    result = comparison.compare(
-        read, protocol, folder, retry=retry, workers=_able(launchers, read, bool(workers)), say=say
-    )
+    result = comparison.compare(read, protocol, folder, retry=retry, workers=_able(launchers, read), say=say)
     if save_result and result["status"] == "finished":
         save_comparison(result, Path(save_result))
     return ComparisonResult(result)
 
 
-def _able(launchers: Sequence[RunLauncher], variants: Sequence[Variant], are_chosen: bool) -> Sequence[RunLauncher]:
+def _able(launchers: Sequence[RunLauncher], variants: Sequence[Variant]) -> Sequence[RunLauncher]:
     """Return launchers that can start these variants."""
-    if all(variant.recipe.python == PythonObjects() for variant in variants):
-        return launchers
-    return [SameProcess()]
+    passed = [variant.recipe.objects for variant in variants if variant.recipe.objects.is_passed]
+    return launchers if all(map(can_be_sent, passed)) else [SameProcess()]

@@ -6,14 +6,18 @@ from typing import Any, Literal
 
 import torch
 from rich.console import RenderableType
+from torch import nn
 
 from thrifty.core.model_spec import ImageModelSpec, PairModelSpec
+from thrifty.core.plain_values import to_data
 from thrifty.core.run_notes import collect_notes
+from thrifty.core.user_objects import BuildModel
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.experiments.mask_export import export_masks
+from thrifty.interface.loaded_model import own_model
 from thrifty.interface.run_reports import run_folder
 from thrifty.modeling.module_surgery import find_blocks
-from thrifty.models import export_model, shape_for
+from thrifty.models import export_model, export_own_model, shape_for
 from thrifty.models.pad_pruned import FILLED_UP
 from thrifty.peft_format import save_adapter
 from thrifty.reporting.printed_result import PrintedResult, lines
@@ -65,6 +69,7 @@ def export(
     raw_weights: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     part: Part | None = None,
+    model: nn.Module | BuildModel | str | None = None,
 ) -> ExportedModel | ExportedMasks:
     """Write the model of a run as a Hugging Face folder: config.json, safetensors, and the tokenizer, or what images
     must go through. Adapters are merged, gains folded in.
@@ -72,6 +77,9 @@ def export(
     `run` is what `thrifty.train` returned, a run folder, or its name under ./runs; `step` names a checkpoint other than
     the newest. `raw_weights` takes the weights in training where the run judged an average of them. `part` writes the
     adapter alone in PEFT's layout, the "base" that it was trained on, or the "masks" of a sparse run as a file.
+
+    A `model` of your own, which is passed again, is written as model.safetensors, its state dict, and model.json, which
+    records what built it; one of `transformers` as its own format.
 
     Raises UsageError for a folder that has files: nothing is overwritten.
 
@@ -83,18 +91,30 @@ def export(
     if part == "masks":
         density, sha256 = export_masks(path, target, step)
         return ExportedMasks(str(path), str(target), density, sha256)
-    model, recipe = load_trained_model(path, step, raw_weights, adapters=ADAPTERS[part])
-    ends, number_format = read_model_spec(path, recipe.data.length), getattr(torch, dtype)
+    objects = own_model(run, model)
+    trained, recipe = load_trained_model(path, step, raw_weights, adapters=ADAPTERS[part], objects=objects)
+    number_format = getattr(torch, dtype)
+    if recipe.model.build:
+        if part == "adapter":
+            save_adapter(trained, target, dtype=number_format)
+        else:
+            export_own_model(trained, to_data(recipe.model), target, number_format)
+        return ExportedModel(str(path), str(target), _files(target))
+    ends = read_model_spec(path, recipe.data.length)
     shape = shape_for(ends, recipe.model)
     if shape is not None:
-        shape = replace(shape, depth=len(find_blocks(model)[1]))
+        shape = replace(shape, depth=len(find_blocks(trained)[1]))
     with collect_notes() as notes:
         if part == "adapter":
-            save_adapter(model, target, shape=shape, base=recipe.model.folder or None, dtype=number_format)
+            save_adapter(trained, target, shape=shape, base=recipe.model.folder or None, dtype=number_format)
         elif isinstance(ends, ImageModelSpec):
-            export_model(model, shape, target, dtype=number_format, images=ends)
+            export_model(trained, shape, target, dtype=number_format, images=ends)
         else:
             images = ends.images if isinstance(ends, PairModelSpec) else None
-            export_model(model, shape, target, path / "tokenizer.json", number_format, images)
-    files = sorted(file.name for file in target.iterdir())
-    return ExportedModel(str(path), str(target), tuple(files), tuple(text for text in notes if FILLED_UP in text))
+            export_model(trained, shape, target, path / "tokenizer.json", number_format, images)
+    filled = tuple(text for text in notes if FILLED_UP in text)
+    return ExportedModel(str(path), str(target), _files(target), filled)
+
+
+def _files(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(file.name for file in folder.iterdir()))

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 from thrifty.data.tokenizer import KNOWN_ENDS, read_tokenizer, read_tokenizer_file
 from thrifty.interface.run_reports import run_folder
@@ -17,11 +18,16 @@ from thrifty.models.weight_conversion import import_folder
 from thrifty.training.trained_model import load_trained_model
 
 
-def load_for_sampling(source: Any) -> tuple[nn.Module, Path, int | None]:
+def own_model(run: Any, model: nn.Module | BuildModel | str | None) -> UserObjects:
+    """Return the user's own model: what was passed, or what the run was trained with in this process."""
+    return getattr(run, "objects", UserObjects()) if model is None else UserObjects.of_model(model)
+
+
+def load_for_sampling(source: Any, objects: UserObjects) -> tuple[nn.Module, Path, int | None]:
     """Return the model of a run or of a Hugging Face folder, its tokenizer file, and the tokens of its context."""
     path = Path(getattr(source, "folder", source))
     if not (path / "config.json").is_file():
-        return _load_run(run_folder(source))
+        return _load_run(run_folder(source), objects)
     try:
         model, shape = import_folder(path)
         check_task(model)
@@ -30,10 +36,12 @@ def load_for_sampling(source: Any) -> tuple[nn.Module, Path, int | None]:
         return load_causal_lm(path), path / "tokenizer.json", None
 
 
-def _load_run(run: Path) -> tuple[nn.Module, Path, int | None]:
-    model, recipe = load_trained_model(run, plain=False)
+def _load_run(run: Path, objects: UserObjects) -> tuple[nn.Module, Path, int | None]:
+    model, recipe = load_trained_model(run, plain=False, objects=objects)
     check_task(model)
     tokenizer_json, length = run / "tokenizer.json", recipe.data.length
+    if recipe.objects.model is not None:
+        return model, tokenizer_json, length
     shape = model_shape(recipe.model, read_tokenizer(tokenizer_json).vocabulary, length)
     return model, tokenizer_json, length if shape is None else shape.length
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from thrifty.core.recipe import Recipe
     from thrifty.core.technique import Numerics
-    from thrifty.core.user_objects import UserObjects
-    from thrifty.interface.user_model import UserModel
     from thrifty.planning.forecast import PlanRequest
     from thrifty.planning.plan_search import TimeOf
     from thrifty.planning.planner import Plan
@@ -41,7 +39,6 @@ def plan_on_machine(
 
     from thrifty import techniques
     from thrifty.core.technique import Numerics
-    from thrifty.core.user_objects import PythonObjects
     from thrifty.machine.machine_info import free_memory
     from thrifty.machine.throughput import measure_throughput
     from thrifty.planning.forecast_ledger import entries
@@ -51,6 +48,7 @@ def plan_on_machine(
     from thrifty.training.memory_meter import MemoryMeter
     from thrifty.training.run_ledger import record_forecast
     from thrifty.training.run_setup import choose_device, prepare_run
+    from thrifty.training.sent_objects import can_be_sent
 
     began = time.monotonic()
     if recipe.mesh.least_ranks > 1:
@@ -61,8 +59,7 @@ def plan_on_machine(
     if ranks > 1:
         _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
         recipe = replace(recipe, techniques=without_rank_techniques(recipe.techniques))
-    model = _importable(recipe.objects)
-    probe = probe and (model is not None or recipe.python == PythonObjects())
+    probe = probe and can_be_sent(recipe.objects)
     prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run
     shared = isinf(wanted.memory) and run.device.type == "cpu"
@@ -80,7 +77,7 @@ def plan_on_machine(
         tokens=prepared.data.example_unit,
         data=_prepared_bytes(prepared),
         rate=measure_throughput(0.4).sustained,
-        time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, model, seconds) if probe else None,
+        time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, seconds) if probe else None,
         kept=entries(run.device.type),
         outside=sorted({*techniques.names()} - known),
         evidence=_evidence(catalogue),
@@ -93,23 +90,8 @@ def plan_on_machine(
         seconds=seconds,
         began=began,
     ).plan()
-    if recipe.python == PythonObjects():  # a recipe does not name it, and a run of that recipe alone is another run
-        record_forecast(recipe_to_data(plan.recipe), _expected(plan))
+    record_forecast(recipe_to_data(plan.recipe), _expected(plan))
     return plan
-
-
-def _importable(objects: UserObjects) -> UserModel | None:
-    """Return the user's model if other processes can import what builds it, and nothing else is the user's own."""
-    from thrifty.core.user_objects import UserObjects, reference
-    from thrifty.interface.user_model import is_own, own_model
-
-    if objects != UserObjects(objects.model) or objects.model is None or not is_own(reference(objects.model)):
-        return None
-    try:
-        found = own_model(reference(objects.model))
-    except UsageError:
-        return None
-    return found if found.build is objects.model else None
 
 
 def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
@@ -153,9 +135,7 @@ def _evidence(names: Iterable[str]) -> dict[str, str]:
     return comparisons | {name: results[0].in_words() for name, results in of_studies.items() if results}
 
 
-def _probing(
-    prepared: PreparedRun, seconds: float, fixed: bool, model: UserModel | None, allowed: float | None
-) -> TimeOf:
+def _probing(prepared: PreparedRun, seconds: float, fixed: bool, allowed: float | None) -> TimeOf:
     """Times candidates in processes of their own, once on a machine; `fixed` are micro-batches that no candidate
     changes. None takes longer than the seconds `allowed` for the whole plan, but for a minute that each may take."""
 
@@ -166,9 +146,9 @@ def _probing(
     from thrifty.recipes.recipe_toml import recipe_to_data
 
     limit = LONGEST if allowed is None else min(LONGEST, max(allowed, 60.0))
-    probe = cache_probe(probe_in_process("thrifty.interface.probe_process", limit), prepared.run.device.type)
+    started = probe_in_process("thrifty.interface.probe_process", limit, prepared.recipe.objects)
+    probe = cache_probe(started, prepared.run.device.type)
     joint = prepared.run.plain.objective.joint
-    own = (model.name, model.code) if model else ("", "")
 
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         uncut = joint or candidate.ranks > 1  # micro-batches make another step than single ones tell
@@ -179,6 +159,6 @@ def _probing(
         parts = 1 if uncut else candidate.parts
         assert candidate.footprint is not None
         counted = (candidate.footprint.memory, candidate.footprint.flops)
-        return probe(ProbeJob(tables, prepared.run.steps, rows, parts, seconds, counted, *own, bar))
+        return probe(ProbeJob(tables, prepared.run.steps, rows, parts, seconds, counted, bar))
 
     return time

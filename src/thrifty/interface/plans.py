@@ -95,7 +95,8 @@ class RecipePlan(PrintedResult):
             start = f"written: {files}; start it with torchrun"
             parts = cluster_plan_parts(self.plan)
         else:
-            start = f"written: {files}; start it with {launch_command(self.plan.chosen.ranks)} {files.split(', ')[0]}"
+            command = launch_command(self.plan.chosen.ranks, self.recipe.model.build)
+            start = f"written: {files}; start it with {command} {files.split(', ')[0]}"
             parts = plan_parts(self.plan)
         return lines(*parts, start if files else "keep it with --out plan.toml")
 

@@ -17,7 +17,7 @@ def main(asked: Path) -> None:
         with process_group():
             try:
                 with explain_out_of_memory():
-                    timing = _timed(json.loads(asked.read_text(encoding="utf-8")))
+                    timing = _timed(asked)
             except Exception as error:  # told before the other ranks find out that this one is lost
                 what = error.what if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
                 write_probe_answer(asked, {"refused": what or type(error).__name__})
@@ -29,16 +29,16 @@ def main(asked: Path) -> None:
         sys.exit(error.what)
 
 
-def _timed(job: dict) -> dict:
-    from thrifty.core.user_objects import UserObjects
-    from thrifty.interface.user_model import own_model
+def _timed(asked: Path) -> dict:
+    from thrifty.planning.probe_jobs import objects_file
     from thrifty.planning.step_timing import time_steps
     from thrifty.recipes.recipe_toml import recipe_from_data
     from thrifty.training.determinism import deterministic_kernels
     from thrifty.training.memory_meter import set_freed_memory_policy
     from thrifty.training.run_setup import prepare_run
+    from thrifty.training.sent_objects import read_value
 
-    objects = UserObjects(own_model(job["model"]).build if job["model"] else None)
+    job, objects = json.loads(asked.read_text(encoding="utf-8")), read_value(objects_file(asked))
     recipe = replace(recipe_from_data(job["recipe"] | {"name": "probe"}), objects=objects)
     prepared = prepare_run(recipe, steps=job["steps"], quiet=True)
     held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))

@@ -12,9 +12,10 @@ from torch import nn
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.plain_values import read_budget
-from thrifty.core.recipe import Budget, DataSettings, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.recipe import Argument, Budget, DataSettings, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
-from thrifty.core.user_objects import BuildModel
+from thrifty.core.user_objects import BuildModel, UserObjects
+from thrifty.core.user_sources import is_function_name
 from thrifty.data.chat.conversation_sources import holds_conversations
 from thrifty.data.data_loading import dataset_of
 from thrifty.experiments import studies
@@ -32,6 +33,7 @@ class RecipeArguments(TypedDict, total=False):
     """Arguments of `thrifty.recipe`, which functions that take a recipe take as well."""
 
     model: nn.Module | BuildModel | str | Path | None
+    model_arguments: Mapping[str, Argument] | None
     data: Any
     held_out: Any
     loss: Function | str | None
@@ -49,6 +51,7 @@ def recipe(
     model: nn.Module | BuildModel | str | Path | None = None,
     data: Any = None,
     *,
+    model_arguments: Mapping[str, Argument] | None = None,
     held_out: Any = None,
     loss: Function | str | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -63,15 +66,15 @@ def recipe(
 ) -> Recipe:
     """Return the recipe of a run: a value that `train`, `check`, `explain`, `compare` and `plan` take.
 
-    `model` is a module, whose weights are where training starts, a function that builds one, a preset or a Hugging
-    Face folder. `data` and `held_out` are map-style or iterable datasets, `datasets.Dataset`s, DataLoaders (whose
-    workers read them), lists, arrays or tuples of arrays, or `data` is a path or a known name. `loss(model, batch)`
-    returns one loss for each example, losses and weights of their parts, or a mean; or it is the name of an
-    objective, which for a file of conversations is "chat_answers" by default. Functions in `metrics` have the same
-    form, or are a `DatasetMetric` or `ModelMetric`. `budget` is "20 steps", "1e7 tokens", "3 epochs", "90s", "10min",
-    "2h" or a number of steps; `batch` the effective batch in examples. Without an optimizer among `techniques` it is
-    AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file, gives everything
-    that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
+    `model` is a module, whose weights are where training starts; a function that builds one, or its name as
+    "package.module:function", which is called with `model_arguments`; a preset; or a Hugging Face folder. `data` and
+    `held_out` are map-style or iterable datasets, `datasets.Dataset`s, DataLoaders (whose workers read them), lists,
+    arrays or tuples of arrays, or `data` is a path or a known name. `loss(model, batch)` returns one loss for each
+    example, losses and weights of their parts, or a mean; or it is the name of an objective, which for a file of
+    conversations is "chat_answers" by default. Functions in `metrics` have the same form, or are a `DatasetMetric` or `ModelMetric`. `budget` is "20 steps", "1e7 tokens", "3 epochs",
+    "90s", "10min", "2h" or a number of steps; `batch` the effective batch in examples. Without an optimizer among
+    `techniques` it is AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file,
+    gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
 
     The objects are in the recipe and in no file: TOML records their names. Raises UsageError for arguments that do not
     fit.
@@ -82,16 +85,18 @@ def recipe(
         run = thrifty.train(recipe=mine)
     """
     base, batch_size = _given(recipe), batch
-    changes = (model, data, held_out, loss, metrics, budget, batch, collate, name, seed, device)
+    changes = (model, model_arguments, data, held_out, loss, metrics, budget, batch, collate, name, seed, device)
     if recipe is not None and not techniques and all(change is None for change in changes):
         return base
     passed: dict[str, Any] = {"metrics": dict(metrics) if metrics else None, "collate": collate}
-    if isinstance(model, str | Path):
-        base = replace(_without(base, "model"), model=_model_settings(model))
-    else:
-        passed["model"] = model
+    if isinstance(model, str | Path) and not is_function_name(str(model)):
+        base = replace(base.without_objects("model"), model=_model_settings(model))
+    elif model is not None:
+        own = UserObjects.of_model(model)  # type: ignore[arg-type]
+        passed |= {"model": own.model, "model_name": own.model_name}
+        base = replace(base, about="" if recipe is not None and base.model.build != own.build else base.about)
     if isinstance(data, str | Path):
-        base = replace(_without(base, "data", "held_out"), data=replace(base.data, source=str(data)))
+        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, source=str(data)))
         if recipe is None:
             base = _fitting(base, loss is None)
     elif data is not None:
@@ -100,7 +105,7 @@ def recipe(
         batch_size = batch or dataset_of(data)[2]
         passed |= {"data": data, "held_out": held_out}
     if isinstance(loss, str):
-        base = replace(_without(base, "loss"), objective=ObjectiveSettings(loss))
+        base = replace(base.without_objects("loss"), objective=ObjectiveSettings(loss))
     else:
         passed["loss"] = loss
     if batch_size is not None:
@@ -114,6 +119,8 @@ def recipe(
         objects=objects,
         **{key: value for key, value in named.items() if value is not None},  # type: ignore[arg-type]
     )
+    if model_arguments:
+        base = replace(base, model=replace(base.model, arguments={**(base.model.arguments or {}), **model_arguments}))
     return base if budget is None else replace(base, budget=_budget(budget, objects.data, base.data))
 
 
@@ -135,12 +142,6 @@ def _fitting(recipe: Recipe, is_free: bool) -> Recipe:
             recipe = replace(recipe, data=replace(recipe.data, length=length))
     is_chat = is_free and holds_conversations(recipe.data.source)
     return replace(recipe, objective=ObjectiveSettings("chat_answers")) if is_chat else recipe
-
-
-def _without(recipe: Recipe, *names: str) -> Recipe:
-    """Return a recipe that neither has nor names these objects."""
-    objects = replace(recipe.objects, **dict.fromkeys(names))
-    return replace(recipe, objects=objects, python=replace(recipe.python, **dict.fromkeys(names, "")))
 
 
 def _model_settings(model: str | Path) -> ModelSettings:

@@ -12,11 +12,13 @@ from torch import nn
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings, Recipe
+from thrifty.core.user_objects import BuildModel
 from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.images.image_data import open_images
 from thrifty.data.pairs.caption_rows import caption_rows
 from thrifty.data.pairs.pair_data import PairData
 from thrifty.data.train_split import DataSplit
+from thrifty.interface.loaded_model import own_model
 from thrifty.interface.progress import progress
 from thrifty.interface.run_reports import run_folder
 from thrifty.models.contrastive_model import ContrastiveModel
@@ -68,11 +70,13 @@ def retrieve(
     raw_weights: bool = False,
     classes: str = "",
     prompts: Sequence[str] = (),
+    model: nn.Module | BuildModel | str | None = None,
 ) -> RetrievalResult:
     """Measure the contrastive model of a run on all held-out images and captions of its data: R@1, R@5, R@10 both ways.
 
     `step` names a checkpoint other than the newest; `raw_weights` takes the weights in training where the run judged an
     average of them. `classes` are images whose labels are told apart by name, in `prompts` such as "a picture of {}".
+    `model` is the run's model, if it was one of your own.
 
     Raises UsageError for a run whose objective was another one.
 
@@ -83,8 +87,8 @@ def retrieve(
     if prompts and not classes:
         raise UsageError("--prompt is given and no images to tell apart", fix="--classes SOURCE, such as cifar10")
     path = run_folder(run)
-    model, recipe = load_trained_model(path, step, raw_weights)
-    if not isinstance(model, ContrastiveModel):
+    trained, recipe = load_trained_model(path, step, raw_weights, objects=own_model(run, model))
+    if not isinstance(trained, ContrastiveModel):
         raise UsageError(
             f"the model of {path} learned {recipe.objective.name} and does not compare images with captions",
             fix="name a run whose objective was contrastive, such as one of the recipe flip-emoji",
@@ -92,9 +96,9 @@ def retrieve(
     device = choose_device(recipe.device)
     data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]
     held_out = data.held_out
-    vectors = embed_pairs(model.to(device), held_out.batches(len(held_out), BATCH), device)
+    vectors = embed_pairs(trained.to(device), held_out.batches(len(held_out), BATCH), device)
     recalls, chance = retrieval(*vectors), chance_retrieval(vectors[2])
-    zero_shot = _zero_shot(model, recipe, data, device, classes, prompts or ("{}",)) if classes else None
+    zero_shot = _zero_shot(trained, recipe, data, device, classes, prompts or ("{}",)) if classes else None
     captions = int(vectors[2].max()) + 1
     return RetrievalResult(str(path), len(held_out), captions, recalls, chance, classes, zero_shot)
 

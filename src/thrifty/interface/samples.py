@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from rich.console import RenderableType
+from torch import nn
 
 from thrifty.core.setting_bounds import check_plain
-from thrifty.interface.loaded_model import load_for_sampling, read_prompt, read_question
+from thrifty.core.user_objects import BuildModel
+from thrifty.interface.loaded_model import load_for_sampling, own_model, read_prompt, read_question
 from thrifty.models.text_generation import generate
 from thrifty.reporting.printed_result import PrintedResult, lines
 
@@ -42,12 +44,14 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
     chat: bool = False,
+    build: nn.Module | BuildModel | str | None = None,
 ) -> SampledText:
     """Continue a prompt with the language model of a run or of a Hugging Face folder.
 
     `model` is what `thrifty.train` returned, a run folder or its name under ./runs, or a Hugging Face folder. Without a
     prompt the model begins a document. `temperature=0` takes the likeliest of the `top_k` tokens, or of all. With
     `chat` the prompt is a question, and the text is the answer alone. The same seed gives the same text.
+    `build` is the run's model, if it was one of your own.
 
     Raises UsageError if the model does not predict the next token.
 
@@ -56,7 +60,7 @@ def sample(
         print(thrifty.sample("runs/mine", "def ", tokens=20).text)
     """
     check_plain(prompt, "--prompt")
-    network, tokenizer_json, context = load_for_sampling(model)
+    network, tokenizer_json, context = load_for_sampling(model, own_model(model, build))
     tokenizer, start, end = (read_question if chat else read_prompt)(tokenizer_json, prompt)
     device = next(network.parameters()).device
     began = time.perf_counter()

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from torch import nn
 
 from thrifty.core.errors import UsageError
-from thrifty.core.recipe import Recipe
+from thrifty.core.recipe import Argument, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.interface.plans import plan
@@ -22,17 +22,18 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 from thrifty.reporting.run_record import is_run_folder, read_run
 from thrifty.training import trainer
 from thrifty.training.loop import Record
+from thrifty.training.rank_launch import on_ranks
 from thrifty.training.train_session import Observer
 from thrifty.training.trained_model import load_trained_model, stored_recipe
 
-OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
+OBJECTS = ("data", "held_out", "loss", "metrics", "collate")
 
 
 class RunResult(PrintedResult):
     """A run folder and how its run ended. `model` is loaded when it is first used."""
 
     def __init__(self, folder: Path, summary: Mapping[str, Any], objects: UserObjects):
-        self.folder, self.summary, self._objects = folder, summary, objects
+        self.folder, self.summary, self.objects = folder, summary, objects
 
     @property
     def loss(self) -> float | None:
@@ -47,7 +48,7 @@ class RunResult(PrintedResult):
     @property
     def model(self) -> nn.Module:
         """The trained model in evaluation mode, without what techniques had put on it."""
-        return load_trained_model(self.folder, model=self._objects.model)[0]
+        return load_trained_model(self.folder, objects=self.objects)[0]
 
     def report(self) -> RunReport:
         """Write the page of the run, and return its key figures; see `thrifty.report`."""
@@ -76,6 +77,7 @@ def train(
     model: nn.Module | BuildModel | str | Path | None = None,
     data: Any = None,
     *,
+    model_arguments: Mapping[str, Argument] | None = None,
     held_out: Any = None,
     loss: Function | str | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -89,6 +91,7 @@ def train(
     recipe: Recipe | str | Path | None = None,
     memory: str | float | None = None,
     observers: Sequence[Observer] = (),
+    ranks: int = 1,
     runs: str | Path = "runs",
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
@@ -98,10 +101,12 @@ def train(
     The arguments up to `recipe` are those of `thrifty.recipe`. With `memory` ("24GB" or bytes) `thrifty.plan` adds what
     makes the run fit and faster, changing no more than roundings. Each of the `observers` receives the record of each
     step: its number, loss, learning rate, gradient norm, where the run was evaluated also `held_out_loss` and
-    `metrics`, and the `model`. One that returns False stops the run, which is saved and can be resumed. `origins` says
-    where values of the recipe came from, for reports.
+    `metrics`, and the `model`. One that returns False stops the run, which is saved and can be resumed. So many `ranks`
+    are started as processes of this machine, with the objects; under torchrun or srun the run takes those that are
+    there. `origins` says where values of the recipe came from, for reports.
 
-    Raises UsageError for arguments that do not fit, and for a run folder that exists.
+    Raises UsageError for arguments that do not fit, for objects that cannot be sent to the processes, and for a run
+    folder that exists.
 
     Example::
 
@@ -110,6 +115,7 @@ def train(
     chosen = recipe_of(
         model,
         data,
+        model_arguments=model_arguments,
         held_out=held_out,
         loss=loss,
         metrics=metrics,
@@ -124,14 +130,15 @@ def train(
     )
     if memory is not None:
         chosen = replace(plan(chosen, memory=memory, allow="rounding", quiet=quiet).recipe, name=chosen.name)
-    summary = trainer.train(chosen, Path(runs), origins=origins, observers=observers, quiet=quiet)
+    options = {"origins": origins, "observers": observers, "quiet": quiet}
+    summary = on_ranks(ranks, trainer.train, chosen, Path(runs), **options)
     return RunResult(Path(runs) / chosen.name, summary, chosen.objects)
 
 
 def resume(
     run: RunResult | str | Path,
     *,
-    model: nn.Module | BuildModel | None = None,
+    model: nn.Module | BuildModel | str | None = None,
     data: Any = None,
     held_out: Any = None,
     loss: Function | None = None,
@@ -141,14 +148,15 @@ def resume(
     fork: str | None = None,
     drop_weights: bool = False,
     observers: Sequence[Observer] = (),
+    ranks: int = 1,
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> RunResult:
     """Resume a run from its newest undamaged checkpoint, to the bits of one that was not interrupted.
 
     Objects that were passed to `train` are passed again. `fork` is the name of a new run that continues from the old
-    one by a changed `recipe`; with `drop_weights` it leaves out weights for which that has no place. `observers` and
-    `origins` are those of `train`.
+    one by a changed `recipe`; with `drop_weights` it leaves out weights for which that has no place. `observers`,
+    `ranks` and `origins` are those of `train`.
 
     Raises UsageError if an object is missing or its source differs.
 
@@ -156,11 +164,11 @@ def resume(
 
         run = thrifty.resume("runs/mine", model=build_model, data=train_set, held_out=test_set, loss=loss)
     """
-    objects = UserObjects(model, data, held_out, loss, dict(metrics or {}), collate)
+    own = UserObjects.of_model(model)
+    objects = replace(own, data=data, held_out=held_out, loss=loss, metrics=dict(metrics or {}), collate=collate)
     folder, chosen = _started(run, recipe, objects)
-    summary = trainer.resume(
-        folder, chosen, fork=fork, drop_weights=drop_weights, origins=origins, observers=observers, quiet=quiet
-    )
+    options = {"fork": fork, "drop_weights": drop_weights, "origins": origins, "observers": observers, "quiet": quiet}
+    summary = on_ranks(ranks, trainer.resume, folder, chosen, **options)
     return RunResult(folder.parent / fork if fork else folder, summary, chosen.objects)
 
 
@@ -186,7 +194,8 @@ def steps(
                 break
     """
     if isinstance(run, RunResult) or (isinstance(run, str | Path) and is_run_folder(Path(run))):
-        objects = UserObjects(**{name: arguments[name] for name in OBJECTS if name in arguments})  # type: ignore
+        passed = {name: arguments[name] for name in OBJECTS if name in arguments}  # type: ignore[literal-required]
+        objects = replace(UserObjects.of_model(arguments.get("model")), **passed)  # type: ignore[arg-type]
         folder, chosen = _started(run, None, objects)
         yield from trainer.resume_steps(folder, chosen, quiet=quiet)
     else:
@@ -197,6 +206,6 @@ def _started(run: RunResult | str | Path, recipe: Recipe | None, objects: UserOb
     """Return the folder of a run, and the recipe by which it is resumed with objects that are passed again."""
     folder = run_folder(run)
     if isinstance(run, RunResult) and objects == UserObjects():
-        objects = run._objects
+        objects = run.objects
     recipe = recipe or recipe_from_data(stored_recipe(folder))
     return folder, recipe if objects == UserObjects() else replace(recipe, objects=objects)

@@ -1,7 +1,16 @@
 """Models in plain torch that know no technique."""
 
 from thrifty.models.model_builder import build_model, build_model_for, check_model
-from thrifty.models.model_export import export_model
+from thrifty.models.model_export import export_model, export_own_model
 from thrifty.models.model_resolution import model_shape, own_sizes, shape_for
 
-__all__ = ["build_model", "build_model_for", "check_model", "export_model", "model_shape", "own_sizes", "shape_for"]
+__all__ = [
+    "build_model",
+    "build_model_for",
+    "check_model",
+    "export_model",
+    "export_own_model",
+    "model_shape",
+    "own_sizes",
+    "shape_for",
+]

@@ -1,16 +1,21 @@
 """A model at the end of its training as a folder that `transformers` loads."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from torch import nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.model_spec import ImageModelSpec
+from thrifty.core.user_sources import reference
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.contrastive_model import LARGEST_SCALE, ContrastiveModel
+from thrifty.models.hf_folder import write_json, written_aside
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.pad_pruned import pad_pruned_model
@@ -56,6 +61,23 @@ def export_model(
     if not isinstance(model, HuggingFaceModel):
         raise RefusedError(f"a {type(model).__name__} has no Hugging Face format to be exported to")
     export_wrapped(model, folder, tokenizer_json, dtype)
+
+
+def export_own_model(
+    model: nn.Module, settings: Mapping[str, Any], folder: Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Write a model of the user's own: one of `transformers` as itself, any other as its state dict in
+    model.safetensors, with model.json, which holds the `settings` that built it. Raises UsageError when the folder
+    exists."""
+    model = model.to(dtype)
+    with written_aside(folder) as aside:
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(aside)
+        else:
+            save_model(model, str(aside / "model.safetensors"))
+        built = {name: value for name, value in settings.items() if name in ("build", "arguments")}
+        about = "model = build(**arguments); safetensors.torch.load_model(model, 'model.safetensors')"
+        write_json(aside / "model.json", built | {"load": about, "class": reference(model)})
 
 
 def _inside(blocks: nn.ModuleList) -> int:

@@ -22,7 +22,9 @@ def model_shape(settings: ModelSettings, vocabulary: int, length: int) -> ModelC
 
 
 def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
-    """The shape of the run's model; None for an architecture that only `transformers` knows."""
+    """The shape of the run's model; None for an architecture that only `transformers`, or the user, knows."""
+    if settings.build:
+        return None
     images = ends.images if isinstance(ends, PairModelSpec) else ends if isinstance(ends, ImageModelSpec) else None
     text = ends.text if isinstance(ends, PairModelSpec) else ends
     vocabulary, length = (
@@ -52,6 +54,8 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
 
 def own_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
     """Sides of the images that a model was made for and of the patches it cuts them into; None where it takes none."""
+    if settings.build:
+        return None, None
     shape = own_shape(settings)
     return (shape.image, shape.patch) if shape.style in _SEEING else (None, None)
 

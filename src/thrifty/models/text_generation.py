@@ -148,8 +148,8 @@ def _reader(model: nn.Module, limit: int | None) -> Iterator[Reader]:
 
 def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """Logits (b, v) after the last token; a model without a head apart gives logits outright."""
-    out = model(tokens)[:, -1]
-    return out if model.head is None else model.head(out)
+    out, head = model(tokens), getattr(model, "head", None)
+    return getattr(out, "logits", out)[:, -1] if head is None else head(out[:, -1])
 
 
 def supports_kv_cache(model: nn.Module) -> bool:

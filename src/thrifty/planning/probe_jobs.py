@@ -18,9 +18,11 @@ import psutil
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.child_python import child_environment
 from thrifty.core.errors import ThriftyError
+from thrifty.core.user_objects import UserObjects
 from thrifty.machine.machine_info import machine_identity
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.training.process_launch import python, settings
+from thrifty.training.sent_objects import write_value
 
 IRRELEVANT = ("name", "about", "budget", "checkpoints")
 """Sections of a recipe that change nothing about how long a step takes."""
@@ -46,10 +48,6 @@ class ProbeJob:
     counted: tuple[float, float]
     """Bytes and FLOPs of the candidate: they tell models apart that are called alike, such as two folders of one name
     in different places."""
-    model: str = ""
-    """A function of the user's own that builds the model in place of the recipe's, as package.module:function, ..."""
-    code: str = ""
-    """... and the sha256 of the file that it is in."""
     bar: float = math.inf
     """Seconds of a step from which on the smaller sizes are of no use."""
 
@@ -105,14 +103,15 @@ def cache_probe(probe: Probe, device: str) -> Probe:
     return found_or_made
 
 
-def probe_in_process(module: str, limit: float = LONGEST) -> Probe:
-    """Probes by a module that is given the file of a job, over as many ranks as the job's mesh has, and writes its
-    answer beside it (`answer`); it may take `limit` seconds in all."""
+def probe_in_process(module: str, limit: float = LONGEST, objects: UserObjects | None = None) -> Probe:
+    """Probes of a recipe with `objects` by a module that is given the file of a job, over as many ranks as the job's
+    mesh has, and writes its answer beside it (`answer`); it may take `limit` seconds in all."""
 
     def probe(job: ProbeJob) -> StepTiming:
         with tempfile.TemporaryDirectory() as folder:
             asked = Path(folder, "job.json")
             asked.write_text(json.dumps(job.as_dict(), default=str), encoding="utf-8")
+            write_value(objects or UserObjects(), objects_file(asked))
             code, said = _ended([*python(job.ranks), "-m", module, str(asked)], job.ranks, limit)
             with suppress(OSError):
                 answer = json.loads(answer_file(asked).read_text(encoding="utf-8"))
@@ -125,6 +124,10 @@ def probe_in_process(module: str, limit: float = LONGEST) -> Probe:
         raise ProbeError(lines[-1].strip() if lines else f"its process ended with exit code {code}")
 
     return probe
+
+
+def objects_file(asked: Path) -> Path:
+    return asked.with_suffix(".objects")
 
 
 def answer_file(asked: Path) -> Path:

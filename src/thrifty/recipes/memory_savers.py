@@ -7,6 +7,7 @@ from pathlib import Path
 from thrifty.core.claims import Claim
 from thrifty.core.errors import ThriftyError
 from thrifty.core.recipe import Recipe
+from thrifty.core.user_sources import is_function_name
 from thrifty.recipes.recipe_layers import RecipeLayers
 
 SAVERS = (
@@ -22,7 +23,7 @@ SAVERS = (
 def leaner_start(recipe: Recipe, folder: Path, memory: float, check: Callable[[Recipe], object]) -> str:
     """Return, as commands, what would make a run fit into so many bytes. `check` raises ThriftyError for a recipe that
     cannot be run."""
-    model = recipe.python.model.rpartition(" ")[0]
+    model = recipe.model.build
     words = list(memory_savers(recipe, check))
     changes = [f"--with {word}" for word in words] + [f"--set data.batch={max(recipe.data.batch // 2, 1)}"]
     file, lean = shlex.quote(str(folder / "recipe.toml")), shlex.quote(f"{recipe.name}-lean")
@@ -32,8 +33,7 @@ def leaner_start(recipe: Recipe, folder: Path, memory: float, check: Callable[[R
     if not model:
         return f"`{plan}` looks for what fits; or `{start} {lean} {changes[0]}`; others: {', '.join(changes[1:])}"
     advice = f"change the recipe of the call by one of {', '.join(changes)}"
-    is_importable = not model.startswith("__main__:") and "<" not in model
-    return f"`{plan} --model {model}` looks for what fits; or {advice}" if is_importable else advice
+    return f"`{plan} --model {model}` looks for what fits; or {advice}" if is_function_name(model) else advice
 
 
 def memory_savers(recipe: Recipe, check: Callable[[Recipe], object]) -> Iterator[str]:

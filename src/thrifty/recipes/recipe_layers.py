@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from thrifty import techniques
@@ -14,6 +15,8 @@ from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.mesh import USED_BY
 from thrifty.core.plain_values import DEEPEST, parse_toml
 from thrifty.core.recipe import Recipe
+from thrifty.core.user_objects import UserObjects
+from thrifty.core.user_sources import is_function_name
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, technique_tables
 
 
@@ -24,6 +27,8 @@ class RecipeLayers:
     changes: dict[str, Any] = field(default_factory=dict)
     """Tables of the values above the base, which are checked once all are there."""
     origins: dict[str, str] = field(default_factory=dict)
+    model: str = ""
+    """The function that builds the model, if a user named one."""
 
     @classmethod
     def above(cls, origin: str, recipe: Recipe) -> "RecipeLayers":
@@ -47,6 +52,7 @@ class RecipeLayers:
     def replace(self, origin: str, key: str, table: Mapping[str, Any]) -> "RecipeLayers":
         """Put a whole table in place of what is there: values that exclude each other must not be mixed."""
         if self.base is not None:
+            self.base = self.base.without_objects("model") if key == "model" else self.base
             self.base = replace(self.base, **{key: type(getattr(self.base, key))()})
         self.changes.pop(key, None)
         self._forget(key)
@@ -116,8 +122,37 @@ class RecipeLayers:
         """Each value by its path, as it was put there."""
         return (_values(recipe_to_data(self.base)) if self.base else {}) | _values(self.changes)
 
+    def apply_model(self, model: str | None, arguments: Sequence[str] = ()) -> "RecipeLayers":
+        """A preset, a folder, or the name of a function, whose arguments are `key=value`. What a recipe says of the
+        same function stays; sizes of another model go with that."""
+        present = self.values()
+        if is_function_name(model):
+            self.model = model or ""
+            if present.get("model.build") != model:
+                self.replace("--model", "model", {"build": model})
+                self.override("--model", {"about": ""} if present.get("about") else {})
+        elif model is not None and Path(model).is_dir():
+            reinitialize = present.get("model.reinitialize", False)
+            folder = str(Path(model).resolve())  # it also works from another folder, when the run is resumed there
+            self.replace("--model", "model", {"folder": folder, "reinitialize": reinitialize})
+        elif model is not None and present.get("model.build"):
+            self.replace("--model", "model", {"preset": model})
+        elif model is not None:
+            self.override("--model", {"model": {"preset": model, "folder": ""}})
+        for assignment in arguments:
+            name, equals, text = assignment.partition("=")
+            if not equals or not name.isidentifier():
+                raise UsageError(f"--model-arg {assignment!r} is not key=value", fix="for example --model-arg width=64")
+            self.override("--model-arg", {"model": {"arguments": {name: toml_value(text)}}})
+        return self
+
     def recipe(self) -> Recipe:
-        return recipe_from_data(self.changes, self.base)
+        """The recipe with the function that `apply_model` named, which alone is imported."""
+        recipe = recipe_from_data(self.changes, self.base)
+        if not self.model or recipe.model.build != self.model:
+            return recipe
+        own = UserObjects.of_model(self.model)
+        return replace(recipe, objects=replace(recipe.objects, model=own.model, model_name=own.model_name))
 
     def _technique_names(self) -> list[str]:
         below = [technique.name for technique in (self.base.techniques if self.base else ())]

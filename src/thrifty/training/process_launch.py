@@ -1,6 +1,5 @@
 """How a process of Python is started as one or several ranks."""
 
-import os
 import sys
 
 from thrifty.machine.cpu_features import usable_cores
@@ -19,10 +18,7 @@ def settings(ranks: int) -> dict[str, str]:
     return {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(len(usable_cores()) // ranks, 1))}
 
 
-def launch_command(ranks: int) -> str:
-    """What a user types to train a recipe on so many ranks."""
-    if ranks == 1:
-        return "thrifty train"
-    variables = {name: value for name, value in settings(ranks).items() if value != "1" and name not in os.environ}
-    said = "".join(f"{name}={value} " for name, value in variables.items())
-    return f"{said}torchrun --nproc-per-node {ranks} -m thrifty train"
+def launch_command(ranks: int, build: str | None = None) -> str:
+    """What a user types before a recipe to train it on so many ranks, where the function `build` makes its model."""
+    options = {"--model": build, "--ranks": str(ranks) if ranks > 1 else None}
+    return " ".join(["thrifty train", *(f"{name} {value}" for name, value in options.items() if value)])

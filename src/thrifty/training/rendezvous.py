@@ -7,8 +7,10 @@ they and torch write down is written under it.
 
 import json
 import os
+import re
 import socket
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
@@ -23,6 +25,8 @@ from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.machine.process_start import is_running, process_start
 
 LOOPBACK = "127.0.0.1"
+PORTS = range(20000, 30000)
+"""One of them by the number of the job is where the ranks of srun meet."""
 _CURRENT = "thrifty/meeting"
 _CONNECTING = timedelta(seconds=60)
 
@@ -82,6 +86,32 @@ def end_agent(seconds: float) -> None:
             agent.wait(seconds)
             return
         agent.kill()
+
+
+def is_srun_step() -> bool:
+    """Return True if srun started this process as one of several."""
+    return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
+
+
+def take_srun_ranks() -> None:
+    """Describe the processes of srun in the variables of torchrun, where those are not set. The first host of the step
+    keeps the store."""
+    if "RANK" in os.environ or not is_srun_step():
+        return
+    hosts = os.environ.get("SLURM_STEP_NODELIST", LOOPBACK)
+    first = re.sub(r"\[(\w+)[^\]]*\]", r"\1", hosts).partition(",")[0]  # node[03-05,09] begins with node03
+    step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+    local = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ["SLURM_STEP_NUM_TASKS"])  # such as 2(x3),1
+    variables = {
+        "RANK": os.environ["SLURM_PROCID"],
+        "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": re.split(r"[(,]", local)[0],
+        "MASTER_ADDR": first,
+        "MASTER_PORT": str(PORTS.start + zlib.crc32(step.encode()) % len(PORTS)),
+    }
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def is_first_to_report() -> bool:

@@ -39,6 +39,7 @@ from thrifty.objectives.user_loss import UserLoss, loss_of_output
 from thrifty.training import heartbeat
 from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.rank_sync import process_group_sync
+from thrifty.training.rendezvous import take_srun_ranks
 
 DATA_KINDS: dict[str, DataKind] = {
     kind.name: kind for kind in (PlainText(), PairsOfTexts(), Chats(), Images(), ImagesWithCaptions())
@@ -64,6 +65,7 @@ class PreparedRun:
 def process_group() -> Iterator[None]:
     """The process group of a start by torchrun, for as long as the block lasts; nothing for a plain start. Raises
     OutOfMemory in place of an allocator's error."""
+    take_srun_ranks()
     if "RANK" not in os.environ or dist.is_initialized():
         with explain_out_of_memory():
             yield
@@ -128,7 +130,7 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
         if model is not None:
-            return recipe.objects.build_model()
+            return recipe.objects.build_model(recipe.model.arguments)
         return build_model_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     is_folder = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
@@ -140,6 +142,7 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
 
 def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) -> tuple[Objective, RunData]:
     """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
+    recipe.refuse_missing_objects("data", "held_out", "loss", "collate", "metrics")
     settings, objective = recipe.data, chosen_objective(recipe.objective)
     kinds = [DATA_KINDS[name] for name in objective.learns_from]
     if settings.near_duplicates is not None and "near_duplicates" not in kinds[0].own_settings:

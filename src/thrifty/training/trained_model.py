@@ -13,8 +13,10 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import fill_tensor, read_log
-from thrifty.core.user_objects import BuildModel, UserObjects
+from thrifty.core.user_objects import UserObjects
+from thrifty.core.user_sources import is_function_name
 from thrifty.data.run_metadata import read_model_spec
+from thrifty.data.text.text_data import print_to_stderr
 from thrifty.models import build_model_for
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
@@ -40,35 +42,36 @@ def load_trained_model(
     trained: bool = False,
     plain: bool = True,
     adapters: Adapters = "merged",
-    model: nn.Module | BuildModel | None = None,
+    objects: UserObjects | None = None,
 ) -> tuple[nn.Module, Recipe]:
     """The trained model of a run folder, and the recipe.
 
     What its techniques put on is taken off again, unless `plain` is false: a model that has lost its norms, say, can be
     used as it is and not as its plain architecture; RefusedError says so. Adapters become part of the weights, or stay
-    on, or are left out, which gives the base that they were trained on. `model` is a model of the user's own, or builds
-    one, and is required if the run trained one.
+    on, or are left out, which gives the base that they were trained on. `objects` has the user's own model, and is
+    required if the run trained one.
 
     Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
     average, or with `trained` the weights in training. Needs no data: the run folder keeps what is asked of inputs and
     outputs.
     """
-    recipe = replace(recipe_from_data(stored_recipe(folder)), objects=UserObjects(model))
-    recipe.refuse_missing_objects("model")
+    trained_as = recipe_from_data(stored_recipe(folder))
+    recipe = replace(trained_as, objects=objects or UserObjects())
+    _compare_models(folder, trained_as, recipe)
     stored = checkpoint.load(folder / "checkpoints", step)
 
     def built() -> nn.Module:
         torch.manual_seed(recipe.seed)
-        if model is not None:
-            return recipe.objects.build_model()
+        if recipe.objects.model is not None:
+            return recipe.objects.build_model(recipe.model.arguments)
         ends = read_model_spec(folder, recipe.data.length)
         return build_model_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
     run = compose(BaseRun(built, BatchSource(), find_objective(recipe.objective.name)), chosen, stored.scalars["steps"])
     state = run.init_state(read_log(stored.scalars))
-    trained_model, optimizer = state.model, state.optimizer
-    assert trained_model is not None and optimizer is not None
+    model, optimizer = state.model, state.optimizer
+    assert model is not None and optimizer is not None
     for name, tensor in state.tensors().items():
         value = stored.tensors.get(name)
         if value is not None and value.shape == tensor.shape:
@@ -85,11 +88,24 @@ def load_trained_model(
     if adapters != "merged":
         run = replace(run, techniques=tuple(t for t in run.techniques if t.stage is not Stage.ADAPTERS), notes={})
     if adapters == "left out":
-        trained_model = _with_values(run.build_model(state.log), trained_model)
+        model = _with_values(run.build_model(state.log), model)
     if plain:
         for technique in reversed(run.techniques):
-            trained_model = technique.finish(trained_model)
-    return trained_model.eval(), recipe
+            model = technique.finish(model)
+    return model.eval(), recipe
+
+
+def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
+    """Raise UsageError if a run trained another model than the one that was passed; report source that has changed."""
+    recipe.refuse_missing_objects("model")
+    if recipe.model.build != stored.model.build:
+        trained = stored.model.build or stored.model.folder or stored.model.preset
+        fix = f"--model {trained}" if is_function_name(trained) else "leave --model out, or pass what it trained"
+        raise UsageError(f"{folder} trained {trained}, not {recipe.model.build}", fix)
+    before = stored.python.sources
+    for name, digest in recipe.python.sources.items() if recipe.objects.model is not None else ():
+        if before.get(name) != digest:
+            print_to_stderr(f"the source of {name} is not the one that {folder} was trained with")
 
 
 def _with_values(model: nn.Module, other: nn.Module) -> nn.Module:

@@ -25,6 +25,7 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.state import StructureLogEntry, TrainState, read_log
 from thrifty.data.example_previews import selection
 from thrifty.machine.machine_info import peak_flops
+from thrifty.recipes.data_parallelism import with_data_parallelism
 from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.training import checkpoint, checkpoint_index, run_ledger
@@ -86,6 +87,7 @@ def train_steps(
     has a list of blocks and a linear `head`.
     """
     with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
+        recipe = with_data_parallelism(recipe)
         if process_group_sync().run_first(folder.recipe.is_file):
             return (yield from _resume(folder, recipe, origins or {}, quiet, observers))
         return (yield from _run(prepare_run(recipe, quiet=quiet), folder, quiet, origins or {}, observers))
@@ -114,6 +116,7 @@ def resume_steps(
     changed values came from.
     """
     with ranks_of(recipe):
+        recipe = with_data_parallelism(recipe)
         if fork is not None:
             changed, target = replace(recipe, name=fork), folder.parent / fork
             return (

@@ -12,7 +12,7 @@ from thrifty.cli.verb_output import print_result
 from thrifty.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from thrifty.core.recipe import Recipe
+    pass
 
 ALLOWED = ("exact", "rounding", "different")
 OTHERS = ("size", "fit")
@@ -84,10 +84,10 @@ def plan_recipe(
     if cluster is not None:
         _refuse_on_cluster(probing, exports)
     with units_of(cluster):
-        chosen = _built(recipe, options)
-    if chosen.objects.model is not None and "script" in exports:
+        chosen = build_recipe(recipe, **options).recipe()
+    if chosen.model.build and "script" in exports:
         raise UsageError(
-            "--export script writes the model that a recipe names, and --model names one of your own",
+            f"--export script writes a model of Thrifty's, and {chosen.model.build} is one of your own",
             fix="leave --export script out; the other exports work",
         )
     plan = thrifty.plan(chosen, cluster=cluster, ranks=ranks, quiet=as_json, **wanted, **probing)
@@ -98,18 +98,6 @@ def plan_recipe(
                 plan.export(name, export_path(name, out))  # type: ignore[arg-type]
     finally:  # a plan that took minutes is told, whatever becomes of its exports
         print_result(plan, as_json)
-
-
-def _built(recipe: str, options: dict[str, Any]) -> Recipe:
-    """The recipe as it is typed, with a model that --model names as a function."""
-    from dataclasses import replace
-
-    from thrifty.core.user_objects import UserObjects
-    from thrifty.interface.user_model import is_own, own_model
-
-    own = own_model(options.pop("model")) if is_own(options["model"]) else None
-    chosen = build_recipe(recipe, **options).recipe()
-    return chosen if own is None else replace(chosen, objects=UserObjects(own.build))
 
 
 def _refuse_on_cluster(probing: dict[str, Any], exports: tuple[str, ...]) -> None:

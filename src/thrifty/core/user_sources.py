@@ -1,0 +1,145 @@
+"""Functions and classes of the user's own: their names, their source, and their import by name."""
+
+import hashlib
+import importlib
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from thrifty.core.errors import UsageError, did_you_mean
+
+MOST = 500
+"""Functions and classes whose source is looked at."""
+
+
+def reference(value: Any) -> str:
+    """Return the name of a function, or of an object's class, as package.module:name. A script that was started has
+    the name by which it can be imported."""
+    named = _named(value)
+    module = named.__module__
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        module = spec.name if spec else Path(file).stem if file else module
+    return f"{module}:{named.__qualname__}"
+
+
+def is_function_name(text: str | None) -> bool:
+    """Return True if a text has the form package.module:function, and so names neither a preset nor a folder."""
+    module, colon, name = (text or "").partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
+
+
+def import_function(name: str) -> Callable[..., Any]:
+    """Import a function by its name, from the working folder too, which comes last. Raises UsageError where there is
+    none."""
+    if not is_function_name(name):
+        raise UsageError(f"{name!r} is no name of a function", fix="write it as package.module:function")
+    module_name, _, path = name.partition(":")
+    if "" not in sys.path:
+        sys.path.append("")  # last: a torch.py next to the model is not torch
+    try:
+        value: Any = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's own code raises
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.split(".")[0])
+        what = f"{name}: {module_name} cannot be imported: {type(error).__name__}: {error}"
+        mend = f'mend it: python -c "import {module_name}" says where'
+        raise UsageError(what, fix="start where `import` finds it" if is_missing else mend) from error
+    for part in path.split("."):
+        near = [word for word, thing in vars(value).items() if callable(thing)] if hasattr(value, "__dict__") else []
+        value = getattr(value, part, None)
+        if not callable(value):
+            raise UsageError(f"{module_name} has no function {path!r}", fix=did_you_mean(part, near))
+    return value
+
+
+def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
+    """Return, by name, a part of a hash of the source of each function and class of the user's own that the
+    values are or use; those of installed packages are left out."""
+    waiting, fingerprints = [part for value in values for part in _parts(value)], dict[str, int]()
+    while waiting and len(fingerprints) < MOST:
+        named = _named(waiting.pop())
+        name = reference(named)
+        if name in fingerprints or not _is_own(named):
+            continue
+        try:
+            text = inspect.getsource(named)
+        except (OSError, TypeError):  # typed at a prompt, or compiled
+            code = getattr(named, "__code__", None)
+            text = repr((code.co_code, code.co_consts)) if code else name
+        fingerprints[name] = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+        waiting += _used(named)
+    return dict(sorted(fingerprints.items()))
+
+
+def _named(value: Any) -> Any:
+    function = getattr(value, "func", value)  # what a partial calls
+    return function if hasattr(function, "__qualname__") else type(function)
+
+
+def description(value: Any) -> str:
+    """Return the name of a value, and of the functions that it is put together of, as a metric may be."""
+    functions = _functions(value)
+    return f"{reference(value)} of {' and '.join(map(reference, functions))}" if functions else reference(value)
+
+
+def _functions(value: Any) -> list[Any]:
+    parts = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    return parts if not isinstance(value, type) and all(map(callable, parts)) else []
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, nn.Module):
+        return [type(module) for module in value.modules()]
+    return [value, *_functions(value)]
+
+
+def _used(named: Any) -> Iterator[Any]:
+    """Yield the functions and classes that a function or a class refers to."""
+    if isinstance(named, type):
+        yield from named.__bases__
+        inner = [getattr(each, "__func__", getattr(each, "fget", each)) for each in vars(named).values()]
+        yield from (each for each in inner if isinstance(each, FunctionType | type))
+        return
+    code, names = getattr(named, "__code__", None), getattr(named, "__globals__", {})
+    if not isinstance(code, CodeType):
+        return
+    used = _names_in(code)
+    values = [names[word] for word in used if word in names]
+    values += [cell.cell_contents for cell in named.__closure__ or () if cell != type(cell)()]
+    for value in values:
+        if isinstance(value, ModuleType):
+            values += [vars(value)[word] for word in used if word in vars(value)] if _is_own_file(value) else []
+        elif callable(value):
+            yield from _parts(value)
+
+
+def _names_in(code: CodeType) -> list[str]:
+    inner = [word for constant in code.co_consts if isinstance(constant, CodeType) for word in _names_in(constant)]
+    return [*code.co_names, *inner]
+
+
+def _is_own(named: Any) -> bool:
+    module = sys.modules.get(getattr(named, "__module__", None) or "")
+    return module is not None and _is_own_file(module)
+
+
+def _is_own_file(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return module.__name__ == "__main__"
+    return not any(Path(file).resolve().is_relative_to(folder) for folder in _installed())
+
+
+@cache
+def _installed() -> list[Path]:
+    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return [Path(place).resolve() for place in (*places, Path(__file__).parents[1], Path(nn.__file__).parents[2])]

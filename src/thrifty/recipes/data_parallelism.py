@@ -1,0 +1,14 @@
+"""Data parallelism in recipes that say nothing of ranks."""
+
+from dataclasses import replace
+
+from thrifty.core.ranks import ranks
+from thrifty.core.recipe import Recipe
+from thrifty.techniques import find
+
+
+def with_data_parallelism(recipe: Recipe) -> Recipe:
+    """Return the recipe with replicas, if there are several ranks and no technique divides their work."""
+    if ranks() == 1 or any(technique.divides_ranks for technique in recipe.techniques):
+        return recipe
+    return replace(recipe, techniques=(*recipe.techniques, find("parallelism.replicate")()))

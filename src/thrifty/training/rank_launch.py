@@ -1,0 +1,143 @@
+"""Start the ranks of a run on this machine and call a function in each; as a module it is one of these ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from thrifty.core.child_python import child_environment
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.training.process_launch import settings
+from thrifty.training.rendezvous import LOOPBACK, is_srun_step, loopback_store
+from thrifty.training.sent_objects import read_value, refuse_start_during_import, write_value
+from thrifty.training.stop_signals import SIGNALS
+
+PATIENCE = 60.0
+"""Seconds that ranks have to end once one of them has failed."""
+
+
+def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Call `work` in `count` processes of this machine, and return the result of rank 0. Where a launcher has started
+    the processes already, or for one, it is called here.
+
+    Raises UsageError for arguments that cannot be sent, and the error of the first rank that fails.
+    """
+    if count < 1:
+        raise UsageError(f"ranks is {count}", fix="give a positive number")
+    if count == 1 or "RANK" in os.environ or is_srun_step():
+        return work(*arguments, **options)
+    refuse_start_during_import()
+    with tempfile.TemporaryDirectory(prefix="thrifty-ranks-") as folder:
+        call, store = Path(folder, "call"), loopback_store()
+        write_value((work, arguments, options), call)
+        variables = settings(count) | {
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        codes = _ended([_start(call, rank, variables) for rank in range(count)])
+        with suppress(OSError):
+            answer = json.loads(_answer(call).read_text())
+            if "result" in answer:
+                return answer["result"]
+            error = ThriftyError(answer["what"], answer["fix"])
+            error.exit_code = answer["exit_code"]
+            raise error
+    failed = next(rank for rank, code in enumerate(codes) if code)
+    raise ThriftyError(f"rank {failed} ended with exit code {codes[failed]}", fix="see what it printed above")
+
+
+def _start(call: Path, rank: int, variables: dict[str, str]) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(call)],
+        stdin=subprocess.PIPE,  # whose end is the end of this process
+        env=child_environment(**variables, RANK=str(rank), LOCAL_RANK=str(rank)),
+        start_new_session=True,  # an interrupt at the terminal is for this process, which passes it on once
+    )
+
+
+def _ended(processes: "list[subprocess.Popen[bytes]]") -> list[int]:
+    """Wait for all processes, and end the others some time after one has failed; return their exit codes."""
+    with _signals_passed_on(processes):
+        end = float("inf")
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                end = min(end, time.monotonic() + PATIENCE)
+            if time.monotonic() > end:
+                for process in processes:
+                    process.kill()
+            time.sleep(0.05)
+    for process in processes:
+        if process.stdin is not None:
+            process.stdin.close()
+    return [process.returncode for process in processes]
+
+
+@contextmanager
+def _signals_passed_on(processes: "list[subprocess.Popen[bytes]]") -> Iterator[None]:
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, pass_on) for number in SIGNALS if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_with_starter() -> None:
+    """End this process, as after SIGTERM, when the one that started it is gone and its standard input ends."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _answer(call: Path) -> Path:
+    return call.with_suffix(".json")
+
+
+def _write_answer(call: Path, answer: dict[str, Any]) -> None:
+    """Write the answer of whichever rank is first."""
+    aside = call.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(answer))
+    with suppress(FileExistsError, FileNotFoundError):  # there is one; the starter is gone
+        os.link(aside, _answer(call))
+
+
+def _serve(call: Path) -> int:
+    end_with_starter()
+    try:
+        work, arguments, options = read_value(call)
+        result = work(*arguments, **options)
+    except ThriftyError as error:
+        _write_answer(call, {"what": error.what, "fix": error.fix, "exit_code": error.exit_code})
+        return error.exit_code
+    if os.environ["RANK"] == "0":
+        _write_answer(call, {"result": result})
+    return 0
+
+
+if __name__ == "__main__":
+    code = _serve(Path(sys.argv[1]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the thread that waits for the starter would otherwise be waited for

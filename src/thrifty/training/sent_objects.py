@@ -1,0 +1,84 @@
+"""Values passed from Python, on their way to the processes that this one starts: a private file that only they read."""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+from contextlib import suppress
+from multiprocessing.spawn import get_preparation_data, prepare
+from pathlib import Path
+from typing import Any
+
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Recipe
+from thrifty.core.user_objects import UserObjects
+from thrifty.core.user_sources import reference
+
+MAIN = ("init_main_from_name", "init_main_from_path")
+_preparing: list[Path] = []
+
+
+def write_value(value: Any, path: Path) -> None:
+    """Write a value for a process that this one starts. Raises UsageError for what cannot be sent."""
+    try:
+        content = pickle.dumps(value)
+    except Exception as error:
+        raise _unsendable(value, error) from error
+    main = get_preparation_data("rank") if b"__main__" in content else {}
+    with suppress(AttributeError):  # of a notebook, whose functions no other process can import
+        if b"__main__" in content and not any(main.get(name) for name in MAIN):
+            raise _unsendable(value, UsageError("it was defined in a notebook or at a prompt"))
+    about = {"path": list(sys.path), "main": {name: main[name] for name in MAIN if name in main}, "content": content}
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        pickle.dump(about, file)
+
+
+def can_be_sent(value: Any) -> bool:
+    """Return True if a process that this one starts can be given a value."""
+    with tempfile.TemporaryDirectory() as folder, suppress(UsageError):
+        write_value(value, Path(folder, "value"))
+        return True
+    return False
+
+
+def read_value(path: Path) -> Any:
+    """Return the value that the process which started this one wrote."""
+    about = pickle.loads(path.read_bytes())  # noqa: S301
+    sys.path += [place for place in about["path"] if place not in sys.path]
+    _preparing.append(path)
+    prepare(about["main"])
+    _preparing.clear()
+    return pickle.loads(about["content"])  # noqa: S301
+
+
+def refuse_start_during_import() -> None:
+    """Raise UsageError if a process that was started imports the script that started it, which would start others."""
+    if _preparing or getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "the script starts processes while one of them imports it",
+            fix='put the call below `if __name__ == "__main__":`',
+        )
+
+
+def _unsendable(value: Any, error: Exception) -> UsageError:
+    """Return the error for a value, with the name of the object in it that is to blame."""
+    recipes = [part for part in _parts(value) if isinstance(part, Recipe)]
+    objects = [recipe.objects for recipe in recipes] or [
+        part for part in _parts(value) if isinstance(part, UserObjects)
+    ]
+    for name, passed in vars(objects[0]).items() if objects else ():
+        try:
+            pickle.dumps(passed)
+        except Exception as reason:
+            value, error = f"{name} ({reference(passed)})", reason
+            break
+    return UsageError(
+        f"{value if isinstance(value, str) else 'a value'} cannot be sent to other processes: {error}",
+        fix="define functions and classes at the top level of a module, or start the script with torchrun",
+    )
+
+
+def _parts(value: Any) -> list[Any]:
+    return [value, *(part for each in value for part in _parts(each))] if isinstance(value, tuple) else [value]
