@@ -71,8 +71,9 @@ def recipe(
     `held_out` are map-style or iterable datasets, `datasets.Dataset`s, DataLoaders (whose workers read them), lists,
     arrays or tuples of arrays, or `data` is a path or a known name. `loss(model, batch)` returns one loss for each
     example, losses and weights of their parts, or a mean; or it is the name of an objective, which for a file of
-    conversations is "chat_answers" by default. Functions in `metrics` have the same form, or are a `DatasetMetric` or `ModelMetric`. `budget` is "20 steps", "1e7 tokens", "3 epochs",
-    "90s", "10min", "2h" or a number of steps; `batch` the effective batch in examples. Without an optimizer among
+    conversations is "chat_answers" by default. Functions in `metrics` have the same form, or are a `DatasetMetric` or
+    `ModelMetric`. `budget` is "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps; `batch`
+    is the effective batch in examples. Without an optimizer among
     `techniques` it is AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file,
     gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
 
