@@ -94,7 +94,7 @@ def chat(
 
     Example::
 
-        conversation = thrifty.chat("runs/mine", template="chatml")
+        conversation = thrifty.chat("runs/mine", template="alpaca")
         print(conversation.ask("Who are you?"))
     """
     check_plain(system, "--system")

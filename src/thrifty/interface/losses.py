@@ -24,6 +24,11 @@ def chunked_cross_entropy(
     tokens; "none" has the shape of `labels`, in float32.
 
     Raises UsageError if the shapes do not fit.
+
+    Example::
+
+        hidden, head_weight, labels = torch.randn(2, 7, 16), torch.randn(50, 16), torch.randint(50, (2, 7))
+        loss = thrifty.losses.chunked_cross_entropy(hidden, head_weight, labels)
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != head_weight.shape[-1]:
         raise UsageError(

@@ -224,6 +224,12 @@ def activation_budget(model: nn.Module, budget: str | float, **settings: Any) ->
     `ActivationBudget`. The first pass for each shape of inputs is made twice, to learn what a plan needs.
 
     Raises InfeasibleError for a budget that the blocks do not fit, UsageError for one that is no amount.
+
+    Example::
+
+        with thrifty.activation_budget(model, "80%"):
+            losses = loss(model, batch)
+        losses.mean().backward()
     """
     chosen = technique_of("memory.activation_budget", {**settings, "bytes": _amount(budget)})
     current = next((each.technique for each in APPLIED.get(model) or () if each.technique.name == chosen.name), None)
@@ -280,7 +286,12 @@ class ModelSummary:
 
 
 def summary(model: nn.Module) -> ModelSummary:
-    """Return the number of parameters, the trainable ones, and what each applied technique touched and skipped."""
+    """Return the number of parameters, the trainable ones, and what each applied technique touched and skipped.
+
+    Example::
+
+        print(thrifty.summary(thrifty.apply(model, "lora", rank=4)))
+    """
     parameters = list(model.parameters())
     trainable = sum(each.numel() for each in parameters if each.requires_grad)
     return ModelSummary(sum(each.numel() for each in parameters), trainable, APPLIED.get(model) or ())
