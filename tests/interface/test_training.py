@@ -1,18 +1,18 @@
 """The trainer on models, datasets, losses and metrics of the user's own."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import user_work
 from command_line import CommandLine, assert_equal, write_corpus
-from rank_processes import on_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -88,23 +88,39 @@ def final_tensors(runs: Path, name: str) -> dict[str, Tensor]:
     return checkpoint.load(runs / name / "checkpoints").tensors
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_run_on_a_dataset_that_draws_ends_in_the_same_bits_however_often_it_is_killed(
-    kills: int, tmp_path: Path
-) -> None:
-    steps = 60 + 10 * kills
-    command = [sys.executable, user_work.__file__, str(tmp_path)]
+def killed_to_the_end(runs: Path, steps: int, kills: int, ranks: int) -> None:
+    """Start the script of `user_work`, and kill it and its ranks so many times before it may end."""
+    command = [sys.executable, user_work.__file__, str(runs), "killed", str(steps), str(ranks)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([*command, "straight", str(steps)], check=True, env=environment)
-    records = tmp_path / "killed" / "records.jsonl"
+    records = runs / "killed" / "records.jsonl"
     for number in range(kills):
-        process = subprocess.Popen([*command, "killed", str(steps)], env=environment)
+        process = subprocess.Popen(command, env=environment)
         wanted = (number + 1) * steps // (kills + 1)
         while process.poll() is None and (not records.exists() or records.read_text().count('"loss"') < wanted):
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
+        for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
         process.wait()
-    subprocess.run([*command, "killed", str(steps)], check=True, env=environment)
+    subprocess.run(command, check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    ("kills", "ranks"),
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(20, 1, marks=pytest.mark.slow),
+        pytest.param(20, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_on_a_dataset_that_draws_ends_in_the_same_bits_however_often_it_is_killed(
+    kills: int, ranks: int, tmp_path: Path
+) -> None:
+    steps = 60 + 10 * kills
+    command = [sys.executable, user_work.__file__, str(tmp_path), "straight", str(steps), str(ranks)]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    killed_to_the_end(tmp_path, steps, kills, ranks)
     assert_equal(final_tensors(tmp_path, "killed"), final_tensors(tmp_path, "straight"))
 
 
@@ -144,16 +160,14 @@ def test_with_weights_tokens_count_alike_however_a_batch_is_cut() -> None:
     assert losses_by_tokens(16) == pytest.approx(whole, rel=1e-5)
 
 
-def losses_on_a_rank(folder: Path) -> list[float]:
-    recipe = thrifty.core.recipe.Recipe("ranked")
-    run = train(folder, recipe=recipe, techniques=[thrifty.AdamW(lr=1e-2), "ddp"], budget=8)
-    return [record["loss"] for record in run.report().steps]
-
-
-def test_the_order_of_examples_does_not_depend_on_the_ranks(tmp_path: Path) -> None:
-    alone = train(tmp_path, techniques=[thrifty.AdamW(lr=1e-2)], budget=1, name="alone")
-    first, _ = on_ranks(2, losses_on_a_rank, tmp_path)
-    assert first[0] == pytest.approx(alone.report().steps[0]["loss"], rel=0.05)  # dropout differs by rank
+def test_the_order_of_examples_depends_on_no_ranks_and_no_workers(tmp_path: Path) -> None:
+    losses = {}
+    loader = DataLoader(user_work.NoisySums(200), batch_size=16, shuffle=True, num_workers=2)
+    for name, changed in {"alone": {}, "two": {"ranks": 2}, "workers": {"data": loader}}.items():
+        run = train(tmp_path, **{"model": user_work.build_plain, "budget": 8, "name": name, **changed})
+        losses[name] = [step["loss"] for step in run.report().record.steps]
+    assert losses["two"] == pytest.approx(losses["alone"], rel=1e-5)
+    assert losses["workers"] == losses["alone"]
 
 
 def test_examples_read_twice_are_the_same_and_the_generators_are_left_as_they_were() -> None:

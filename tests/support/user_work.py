@@ -46,6 +46,11 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
 
 
+def build_plain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
 def build_language_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))
@@ -79,12 +84,12 @@ if __name__ == "__main__":
 
     import thrifty
 
-    folder, name, steps = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    folder, name, steps, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     if (folder / name / "recipe.toml").is_file():
-        thrifty.resume(folder / name, **user_work.objects(), quiet=True)
+        thrifty.resume(folder / name, **user_work.objects(), ranks=ranks, quiet=True)
     else:
         from thrifty.core.recipe import CheckpointSettings, Recipe
 
         recipe = Recipe(name, checkpoints=CheckpointSettings(every=5))
         options = {"recipe": recipe, "techniques": ["adamw", "cosine"], "budget": steps, "batch": 16}
-        thrifty.train(**user_work.objects(), **options, runs=folder, quiet=True)
+        thrifty.train(**user_work.objects(), **options, ranks=ranks, runs=folder, quiet=True)

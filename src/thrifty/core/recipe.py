@@ -244,6 +244,8 @@ class Recipe:
         object.__setattr__(self, "techniques", tuple(ordered))
         passed = {name: text for name, text in vars(self.objects.described).items() if text}
         object.__setattr__(self, "python", replace(self.python, **passed))
+        if self.objects.data is not None:
+            object.__setattr__(self, "data", replace(self.data, source=""))
         if build := self.objects.build:
             weights = "given" if isinstance(self.objects.model, nn.Module) else None
             arguments = self.model.arguments if self.model.build in (None, build) else None

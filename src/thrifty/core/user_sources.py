@@ -64,11 +64,15 @@ def import_function(name: str) -> Callable[..., Any]:
 def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
     """Return, by name, a part of a hash of the source of each function and class of the user's own that the
     values are or use; those of installed packages are left out."""
-    waiting, fingerprints = [part for value in values for part in _parts(value)], dict[str, int]()
-    while waiting and len(fingerprints) < MOST:
+    waiting, fingerprints, seen = [part for value in values for part in _parts(value)], dict[str, int](), set[str]()
+    while waiting and len(seen) < MOST:
         named = _named(waiting.pop())
         name = reference(named)
-        if name in fingerprints or not _is_own(named):
+        if name in seen or not _is_own(named):
+            continue
+        seen.add(name)
+        waiting += _used(named)
+        if name.rpartition(".")[0] in fingerprints:  # the source of its class has it
             continue
         try:
             text = inspect.getsource(named)
@@ -76,7 +80,6 @@ def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
             code = getattr(named, "__code__", None)
             text = repr((code.co_code, code.co_consts)) if code else name
         fingerprints[name] = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
-        waiting += _used(named)
     return dict(sorted(fingerprints.items()))
 
 
