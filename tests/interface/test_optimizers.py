@@ -92,6 +92,21 @@ def test_adamw_and_sgd_under_each_scheduler_are_those_of_torch(
     torch.testing.assert_close(*values, rtol=1e-12, atol=1e-14)
 
 
+def test_an_empty_group_and_a_rate_of_zero_leave_the_rest_as_torch_does() -> None:
+    values = []
+    for kind in (thrifty.optim.AdamW, torch.optim.AdamW):
+        model = network()
+        groups = [{"params": []}, {"params": [*model[0].parameters()]}, {"params": [*model[3].parameters()], "lr": 0.0}]
+        optimizer = kind(groups, **ADAMW)
+        before = model[3].weight.detach().clone()
+        values.append(train(model, optimizer, range(4)))
+        assert torch.equal(model[3].weight, before)
+        other = kind([{"params": [*group["params"]]} for group in groups], **ADAMW)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        values.append(train(model, other, range(4, 8)))
+    torch.testing.assert_close(values[:2], values[2:], rtol=1e-12, atol=1e-14)
+
+
 def test_a_plateau_lowers_the_rate() -> None:
     model = network()
     optimizer = thrifty.optim.AdamW(model, lr=1e-2)

@@ -83,7 +83,8 @@ class TechniqueOptimizer(TransformOptimizer):
             members = [(f"parameter{first + index}", each) for index, each in enumerate(members)]
         own = {name: value for name, value in param_group.items() if name not in ("params", "param_names")}
         own.setdefault(DECAYS_ALL, not is_named or "weight_decay" in own)
-        super().add_param_group({**own, "params": members})
+        names = {} if members else {"param_names": []}  # torch finds none in an empty group
+        super().add_param_group({**own, **names, "params": members})
         group = self.param_groups[-1]
         group.update(vars(self._technique(self._settings(group))))
         self._steps.extend([0] * len(members))
