@@ -123,3 +123,10 @@ def test_no_difference_says_what_could_have_been_seen_and_what_seeds_the_effect_
 def test_bitwise_equals_are_called_so() -> None:
     found = judge([2.0] * PAIRS, [2.0] * PAIRS)
     assert found.verdict == "no difference" and "equal to the last bit" in found.sentence
+
+
+def test_of_a_metric_that_is_better_when_higher_the_higher_variant_is_better() -> None:
+    low, high = [0.5 + 0.001 * seed for seed in range(8)], [0.6 + 0.0011 * seed for seed in range(8)]
+    found = judge(low, high, judged="accuracy", is_lower_better=False)
+    assert found.verdict == "better" and "held-out accuracy higher by" in found.sentence
+    assert judge(high, low, judged="accuracy", is_lower_better=False).verdict == "worse"

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 import thrifty
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import RefusedError, ThriftyError, UsageError
+from thrifty.core.recipe import EvaluationSettings, Recipe
 from thrifty.data.user_data import open_user_data
 from thrifty.objectives.user_loss import UserLoss
 from thrifty.techniques.large_batch.gradient_accumulation import GradientAccumulation
@@ -200,3 +201,53 @@ def test_a_recipe_gives_what_is_not_passed(tmp_path: Path) -> None:
     again = {"recipe": recipe, "runs": tmp_path / "again", "quiet": True}
     same = thrifty.train("llama-nano", tmp_path / "corpus", **again)
     assert same.loss == run.loss
+
+
+def better_until(step: int) -> Any:
+    """A metric that rises with each evaluation up to so many, and then falls."""
+    seen = []
+
+    def metric(model: Any) -> float:
+        seen.append(1)
+        return min(len(seen), 2 * step - len(seen))
+
+    return thrifty.ModelMetric(metric)
+
+
+@pytest.mark.parametrize("lower_is_better", [None, True])
+def test_a_run_stops_early_when_what_is_judged_no_longer_improves(lower_is_better: bool | None, tmp_path: Path) -> None:
+    settings = EvaluationSettings(every=2, judge="score", patience=2, lower_is_better=lower_is_better)
+    recipe = Recipe("early", evaluation=settings)
+    run = train(tmp_path, recipe=recipe, metrics={"score": better_until(3)}, budget=30)
+    assert run.summary["status"] == "finished"
+    assert run.summary["steps"] == (6 if lower_is_better else 10)  # the best evaluation and two more
+    assert "held-out score has not improved for 2 evaluations" in repr(run)
+    assert checkpoint.load(run.folder / "checkpoints").step == run.summary["steps"]
+    with pytest.raises(UsageError, match="it stopped early"):
+        thrifty.resume(run)
+
+
+def test_a_run_that_stops_early_does_so_at_the_same_step_when_it_was_interrupted(tmp_path: Path) -> None:
+    def validate(model: Any) -> float:
+        return float(next(model.parameters()).sum())
+
+    recipe = Recipe("early", evaluation=EvaluationSettings(every=1, judge="score", patience=3))
+    options = {"recipe": recipe, "metrics": {"score": thrifty.ModelMetric(validate)}, "budget": 60}
+    whole = train(tmp_path, name="whole", **options)
+    part = train(tmp_path, name="part", observers=[lambda record: record.step != 2], **options)
+    assert part.summary["status"] == "interrupted" and whole.summary["steps"] < 60
+    again = thrifty.resume(part)
+    assert again.summary["steps"] == whole.summary["steps"] and again.metrics == whole.metrics
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"recipe": Recipe("r", evaluation=EvaluationSettings(judge="accurcy"))}, "did you mean 'accuracy'"),
+        ({"metrics": {"loss": user_work.accuracy}}, "cannot be called 'loss'"),
+        ({"metrics": {"my metric": user_work.accuracy}}, "cannot be called 'my metric'"),
+    ],
+)
+def test_a_measure_that_is_not_there_is_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        train(tmp_path, **changed)

@@ -28,7 +28,7 @@ from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
-from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
+from thrifty.core.recipe import Budget, Recipe
 from thrifty.reporting.comparison_page import write_comparison_page
 from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
@@ -134,7 +134,7 @@ class _Race:
             raise
         labels = [variant.label for variant in self.variants]
         entries = [entry for entry in self.runs.values() if "seed" in entry]
-        self.state["outcome"] = summarize_comparison(entries, labels, self.protocol)
+        self.state["outcome"] = summarize_comparison(entries, labels, self.protocol, self.variants[0].recipe.evaluation)
         return self.tell("finished", 0)
 
     def tell(self, status: str, exit_code: int) -> dict[str, Any]:
@@ -236,14 +236,14 @@ class _Race:
         return variant.at_rate(best["factor"])
 
     def recipe(self, variant: Variant, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
-        """Return the recipe of one run of a variant, evaluated on as many held-out examples as the baseline."""
-        examples = self.variants[0].recipe.evaluation.examples
+        """Return the recipe of one run of a variant, evaluated and judged as the baseline."""
+        settings = self.variants[0].recipe.evaluation
         return replace(
             variant.recipe,
             name=name,
             seed=variant.recipe.seed + seed,
             budget=Budget(steps=steps),
-            evaluation=EvaluationSettings(every=max(1, steps // evaluations), examples=examples),
+            evaluation=replace(settings, every=max(1, steps // evaluations), at_start=False, patience=None),
             checkpoints=replace(variant.recipe.checkpoints, keep=1, extra_steps=()),
         )
 

@@ -13,6 +13,7 @@ from thrifty.comparing.equal_budgets import steady
 from thrifty.comparing.paired_statistics import interval
 from thrifty.comparing.variant_verdict import judge
 from thrifty.comparing.variants import BASELINE
+from thrifty.core.recipe import EvaluationSettings
 from thrifty.training.run_folder import RunFolder
 
 MEANS = ("held_out_loss", "steps", "tokens", "flops", "seconds", "step_time", "flop_rate", "share_of_peak")
@@ -81,9 +82,15 @@ def slope_at_end(curve: Sequence[Sequence[float | None]]) -> float:
     return abs(first - last) / math.log(end / start) if start < end else abs(last)
 
 
-def summarize_comparison(runs: Iterable[Entry], labels: Sequence[str], protocol: ComparisonProtocol) -> dict[str, Any]:
+def summarize_comparison(
+    runs: Iterable[Entry],
+    labels: Sequence[str],
+    protocol: ComparisonProtocol,
+    settings: EvaluationSettings | None = None,
+) -> dict[str, Any]:
     """Of all runs that were planned, once each of them finished or failed: "arms" with their means and, all but the
     baseline, with ratios to it and a "verdict". "used" is how much a variant really spent of what was to be equal."""
+    settings = settings or EvaluationSettings()
     by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
     entries = {label: [by_place[label, seed] for seed in range(protocol.seeds)] for label in labels}
     variants: dict[str, dict[str, Any]] = {}
@@ -91,11 +98,21 @@ def summarize_comparison(runs: Iterable[Entry], labels: Sequence[str], protocol:
         variants[label] = _means(entries[label])
         if label == BASELINE:
             continue
-        losses = [[_loss(entry) for entry in entries[one]] for one in (BASELINE, label)]
+        judged = [[_judged(entry, settings.judge) for entry in entries[one]] for one in (BASELINE, label)]
         ratios = {name: _ratio(variants[label][name], variants[BASELINE][name]) for name in RATIOS}
-        slope = _mean([slope_at_end(entry["curve"]) for entry in entries[label] if _loss(entry) is not None]) or 0.0
+        curves = [entry["curve"] for entry in entries[label] if _loss(entry) is not None]
+        # how a metric changes with the budget is not known
+        slope = (_mean([slope_at_end(each) for each in curves]) or 0.0) if settings.judge == "loss" else 0.0
         used = ratios["seconds" if protocol.equal == "time" else protocol.equal]
-        verdict = judge(*losses, variants=len(labels) - 1, effect=protocol.effect, used=used, slope=slope)
+        verdict = judge(
+            *judged,
+            variants=len(labels) - 1,
+            effect=protocol.effect,
+            used=used,
+            slope=slope,
+            judged=settings.judge,
+            is_lower_better=settings.is_lower_better,
+        )
         variants[label] |= {
             "verdict": asdict(verdict),
             "ratios": ratios,
@@ -127,6 +144,10 @@ def _finished(baseline: Sequence[Entry], variant: Sequence[Entry]) -> list[tuple
 
 def _loss(entry: Entry) -> float | None:
     return entry["held_out_loss"] if entry["status"] == "finished" else None
+
+
+def _judged(entry: Entry, name: str) -> float | None:
+    return _loss(entry) if name == "loss" or _loss(entry) is None else entry["measured"].get(name)
 
 
 def _means(entries: Sequence[Entry]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ Word = Literal["better", "worse", "no difference", "undecided"]
 
 @dataclass(frozen=True)
 class VariantVerdict:
-    """Verdict on one variant against the baseline, by held-out losses at the end of paired runs; lower is better."""
+    """Verdict on one variant against the baseline, by held-out losses, or a metric, at the end of paired runs."""
 
     verdict: Word
     sentence: str
@@ -55,11 +55,13 @@ def judge(
     effect: float = 0.01,
     used: float | None = 1.0,
     slope: float = 0.0,
+    judged: str = "loss",
+    is_lower_better: bool = True,
 ) -> VariantVerdict:
-    """Held-out losses of the seeds in order, None for a run that failed. `variants` is how many of them the baseline is
-    compared with; `effect` the smallest difference worth knowing of, as a share of the baseline's loss; `used` how much
-    the variant spent of what was to be equal, as a multiple of the baseline's; `slope` how far the variant's loss falls
-    when its budget grows by a factor of e.
+    """Held-out losses, or values of a metric that is `judged`, of the seeds in order, None for a run that failed.
+    `variants` is how many of them the baseline is compared with; `effect` the smallest difference worth knowing of,
+    as a share of the baseline's loss; `used` how much the variant spent of what was to be equal, as a multiple of
+    the baseline's; `slope` how far the variant's loss falls when its budget grows by a factor of e.
 
     There is a verdict only when every pair that was planned is there and there are enough of them. Better or worse is
     said where the permutation test passes and the interval leaves zero out: of equals in less than 3 % of comparisons,
@@ -76,9 +78,10 @@ def judge(
     if not pairs:
         said = f"undecided: all {planned} pairs failed"
         return VariantVerdict("undecided", said, planned, failed, alpha, confidence, None, None, least, least)
-    differences = [second - first for first, second in pairs]  # type: ignore[operator]
+    sign = 1 if is_lower_better else -1
+    differences = [sign * (second - first) for first, second in pairs]  # type: ignore[operator]
     test = paired(differences, alpha, confidence, abs((1.0 if used is None else used) - 1) * slope)
-    mean = sum(first for first, _ in pairs) / len(pairs)  # type: ignore[misc]
+    mean = abs(sum(first for first, _ in pairs) / len(pairs))  # type: ignore[misc]
     relative = test.mean / mean if mean else None
     needed = pairs_for(max(effect * mean - test.margin, 0.0), test.spread, alpha)
     if failed:
@@ -87,9 +90,9 @@ def judge(
         pairs_are = "1 pair" if planned == 1 else f"{planned} pairs"
         word, said = "undecided", f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}"
     elif test.p <= alpha and test.low > 0:
-        word, said = "worse", _told(test, relative, "higher")
+        word, said = "worse", _told(test, relative, judged, "higher" if is_lower_better else "lower")
     elif test.p <= alpha and test.high < 0:
-        word, said = "better", _told(test, relative, "lower")
+        word, said = "better", _told(test, relative, judged, "lower" if is_lower_better else "higher")
     else:
         word, said = "no difference", _unseen(test, mean, effect, needed)
     if word in ("better", "worse") and abs(test.mean) < effect * mean:
@@ -107,11 +110,11 @@ def _explained_by(used: float) -> Word | None:
     return "better" if used > 1 + UNEQUAL else "worse" if used < 1 - UNEQUAL else None
 
 
-def _told(test: PairedDifferences, relative: float | None, direction: str) -> str:
+def _told(test: PairedDifferences, relative: float | None, judged: str, direction: str) -> str:
     share = f" ({percent(abs(relative), 2)})" if relative is not None else ""
     low, high = sorted((abs(test.low), abs(test.high)))
     return (
-        f"held-out loss {direction} by {significant(abs(test.mean))}{share}, interval {significant(low)} to "
+        f"held-out {judged} {direction} by {significant(abs(test.mean))}{share}, interval {significant(low)} to "
         f"{significant(high)}, p = {significant(test.p, 2)}, {test.pairs} pairs"
     )
 

@@ -193,9 +193,20 @@ class EvaluationSettings:
     examples: Positive = 64
     at_start: bool = False
     """Whether to evaluate before the first step too, for runs that start from a trained model."""
+    judge: str = "loss"
+    """The measure on held-out data that decides the best checkpoint, an early stop and a comparison: "loss", or the
+    name of a metric."""
+    lower_is_better: bool | None = None
+    """For `judge`; by default true of the loss, and false of a metric."""
+    patience: Annotated[int | None, SettingBound(least=1)] = None
+    """Evaluations without an improvement after which a run stops early; never unless given."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "evaluation")
+
+    @property
+    def is_lower_better(self) -> bool:
+        return self.judge == "loss" if self.lower_is_better is None else self.lower_is_better
 
 
 @dataclass(frozen=True)

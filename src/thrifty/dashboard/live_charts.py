@@ -62,7 +62,7 @@ def figures(index: RunIndex, record: RunRecord, key: KeyFigures) -> list[LiveFig
     of_rates = ChartTheme(from_zero=True, number_format="~g")
     plots = [
         _loss(index, record, key),
-        *(_share(name, evaluations.curve(name)) for name in shares),
+        *(_metric(name, evaluations.curve(name)) for name in shares),
         _memory(steps.curve("memory"), key),
         _Plot("throughput", "Throughput", f"{key.unit}/s", steps.curve("tokens_per_second")),
         _gradient_norm(steps.curve("gradient_norm")),
@@ -88,9 +88,8 @@ def _loss(index: RunIndex, record: RunRecord, key: KeyFigures) -> _Plot:
     )
 
 
-def _share(name: str, curve: Curve) -> _Plot:
-    look = ChartTheme(number_format=".0%")
-    return _Plot(name, f"Held-out {name}", "share of the examples", curve, look, smoothing=False)
+def _metric(name: str, curve: Curve) -> _Plot:
+    return _Plot(name, f"Held-out {name}", name, curve, smoothing=False)
 
 
 def _memory(curve: Curve, key: KeyFigures) -> _Plot:

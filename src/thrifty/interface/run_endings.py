@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.reporting.key_figures import batch_advice, key_figures
+from thrifty.reporting.number_format import significant
 from thrifty.reporting.run_record import read_run
 
 
@@ -13,6 +14,7 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     """Return the lines on a run with this summary."""
     loss, unigram = summary.get("held_out_loss"), summary.get("unigram_entropy")
     budget = f" of the {summary['budget_seconds']:g} s of its budget" if "budget_seconds" in summary else ""
+    budget += f"; {summary['stopped_early']}" if "stopped_early" in summary else ""
     told = [f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training{budget}"]
     if loss is not None and unigram is not None:
         size = summary["bytes_per_token"]
@@ -20,7 +22,7 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
         told.append(f"held-out loss {loss:.3f} nats/token{bits}; unigram entropy {unigram:.3f} nats/token")
         if summary.get("held_out_loss_at_start") is not None:
             told.append(f"before the first step it was {summary['held_out_loss_at_start']:.3f} nats/token")
-    measured = "".join(f", {name} {value:.1%}" for name, value in summary.get("held_out", {}).items())
+    measured = "".join(f", {name} {significant(value, 4)}" for name, value in summary.get("held_out", {}).items())
     if loss is not None and summary.get("label_entropy") is not None:
         frequencies = f"by the labels' frequencies {summary['label_entropy']:.3f}"
         told.append(f"held-out loss {loss:.3f} nats{measured}; {frequencies}")

@@ -15,6 +15,8 @@ from thrifty.core.objective import Objective, Prediction
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 
 UserFunction = Callable[[nn.Module, Any], Any]
+RESERVED = ("loss", "trained_loss", "kind", "step")
+"""Names that the record of an evaluation has itself."""
 UserMetric = UserFunction | DatasetMetric | ModelMetric
 
 
@@ -41,6 +43,12 @@ class UserLoss(Objective):
         self, loss: UserFunction, assembled: Callable[[Batch], Any], metrics: Mapping[str, UserMetric] | None = None
     ):
         self.loss, self.assembled = loss, assembled
+        for name in metrics or {}:
+            if not name.isidentifier() or name in RESERVED:
+                raise UsageError(
+                    f"a metric cannot be called {name!r}",
+                    fix="give it a name of letters, digits and underscores that records have not yet, such as 'f1'",
+                )
         kinds = DatasetMetric, ModelMetric
         self.means = {name: each for name, each in (metrics or {}).items() if not isinstance(each, kinds)}
         self.of_all = {name: each for name, each in (metrics or {}).items() if isinstance(each, DatasetMetric)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from thrifty.reporting.number_format import duration, percent, significant
+from thrifty.reporting.number_format import duration, significant
 from thrifty.reporting.run_record import RunRecord, mapping, number
 from thrifty.reporting.run_state import KILLED
 
@@ -107,7 +107,7 @@ def key_figures(record: RunRecord) -> KeyFigures:
         batch=number(mapping(record.recipe.get("data")).get("batch")),
         measured=_measured(record),
         label_entropy=number(summary.get("label_entropy")),
-        unit="images" if summary.get("unit") == "images" else "tokens",
+        unit=str(summary.get("unit", "tokens")),
         loss_in=str(summary.get("loss_in", "nats")),
         budget_seconds=number(mapping(record.recipe.get("budget")).get("seconds")),
     )
@@ -150,7 +150,7 @@ def _verdict_on_labels(key: KeyFigures) -> str:
     if loss is None:
         seen = f"; the last training loss is {significant(key.loss)} {key.nats}" if key.loss is not None else ""
         return f"Nothing has been measured on held-out {key.unit} yet{seen}."
-    shares = "".join(f", {name} {percent(value)}" for name, value in key.measured.items())
+    shares = "".join(f", {name} {significant(value, 4)}" for name, value in key.measured.items())
     loss_in = key.nats if key.loss_in == "nats" else f"({key.nats})"
     opening = f"On held-out {key.unit} the model's loss is {significant(loss)} {loss_in}{shares}"
     if entropy is None:

@@ -63,7 +63,7 @@ class ChartTheme:
 
 def figures(record: RunRecord, key: KeyFigures) -> list[ChartFigure]:
     """The charts for which there are records, most important first."""
-    first = [loss(record, key), *(share(record, name) for name in key.measured), throughput(record, key)]
+    first = [loss(record, key), *(metric(record, name) for name in key.measured), throughput(record, key)]
     others = [gradient_norm(record), learning_rate(record), memory(record, key), noise_scale(record)]
     return [figure for figure in (*first, *others) if figure is not None]
 
@@ -88,10 +88,9 @@ def loss(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
     return ChartFigure("loss", "Loss", key.nats, summary, _together(layers, 320), points, held_out, trained)
 
 
-def share(record: RunRecord, name: str) -> ChartFigure | None:
-    """Something that evaluations measure beside the loss."""
-    points, look = curve(record.evaluations, name), ChartTheme(number_format=".0%")
-    return _figure(name, f"Held-out {name}", "share of the examples", points, look)
+def metric(record: RunRecord, name: str) -> ChartFigure | None:
+    """A metric that evaluations measure in addition to the loss."""
+    return _figure(name, f"Held-out {name}", name, curve(record.evaluations, name), ChartTheme())
 
 
 def throughput(record: RunRecord, key: KeyFigures) -> ChartFigure | None:

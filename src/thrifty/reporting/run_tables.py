@@ -35,10 +35,12 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
     pace = key.seconds / key.steps if key.seconds is not None and key.steps else None
     noise = [("Gradient noise scale", significant(key.noise_scale), "examples: batches well above it buy little")]
     of_text = [("Bits per byte", significant(bits), f"perplexity {significant(key.perplexity)}")]
-    shares = [(f"Held-out {name}", percent(value), f"of the {key.unit}") for name, value in key.measured.items()]
+    last = "at the last evaluation"
+    metrics = [(f"Held-out {name}", significant(value, 4), last) for name, value in key.measured.items()]
     return [
         ("Held-out loss", significant(key.held_out_loss), f"{key.nats}, {best}"),
-        *(of_text if key.unit == "tokens" else shares),
+        *(of_text if key.unit == "tokens" else []),
+        *metrics,
         ("Steps", whole(key.steps), f"{key.skipped_steps:,} skipped" if key.skipped_steps else "none skipped"),
         (key.unit.capitalize(), scaled(key.tokens), "trained on"),
         ("Training time", duration(key.seconds), f"{duration(pace)} per step" if pace is not None else "not measured"),

@@ -34,7 +34,7 @@ def line(p: StepProgress) -> str:
     parts = [f"step {p.step:,}/{p.steps:,}", f"loss {p.loss:.3f}"]
     if p.held_out is not None:
         parts.append(f"held-out {p.held_out:.3f}")
-    parts += [f"{name} {value:.1%}" for name, value in p.measured.items()]
+    parts += [f"{name} {value:.4g}" for name, value in p.measured.items()]
     parts.append(f"{p.tokens_per_second:,.0f} {p.unit}/s")
     if p.of_peak is not None:
         parts.append(f"{p.of_peak:.0%} of peak")

@@ -11,9 +11,10 @@ from thrifty.optim.moment_formats import SlotKind, fill_moment, is_scales, opene
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import SLOT
 from thrifty.training import checkpoint
+from thrifty.training.judged_measure import BEST, WITHOUT_GAIN
 
 WEIGHTS = "parameters/"
-OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss")
+OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss", BEST, WITHOUT_GAIN)
 """Counters that say nothing of a run with another recipe."""
 
 

@@ -24,6 +24,7 @@ from thrifty.core.state import TrainState
 from thrifty.training import checkpoint, heartbeat
 from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.evaluation import evaluate, see
+from thrifty.training.judged_measure import count, reason_to_stop, worth
 from thrifty.training.loop import Record, train
 from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.progress_display import ProgressDisplay, StepProgress
@@ -112,17 +113,19 @@ class _Observer:
 
     def follow(self, stop: StopRequest) -> Iterator[Record]:
         if self.recipe.evaluation.at_start and self.state.step == 0:
-            self.evaluate()
+            self.evaluate(by_plan=True)
             self.state.counters["held_out_loss_at_start"] = self.held_out
         heartbeat.at(f"step {self.state.step + 1}", step=True)
-        for record in train(self.session.run, self.state, self.recipe.seed):
+        early = reason_to_stop(self.recipe.evaluation, self.state.counters)
+        for record in () if early else train(self.session.run, self.state, self.recipe.seed):
             self.last = record
             self.record(record)
             done = record.step == self.session.run.steps
             due = done or record.step % self.recipe.checkpoints.every == 0 or record.step in self.also
             # what is saved by plan is evaluated first, so that the best checkpoint is the one that was measured
             if due or record.step % self.recipe.evaluation.every == 0:
-                self.evaluate()
+                self.evaluate(by_plan=True)
+                early = reason_to_stop(self.recipe.evaluation, self.state.counters)
                 record = replace(record, held_out_loss=self.held_out, metrics=self.measured)
             if any([_says_stop(observer(record)) for observer in self.session.observers]):
                 stop.ask()
@@ -130,9 +133,12 @@ class _Observer:
             stopping = stop.agreed()
             if stopping and record.skipped and self.evaluated_step != record.step:
                 self.evaluate()
-            if due or stopping:
+            if due or stopping or early:
                 self.refuse_lost_weights(record)
                 self.save()
+            if early and not done:
+                self.say(f"stopped early after step {record.step}: {early}")
+                break
             if stopping and not done:
                 self.display.say(f"stopped {stop.reason} at step {record.step}, which is saved")
                 self.display.say(f"go on with: thrifty resume {self.folder.path}")
@@ -141,6 +147,7 @@ class _Observer:
             heartbeat.at(f"step {record.step + 1}", step=True)
         if self.held_out is None:  # the run was killed between its last checkpoint and its end
             self.evaluate()
+        self.session.facts |= {"stopped_early": early} if early else {}
         self.status = "finished"
 
     def refuse_lost_weights(self, record: Record) -> None:
@@ -201,7 +208,8 @@ class _Observer:
             now=left == 0,
         )
 
-    def evaluate(self) -> None:
+    def evaluate(self, by_plan: bool = False) -> None:
+        """Evaluate; an evaluation that is not `by_plan` does not count for an early stop."""
         assert self.state.optimizer is not None
         with self.state.optimizer.use_eval_weights():
             self.measured = self.measure()
@@ -210,11 +218,18 @@ class _Observer:
         self.evaluated_step = self.state.step
         best = self.state.counters.get("best_held_out_loss", math.inf)
         self.state.counters["best_held_out_loss"] = min(best, self.held_out)
+        if by_plan:
+            count(self.recipe.evaluation, self.state.counters, self.worth())
         # where an average is judged, the weights in training are measured beside it
         trained = (
             {} if self.state.optimizer.eval_weights() is None else {"trained_loss": _finite(self.measure()["loss"])}
         )
-        self.note("evaluation", loss=_finite(self.held_out), **self.measured, **trained)
+        metrics = {name: _finite(value) for name, value in self.measured.items()}
+        self.note("evaluation", loss=_finite(self.held_out), **metrics, **trained)
+
+    def worth(self) -> float:
+        assert self.held_out is not None
+        return worth(self.recipe.evaluation, self.held_out, self.measured)
 
     def measure(self) -> dict[str, float]:
         assert self.state.model is not None
@@ -244,8 +259,8 @@ class _Observer:
         if self.held_out is None or self.evaluated_step != self.state.step:
             return False
         best = self.state.counters.get("best_saved_loss", math.inf)
-        self.state.counters["best_saved_loss"] = min(best, self.held_out)
-        return self.held_out < best
+        self.state.counters["best_saved_loss"] = min(best, self.worth())
+        return self.worth() < best
 
     def save(self) -> None:
         if self.saved_step == self.state.step:
@@ -298,7 +313,7 @@ class _Observer:
             "seconds": counters.get("seconds", 0.0),
             "loss": _finite(self.last.loss) if self.last else None,
             "held_out_loss": _finite(self.held_out),
-            **({"held_out": self.measured} if self.measured else {}),
+            **({"held_out": {name: _finite(value) for name, value in self.measured.items()}} if self.measured else {}),
             "held_out_loss_at_start": _finite(counters.get("held_out_loss_at_start")),
             "best_held_out_loss": _finite(counters.get("best_held_out_loss")),
             "peak_memory": self.meter.peak(),

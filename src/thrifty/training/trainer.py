@@ -15,7 +15,7 @@ import torch
 from thrifty.composition.compose import Run, compose, refuse_trained_start
 from thrifty.composition.explain import explain, resident_bytes
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.errors import IntegrityError, UsageError, refuse_unknown
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
@@ -29,6 +29,7 @@ from thrifty.recipes.data_parallelism import with_data_parallelism
 from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.training import checkpoint, checkpoint_index, run_ledger
+from thrifty.training.judged_measure import reason_to_stop
 from thrifty.training.memory_meter import MemoryMeter, set_freed_memory_policy
 from thrifty.training.rank_sync import process_group_sync
 from thrifty.training.rendezvous import current_agent
@@ -156,10 +157,13 @@ def _resume(
         again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]
         prepared = prepare_run(recipe, quiet=quiet)
         return (yield from _run(prepared, folder, quiet, origins, observers, fill=lambda state: again))
-    if saved.step >= saved.scalars["steps"] and (summary := _kept(folder, "summary")).get("status") == "finished":
+    early = reason_to_stop(recipe.evaluation, saved.scalars["counters"])
+    is_at_end = saved.step >= saved.scalars["steps"] or early
+    if is_at_end and (summary := _kept(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
-        raise UsageError(f"{folder.path} is finished: it made all its {saved.step} steps", fix="go on with --fork NAME")
+        why = f"it stopped early, since {early}" if early else f"it made all its {saved.step} steps"
+        raise UsageError(f"{folder.path} is finished: {why}", fix="go on with --fork NAME")
 
     def fill(state: TrainState) -> list[str]:
         load_state(state, saved, process_group_sync())
@@ -277,6 +281,8 @@ def _run(
     if recipe.objective.name != "next_token" and "bytes_per_token" in known:
         # only a model that predicts every token from those before it says how far the text could be compressed
         known["bytes_per_token"] = None
+    measures = ("loss", *run.eval_objective.metrics)
+    refuse_unknown("evaluation.judge names no measure of this run:", recipe.evaluation.judge, measures)
     facts = {
         "folder": str(folder.path),
         **known,
