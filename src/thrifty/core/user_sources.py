@@ -25,7 +25,7 @@ def reference(value: Any) -> str:
     the name by which it can be imported."""
     named = _named(value)
     module = named.__module__
-    if module == "__main__":
+    if module in ("__main__", "__mp_main__"):
         main = sys.modules["__main__"]
         spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
         module = spec.name if spec else Path(file).stem if file else module

@@ -33,9 +33,9 @@ def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, *
     """
     if count < 1:
         raise UsageError(f"ranks is {count}", fix="give a positive number")
+    refuse_start_during_import()
     if count == 1 or "RANK" in os.environ or is_srun_step():
         return work(*arguments, **options)
-    refuse_start_during_import()
     with tempfile.TemporaryDirectory(prefix="thrifty-ranks-") as folder:
         call, store = Path(folder, "call"), loopback_store()
         write_value((work, arguments, options), call)

@@ -29,7 +29,8 @@ def write_value(value: Any, path: Path) -> None:
     with suppress(AttributeError):  # of a notebook, whose functions no other process can import
         if b"__main__" in content and not any(main.get(name) for name in MAIN):
             raise _unsendable(value, UsageError("it was defined in a notebook or at a prompt"))
-    about = {"path": list(sys.path), "main": {name: main[name] for name in MAIN if name in main}, "content": content}
+    main = {name: main[name] for name in (*MAIN, "sys_argv") if name in main}
+    about = {"path": list(sys.path), "main": main, "content": content}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         pickle.dump(about, file)

@@ -1,0 +1,84 @@
+"""Models of one's own on every verb, as a user types them: `--model package.module:function`."""
+
+import shutil
+from pathlib import Path
+
+import own_gpt
+import pytest
+from command_line import CommandLine, write_corpus
+
+GPT, ARGUMENT = ("--model", "own.gpt:build"), ("--model-arg", "width=16")
+SIZES = {
+    "data.vocabulary": 320, "data.length": 32, "data.batch": 8, "evaluation.examples": 8, "checkpoints.every": 2,
+}  # fmt: skip
+TEXT = ("text", "--data", "corpus", "--without", "compile", "--budget", "4steps")
+TEXT += tuple(word for path, value in SIZES.items() for word in ("--set", f"{path}={value}"))
+
+
+def own_folder(folder: Path, fresh: bool) -> CommandLine:
+    """A working folder with a package of the user's own."""
+    (folder / "own").mkdir()
+    (folder / "own" / "__init__.py").touch()
+    shutil.copy(own_gpt.__file__, folder / "own" / "gpt.py")
+    write_corpus(folder / "corpus")
+    return CommandLine(folder, fresh=fresh)
+
+
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_records_the_function_and_no_preset_and_asks_for_it_again(fresh: bool, tmp_path: Path) -> None:
+    thrifty = own_folder(tmp_path, fresh)
+    thrifty("train", *TEXT, *GPT, *ARGUMENT, "--name", "mine", "--quiet")
+    recipe = (thrifty.run("mine") / "recipe.toml").read_text()
+    assert 'build = "own.gpt:build"' in recipe and "width = 16" in recipe and '"own.gpt:NanoGPT"' in recipe
+    kept = next(iter(thrifty.run("mine").glob("checkpoints/*/scalars.json")), None)
+    for text in (recipe, kept.read_text() if kept else "", thrifty("report", "mine").stdout):
+        assert "llama" not in text.lower()
+    for words in (("export", "mine", "out"), ("sample", "mine", "--prompt", "a"), ("resume", "mine", "--fork", "more")):
+        refused = thrifty(*words, exit_code=2)
+        assert "--model own.gpt:build" in refused.stderr
+    thrifty("export", "mine", "out", *GPT)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"model.json", "model.safetensors"}
+    assert thrifty.json("sample", "mine", "--prompt", "a", "--tokens", "3", *GPT)["text"]
+    other = thrifty("export", "mine", "again", "--model", "own.gpt:build_classifier", exit_code=2)
+    assert "trained own.gpt:build, not own.gpt:build_classifier" in other.stderr
+    changed = thrifty("resume", "mine", *GPT, "--model-arg", "width=32", exit_code=2)
+    assert "model.arguments.width: 16 → 32" in changed.stderr
+    thrifty("resume", "mine", *GPT, "--fork", "more", "--set", "budget.steps=6", "--quiet")
+    file = tmp_path / "own" / "gpt.py"
+    file.write_text(file.read_text().replace("F.gelu", "F.relu"))
+    changed = thrifty("resume", "more", *GPT, exit_code=2)
+    assert "python.sources.own.gpt:Block: " in changed.stderr and "NanoGPT" not in changed.stderr
+
+
+@pytest.mark.slow
+def test_every_verb_takes_a_model_of_ones_own_in_a_process_of_its_own(tmp_path: Path) -> None:
+    thrifty = own_folder(tmp_path, fresh=True)
+    explained = thrifty.json("explain", *TEXT, *GPT, *ARGUMENT)
+    assert explained["parameters"] < 30_000 and not explained["refused"]
+    assert not [each for each in thrifty.json("check", *TEXT, *GPT)["verdicts"] if each["outcome"] == "broken"]
+    short = ("--probe-seconds", "0.2", "--probed-candidates", "1", "--out", "plan.toml")
+    planned = thrifty("plan", *TEXT, *GPT, *short, timeout=600).stdout
+    assert "start it with thrifty train --model own.gpt:build plan.toml" in planned
+    thrifty("train", "plan.toml", *GPT, "--name", "planned", "--quiet")
+    race = ("--variant", "wide: --set model.arguments.width=64", "--seeds", "1", "--rate-trials", "1")
+    compared = thrifty.json("compare", *TEXT, *GPT, *race, "--equal-budget", "steps", timeout=600)
+    assert compared["status"] == "finished"
+    thrifty("train", *TEXT, *GPT, "--ranks", "2", "--name", "ranked", "--quiet")
+    thrifty("export", "ranked", "exported", *GPT)
+
+
+@pytest.mark.slow
+def test_a_classifier_of_ones_own_learns_labels_of_images(tmp_path: Path) -> None:
+    thrifty = own_folder(tmp_path, fresh=True)
+    words = (
+        "vit-digits",
+        "--model",
+        "own.gpt:build_classifier",
+        "--budget",
+        "3steps",
+        "--set",
+        "evaluation.examples=16",
+    )
+    thrifty("train", *words, "--name", "digits", "--quiet")
+    assert 'build = "own.gpt:build_classifier"' in (thrifty.run("digits") / "recipe.toml").read_text()
+    thrifty("export", "digits", "out", "--model", "own.gpt:build_classifier")
