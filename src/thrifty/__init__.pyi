@@ -37,6 +37,8 @@ from .interface.run_reports import RunReport as RunReport
 from .interface.run_reports import report as report
 from .interface.run_reports import track as track
 from .interface.samples import sample as sample
+from .interface.scaling import fit_scaling_law as fit_scaling_law
+from .interface.scaling import recommend_size as recommend_size
 from .interface.studies import study as study
 from .interface.technique_profiles import TechniqueProfile as TechniqueProfile
 from .interface.technique_profiles import show as show

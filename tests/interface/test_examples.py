@@ -18,8 +18,8 @@ from thrifty.core.recipe import DataSettings, EvaluationSettings, ModelSettings,
 
 ONLY_CALLS = {
     "board": "it serves until Ctrl-C",
-    "check": "its own tests are dearer",
     "compare": "it takes minutes",
+    "fit_scaling_law": "it requires many runs",
     "doctor": "it measures the machine",
     "estimate": "its own tests are dearer",
     "lottery": "it takes four runs",
@@ -28,7 +28,7 @@ ONLY_CALLS = {
     "study": "it takes minutes",
 }
 """Functions whose examples are checked by their calls alone, and why."""
-DEAR = {"chat", "explain", "export", "report", "resume", "sample", "trace", "track", "train"}
+DEAR = {"chat", "check", "explain", "export", "report", "resume", "sample", "trace", "track", "train"}
 SMALL = Recipe(
     name="mine",
     model=ModelSettings(depth=1, width=32, heads=2, hidden=32),

@@ -12,9 +12,7 @@ from user_models import accuracy, build_classifier, label_loss
 import thrifty as th
 from thrifty.core.recipe import DataSettings, EvaluationSettings, ModelSettings, Recipe
 
-WORKS = pytest.mark.parametrize(
-    "work", [user_models.label_work, pytest.param(user_models.language_work, marks=pytest.mark.slow)]
-)
+WORKS = pytest.mark.parametrize("work", [user_models.label_work, user_models.language_work])
 Work = Callable[[], dict[str, Any]]
 
 
@@ -64,8 +62,11 @@ def test_the_shortest_fine_tuning_plans_the_rest(tmp_path: Path, monkeypatch: py
     assert run.loss is not None and run.folder.name == "run"
 
 
+@pytest.mark.slow
 @WORKS
-def test_a_plan_is_explained_compared_and_exported(work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_is_explained_checked_compared_and_exported(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     plan = th.plan(**work(), memory="16GB", allow="rounding", batch=16, budget="20 steps", probe=False, quiet=True)
     assert plan.forecast.memory.value > 0 and "you asked for rounding" in plan.rejected["muon"]
@@ -73,6 +74,8 @@ def test_a_plan_is_explained_compared_and_exported(work: Work, tmp_path: Path, m
     assert "mixed_precision" in plan.export("accelerate", "acc.yaml").read_text()
     explanation = th.explain(plan.recipe, quiet=True)
     assert "optimizers.adamw" in str(explanation) and explanation.peak > 0 and not explanation.refused
+    report = th.check(plan.recipe, quiet=True)
+    assert not report.broken, report
     verdict = th.compare(
         plan.recipe,
         {"lion": ["-adamw", th.Lion(lr=2e-4)]},

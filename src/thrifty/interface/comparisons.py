@@ -1,6 +1,6 @@
 """`compare`: variants against a baseline at equal budget, over several seeds, with a verdict."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -140,13 +140,17 @@ def compare(
     read = variants_of(recipe_of(recipe=recipe, **arguments), variants or {})
     folder = Path(runs) / check_name(name or f"{read[0].recipe.name}-comparison", "--name")
     say = progress(quiet)
-    result = comparison.compare(read, protocol, folder, retry=retry, workers=_able(launchers, read), say=say)
+    result = comparison.compare(read, protocol, folder, retry=retry, workers=_able(launchers, read, say), say=say)
     if save_result and result["status"] == "finished":
         save_comparison(result, Path(save_result))
     return ComparisonResult(result)
 
 
-def _able(launchers: Sequence[RunLauncher], variants: Sequence[Variant]) -> Sequence[RunLauncher]:
-    """Return launchers that can start these variants."""
-    passed = [variant.recipe.objects for variant in variants if variant.recipe.objects.is_passed]
-    return launchers if all(map(can_be_sent, passed)) else [SameProcess()]
+def _able(
+    launchers: Sequence[RunLauncher], variants: Sequence[Variant], say: Callable[[str], None]
+) -> Sequence[RunLauncher]:
+    """Return launchers that can start these variants: this process where their objects cannot be sent to another."""
+    if all(can_be_sent(variant.recipe.objects) for variant in variants):
+        return launchers
+    say("objects from Python cannot be sent to other processes: all runs are made in this one, one after another")
+    return [SameProcess()]
