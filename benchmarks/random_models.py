@@ -5,7 +5,6 @@ sizes, each with a batch, a loss, an optimizer and a dtype. `random_step(seed, n
 """
 
 import importlib
-import importlib.util
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,11 +32,10 @@ class RandomStep:
 
 
 def random_step(seed: int, number: int) -> RandomStep:
-    """The step of this seed and number: a model of one family after the other, everything else random."""
+    """The step of this seed and number: a model of one family after the other, everything else random. Raises
+    ImportError where its library is not installed."""
     draw = random.Random(f"{seed}/{number}")
-    families = [*HAND_WRITTEN, transformers_step, transformers_step, transformers_step]
-    if importlib.util.find_spec("timm"):
-        families += [timm_step, timm_step]
+    families = [*HAND_WRITTEN, transformers_step, transformers_step, transformers_step, timm_step, timm_step]
     family = families[(number + seed) % len(families)]
     torch.manual_seed(draw.getrandbits(32))
     label, build, batch, loss = family(draw)

@@ -88,12 +88,37 @@ def image_loss(model: nn.Module, images: Tensor) -> Tensor:
     return model(images).square().mean(1)
 
 
+class Half(nn.Module):
+    """Half of it is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.used(rows)
+
+
+class Gated(nn.Module):
+    """Its kernel keeps gates that torch's fake tensors know nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.cells = nn.Embedding(200, 32), nn.LSTM(32, 64, 2, batch_first=True)
+        self.out = nn.Linear(64, 200)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.cells(self.embedding(tokens))[0])
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Loss]] = {
     "encoder": (encoder, TOKENS, token_loss),
     "losses of examples": (encoder, TOKENS, example_loss),
     "weighted losses": (encoder, TOKENS, weighted_loss),
     "convolutions": (convolutions, IMAGES, image_loss),
     "recurrent": (Recurrent, TOKENS, token_loss),
+    "LSTM": (Gated, TOKENS, token_loss),
+    "unused parameters": (Half, ROWS, image_loss),
     "experts by indices": (Routed, TOKENS, token_loss),
 }
 
@@ -121,7 +146,7 @@ def test_the_peak_of_a_step_is_what_the_allocator_gives_out(name: str) -> None:
     assert fit.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adafactor])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.NAdam, torch.optim.Adafactor])
 def test_the_state_and_the_step_of_an_optimizer_of_torch_are_counted(optimizer: Any) -> None:
     model = encoder()
     fit = thrifty.estimate(model, TOKENS[:1, :8], loss=token_loss, optimizer=optimizer)
@@ -157,7 +182,10 @@ def test_random_models_hold_what_is_predicted(number: int) -> None:
 
 
 def _check_random_model(seed: int, number: int) -> None:
-    case = random_step(seed, number)
+    try:
+        case = random_step(seed, number)
+    except ImportError as error:
+        pytest.skip(str(error))
     optimizer = case.optimizer if not isinstance(case.optimizer, str) else getattr(thrifty.optim, case.optimizer)
     loss = case.loss or (lambda model, batch: model(**batch).loss)
     try:
@@ -178,7 +206,9 @@ def test_a_model_on_the_meta_device_is_estimated_as_one_that_is_there(name: str)
 
 def test_nothing_is_allocated_for_a_model_in_memory_or_in_none() -> None:
     def wide() -> nn.Module:
-        return nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)])  # 0.5 GB
+        model = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(8)])  # 0.5 GB
+        model.register_buffer("table", torch.zeros(1))
+        return model
 
     model, before = wide(), psutil.Process().memory_info().rss
     peaks = [

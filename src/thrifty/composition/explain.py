@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from thrifty.composition.compose import CPU, Run
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
+from thrifty.composition.torch_update import TorchOptimizer
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
@@ -149,7 +150,8 @@ class _RunCounts:
                 self._passes = self._counted_passes(part, batch)
             self._key = key
         with self._fake or nullcontext(), one_thread():
-            footprint = self._passes.followed_by(part.transform(), part.steps)
+            skips_missing = any(isinstance(technique, TorchOptimizer) for technique in techniques)
+            footprint = self._passes.followed_by(part.transform(), part.steps, skips_missing)
         if is_joint:
             footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shares))
         parameters = sum(parameter.numel() for parameter in self._passes.model.parameters())

@@ -59,8 +59,9 @@ class CountedPasses:
             self.most, self.inside = max(passes.peak - before, 0), max(passes.peak_inside - before, 0)
             """The most beside complete gradients; the same from when the first gradient of a block is complete."""
 
-    def followed_by(self, transform: GradientTransform, steps: int) -> Footprint:
-        """The footprint of the whole step in a run of so many.
+    def followed_by(self, transform: GradientTransform, steps: int, skips_missing: bool = False) -> Footprint:
+        """The footprint of the whole step in a run of so many. `skips_missing` is True of an update that leaves out
+        parameters without a gradient, as torch's do.
 
         Activations are what is alive at the end of the forward pass (of the first micro-batch); temporary is what the
         peak of backward pass and update holds beyond activations or gradients. FLOPs are those of matrix products and
@@ -70,7 +71,8 @@ class CountedPasses:
         model, live = self.model, self.live
         with gc_disabled(), live:
             there = live.storages()
-            optimizer = TransformOptimizer(model.named_parameters(), transform)
+            named = [pair for pair in model.named_parameters() if pair[1].grad is not None or not skips_missing]
+            optimizer = TransformOptimizer(named, transform)
             slots = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
             buffers = self.buffers + live.held_besides(slots, there)
             keep_distinct_chunks(optimizer.site.tail, optimizer.parameters)

@@ -40,16 +40,16 @@ class TorchStep(GradientTransform):
         return updates
 
     def _step(self) -> None:
-        with _OnesForValues():
+        with _ValuesOfFakes():
             self.inner.step()
 
 
-class _OnesForValues(TorchDispatchMode):
+class _ValuesOfFakes(TorchDispatchMode):
     """Answers an optimizer that reads a value of a fake tensor: no shape depends on it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else 1
+            return 0.5 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
 
 

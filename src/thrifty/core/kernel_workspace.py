@@ -1,10 +1,14 @@
-"""Bytes that kernels of this processor take and free inside one operation, measured by running it once.
+"""Bytes that kernels of this processor take inside one operation, and keep for its backward pass, measured by running
+it once.
 
-Convolutions copy their operands into layouts of their own, or into columns. Which of them, and how large the copies
-are, depends on the processor, the sizes and the number of threads, and no formula of torch's states it.
+Convolutions copy their operands into layouts of their own, or into columns; pooling and norms copy theirs; recurrent
+layers keep their gates. How large that is depends on the processor, the sizes and the number of threads, and no formula
+of torch's states it.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from threading import Thread
 from typing import Any
@@ -14,31 +18,71 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LARGEST = 2**25
-"""Bytes of the operands up to which an operation is run as it is; more examples are extrapolated from fewer."""
+"""Bytes of the operands up to which an operation is run as it is; more rows are extrapolated from fewer."""
 FEWEST = 16
 """Examples from which on torch chooses kernels as for any larger number."""
-EXAMPLES = {
+RECURRENT, RECURRENT_BACKWARD = (
+    torch.ops.aten.mkldnn_rnn_layer.default,
+    torch.ops.aten.mkldnn_rnn_layer_backward.default,
+)
+ROWS = {
     torch.ops.aten.convolution.default: (0,),
     torch.ops.aten._convolution.default: (0,),
     torch.ops.aten.convolution_backward.default: (0, 1),
+    torch.ops.aten.native_batch_norm_backward.default: (0, 1),
+    torch.ops.aten.max_pool2d_with_indices_backward.default: (0, 1, -1),
+    torch.ops.aten.upsample_nearest2d.default: (0,),
+    torch.ops.aten.upsample_bilinear2d.default: (0,),
+    torch.ops.aten.im2col.default: (0,),
+    torch.ops.aten.logsumexp.default: (0,),
+    torch.ops.aten.mean.dim: (0,),
+    torch.ops.aten._safe_softmax.default: (0,),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (0, 1, 2, 3, 4, 5),
+    RECURRENT: (0,),
+    RECURRENT_BACKWARD: (0, 7, 10),
 }
-"""Operations that are measured, and which arguments have a row for each example."""
+"""Operations that are measured, and which arguments have a row for each example, or for each step in time."""
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    inside: int = 0
+    """Bytes at the peak beyond the results."""
+    last: int = 0
+    """Bytes of the last result."""
 
 
 def workspace_bytes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], threads: int) -> int:
     """Return the bytes that an operation takes beyond its results at its peak; 0 for one that is not measured."""
-    places = EXAMPLES.get(func)
-    if places is None or args[0].device.type != "cpu":
-        return 0
+    return _memory(func, args, kwargs, threads).inside if func in ROWS else 0
+
+
+def with_kept_gates(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], results: Any) -> Any:
+    """Return the results of a recurrent layer on fake tensors with what it keeps for its backward pass, which torch's
+    fake kernel leaves out."""
+    if func is not RECURRENT or results[-1] is None:
+        return results
+    kept = _memory(func, args, kwargs, torch.get_num_threads()).last
+    return (*results[:-1], args[0].new_empty(kept, dtype=torch.uint8))
+
+
+def _memory(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], threads: int) -> KernelMemory:
+    if args[0].device.type != "cpu":
+        return KernelMemory()
+    places = ROWS[func]
     leaves, structure = tree_flatten((args, kwargs))
     described = tuple(_OperandShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    examples, row = args[0].shape[0], sum(args[place].nbytes for place in places) // max(args[0].shape[0], 1)
-    fewer = max(LARGEST // max(row, 1), min(FEWEST, examples), 2)
-    if fewer >= examples:
-        return _measured(func, described, structure, examples, examples, threads)
+    operands = [args[place] for place in places if args[place] is not None]
+    rows, row = args[0].shape[0], sum(each.nbytes for each in operands) // max(args[0].shape[0], 1)
+    fewer = max(LARGEST // max(row, 1), min(FEWEST, rows), 2)
+    if fewer >= rows:
+        return _measured(func, described, structure, rows, rows, threads)
     half = max(fewer // 2, 1)
-    most, less = (_measured(func, described, structure, examples, count, threads) for count in (fewer, half))
-    return round(most + (most - less) / (fewer - half) * (examples - fewer))
+    most, less = (_measured(func, described, structure, rows, count, threads) for count in (fewer, half))
+    further = (rows - fewer) / (fewer - half)
+    return KernelMemory(
+        round(most.inside + (most.inside - less.inside) * further), round(most.last + (most.last - less.last) * further)
+    )
 
 
 class _OperandShape(tuple):
@@ -46,29 +90,30 @@ class _OperandShape(tuple):
     def of(cls, tensor: Tensor) -> "_OperandShape":
         return cls((tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
-    def tensor(self, examples: int, count: int) -> Tensor:
-        """Make a tensor of ones, with `count` rows if it has one for each of the examples."""
+    def ones(self, rows: int | None = None) -> Tensor:
+        """Make a tensor of ones, with fewer rows if so many are passed."""
         shape, stride, dtype = self
-        return torch.empty_strided((count if shape[0] == examples else shape[0], *shape[1:]), stride, dtype=dtype)
+        shape = shape if rows is None else (min(rows, shape[0]), *shape[1:])
+        return torch.empty_strided(shape, stride, dtype=dtype).fill_(1)
 
 
 @cache
-def _measured(func: Any, described: tuple, structure: Any, examples: int, count: int, threads: int) -> int:
+def _measured(func: Any, described: tuple, structure: Any, rows: int, count: int, threads: int) -> KernelMemory:
     """In a thread of its own, in which no mode and no profiler of the caller's is open."""
-    found: list[int] = []
+    found: list[KernelMemory] = []
 
     def run() -> None:
-        places = set(EXAMPLES[func])
+        fewer = {place % len(described): count for place in ROWS[func]}
+        if func is RECURRENT_BACKWARD:  # gates of all steps, and of one more
+            fewer[len(described) - 1] = 2 * described[-1][0][0] * count // rows
         operands = [
-            each.tensor(examples if place in places else -1, count).fill_(1)
-            if isinstance(each, _OperandShape)
-            else each
+            each.ones(fewer.get(place)) if isinstance(each, _OperandShape) else each
             for place, each in enumerate(described)
         ]
         args, kwargs = tree_unflatten(operands, structure)
-        with torch.no_grad():
+        with suppress(RuntimeError):  # of one that does not take fewer rows, nothing is known
             func(*args, **kwargs)  # the first call prepares the kernel
-            found.append(_bytes_within(lambda: func(*args, **kwargs)))
+            found.append(_memory_of(lambda: func(*args, **kwargs)))
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -78,23 +123,23 @@ def _measured(func: Any, described: tuple, structure: Any, examples: int, count:
         thread.join()
     finally:
         torch.set_num_threads(before)
-    return found[0] if found else 0
+    return found[0] if found else KernelMemory()
 
 
-def _bytes_within(call: Callable[[], Any]) -> int:
-    """Return by how many bytes the peak of a call exceeds what it leaves, as torch's allocator reports them."""
+def _memory_of(call: Callable[[], Any]) -> KernelMemory:
+    """As torch's allocator reports it."""
     config = torch._C._profiler._ExperimentalConfig()
     state = torch.autograd.ProfilerState.CPU
     torch.autograd._enable_profiler_legacy(
         torch.autograd.ProfilerConfig(state, False, True, False, False, False, config)
     )
     try:
-        result = call()
+        results = call()
     finally:
         events = torch.autograd._disable_profiler_legacy()
-    del result
     now = most = 0
     for event in (event for some in events for event in some if event.kind() == "memory_alloc"):
         now += event.cpu_memory_usage()
         most = max(most, now)
-    return most - now
+    last = results[-1] if isinstance(results, tuple) else results
+    return KernelMemory(most - now, last.nbytes if isinstance(last, Tensor) else 0)

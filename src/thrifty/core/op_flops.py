@@ -8,6 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from thrifty.core.kernel_workspace import with_kept_gates
+
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any) -> int:
     """Scores and weighted values, a causal mask not taken off."""
@@ -43,10 +45,11 @@ FLOPS_OF = {
 
 def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """An operation as a dispatch mode is given it. torch's fake product of groups takes bfloat16 alone, the real one
-    what a processor multiplies; experts of a mixture are computed by it."""
+    what a processor multiplies; experts of a mixture are computed by it. Its fake recurrent layer keeps no gates."""
     if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
         return _grouped_product(*args, **kwargs)
-    return func(*args, **kwargs)
+    results = func(*args, **kwargs)
+    return with_kept_gates(func, args, kwargs, results) if isinstance(results, tuple) else results
 
 
 def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:

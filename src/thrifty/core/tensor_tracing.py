@@ -163,7 +163,8 @@ class StepTrace(EagerTrace):
             self.flops += formula(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage(), args)
+                for part in (tensor,) if tensor.layout == torch.strided else _parts_of(tensor):
+                    self._see(part.untyped_storage(), args)
         if not _replaces_gradient(func):
             most = self.now + (self._inside(func, args, kwargs or {}, result) if self.casts else 0)
             self.peak = max(self.peak, most)
@@ -182,7 +183,8 @@ class StepTrace(EagerTrace):
         """Follow the storage of a result, unless it is that of an argument from outside, such as a model to copy."""
         key = storage._cdata
         if key not in self._alive and not any(
-            isinstance(each, Tensor) and each.untyped_storage()._cdata == key for each in args
+            isinstance(each, Tensor) and each.layout == torch.strided and each.untyped_storage()._cdata == key
+            for each in args
         ):
             self._follow(storage, storage.nbytes())
 
@@ -199,6 +201,11 @@ class StepTrace(EagerTrace):
         self._alive.pop(key, None)
         self._watches.pop(key, None)
         self.now -= own
+
+
+def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that a sparse one is made of; none for those of other libraries."""
+    return (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else ()
 
 
 def cast_bytes(func: Any, args: tuple, result: Any) -> int:
