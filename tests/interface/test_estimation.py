@@ -342,7 +342,7 @@ def test_the_process_holds_what_is_stated() -> None:
         ({"batch": torch.randn(8, 5)}, r"does not run on a batch of \(8, 5\) float32"),
         ({"loss": None}, "there is no loss"),
         ({"loss": lambda model, batch: None}, "is a NoneType"),
-        ({"model": lambda: encoder().requires_grad_(False)}, "nothing that requires a gradient"),
+        ({"model": lambda: encoder().requires_grad_(False)}, "has no gradient"),
         ({"model": 3}, "no module"),
         ({"model": "gpt-nan"}, "is no preset, and no folder"),
         ({"model": "clip-nano", "loss": None, "batch": 2}, "needs data"),

@@ -192,11 +192,6 @@ def _own_errors(run: EstimatedRun) -> Iterator[None]:
             raise
         batch = run.plain.source.at(0).fields.values()
         shapes = ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in batch)
-        if "does not require grad" in str(error):
-            raise UsageError(
-                "the loss depends on nothing that requires a gradient",
-                fix="model.requires_grad_(True), or return what the model computes, without detach or no_grad",
-            ) from error
         raise UsageError(
             f"the step does not run on a batch of {shapes}: {reason_of(error)}",
             fix="call loss(model, batch).mean().backward() yourself, and mend what it raises",
