@@ -4,6 +4,7 @@ import dataclasses
 import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -48,6 +49,8 @@ def values_of(kind: Any) -> some.SearchStrategy:
         if arguments[-1] is Ellipsis:
             return some.lists(values_of(arguments[0]), max_size=3).map(tuple)
         return some.tuples(*map(values_of, arguments))
+    if origin is Mapping:
+        return some.dictionaries(TEXT, values_of(arguments[1]), max_size=3)
     if dataclasses.is_dataclass(kind):
         return BUDGETS if kind is Budget else any_of(kind)  # type: ignore[arg-type]
     return {

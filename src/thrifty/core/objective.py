@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.errors import UsageError
 
 
 @dataclass
@@ -160,6 +161,14 @@ class Objective:
     def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "Objective":
         """This objective with the token numbers that it needs for examples of this length."""
         return self
+
+    def kept_apart(self, end_of_text: int) -> "Objective":
+        """Return this objective for rows in which documents, each ended by this token, see nothing of each other.
+        Raises UsageError where they share what is learned."""
+        raise UsageError(
+            f"data.separate is set, and {type(self).__name__} has no documents in a row to keep apart",
+            fix="leave data.separate out, or learn next_token",
+        )
 
     def with_patch_size(self, patch: int | None) -> "Objective":
         """This objective for a model that cuts images into patches of so many pixels' side, where it does."""

@@ -114,6 +114,11 @@ class DataSettings:
     folder with a folder of images for each label; for masked_reconstruction any of these and any folder of images; for
     contrastive a known set of images with captions, a .jsonl, .tsv or .parquet that names them, or a folder with such a
     table, or with a text beside each image."""
+    sources: Mapping[str, float] = field(default_factory=dict)
+    """Several sources of plain text in the place of `source`, each with its share of the examples:
+    {"wiki.txt" = 3, "code" = 1}. The tokenizer is trained on the first unless `tokenizer` names one."""
+    separate: bool = False
+    """Of next_token: documents that share a row see nothing of each other, and each begins at position 0."""
     column: str = "text"
     """Where a row of .jsonl or .parquet keeps its text; of images with captions, where their captions are, which are
     otherwise looked for under the usual names."""

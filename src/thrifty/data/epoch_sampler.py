@@ -107,15 +107,18 @@ class EpochSource(BatchSource):
         return self.contents.fields(chosen)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        numbers = step * self.batch + np.arange(start, stop)
+        fields = self.numbered(step * self.batch + np.arange(start, stop))
+        return Batch(fields, torch.full((stop - start,), 1 / self.batch))
+
+    def numbered(self, numbers: np.ndarray) -> dict[str, Tensor]:
+        """Return the run's examples of these numbers (b,)."""
         epochs, positions = numbers // self.examples, numbers % self.examples
         chosen = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             there = positions[here]
             chosen[here] = permute(there, self.examples, self.seed, int(epoch)) if self.is_shuffled else there
-        weight = torch.full((stop - start,), 1 / self.batch)
-        return Batch(self.fields(self.places(chosen), numbers), weight)
+        return self.fields(self.places(chosen), numbers)
 
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
         """The examples at these places (b,), which are the run's examples of these numbers (b,)."""

@@ -96,7 +96,10 @@ def recipe(
         own = UserObjects.of_model(model)  # type: ignore[arg-type]
         passed |= {"model": own.model, "model_name": own.model_name}
         base = replace(base, about="" if recipe is not None and base.model.build != own.build else base.about)
-    if isinstance(data, str | Path):
+    if isinstance(data, Mapping) and data and all(isinstance(each, int | float) for each in data.values()):
+        sources = {str(name): float(weight) for name, weight in data.items()}
+        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, sources=sources))
+    elif isinstance(data, str | Path):
         base = replace(base.without_objects("data", "held_out"), data=replace(base.data, source=str(data)))
         if recipe is None:
             base = _fitting(base, loss is None)

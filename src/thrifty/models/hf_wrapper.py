@@ -117,7 +117,7 @@ class HuggingFaceCausalLM(HuggingFaceModel):
         if not self.keeps_apart:
             raise RefusedError(
                 f"{type(self.lm).__name__} does not tell apart texts that share a row",
-                fix="--set objective.packed=false",
+                fix="--set objective.packed=false for conversations, --set data.separate=false for documents",
             )
         return inputs | {"position_ids": segment_positions(segments)}
 

@@ -1,8 +1,15 @@
-"""Next token: at each position, the cross-entropy of the token that follows. Fields: "tokens" (b, t+1)."""
+"""Next token: at each position, the cross-entropy of the token that follows.
 
-from dataclasses import dataclass
+Fields    "tokens" (b, t+1).
+Note      Documents that are kept apart (`data.separate`) are learned as if each were alone: by the mask and positions
+          of conversations, and without a prediction of the first token from the document before it. All predictions of
+          an effective batch then count alike.
+"""
 
-from torch import nn
+from dataclasses import dataclass, replace
+from typing import Self
+
+from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Prediction
@@ -13,8 +20,33 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 class NextToken(TokenCrossEntropy):
     """The language model: each token from those before it."""
 
+    boundary: int | None = None
+    """The token that ends a document, where documents are kept apart."""
+
+    @property
+    def may_weigh_parts(self) -> bool:  # type: ignore[override]
+        return self.boundary is not None
+
+    def kept_apart(self, end_of_text: int) -> Self:
+        return replace(self, boundary=end_of_text)
+
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return prediction_of(model, model(batch["tokens"][:, :-1]))
+        read = batch["tokens"][:, :-1]
+        if self.boundary is None:
+            return prediction_of(model, model(read))
+        prediction = prediction_of(model, model(read, document_numbers(read, self.boundary)))
+        prediction.part_weights = (read != self.boundary).sum(1).float()
+        return prediction
+
+    def shares(self, batch: Batch) -> Tensor | None:
+        """1 for a prediction that counts: the losses are sums, divided by the weights of all parts together."""
+        return None if self.boundary is None else (batch["tokens"][:, :-1] != self.boundary).float()
 
     def tokens(self, batch: Batch) -> int:
         return batch["tokens"][:, 1:].numel()
+
+
+def document_numbers(tokens: Tensor, boundary: int) -> Tensor:
+    """Return the number of each token's document in its row (b, t), from 1 on; the boundary belongs to what it ends."""
+    ends = (tokens == boundary).long()
+    return ends.cumsum(1) - ends + 1

@@ -145,14 +145,17 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
     recipe.refuse_missing_objects("data", "held_out", "loss", "collate", "metrics")
     settings, objective = recipe.data, chosen_objective(recipe.objective)
     kinds = [DATA_KINDS[name] for name in objective.learns_from]
-    if settings.near_duplicates is not None and "near_duplicates" not in kinds[0].own_settings:
-        raise UsageError(
-            f"data.near_duplicates is set, which is for plain text, and {recipe.objective.name} learns from other data",
-            fix="leave data.near_duplicates out",
-        )
+    for name in ("near_duplicates", "sources", "separate"):
+        if getattr(settings, name) not in (None, False, {}) and name not in kinds[0].own_settings:
+            raise UsageError(
+                f"data.{name} is set, which is for plain text, and {recipe.objective.name} learns from other data",
+                fix=f"leave data.{name} out",
+            )
     if not settings.source.strip():  # as of a shell's variable that is not set; no path at all is the working folder
         raise UsageError("data.source is empty", fix="give a file, a folder or the name of a known set")
     kind = next((each for each in kinds if each.holds(settings.source)), kinds[-1])
+    if settings.sources or settings.separate:  # which are of plain text
+        kind = kinds[0]
     for name in ("size", "augment"):
         if getattr(settings, name) is not None and name not in kind.own_settings:
             from_text = f"{recipe.objective.name} learns from text"

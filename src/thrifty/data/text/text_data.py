@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,12 +13,14 @@ from thrifty.core.batches import BatchSource
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.objective import Objective
+from thrifty.core.randomness import seed_of
 from thrifty.core.recipe import DataSettings
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples
 from thrifty.data.prepared_cache import TokenCache, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import refuse_other_tokenizer
+from thrifty.data.text.text_mixture import MixedSource, example_counts, mixed_held_out
 from thrifty.data.text.text_pairs import TextPairs, holds_pairs
 from thrifty.data.text.token_cache import open_token_cache
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
@@ -54,6 +56,8 @@ class TextData:
     """Tokens of an example, as the recipe has it."""
     readable: ReadableExamples | None = None
     """The training examples, where they can be shown."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """The share of each of several sources of the examples."""
 
     @property
     def ends(self) -> TextModelSpec:
@@ -69,7 +73,8 @@ class TextData:
 
     def description(self) -> dict[str, Any]:
         names = ("train_tokens", "held_out_tokens", "vocabulary", "unigram_entropy")
-        return {name: getattr(self, name) for name in names}
+        shares = {"sources": dict(self.shares)} if self.shares else {}
+        return {name: getattr(self, name) for name in names} | shares
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
         if self.readable is None:
@@ -109,6 +114,41 @@ def open_text(
     prepared = open_token_cache(settings, say, special, pairs)
     train, readable, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
     return text_data(prepared, train, held_out, prepared.tokenizer, readable)
+
+
+def open_mixture(
+    settings: DataSettings, seed: int, say: Callable[[str], None], special: Sequence[str] = ()
+) -> TextData:
+    """Open several sources of plain text, tokenized by the tokenizer of the first. Raises UsageError as `open_text`
+    does, and for weights that are none."""
+    counts = example_counts(settings.sources)
+    parts: list[TextData] = []
+    for name in settings.sources:
+        own = replace(settings, source=name, sources={})
+        if parts and not settings.tokenizer:
+            own = replace(own, tokenizer=str(parts[0].folder / "tokenizer.json"))
+        parts.append(open_text(own, seed_of(f"{seed}/{name}") % 2**31, say, special))
+    train = MixedSource([part.train for part in parts], counts, settings.batch, seed)  # type: ignore[misc]
+    shares = dict(zip(settings.sources, [count / sum(counts) for count in counts], strict=True))
+    told = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    train.notices = (f"examples come from {told}",)
+
+    def mean(name: str) -> float:
+        return sum(share * getattr(part, name) for share, part in zip(shares.values(), parts, strict=True))
+
+    names = zip(shares, parts, strict=True)
+    return replace(
+        parts[0],
+        train=train,
+        held_out=mixed_held_out([part.held_out.contents for part in parts], counts),
+        unigram_entropy=mean("unigram_entropy"),
+        bytes_per_token=mean("bytes_per_token"),
+        train_tokens=sum(part.train_tokens for part in parts),
+        held_out_tokens=sum(part.held_out_tokens for part in parts),
+        identity={f"{name}/{file}": sha256 for name, part in names for file, sha256 in part.identity.items()},
+        readable=None,
+        shares=shares,
+    )
 
 
 def text_data(
@@ -154,7 +194,7 @@ def _pairs(
 class PlainText(DataKind):
     """Plain text, cut into windows; what is read so is not known to be anything else."""
 
-    name, own_settings = "text", ("near_duplicates",)
+    name, own_settings = "text", ("near_duplicates", "sources", "separate")
 
     def open(self, request: DataRequest) -> tuple[Objective, TextData]:
         settings, objective = request.recipe.data, request.objective
@@ -162,8 +202,11 @@ class PlainText(DataKind):
         if settings.tokenizer:  # what it lacks should be known before a large text is prepared with it
             objective.with_tokenizer(read_tokenizer(Path(settings.tokenizer).expanduser()), length)
         longer = replace(settings, length=objective.text_length(length))
-        data = open_text(longer, request.recipe.seed, request.say, objective.special_tokens(length))
+        opening = open_mixture if settings.sources else open_text
+        data = opening(longer, request.recipe.seed, request.say, objective.special_tokens(length))
         objective = objective.with_tokenizer(data.tokenizer, length)
+        if settings.separate:
+            objective = objective.kept_apart(data.tokenizer.end_of_text)
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples), length=length)
 
 

@@ -1,0 +1,91 @@
+"""Several texts in one run, each with its share of the examples."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.errors import UsageError
+from thrifty.data.epoch_sampler import HELD_OUT_KEY, EpochSource, HeldOutByKey, IndexedExamples
+from thrifty.kernels.keyed_permutation import permute
+
+PERIOD = 1000
+"""Examples in which every source has exactly its share, to the nearest of them."""
+
+
+def example_counts(weights: Mapping[str, float], period: int = PERIOD) -> list[int]:
+    """Return how many of `period` examples come from each source, by its weight. Raises UsageError for weights that are
+    none."""
+    for name, weight in weights.items():
+        if not 0 < weight < float("inf"):
+            raise UsageError(f"data.sources: the weight of {name!r} is {weight}", fix="give a number above 0")
+    shares = np.array(list(weights.values())) / sum(weights.values()) * period
+    counts = np.floor(shares).astype(int)
+    counts[np.argsort(counts - shares, kind="stable")[: period - counts.sum()]] += 1
+    if not counts.all():
+        name = list(weights)[int(counts.argmin())]
+        raise UsageError(f"data.sources: {name!r} has less than one example in {period}", fix="leave it out")
+    return counts.tolist()
+
+
+class MixedSource(BatchSource):
+    """Examples of several sources, each going through its own epochs. From which source an example comes is a keyed
+    permutation of every `PERIOD` examples, so that it depends on seed and step alone."""
+
+    def __init__(self, sources: Sequence[EpochSource], counts: Sequence[int], batch: int, seed: int):
+        self.sources, self.batch, self.seed = sources, batch, seed
+        self.bounds = np.cumsum([0, *counts])
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        which, numbers = self.places(step * self.batch + np.arange(start, stop))
+        fields = _gathered(which, lambda source, here: self.sources[source].numbered(numbers[here]))
+        return Batch(fields, torch.full((stop - start,), 1 / self.batch))
+
+    def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return for the run's examples of these numbers (b,) their source, and their number among its examples."""
+        cycles, places = np.divmod(numbers, PERIOD)
+        slots = np.empty_like(places)
+        for cycle in np.unique(cycles):
+            here = cycles == cycle
+            slots[here] = permute(places[here], PERIOD, self.seed, int(cycle))
+        which = np.searchsorted(self.bounds, slots, side="right") - 1
+        return which, cycles * np.diff(self.bounds)[which] + slots - self.bounds[which]
+
+
+class MixedExamples:
+    """Held-out examples of several sources, as many of each as its share of the most that all have."""
+
+    def __init__(self, parts: Sequence[IndexedExamples], counts: Sequence[int]):
+        total = min(len(part) * sum(counts) // count for part, count in zip(parts, counts, strict=True))
+        self.parts = parts
+        sizes = [max(1, total * count // sum(counts)) for count in counts]
+        self.which = np.repeat(np.arange(len(parts)), sizes)
+        self.numbers = np.concatenate(
+            [permute(np.arange(size), len(part), HELD_OUT_KEY) for part, size in zip(parts, sizes, strict=True)]
+        )
+
+    def __len__(self) -> int:
+        return len(self.which)
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        which, numbers = self.which[indices], self.numbers[indices]
+        return _gathered(which, lambda part, here: self.parts[part].fields(numbers[here]))
+
+
+def mixed_held_out(parts: Sequence[IndexedExamples], counts: Sequence[int]) -> HeldOutByKey:
+    return HeldOutByKey(MixedExamples(parts, counts))
+
+
+def _gathered(which: np.ndarray, fields_of: Any) -> dict[str, Tensor]:
+    """Return rows in the order of `which`, the rows of each source being those that `fields_of` returns."""
+    gathered: dict[str, Tensor] = {}
+    for source in np.unique(which):
+        here = which == source
+        for name, rows in fields_of(int(source), here).items():
+            if name not in gathered:
+                gathered[name] = rows.new_empty((len(which), *rows.shape[1:]))
+            gathered[name][torch.from_numpy(here)] = rows
+    return gathered
