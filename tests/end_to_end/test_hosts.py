@@ -1,6 +1,7 @@
 """Two hosts, each a network of its own with an address and a name, joined by a wire that can be cut."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -9,7 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import user_work
 from command_line import CommandLine, assert_equal, kill, wait_until
+
+from thrifty.training.checkpoint import load
 
 pytestmark = pytest.mark.slow
 
@@ -59,12 +63,26 @@ class Hosts:
     def join(self) -> None:
         ip("-n", self.spaces[1], "link", "set", "wire", "up")
 
+    def inside(self, number: int) -> list[str | Path]:
+        """The words that start a command on a host."""
+        space, name = self.spaces[number], self.names[number]
+        return ["ip", "netns", "exec", space, "unshare", "--uts", "--mount", "sh", "-c", ENTER, name, self.known]
+
+    def start_by_srun(self, *words: str | Path) -> list[subprocess.Popen[bytes]]:
+        """A process on each host with the variables of srun, which knows the hosts by name."""
+        step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "alpha,beta"}
+        shared = {**os.environ, **step, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        for number in range(2):
+            variables = {"SLURM_PROCID": str(number), "SLURM_LOCALID": "0", "GLOO_SOCKET_IFNAME": "wire"}
+            command = [*self.inside(number), sys.executable, *words]
+            self.started.append(subprocess.Popen(command, env={**shared, **variables}))  # type: ignore[arg-type]
+        return self.started[-2:]  # type: ignore[return-value]
+
     def start(
         self, thrifty: CommandLine, *words: str, meet: int = 0, nodes: str = "2", restarts: int = 0
     ) -> list[subprocess.Popen[str]]:
         """torchrun with one rank on each host; they meet at the host of number `meet`."""
-        for space, name, address in zip(self.spaces, self.names, self.addresses, strict=True):
-            inside = ["ip", "netns", "exec", space, "unshare", "--uts", "--mount", "sh", "-c", ENTER, name, self.known]
+        for number, address in enumerate(self.addresses):
             meeting = [
                 "--rdzv-backend=c10d",
                 f"--rdzv-endpoint={self.addresses[meet]}:29500",
@@ -74,7 +92,7 @@ class Hosts:
             ]
             ranks = [f"--nnodes={nodes}", "--nproc-per-node=1", f"--max-restarts={restarts}", *meeting]
             process = subprocess.Popen(
-                [*inside, sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "thrifty", *words],
+                [*self.inside(number), sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "thrifty", *words],
                 cwd=thrifty.folder,
                 env=thrifty.variables(),
                 text=True,
@@ -157,3 +175,18 @@ def test_a_run_goes_on_with_fewer_hosts_when_that_of_rank_0_is_lost(
     assert [latest[step]["loss"] for step in sorted(latest)] == pytest.approx(
         [step["loss"] for step in expected], rel=1e-5
     )
+
+
+def test_a_run_by_srun_on_objects_of_ones_own_ends_in_the_same_bits_after_one_of_two_hosts_is_killed(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    command = [sys.executable, user_work.__file__, str(tmp_path), "straight", "100", "2"]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    words = (user_work.__file__, str(tmp_path), "killed", "100", "1")
+    first, second = hosts.start_by_srun(*words)
+    assert wait_until(lambda: (tmp_path / "killed" / "checkpoints" / "step-00000020").is_dir(), first, STARTING)
+    kill(second)
+    assert first.wait(timeout=120) != 0
+    assert [process.wait(timeout=STARTING) for process in hosts.start_by_srun(*words)] == [0, 0]
+    straight, killed = (load(tmp_path / name / "checkpoints").tensors for name in ("straight", "killed"))
+    assert_equal(killed, straight)
