@@ -107,6 +107,50 @@ def test_an_empty_group_and_a_rate_of_zero_leave_the_rest_as_torch_does() -> Non
     torch.testing.assert_close(values[:2], values[2:], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_scaler_skips_a_step_that_overflows_as_if_it_had_not_been(name: str) -> None:
+    values = []
+    for enabled in (False, True):
+        model = network().float()
+        optimizer, scaler = make(name, model), torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
+        for step in range(5):
+            if step == 2 and not enabled:
+                continue
+            x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean() * (torch.inf if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        values.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*values)
+
+
+def test_a_step_compiled_by_torch_is_the_plain_one_and_a_closure_runs_once_with_gradients() -> None:
+    values = []
+    for compiled in (False, True):
+        model = network()
+        optimizer = thrifty.optim.AdamW(model, lr=1e-2)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(3):
+            backward(model, number)
+            step()
+            optimizer.zero_grad()
+        values.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    assert torch.equal(*values)
+    calls: list[bool] = []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        return backward(model, 0)
+
+    with torch.no_grad():
+        assert optimizer.step(closure) > 0
+    assert calls == [True]
+
+
 def test_a_plateau_lowers_the_rate() -> None:
     model = network()
     optimizer = thrifty.optim.AdamW(model, lr=1e-2)
