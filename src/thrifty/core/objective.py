@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
-import numpy as np
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
@@ -133,7 +132,7 @@ class Objective:
         With them come, by the names in `collected`, rows (n, …) of the batch, which `overall` is given of all."""
         return {}
 
-    def overall(self, model: nn.Module, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return metrics, by the names in `summarized`, that are no means over examples, of the rows of all."""
         return {}
 
@@ -217,7 +216,7 @@ class WrappedObjective(Objective):
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         return self.inner.measures(prediction, batch)
 
-    def overall(self, model: nn.Module, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         return self.inner.overall(model, rows)
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:

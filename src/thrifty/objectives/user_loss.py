@@ -89,10 +89,10 @@ class UserLoss(Objective):
                 found |= {key: torch.as_tensor(each) for key, each in zip(_rows_of(name), rows, strict=True)}
         return found
 
-    def overall(self, model: nn.Module, rows: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         scores: dict[str, Any] = {}
         for name, metric in self.of_all.items():
-            predictions, labels = (rows[key] for key in _rows_of(name))
+            predictions, labels = (_array(rows[key]) for key in _rows_of(name))
             scores[name] = metric.score(labels, predictions)
         scores |= {name: metric.validate(model) for name, metric in self.of_model.items()}
         for name, score in scores.items():
@@ -113,6 +113,10 @@ class UserLoss(Objective):
                 fix="change a copy: part = part.clone()",
             )
         return result
+
+
+def _array(rows: Tensor) -> np.ndarray:
+    return (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
 
 
 def _metric(name: str) -> str:

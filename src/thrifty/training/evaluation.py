@@ -59,7 +59,7 @@ def evaluate(
                 values, counts = value if value.ndim > 1 else (value.expand(len(batch)), torch.ones(len(batch)))
                 totals[name] += float(values.double().cpu() @ weight)
                 weights[name] += float(counts.double().cpu() @ weight)
-        whole = {name: torch.cat(kept).numpy() for name, kept in rows.items()}
+        whole = {name: torch.cat(kept) for name, kept in rows.items()}
         overall = objective.overall(model, whole) if objective.summarized else {}
     for name, examples in left_out.items():
         say(f"held-out {name} is a mean over each batch of {size}: the last {examples} examples do not count in it")
