@@ -32,7 +32,8 @@ def command(
     """Estimate the memory of a training step of MODEL, its parts and FLOPs, and the cheapest changes with which it fits
     --memory. No weights are read and nothing is trained.
 
-    MODEL is a preset, a Hugging Face folder, with weights or with config.json alone, or that file. The exit code is 3
+    MODEL is a preset, package.module:function of your own, a Hugging Face folder, with weights or with config.json
+    alone, or that file. The exit code is 3
     if the step does not fit.
     """
     import thrifty

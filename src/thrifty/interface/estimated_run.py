@@ -18,6 +18,7 @@ from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.tensor_tracing import storage_bytes
 from thrifty.core.user_objects import UserObjects
+from thrifty.core.user_sources import import_function, is_function_name
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.interface.recipe_arguments import recipe
 from thrifty.models.families import FAMILIES, assemble
@@ -60,6 +61,8 @@ def estimated_run(
     is_own_batch = batch is not None and count is None
     if count is not None and count < 1:
         raise UsageError(f"a batch of {count} examples has none", fix="batch=8")
+    if isinstance(model, str) and is_function_name(model):
+        model = import_function(model)
     if isinstance(model, str | Path):
         return _of_name(model, batch if is_own_batch else None, loss, count, data, length)
     if hasattr(model, "model_type") and hasattr(model, "to_diff_dict"):
