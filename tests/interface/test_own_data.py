@@ -279,3 +279,18 @@ def test_a_model_of_transformers_learns_from_batches_of_its_tokenizers_kind(tmp_
         quiet=True,
     )
     assert run.loss is not None and isinstance(run.model, nn.Module)
+
+
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_an_iterable_dataset_of_the_hub_resumes_by_its_state_unless_a_buffer_shuffles_it(is_shuffled: bool) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).with_format("torch").to_iterable_dataset(2)
+    rows = rows.shuffle(seed=1, buffer_size=10) if is_shuffled else rows
+    whole, stopped, resumed = (opened(rows, ROWS).train for _ in range(3))
+    assert whole.keeps_state != is_shuffled
+    batches = [whole.at(step) for step in range(10)]
+    for step in range(7):
+        stopped.at(step)
+    resumed.load_state(stopped.state())
+    for step in range(7, 10):
+        assert torch.equal(resumed.at(step)["x"], batches[step]["x"])

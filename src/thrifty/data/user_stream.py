@@ -87,13 +87,16 @@ class UserStream(BatchSource):
         return {"examples": self._at, "cycle": self._cycle, "dataset": self._open.state_dict()}
 
     def _restores(self) -> bool:
-        """Return True if a dataset that is given its state after one example continues with the second."""
+        """Return True if a dataset that is given its state after some examples continues with the next."""
         if not hasattr(self.dataset, "state_dict") or not hasattr(self.dataset, "load_state_dict"):
             return False
-        if self._copy is None or self.unrepeatable:
+        if self._copy is None or self.unrepeatable or _has_shuffle_buffer(self.dataset):
             return False
+        return all(self._restores_at(examples) for examples in (1, 2 * self.batch + 1))
+
+    def _restores_at(self, examples: int) -> bool:
         self._start(0)
-        next(self._examples)
+        self._move_to(examples)
         try:
             state = json.loads(json.dumps(self._position()))
             wanted = self._fields(list(islice(self._examples, COMPARED)))
@@ -150,6 +153,14 @@ class UserStream(BatchSource):
                 yield example
             self._reopen(self._cycle + 1)
         raise UsageError("the dataset has no examples", fix="give one with some")
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Return True for a `datasets.IterableDataset` that is shuffled: its state has no examples of the buffer."""
+    inner = getattr(dataset, "_ex_iterable", None)
+    while inner is not None and not hasattr(inner, "buffer_size"):
+        inner = getattr(inner, "ex_iterable", None)
+    return inner is not None
 
 
 def first_examples(dataset: Any, count: int) -> list[Any]:
