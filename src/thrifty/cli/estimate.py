@@ -1,10 +1,12 @@
 """`thrifty estimate`: will a training step fit, and what would make it fit."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import click
 
+from thrifty.cli.recipe_options import MODEL_ARGUMENTS
 from thrifty.cli.verb_output import print_result
 
 
@@ -15,6 +17,7 @@ from thrifty.cli.verb_output import print_result
 @click.option("--batch", type=click.IntRange(min=1), help="Examples of a step.")
 @click.option("--length", type=click.IntRange(min=2), help="Tokens of an example.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or a GPU by name, such as h100.")
+@MODEL_ARGUMENTS
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME:KEY=VALUE,…")
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique.")
 @click.option("--objective", help="What is learned; by default what the model is for.")
@@ -27,19 +30,24 @@ from thrifty.cli.verb_output import print_result
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
-    model: str, optimizer: str, additions: tuple[str, ...], objective: str | None, as_json: bool, **options: Any
+    model: str,
+    model_arguments: tuple[str, ...],
+    optimizer: str,
+    additions: tuple[str, ...],
+    objective: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Estimate the memory of a training step of MODEL, its parts and FLOPs, and the cheapest changes with which it fits
     --memory. No weights are read and nothing is trained.
 
-    MODEL is a preset, package.module:function of your own, a Hugging Face folder, with weights or with config.json
-    alone, or that file. The exit code is 3
-    if the step does not fit.
+    MODEL is a preset, package.module:function of your own, which needs --data, a Hugging Face folder, with weights or
+    with config.json alone, or that file. The exit code is 3 if the step does not fit.
     """
     import thrifty
 
     fit = thrifty.estimate(
-        model,
+        _with_arguments(model, ",".join(model_arguments)),
         options.pop("batch"),
         loss=objective,
         optimizer=_technique(optimizer),
@@ -48,6 +56,13 @@ def command(
     )
     print_result(fit, as_json)
     sys.exit(fit.exit_code)
+
+
+def _with_arguments(model: str, words: str) -> Any:
+    from thrifty.core.user_sources import import_function
+    from thrifty.recipes.recipe_layers import toml_table
+
+    return partial(import_function(model), **toml_table(words, f"--model-arg {words}")) if words else model
 
 
 def _technique(words: str) -> Any:
