@@ -63,6 +63,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "attention.vitcod": {"autoencoder": False},
     "gradients.clip": {"max_norm": 0.01},
     "optimizers.adamw": {"lr": 1e-2},
+    "schedules.linear": {"warmup": 0.5},
     "schedules.constant_then_decay": {"decay_from": 0.25},
     "parallelism.shard": {"zero": 3},
 }
