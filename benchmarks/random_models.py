@@ -544,7 +544,7 @@ MASKED: dict[str, dict[str, Any]] = {
     "squeezebert": {"embedding_size": 96},
 }  # fmt: skip
 SEQ2SEQ = ("t5", "bart", "marian", "pegasus", "m2m_100", "mbart", "umt5", "switch_transformers", "blenderbot")
-CONVNEXT: dict[str, Any] = {"depths": [1, 1, 2, 1], "hidden_sizes": [24, 48, 96, 128]}
+CONVNEXT: dict[str, Any] = {"depths": [1, 1, 2, 1], "hidden_sizes": [24, 48, 64, 96]}
 IMAGES: dict[str, dict[str, Any]] = {
     "vit": {}, "deit": {}, "beit": {}, "dinov2": {}, "convnext": CONVNEXT, "convnextv2": CONVNEXT,
     "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [32, 64, 96, 128], "embedding_size": 24},
