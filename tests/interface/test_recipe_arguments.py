@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import user_work
@@ -62,3 +63,29 @@ def test_a_module_is_where_training_starts_and_is_left_as_it_was(tmp_path: Path)
     run = thrifty.train(recipe=own(model=model), techniques=[thrifty.Sgd(lr=1e-9)], runs=tmp_path, quiet=True)
     assert float(run.model[0].weight.abs().max()) < 1e-6  # type: ignore[index]
     assert not model[0].weight.any()  # type: ignore[operator, union-attr]
+
+
+def test_a_run_on_arrays_is_resumed_with_its_objects(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(64, 6)).astype("float32")
+    data = {"data": values, "held_out": values, "loss": squares}
+    stop = [lambda record: record.step < 2]
+    run = thrifty.train(user_work.build_plain, **data, budget=4, batch=8, runs=tmp_path, quiet=True, observers=stop)
+    assert run.summary["status"] == "interrupted"
+    assert thrifty.resume(run.folder, model=user_work.build_plain, **data, quiet=True).summary["steps"] == 4
+
+
+def squares(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean(1)
+
+
+def test_the_name_of_a_function_stands_for_it_and_takes_arguments() -> None:
+    arguments = {"in_features": 6, "out_features": 2}
+    named = own(model="torch.nn:Linear", model_arguments=arguments)
+    assert named.model.build == "torch.nn:Linear" and named.model.arguments == arguments
+    assert named.objects.build_model(named.model.arguments).weight.shape == (2, 6)  # type: ignore[union-attr]
+    again = thrifty.recipe(recipe=named, model="torch.nn:Linear", model_arguments={"out_features": 3})
+    assert again.model.arguments == {"in_features": 6, "out_features": 3}
+    with pytest.raises(UsageError, match="no function builds the model"):
+        thrifty.recipe("llama-nano", model_arguments={"width": 3})
+    with pytest.raises(UsageError, match="builds the model"):
+        replace(named, model=replace(named.model, depth=3))

@@ -205,7 +205,7 @@ def steps(
 def _started(run: RunResult | str | Path, recipe: Recipe | None, objects: UserObjects) -> tuple[Path, Recipe]:
     """Return the folder of a run, and the recipe by which it is resumed with objects that are passed again."""
     folder = run_folder(run)
-    if isinstance(run, RunResult) and objects == UserObjects():
+    if isinstance(run, RunResult) and not objects.is_passed:
         objects = run.objects
     recipe = recipe or recipe_from_data(stored_recipe(folder))
-    return folder, recipe if objects == UserObjects() else replace(recipe, objects=objects)
+    return folder, replace(recipe, objects=objects) if objects.is_passed else recipe
