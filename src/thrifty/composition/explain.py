@@ -15,13 +15,14 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.overrides import TorchFunctionMode
 
 from thrifty.composition.compose import CPU, Run
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
@@ -214,7 +215,11 @@ def _on_fakes(run: Run, fake: FakeTensorMode) -> Run:
 
     def build() -> nn.Module:
         model: nn.Module | None = None
-        with suppress(Exception), fake:  # whoever builds it may read values; what is really wrong shows again
+        with (
+            suppress(Exception),
+            fake,
+            _FakeCopies(),
+        ):  # whoever builds it may read values; what is really wrong shows again
             model = plain.build()
         if model is None:
             gc.collect()  # what was built of it is in cycles with the error
@@ -228,6 +233,20 @@ def _on_fakes(run: Run, fake: FakeTensorMode) -> Run:
 
     plain = run.plain
     return replace(run, plain=replace(plain, build=build), device=CPU)
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Fake tensors where `copy.deepcopy` copies any. torch's own copies give a fake tensor the storage of another and
+    copy the value that it remembers, and the process may crash when they are freed (torch 2.13)."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, copies = args
+        if id(tensor) not in copies:
+            copy = torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+            copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+        return copies[id(tensor)]
 
 
 def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
@@ -245,15 +264,11 @@ def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
     return model
 
 
-def _is_to_be_faked(tensor: torch.Tensor) -> bool:
-    """Return True for real tensors, those on the meta device, and fake copies by `deepcopy`, whose views have another
-    storage."""
-    if not hasattr(tensor, "fake_mode") or tensor.device.type == "meta":
-        return True
-    return tensor.untyped_storage()._cdata != tensor.detach().untyped_storage()._cdata
+def _is_to_be_faked(tensor: Tensor) -> bool:
+    return not hasattr(tensor, "fake_mode") or tensor.device.type == "meta"
 
 
-def _fake_of(tensor: torch.Tensor, fake: FakeTensorMode) -> torch.Tensor:
+def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     """Make a fake tensor in the place of another; one without a device is on the processor."""
     if hasattr(tensor, "fake_mode") or tensor.device.type == "meta":
         return torch.empty_like(tensor, device="cpu")
