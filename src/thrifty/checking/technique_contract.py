@@ -181,7 +181,7 @@ def refusal(subject: ContractSubject) -> str:
 def it_learns(subject: ContractSubject) -> str:
     def repeated() -> BaseRun:
         plain = subject.open()
-        return dataclasses.replace(plain, source=RepeatedBatch(plain.source))
+        return dataclasses.replace(plain, source=FirstBatchSource(plain.source))
 
     trace = train_observed(subject.trained_as(LEARNING_STEPS, repeated), subject.techniques)[1]
     first, last = trace.losses[0], trace.losses[-1]
@@ -202,7 +202,7 @@ PROMISES: Mapping[str, Callable[[ContractSubject], str]] = {
 }
 
 
-class RepeatedBatch(WrappedSource):
+class FirstBatchSource(WrappedSource):
     """The first batch of another source, at every step: what any algorithm that learns can learn."""
 
     def __init__(self, source: BatchSource):

@@ -29,12 +29,12 @@ class DoctorFinding:
     what: str
     fix: str
     fatal: bool = False
-    """Whether training cannot work at all."""
+    """Return True if training cannot work at all."""
 
 
 @dataclass(frozen=True, repr=False)
 class MachineReport(PrintedResult):
-    """What this machine can do for training, measured, and what is missing."""
+    """Measured abilities of this machine for training, and what is missing."""
 
     machine: MachineInfo
     findings: tuple[DoctorFinding, ...]
@@ -157,7 +157,7 @@ def _optional(machine: MachineInfo) -> Iterator[DoctorFinding]:
 
 
 def _gain(machine: MachineInfo) -> float:
-    """How many times as fast bfloat16 products are, by the best repeat of each: others may use the machine too."""
+    """Speed of bfloat16 products relative to float32, by the best repeat of each: others may use the machine too."""
     return machine.matmul["bfloat16"].high / machine.matmul["float32"].high
 
 

@@ -29,7 +29,7 @@ from thrifty.objectives.user_loss import UserFunction, UserLoss, loss_of_output
 from thrifty.training.run_setup import prepare_run
 
 EXAMPLES, LENGTH = 8, 512
-"""Of a batch of which neither is passed."""
+"""Sizes of a batch of which neither is passed."""
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, repr=False)
 class RecipeExplanation(PrintedResult):
-    """What a recipe will do: each technique in order of stage, and the memory and work before and after it."""
+    """Effects of a recipe: each technique in order of stage, and the memory and work before and after it."""
 
     recipe: str
     data: Mapping[str, Any]
     explanation: Explanation
     notes: Mapping[str, Any]
-    """What the surgery of each technique touched and skipped."""
+    """Modules that the surgery of each technique touched and skipped."""
     refused: Mapping[str, str]
     """Techniques that refuse the model or the data, with their reasons; the others are explained."""
     process: float

@@ -35,7 +35,7 @@ class ExportedModel(PrintedResult):
     folder: str
     files: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """What a family's configuration cannot say, and how it was exported instead."""
+    """Settings that a family's configuration cannot say, and their form in the export."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -26,7 +26,7 @@ class RunReport(PrintedResult):
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """How the run ended."""
+        """Return how the run ended."""
         return self.record.summary
 
     @property
@@ -36,7 +36,7 @@ class RunReport(PrintedResult):
 
     @property
     def verdict(self) -> str:
-        """How the run ended and what it reached, in a sentence."""
+        """Return how the run ended and what it reached, in a sentence."""
         return verdict(self.figures)
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,9 +76,9 @@ class TrackerFiles(PrintedResult):
     folder: Path
     records: int
     again: bool
-    """Whether earlier records were there already."""
+    """True if earlier records were there already."""
     look: str
-    """How to look at them."""
+    """The command that shows them."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -33,7 +33,7 @@ class TechniqueProfile(PrintedResult):
     seams: tuple[str, ...]
     card: str
     settings: tuple[dict[str, Any], ...]
-    """Of each setting its "name", its "type" in words and its "default"."""
+    """The "name" of each setting, its "type" in words and its "default"."""
     comparisons: tuple[PastComparison, ...] = ()
     studies: tuple[PastStudy, ...] = ()
 

@@ -45,8 +45,13 @@ def can_be_sent(value: Any) -> bool:
 
 
 def read_value(path: Path) -> Any:
-    """Return the value that the process which started this one wrote."""
-    about = pickle.loads(path.read_bytes())  # noqa: S301
+    """Return the value that the process which started this one wrote. Raises UsageError for a file that others may
+    have written."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise UsageError(f"{path} is not private to this user", fix="thrifty starts the processes that read it")
+        about = pickle.load(file)  # noqa: S301
     sys.path += [place for place in about["path"] if place not in sys.path]
     _preparing.append(path)
     prepare(about["main"])

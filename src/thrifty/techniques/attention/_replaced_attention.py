@@ -121,7 +121,7 @@ class ReplacedAttention(Technique):
             model.register_forward_pre_hook(follow, with_kwargs=True)
 
     def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What is to be done before a forward pass of a training step with plain attention."""
+        """Act before a forward pass of a training step with plain attention."""
 
     def finish(self, model: nn.Module) -> nn.Module:
         phase = decided_phase(model)["phase"]
