@@ -24,6 +24,7 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.tensor_tracing import StepTrace
+from thrifty.core.written_buffers import BufferSnapshot
 from thrifty.modeling.stage_placeholders import present
 from thrifty.objectives.chat_answers import ChatAnswers
 from thrifty.training import checkpoint
@@ -196,6 +197,7 @@ def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
         with StepTrace() as live:
             state = run.start()
             assert state.model is not None and state.optimizer is not None
+            buffers = BufferSnapshot(state.model)  # as the training loop holds them
             run.backward(state.model, run.objective, run.source.at(0))
             with Sent() as sent:
                 run.backward(state.model, run.objective, run.source.at(0))
@@ -203,6 +205,7 @@ def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
             gc.collect()
             slots = (tensor for tensors in state.optimizer.slots.values() for tensor in tensors)
             measured.append((sent.bytes, live.held_besides([*state.model.parameters(), *slots])))
+            del buffers
     mesh.clear_mesh()
     return measured
 
