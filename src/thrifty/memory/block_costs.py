@@ -28,9 +28,8 @@ class CostTrace(StepTrace):
     written = 0
 
     def _see(self, storage: torch.UntypedStorage, args: tuple) -> None:
-        before = self.now
-        super()._see(storage, args)
-        self.written += self.now - before
+        self.written += 0 if storage._cdata in self._alive else storage.nbytes()
+        self._follow(storage, storage.nbytes())
 
     @property
     def cost(self) -> float:
