@@ -158,12 +158,13 @@ def computes_weight(module: nn.Module) -> bool:
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """Let a module compute `wrapper(module, inner, *args, **kwargs)`, `inner` being its present forward; a copy of the
     module uses its own."""
-    present_forward = module.forward
-    is_own = getattr(present_forward, "__self__", None) is module
-    inner = present_forward.__func__ if is_own else present_forward
+    present = module.forward
+    is_own = getattr(present, "__self__", None) is module
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(self, MethodType(inner, self) if is_own else inner, *args, **kwargs)
+        # a new method at each call would be compiled anew
+        inner = MethodType(present.__func__, self) if is_own and self is not module else present
+        return wrapper(self, inner, *args, **kwargs)
 
     replace_forward(module, MethodType(forward, module))
 

@@ -50,7 +50,9 @@ def read_value(path: Path) -> Any:
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise UsageError(f"{path} is not private to this user", fix="leave such files to the processes that write them")
+            raise UsageError(
+                f"{path} is not private to this user", fix="leave such files to the processes that write them"
+            )
         about = pickle.load(file)  # noqa: S301
     sys.path += [place for place in about["path"] if place not in sys.path]
     _preparing.append(path)
