@@ -281,13 +281,20 @@ class Recipe:
 
     def refuse_missing_objects(self, *names: str) -> None:
         """Raise UsageError if an object that the recipe names (one of `names`, by default any) was not passed."""
-        recorded = {"model": self.model.build, **vars(self.python), "sources": None}
+        every = {"model": self.model.build, **vars(self.python), "sources": None}
+        recorded = {
+            name: text if isinstance(text, str) else text[0].rpartition(" ")[2] for name, text in every.items() if text
+        }
         passed = {"model": self.objects.build, **vars(self.objects.described)}
-        for name, text in recorded.items():
-            if text and not passed[name] and name in (names or recorded):
-                first = text if isinstance(text, str) else text[0].rpartition(" ")[2]
-                words = f"--model {first}, or from Python model=…" if name == "model" else f"thrifty.train(…, {name}=…)"
-                raise UsageError(
-                    f"the recipe has {name} from Python ({first}), which a file never runs by itself",
-                    fix=f"if you trust it, give it yourself: {words}",
-                )
+        missing = {name: of for name, of in recorded.items() if not passed[name] and name in (names or recorded)}
+        if not missing:
+            return
+        arguments = ", ".join(f"{name}=…" for name in recorded)
+        words = f"from Python: thrifty.train or thrifty.resume(…, {arguments})"
+        if [*recorded] == ["model"]:
+            words = f"--model {recorded['model']}, or {words}"
+        objects = ", ".join(f"{name} from Python ({of})" for name, of in missing.items())
+        raise UsageError(
+            f"the recipe has {objects}, which a file never runs by itself",
+            fix=f"if you trust it, give it yourself, {words}",
+        )
