@@ -61,7 +61,7 @@ def test_too_few_seeds_have_no_verdict() -> None:
 def test_an_interrupted_comparison_says_so_with_its_exit_code(worker: Simulated) -> None:
     worker.stops_at = "baseline-seed-0"
     result = typed(*SWAP, "--seeds", "1", "--rate-trials", "1")
-    assert result.exit_code == 143 and "the same command goes on" in result.stdout
+    assert result.exit_code == 143 and "the same command resumes it" in result.stdout
     assert typed(*SWAP, "--seeds", "1", "--rate-trials", "1").exit_code == 0
 
 

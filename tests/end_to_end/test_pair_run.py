@@ -142,7 +142,7 @@ def test_a_model_finds_captions_and_tells_colours_apart_by_name(desk: CommandLin
     assert found["retrieval"]["images R@10"] >= found["retrieval"]["images R@5"] >= found["retrieval"]["images R@1"]
     assert found["zero_shot"]["labels"] == 4 and found["zero_shot"]["accuracy"] > 0.5
     told = desk("retrieve", "learned").stdout
-    assert "captions R@10" in told and "by chance" in told
+    assert "captions R@10" in told and "chance" in told
 
 
 def test_what_cannot_be_retrieved_is_refused_with_what_can(desk: CommandLine, finished: dict[str, Any]) -> None:

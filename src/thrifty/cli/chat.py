@@ -13,7 +13,7 @@ from thrifty.cli.recipe_options import OWN_MODEL, SEED
 @click.command()
 @click.argument("path", metavar="RUN_OR_FOLDER", type=click.Path(path_type=Path))
 @click.option("--prompt", default=None, help="One question; without it, questions are read line by line.")
-@click.option("--system", default="", help="What the model is told before the conversation begins.")
+@click.option("--system", default="", help="System message at the start of the conversation.")
 @click.option(
     "--tokens", default=256, show_default=True, type=click.IntRange(min=1), help="At most this many per answer."
 )

@@ -51,7 +51,7 @@ def command(
     """Train RECIPE, cut the smallest weights, start again from the first values (or an early step) with those that are
     left, and so on. Every round is a run of its own, runs/NAME-round-R.
 
-    Killed or stopped, the same command goes on where it was; with more --rounds or another --control it adds those.
+    Killed or stopped, the same command resumes it; with more --rounds or another --control it adds those.
     """
     import thrifty
 

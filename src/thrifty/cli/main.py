@@ -28,7 +28,7 @@ ABOUT = {
     "train": "Train by a recipe: a name or a TOML file, with any setting changed.",
     "resume": "Go on with a run that ended early, exactly where it was.",
     "study": "A published experiment in small: many runs, a table, what was expected.",
-    "lottery": "Lottery tickets: train, prune, rewind, again; stopped, it goes on.",
+    "lottery": "Lottery tickets: train, prune, rewind, again; it can be resumed.",
     "list": "What there is: techniques, recipes, presets, data.",
     "show": "The card of one technique: what, promise, cost, when not, settings.",
     "trace": "What attention computes, recorded into a file for simulated accelerators.",

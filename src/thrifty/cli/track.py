@@ -15,7 +15,7 @@ def command(run: str, tracker: str, out: Path, watch: bool, online: bool) -> Non
     """Write the records of RUN as another tracker's own files.
 
     RUN is a run folder, or the name of one under ./runs. Training knows nothing of it: the run folder is only read, and
-    nothing is sent anywhere unless --online says so. Called again, it goes on where it stopped.
+    nothing is sent anywhere unless --online says so. Called again, it continues where it stopped.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

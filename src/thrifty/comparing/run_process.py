@@ -46,7 +46,7 @@ def run_outcome(recipe: Recipe, runs: Path) -> tuple[int, str]:
         return run_to_end(recipe, runs)["exit_code"], ""
     except ThriftyError as failed:
         return failed.exit_code, str(failed)
-    except Exception as failed:  # of anybody's technique: the comparison lists it and goes on
+    except Exception as failed:  # any technique may fail: the comparison lists the run and continues
         traceback.print_exc()
         return 1, f"{type(failed).__name__}: {failed}"
 

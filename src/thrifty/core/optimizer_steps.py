@@ -11,7 +11,7 @@ KEY = "finished_steps"
 
 
 def count_steps(optimizer: Optimizer) -> None:
-    """Count the steps of an optimizer from now on; an optimizer that counts already goes on counting."""
+    """Count the steps of an optimizer from now on; one that counts already keeps its count."""
 
     def count(optimizer: Optimizer, *_: Any) -> None:
         optimizer.param_groups[0][KEY] = finished_steps(optimizer) + 1

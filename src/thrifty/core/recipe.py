@@ -118,7 +118,7 @@ class DataSettings:
     """Several sources of plain text in the place of `source`, each with its share of the examples:
     {"wiki.txt" = 3, "code" = 1}. The tokenizer is trained on the first unless `tokenizer` names one."""
     separate: bool = False
-    """Of next_token: documents that share a row see nothing of each other, and each begins at position 0."""
+    """next_token: mask attention between documents that share a row, and begin each at position 0."""
     column: str = "text"
     """Where a row of .jsonl or .parquet keeps its text; of images with captions, where their captions are, which are
     otherwise looked for under the usual names."""

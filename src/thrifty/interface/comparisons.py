@@ -86,7 +86,7 @@ class ComparisonResult(PrintedResult):
         failed = [entry for entry in result["runs"] if entry["status"] == "failed"]
         told += [f"failed: {entry['run']} ({entry['arm']}): {entry['error']}" for entry in failed]
         if result["status"] == "interrupted":
-            told.append("interrupted; the same command goes on")
+            told.append("interrupted; the same command resumes it")
         return lines(*told, f"{result['folder']}/report.html")
 
 

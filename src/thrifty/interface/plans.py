@@ -159,7 +159,9 @@ def plan(
         probing = {"probe": probe, "probe_seconds": probe_seconds, "probed_candidates": probed_candidates}
         return RecipePlan(plan_on_machine(chosen, wanted, **probing, seconds=seconds, ranks=ranks or 1, quiet=quiet))
     if not isinf(wanted.disk):
-        raise UsageError("--disk is for plans of one device", fix="leave it out: nothing is told of a cluster's disks")
+        raise UsageError(
+            "--disk is for plans of one device", fix="leave it out: a cluster is planned without its disks"
+        )
     return RecipePlan(plan_on_cluster(chosen, wanted, cluster, ranks, quiet=quiet))
 
 

@@ -38,7 +38,7 @@ BATCH = 256
 
 @dataclass(frozen=True, repr=False)
 class RetrievalResult(PrintedResult):
-    """Recalls of a contrastive model on held-out pairs, next to those by chance."""
+    """Recalls of a contrastive model on held-out pairs, next to the chance level."""
 
     run: str
     pairs: int
@@ -56,10 +56,10 @@ class RetrievalResult(PrintedResult):
 
     def __rich__(self) -> RenderableType:
         told = [f"{self.pairs:,} held-out pairs with {self.different_captions:,} different captions"]
-        told += [f"{name:14s} {share:7.1%}   by chance {self.chance[name]:.1%}" for name, share in self.recalls.items()]
+        told += [f"{name:14s} {share:7.1%}   chance {self.chance[name]:.1%}" for name, share in self.recalls.items()]
         if zero := self.zero_shot:
             right = f"{zero['accuracy']:.1%} of {zero['images']:,} images told right by the names of their"
-            told += [f"{self.classes}: {right} ", f"{zero['labels']} labels; by chance {1 / zero['labels']:.1%}"]
+            told += [f"{self.classes}: {right} ", f"{zero['labels']} labels; chance {1 / zero['labels']:.1%}"]
         return lines(*told)
 
 
@@ -75,8 +75,8 @@ def retrieve(
     """Measure the contrastive model of a run on all held-out images and captions of its data: R@1, R@5, R@10 both ways.
 
     `step` names a checkpoint other than the newest; `raw_weights` takes the weights in training where the run judged an
-    average of them. `classes` are images whose labels are told apart by name, in `prompts` such as "a picture of {}".
-    `model` is the run's model, if it was one of your own.
+    average of them. `classes` are labelled images, classified by the names of their labels in `prompts` such as
+    "a picture of {}". `model` is the run's model, if it was one of your own.
 
     Raises UsageError for a run whose objective was another one.
 

@@ -33,8 +33,8 @@ def evaluate(
     objective `measures`; and what it makes of all of them together. Every rank evaluates the same data, so that all
     agree to the last bit; randomness (dropout) is off.
 
-    A mean over the rows of a batch counts only where the batch is as large as the first; `say` is told of those that
-    are not.
+    A mean over the rows of a batch counts only where the batch is as large as the first; `say` gets a line about
+    those that are not.
     """
     totals = dict.fromkeys(("loss", *objective.measured), 0.0)
     weights = dict(totals)

@@ -19,6 +19,6 @@ def settings(ranks: int) -> dict[str, str]:
 
 
 def launch_command(ranks: int, build: str | None = None) -> str:
-    """What a user types before a recipe to train it on so many ranks, where the function `build` makes its model."""
+    """Return the beginning of the command that trains on so many ranks, where the function `build` makes its model."""
     options = {"--model": build, "--ranks": str(ranks) if ranks > 1 else None}
     return " ".join(["thrifty train", *(f"{name} {value}" for name, value in options.items() if value)])

@@ -58,7 +58,7 @@ def score(
     prototype   cosine distance of its embedding to the own k-means centre
     random, input_norm   controls
 
-    Killed or stopped, the same command goes on with the runs that are missing.
+    Killed or stopped, the same command runs what is missing.
     """
     from thrifty.experiments.scoring.example_scoring import ScoringSettings
     from thrifty.experiments.scoring.example_scoring import score as score_all
