@@ -6,6 +6,7 @@ process of fake tensors does not have (other ranks, values). What a compiler sav
 that fake tensors do not run, because it asks for their values, is counted on a real batch.
 """
 
+import copy
 import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -244,8 +245,11 @@ class _FakeCopies(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, copies = args
         if id(tensor) not in copies:
-            copy = torch.empty_like(tensor, requires_grad=tensor.requires_grad)
-            copies[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+            made = torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            copies[id(tensor)] = made
+            own = {name: value for name, value in vars(tensor).items() if name not in vars(made)}
+            vars(made).update(copy.deepcopy(own, copies))
         return copies[id(tensor)]
 
 

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.out_of_memory import is_out_of_memory
@@ -74,7 +72,7 @@ class UserObjects:
         """Return the model that the user's function builds, or a copy of their module. Raises UsageError where the
         function fails, or returns no module."""
         if isinstance(self.model, nn.Module):
-            return copy.deepcopy(self.model, _fakes_of(self.model))
+            return copy.deepcopy(self.model)
         assert self.model is not None
         try:
             model = self.model(**(arguments or {}))
@@ -89,19 +87,3 @@ class UserObjects:
             what = f"{self.build} gives a {type(model).__name__}, and no torch.nn.Module"
             raise UsageError(what, fix="return the model itself")
         return model
-
-
-def _fakes_of(model: nn.Module) -> dict[int, Any]:
-    """Return the fake tensors to be copies of those of a model, by their ids, while fake tensors are made: torch makes
-    no fake copy of a tensor that is no parameter."""
-    mode = active_fake_mode()
-    copies: dict[int, Any] = {}
-    for module in model.modules() if mode is not None else ():
-        values = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        for value in values:
-            if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and id(value) not in copies:
-                fake = mode.from_tensor(value.detach())  # type: ignore[union-attr]
-                fake = nn.Parameter(fake, value.requires_grad) if isinstance(value, nn.Parameter) else fake
-                vars(fake).update(vars(value))
-                copies[id(value)] = fake
-    return copies
