@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Loss]] = {
 
 def measured(model: nn.Module, batch: Any, loss: Loss, optimizer: Any = torch.optim.AdamW) -> float:
     """Bytes at the peak of a plain loop."""
-    made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
+    made = optimizer([named for named in model.named_parameters() if named[1].requires_grad], lr=1e-4)
 
     def step() -> None:
         mean(loss(model, batch)).backward()
@@ -184,14 +184,11 @@ def test_random_models_hold_what_is_predicted(number: int) -> None:
 def _check_random_model(seed: int, number: int) -> None:
     try:
         case = random_step(seed, number)
-    except ImportError as error:
+    except ImportError as error:  # timm, which is no requirement of the tests
         pytest.skip(str(error))
     optimizer = case.optimizer if not isinstance(case.optimizer, str) else getattr(thrifty.optim, case.optimizer)
     loss = case.loss or (lambda model, batch: model(**batch).loss)
-    try:
-        real = measured(case.build(), case.batch, loss, optimizer)
-    except RuntimeError as error:
-        pytest.skip(f"torch does not train it here: {error}")
+    real = measured(case.build(), case.batch, loss, optimizer)
     fit = thrifty.estimate(case.build, case.batch, loss=case.loss, optimizer=optimizer)
     assert fit.peak == pytest.approx(real, rel=0.08), case.label
 
