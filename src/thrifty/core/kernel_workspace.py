@@ -127,7 +127,7 @@ def _measured(func: Any, described: tuple, structure: Any, rows: int, count: int
 
 
 def _memory_of(call: Callable[[], Any]) -> KernelMemory:
-    """As torch's allocator reports it."""
+    """Return the bytes that a call takes, as torch's allocator reports them."""
     config = torch._C._profiler._ExperimentalConfig()
     state = torch.autograd.ProfilerState.CPU
     torch.autograd._enable_profiler_legacy(
