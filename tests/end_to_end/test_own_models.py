@@ -82,3 +82,11 @@ def test_a_classifier_of_ones_own_learns_labels_of_images(tmp_path: Path) -> Non
     thrifty("train", *words, "--name", "digits", "--quiet")
     assert 'build = "own.gpt:build_classifier"' in (thrifty.run("digits") / "recipe.toml").read_text()
     thrifty("export", "digits", "out", "--model", "own.gpt:build_classifier")
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_refused_before_the_run(tmp_path: Path) -> None:
+    thrifty = own_folder(tmp_path, fresh=False)
+    for verb in ("explain", "train"):
+        refused = thrifty(verb, *TEXT, *GPT, "--model-arg", "vocabulary=319", exit_code=2)
+        assert "the embedding 'wte' has 319 rows, and 'tokens' of the examples has the value 319" in refused.stderr
+        assert "build it with at least 320" in refused.stderr

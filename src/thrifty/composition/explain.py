@@ -163,8 +163,8 @@ class _RunCounts:
         casts = part.device.type == "cpu"
         if self._fake is not None:
             try:
-                with self._fake as fake, _without_log():
-                    return passes_of(_on_fakes(part, fake), batch.map(fake.from_tensor), casts=casts)
+                with self._fake as fake, without_log():
+                    return passes_of(on_fakes(part, fake), batch.map(fake.from_tensor), casts=casts)
             except ThriftyError:
                 raise
             except Exception as error:  # values are asked for, or something is called that knows no fake tensors
@@ -181,7 +181,7 @@ class _RunCounts:
 
 
 @contextmanager
-def _without_log() -> Iterator[None]:
+def without_log() -> Iterator[None]:
     """Without torch's record of an operation that fails on fake tensors: its error is raised all the same."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
@@ -211,7 +211,7 @@ def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) ->
         return CountedPasses(model, run.objective, run.backward, batch, built)
 
 
-def _on_fakes(run: Run, fake: FakeTensorMode) -> Run:
+def on_fakes(run: Run, fake: FakeTensorMode) -> Run:
     """The run with its model on fake tensors."""
 
     def build() -> nn.Module:
@@ -282,7 +282,7 @@ def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
 def touched_modules(run: Run) -> dict[str, list[str]]:
     """What each technique's surgery touches and skips, found on fake tensors. Raises RefusedError where one refuses."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        trial = replace(_on_fakes(run, fake), notes={})
+        trial = replace(on_fakes(run, fake), notes={})
         trial.build_model()
     return trial.notes
 
@@ -303,7 +303,7 @@ def resident_bytes(run: Run) -> ResidentBytes:
     Techniques work outside of the fake mode, in which torch cannot tell the places of a mesh: what they make from
     nothing, such as an adapter, is made.
     """
-    trial = replace(_on_fakes(run, FakeTensorMode(allow_non_fake_inputs=True)), notes={})
+    trial = replace(on_fakes(run, FakeTensorMode(allow_non_fake_inputs=True)), notes={})
     model = trial.build_model()
     optimizer = TransformOptimizer(model.named_parameters(), trial.transform())
     state = [tensor for tensors in optimizer.slots.values() for tensor in tensors]

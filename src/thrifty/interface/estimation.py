@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from thrifty import techniques as catalogue
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
+from thrifty.composition.index_check import refuse_indices_without_row
 from thrifty.composition.technique_optimizer import TechniqueOptimizer
 from thrifty.composition.torch_update import TorchOptimizer
 from thrifty.core.claims import Claim
@@ -164,6 +165,7 @@ def estimate(
     late = ""
     with gc_frozen():
         with _own_errors(run):
+            refuse_indices_without_row(run.plain, [run.plain.source.at(0)])
             explanation = explain(compose(run.plain, chosen, STEPS, place))
         footprint, held = explanation.footprint, run.batch_bytes
         peak = footprint.memory + held

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from thrifty.composition.compose import Run
+from thrifty.composition.index_check import explain_missing_rows
 from thrifty.core.errors import ThriftyError
 from thrifty.core.mesh import axis
 from thrifty.core.randomness import seed_of, start_draws
@@ -80,7 +81,8 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
         model.train()
         start_draws(step_seed(seed, state.step, random_stream()), run.device)
         buffers = BufferSnapshot(model)
-        outcome = run.backward(model, run.objective, batch.to(run.device))
+        with explain_missing_rows(run.plain, [batch]):
+            outcome = run.backward(model, run.objective, batch.to(run.device))
         buffers.forget_constant()
         norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
         # one transfer for both, and the same numbers on every rank: all take the same decision

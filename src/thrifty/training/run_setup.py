@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thrifty.composition.compose import BaseRun, Run, compose
+from thrifty.composition.index_check import refuse_indices_without_row
 from thrifty.core import mesh
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, UsageError
+from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.objective import Objective
 from thrifty.core.out_of_memory import explain_out_of_memory
 from thrifty.core.ranks import rank, ranks
@@ -28,6 +30,7 @@ from thrifty.core.stages import Stage
 from thrifty.data.catalogue import refuse_model_to_be_fetched
 from thrifty.data.chat.chat_data import Chats
 from thrifty.data.data_kind import DataKind, DataRequest
+from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.images.image_data import Images
 from thrifty.data.pairs.pair_data import ImagesWithCaptions
 from thrifty.data.run_data import RunData
@@ -47,6 +50,10 @@ DATA_KINDS: dict[str, DataKind] = {
 
 PROBED = 6
 """Steps timed to turn a budget of seconds into steps; the first two are not counted."""
+
+EXAMPLES, MOST_BATCHES, LOOKING = 16, 64, 0.2
+"""An index without a row is looked for in batches of so many examples, in so many batches of an epoch at most, and for
+so many seconds."""
 
 _NO_LIMIT = timedelta(days=30)
 """Of a collective: the heartbeat finds who hangs, and one rank may prepare text for hours while the others wait."""
@@ -136,8 +143,33 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
     is_folder = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
     is_trained = is_folder or isinstance(model, nn.Module)
     plain = BaseRun(build, data.train, objective, is_trained)
+    if model is not None or recipe.objects.data is not None:  # sizes of others are those of their data
+        process_group_sync().run_first(
+            lambda: refuse_indices_without_row(plain, _examples_to_look_at(recipe, data, objective))
+        )
     steps = steps or _steps(recipe, plain, device, data.example_unit)
     return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
+
+
+def _examples_to_look_at(recipe: Recipe, data: RunData, objective: Objective) -> Iterator[Batch]:
+    """Yield batches in which an index without a row is looked for: of the held-out examples that are judged, and of
+    training examples spread over an epoch, each for a moment."""
+    yield from _for_a_moment(data.held_out.batches(recipe.evaluation.examples, EXAMPLES))
+    source = data.train
+    epoch = -(-source.examples // source.batch) if isinstance(source, EpochSource) else 1
+    rows, steps = min(source.batch, EXAMPLES), range(0, epoch, -(-epoch // MOST_BATCHES))
+    for batch in _for_a_moment(source.rows(step, 0, rows) for step in steps):
+        if isinstance(data.ends, TextModelSpec) and "tokens" in batch.fields:  # the largest token may be a rare one
+            batch["tokens"][0, [0, -1]] = data.ends.vocabulary - 1
+        yield objective.examples(batch)
+
+
+def _for_a_moment(batches: Iterable[Batch]) -> Iterator[Batch]:
+    began = time.monotonic()
+    for batch in batches:
+        yield batch
+        if time.monotonic() - began > LOOKING:
+            return
 
 
 def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) -> tuple[Objective, RunData]:

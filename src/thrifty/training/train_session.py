@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from thrifty.composition.compose import Run
+from thrifty.composition.index_check import explain_missing_rows
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
 from thrifty.core.out_of_memory import explain_out_of_memory
@@ -236,7 +237,8 @@ class _Observer:
         run = self.session.run
         batches = heartbeat.report_progress(self.session.held_out, f"the evaluation after step {self.state.step}")
         say = self.say if self.evaluated_step is None else lambda text: None
-        return evaluate(self.state.model, run.eval_objective, batches, run.device, say)
+        with explain_missing_rows(run.plain, self.session.held_out):
+            return evaluate(self.state.model, run.eval_objective, batches, run.device, say)
 
     def show_predictions(self) -> None:
         """Keep for the report what the objective has to show of the first held-out examples."""
