@@ -9,7 +9,6 @@ from image_runs import PIXELS, tiny_vit
 from torch import nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import UsageError
 from thrifty.data.images.digits import DigitEpochs
 from thrifty.objectives.classification import Classification
 from thrifty.training.evaluation import evaluate
@@ -91,10 +90,3 @@ def test_two_hundred_steps_read_the_digits_of_the_test_split() -> None:
     test = DigitEpochs("test", 497).at(0)
     right = (objective.predict(learner, test).logits.argmax(1) == test["labels"]).float().mean()
     assert right > 0.93
-
-
-def test_text_has_no_labels() -> None:
-    with pytest.raises(UsageError, match="needs labels, and the data has only tokens"):
-        Classification().examples(Batch({"tokens": torch.zeros(2, 3)}, torch.ones(2)))
-    labelled = DigitEpochs("train", 2).at(0)
-    assert Classification().examples(labelled) is labelled

@@ -9,7 +9,7 @@ from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_a
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import Recipe
-from thrifty.data.chat.chat_data import use_model_tokenizer
+from thrifty.data.catalogue import use_model_tokenizer
 from thrifty.data.chat.chat_preview import preview
 from thrifty.data.run_data import RunData
 from thrifty.data.text.text_data import TextData

@@ -11,6 +11,18 @@ class TextModelSpec:
     """Tokens that there are."""
     length: int
     """Tokens of an example."""
+    labels: tuple[str, ...] = ()
+    """Names of what texts or words are told apart by, or of the number that is predicted, in the order of the model's
+    outputs; none for a language model."""
+    padding: int = 0
+    """The token that fills rows; of labelled texts alone."""
+
+    def as_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> "TextModelSpec":
+        return cls(**{**data, "labels": tuple(data.get("labels", ()))})
 
 
 @dataclass(frozen=True)
@@ -41,11 +53,11 @@ class PairModelSpec:
     text: TextModelSpec
 
     def as_data(self) -> dict[str, Any]:
-        return {"images": self.images.as_data(), "text": asdict(self.text)}
+        return {"images": self.images.as_data(), "text": self.text.as_data()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "PairModelSpec":
-        return cls(ImageModelSpec.from_data(data["images"]), TextModelSpec(**data["text"]))
+        return cls(ImageModelSpec.from_data(data["images"]), TextModelSpec.from_data(data["text"]))
 
 
 ModelSpec = TextModelSpec | ImageModelSpec | PairModelSpec

@@ -1,6 +1,6 @@
 """What is learned: a prediction from a batch, and one loss per example."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -81,11 +81,13 @@ class Objective:
     `needs_labels` says whether images must come with labels. `joint` says that the loss of an example depends on the
     others of the effective batch, which then cannot be taken apart.
 
-    The last six methods say how sources are made into examples; they change nothing unless overridden.
+    The last seven methods say how sources are made into examples; they change nothing unless overridden.
     """
 
-    learns_from: tuple[Literal["text", "text_pairs", "chats", "images", "pairs"], ...] = ("text",)
+    learns_from: tuple[Literal["text", "text_pairs", "labelled_text", "chats", "images", "pairs"], ...] = ("text",)
     needs_labels: bool = False
+    label_form: Literal["class", "number", "classes", "tags"] = "class"
+    """The label of a text: one class, a number, any number of classes, or one class for each word."""
     loss_in: str = "nats"
     """What the loss is a number of."""
     joint: bool = False
@@ -159,6 +161,10 @@ class Objective:
 
     def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "Objective":
         """This objective with the token numbers that it needs for examples of this length."""
+        return self
+
+    def with_labels(self, labels: Sequence[str]) -> "Objective":
+        """Return this objective for texts whose labels have these names."""
         return self
 
     def kept_apart(self, end_of_text: int) -> "Objective":

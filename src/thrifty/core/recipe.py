@@ -110,10 +110,11 @@ class DataSettings:
     source: str = "python-stdlib"
     """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name; for
     sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"; for chat_answers a
-    .jsonl or .json of conversations, or a known set of them; for classification "digits", a known set of images, or a
-    folder with a folder of images for each label; for masked_reconstruction any of these and any folder of images; for
-    contrastive a known set of images with captions, a .jsonl, .tsv or .parquet that names them, or a folder with such a
-    table, or with a text beside each image."""
+    .jsonl or .json of conversations, or a known set of them; for objectives with labels a .csv, .tsv, .jsonl or
+    .parquet of texts, a folder of such files called train and test, or hub:owner/name; for classification also
+    "digits", a known set of images, or a folder with a folder of images for each label; for masked_reconstruction any
+    of these and any folder of images; for contrastive a known set of images with captions, a .jsonl, .tsv or .parquet
+    that names them, or a folder with such a table, or with a text beside each image."""
     sources: Mapping[str, float] = field(default_factory=dict)
     """Several sources of plain text in the place of `source`, each with its share of the examples:
     {"wiki.txt" = 3, "code" = 1}. The tokenizer is trained on the first unless `tokenizer` names one."""
@@ -122,6 +123,12 @@ class DataSettings:
     column: str = "text"
     """Where a row of .jsonl or .parquet keeps its text; of images with captions, where their captions are, which are
     otherwise looked for under the usual names."""
+    pair_column: str = ""
+    """Of labelled texts: where a row keeps the second text of a pair; looked for under the usual names unless given."""
+    label_column: str = ""
+    """Of labelled texts: where a row keeps its label; looked for under the usual names unless given."""
+    held_out_source: str = ""
+    """Of labelled texts: a file of the held-out rows, in the place of a share of `source`."""
     tokenizer: str = ""
     """A tokenizer.json to use; empty trains a byte-level BPE on the training documents."""
     vocabulary: int = 4096

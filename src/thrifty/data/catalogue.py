@@ -6,12 +6,13 @@ because the user asked for it; `python-stdlib` is there on every machine.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.recipe import DataSettings, ModelSettings
 
 PYTHON_STDLIB = "python-stdlib"
 PYTHON_FUNCTIONS = "python-functions"
@@ -121,6 +122,15 @@ def refuse_model_to_be_fetched(folder: Path) -> None:
     named = next((entry for entry in models if entry.model_folder == folder), None)
     if named is not None and not (folder / "config.json").is_file():
         raise UsageError(f"the model {named.name} is not on this machine yet", fix=f"thrifty data get {named.name}")
+
+
+def use_model_tokenizer(settings: DataSettings, model: ModelSettings) -> DataSettings:
+    """Name the tokenizer of the model's folder, where the settings name none."""
+    if settings.tokenizer or not model.folder:
+        return settings
+    folder = Path(model.folder)
+    refuse_model_to_be_fetched(folder)
+    return replace(settings, tokenizer=str(folder / "tokenizer.json"))
 
 
 def _entry(name: str, table: dict) -> CatalogueEntry:

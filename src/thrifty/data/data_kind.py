@@ -1,7 +1,8 @@
 """Kinds of data: each recognizes and opens the sources that it is for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import Recipe
@@ -18,6 +19,8 @@ class DataRequest:
     image_sizes: Callable[[], tuple[int | None, int | None]]
     """Returns the sides of the images and of the patches that the recipe's model was made for."""
     say: Callable[[str], None]
+    model_config: Callable[[], Mapping[str, Any]] = dict
+    """Returns config.json of the trained model that the recipe starts from, empty where there is none."""
 
 
 class DataKind:

@@ -108,6 +108,7 @@ def recipe(
             raise UsageError("data of your own need held-out data to be judged by", fix="held_out=a second dataset")
         batch_size = batch or dataset_of(data)[2]
         passed |= {"data": data, "held_out": held_out}
+        base = _fitting(base, is_free=False) if recipe is None and isinstance(loss, str) else base
     if isinstance(loss, str):
         base = replace(base.without_objects("loss"), objective=ObjectiveSettings(loss))
     else:

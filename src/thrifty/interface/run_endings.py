@@ -26,10 +26,9 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     if loss is not None and summary.get("label_entropy") is not None:
         frequencies = f"by the labels' frequencies {summary['label_entropy']:.3f}"
         told.append(f"held-out loss {loss:.3f} nats{measured}; {frequencies}")
-    elif loss is not None and measured:
-        told.append(f"held-out loss {loss:.3f} nats{measured}")
-    if loss is not None and "loss_in" in summary:
-        told.append(f"held-out loss {loss:.3f}, {summary['loss_in']}")
+    elif loss is not None and (measured or "loss_in" in summary):
+        unit = f", {summary['loss_in']}" if "loss_in" in summary else " nats"
+        told.append(f"held-out loss {loss:.3f}{unit}{measured}")
     if "unrepeatable" in summary:
         told.append(summary["unrepeatable"])
     if advice := _batch_advice(Path(summary["folder"])):

@@ -29,6 +29,7 @@ EXTRAS = {
     "images": ("pillow",),
     "charts": ("vl_convert_python",),
     "pruning": ("scikit_learn",),
+    "metrics": ("scikit_learn",),
     "duplicates": ("datasketch",),
     "tensorboard": ("tensorboard",),
     "mlflow": ("mlflow",),

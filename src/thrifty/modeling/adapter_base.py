@@ -15,11 +15,14 @@ from thrifty.modeling.embeddings import find_head, is_tied, token_tables
 from thrifty.modeling.stream_norms import is_norm
 
 TRAINED_NAMES: ModuleNote[frozenset[str]] = ModuleNote("trained_names")
+ALSO_TRAINED: ModuleNote[frozenset[str]] = ModuleNote("also_trained")
+"""Parameters of a model, such as a head without trained values, that every adapter leaves trainable."""
 
 
 def train_only(model: nn.Module, names: Collection[str]) -> None:
-    """Freeze every parameter but these; which they are is kept on the model for `check_trained`."""
-    counts = {True: 0, False: 0}
+    """Freeze every parameter but these and those in `ALSO_TRAINED`; which they are is kept on the model for
+    `check_trained`."""
+    counts, names = {True: 0, False: 0}, {*names, *(ALSO_TRAINED.get(model) or ())}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
         counts[name in names] += parameter.numel()

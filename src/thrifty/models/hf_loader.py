@@ -14,6 +14,7 @@ from torch import nn
 
 from thrifty.core.errors import RefusedError, ThriftyError, UsageError, reason_of
 from thrifty.core.out_of_memory import is_out_of_memory
+from thrifty.modeling.adapter_base import ALSO_TRAINED
 from thrifty.modeling.module_surgery import tied_names
 from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.hf_folder import (
@@ -25,30 +26,47 @@ from thrifty.models.hf_folder import (
     write_tokenizer,
     written_aside,
 )
-from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
+from thrifty.models.hf_wrapper import (
+    HuggingFaceCausalLM,
+    HuggingFaceMaskedLM,
+    HuggingFaceModel,
+    HuggingFaceSeq2Seq,
+    HuggingFaceTextClassifier,
+    HuggingFaceTokenClassifier,
+)
 from thrifty.models.pad_pruned import pad_pruned_wrapper
 from thrifty.models.transformer import Task
 
 WRAPPERS: dict[Task, type[HuggingFaceModel]] = {
-    wrapper.task: wrapper for wrapper in (HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceSeq2Seq)
+    wrapper.task: wrapper
+    for wrapper in (
+        HuggingFaceCausalLM,
+        HuggingFaceMaskedLM,
+        HuggingFaceSeq2Seq,
+        HuggingFaceTextClassifier,
+        HuggingFaceTokenClassifier,
+    )
 }
 
 
 def load_model(
-    folder: Path,
+    folder: Path | Mapping[str, Any],
     task: Task = "next_token",
     fresh: bool = False,
     vocabulary: int | None = None,
     length: int | None = None,
     values: bool = True,
+    settings: Mapping[str, Any] | None = None,
 ) -> HuggingFaceModel:
     """The model of a folder in float32, as one that learns `task`; with `fresh`, its architecture with random values
-    from torch's generator.
+    from torch's generator, also of a configuration alone.
 
-    `vocabulary` and `length` (tokens of context) change a fresh architecture, and are ignored otherwise. Without
-    `values` the weights are not read, and random ones take their places: for a model that is only counted. Raises
-    UsageError without `transformers` or for a folder without config.json or safetensors, RefusedError for an
-    architecture that `transformers` does not know as a model of this kind, or whose tokens see what the task forbids.
+    `vocabulary` and `length` (tokens of context) change a fresh architecture, and are ignored otherwise. `settings`
+    change the configuration of any. Without `values` the weights are not read, and random ones take their places: for a
+    model that is only counted. The head of a classifier starts from random values unless the folder has one for as many
+    labels. Raises UsageError without `transformers` or for a folder without config.json or safetensors, RefusedError
+    for an architecture that `transformers` does not know as a model of this kind, or whose tokens see what the task
+    forbids.
     """
     try:
         import transformers
@@ -57,27 +75,32 @@ def load_model(
             "models of other families than ours need the package transformers, which is not installed",
             fix="pip install 'thrifty[huggingface]'",
         ) from error
-    wrapper, content = WRAPPERS[task], read_config(folder)
-    if not fresh:
+    wrapper, content = WRAPPERS[task], read_config(folder) if isinstance(folder, Path) else dict(folder)
+    if isinstance(folder, Path) and not fresh:
         weight_files(folder)
     kind = getattr(transformers, wrapper.auto)
     try:
         config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
         if fresh:
             _resize(config, vocabulary, length)
+        for name, value in (settings or {}).items():
+            setattr(config, name, value)
+        new: set[str] = set()
         if fresh or not values:
             lm = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
         else:
-            lm = _with_weights(kind, folder, config)
+            lm, new = _with_weights(kind, folder, config, task in ("text_classification", "token_classification"))
     except Exception as error:  # what a folder says goes into code that may fail at it in any way
         if isinstance(error, ThriftyError) or is_out_of_memory(error):
             raise
         raise RefusedError(
-            f"transformers cannot build a {wrapper.words} of type {content.get('model_type')!r} from {folder}: "
-            f"{reason_of(error)}",
+            f"transformers cannot build a {wrapper.words} of type {content.get('model_type')!r}"
+            f"{f' from {folder}' if isinstance(folder, Path) else ''}: {reason_of(error)}",
             fix=f"give a folder of an architecture that this version of transformers knows as a {wrapper.words}",
         ) from error
-    return wrapper(lm)
+    model = wrapper(lm)
+    ALSO_TRAINED.set(model, frozenset(f"lm.{name}" for name in new))
+    return model
 
 
 def load_causal_lm(
@@ -87,16 +110,24 @@ def load_causal_lm(
     return load_model(folder, "next_token", fresh, vocabulary, length)
 
 
-def _with_weights(kind: Any, folder: Path, config: Any) -> nn.Module:
+def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[nn.Module, set[str]]:
+    """Return a model with the weights of a folder, and the names of the parameters of its head, which with `new_head`
+    may be missing there."""
     safely = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    safely["ignore_mismatched_sizes"] = new_head
     lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **safely)
-    if report["missing_keys"] or report["mismatched_keys"]:
-        names = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    missing = {str(each[0] if isinstance(each, tuple) else each) for each in report["mismatched_keys"]}
+    missing |= set(report["missing_keys"])
+    body = f"{lm.base_model_prefix}."
+    head = {name for name, _ in lm.named_parameters() if not name.startswith(body)} if new_head else set()
+    head |= {name for name in missing if new_head and "pooler" in name.split(".")}
+    if missing := missing - head:
+        names = sorted(missing)
         raise RefusedError(
             f"{folder} lacks the values of {len(names)} parameters of its architecture: {names[:3]}",
             fix="fetch the whole folder again, or set model.reinitialize = true to start from random values",
         )
-    return lm
+    return lm, head
 
 
 def export_wrapped(

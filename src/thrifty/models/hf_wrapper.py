@@ -165,6 +165,27 @@ class HuggingFaceMaskedLM(HuggingFaceModel):
             )
 
 
+class HuggingFaceTextClassifier(HuggingFaceModel):
+    """`model(tokens, keep, types)`: logits (b, c). `keep` (b, t) is False where there is only padding, `types` (b, t)
+    is 1 for the second text of a pair, which models without types of tokens are not given."""
+
+    task, auto, words = "text_classification", "AutoModelForSequenceClassification", "classifier of texts"
+
+    def inputs(self, tokens: Tensor, keep: Tensor | None = None, types: Tensor | None = None) -> dict[str, Any]:
+        inputs = {"input_ids": tokens} | ({} if keep is None else {"attention_mask": keep.long()})
+        takes_types = types is not None and (getattr(self.lm.config, "type_vocab_size", None) or 0) > 1
+        return inputs | ({"token_type_ids": types} if takes_types else {})
+
+    def check_sight(self) -> None:
+        """Nothing is forbidden: the label is not among the tokens."""
+
+
+class HuggingFaceTokenClassifier(HuggingFaceTextClassifier):
+    """The same for labels of words: logits (b, t, c)."""
+
+    task, auto, words = "token_classification", "AutoModelForTokenClassification", "classifier of words"
+
+
 class HuggingFaceSeq2Seq(HuggingFaceModel):
     """`model(source, tokens, keep)`, `keep` (b, s) False where the source is only padding. Raises RefusedError for a
     model in which a token of the target can see later ones."""

@@ -1,7 +1,8 @@
 """The model of a run with its first values: one of ours, or a wrapper around one of `transformers`."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,10 +14,11 @@ from thrifty.core.model_spec import ModelSpec, TextModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.models.families import FAMILIES, assemble
-from thrifty.models.hf_folder import weight_files
+from thrifty.models.hf_config import write_config
+from thrifty.models.hf_folder import read_config, weight_files
 from thrifty.models.masked_autoencoder import MaskedAutoencoder, encoder_alone
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import PRESETS
+from thrifty.models.model_presets import PRESETS, shape_of
 from thrifty.models.model_resolution import check_fit, own_shape, shape_for, stated_sizes
 from thrifty.models.transformer import Task, initialize
 from thrifty.models.vision_transformer import VisionTransformer, refit
@@ -32,6 +34,14 @@ _SEES = {
 }
 _KIND_FOR = {"chat_answers": "next_token", "mass": "sequence_to_sequence"}
 """Objectives that need the same kind of model as another one."""
+PROBLEM_TYPES = {
+    "classification": "single_label_classification",
+    "multi_label_classification": "multi_label_classification",
+    "regression": "regression",
+    "token_classification": None,
+}
+"""Objectives on texts with labels, and what transformers calls them in config.json. Their models are those of
+transformers: a language model's body with a head of its own."""
 
 
 def build_model(
@@ -57,6 +67,9 @@ def build_model_for(
     """
     task = _KIND_FOR.get(task, task)
     shape, is_counted = shape_for(ends, settings), active_fake_mode() is not None  # then nobody looks at values
+    if shape is None and isinstance(ends, TextModelSpec) and ends.labels:
+        with unset_fake_temporarily():
+            return _build_classifier(settings, ends, seed, task, values=not is_counted)
     if shape is not None:
         _refuse_another_kind(settings, shape, task)
     if shape is None:
@@ -91,7 +104,40 @@ def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "m
         weight_files(Path(settings.folder))
         if shape.style == "mae" and task == "classification":  # by its encoder
             return
+    kind = FAMILIES[shape.style].task
+    if task in PROBLEM_TYPES and kind in ("next_token", "masked_token"):
+        return
+    if task in PROBLEM_TYPES and task != "classification":
+        raise UsageError(
+            f"the model {settings.folder or settings.preset} cannot learn {task}: {_SEES[kind]}",
+            fix="take an encoder or a decoder of text, such as model.preset = bert-nano",
+        )
     _refuse_another_kind(settings, shape, _KIND_FOR.get(task, task))
+
+
+def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, task: str, values: bool) -> nn.Module:
+    """A model of transformers with a head for these labels: of a folder, or of the sizes of a preset."""
+    from thrifty.models.hf_loader import load_model
+
+    folder = (
+        Path(settings.folder) if settings.folder else write_config(shape_of(settings, ends.vocabulary, ends.length))
+    )
+    fresh, labels = not settings.folder or settings.reinitialize, dict(enumerate(ends.labels))
+    if settings.folder:
+        _refuse_sizes_of_folder(settings)
+    config = {
+        "id2label": labels,
+        "label2id": {name: number for number, name in labels.items()},
+        "problem_type": PROBLEM_TYPES[task],
+        "pad_token_id": ends.padding,
+    }
+    kind: Task = "token_classification" if task == "token_classification" else "text_classification"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = load_model(folder, kind, fresh, ends.vocabulary, ends.length, values, config)
+    if not fresh:
+        _check_size(model, settings, ends)
+    return model
 
 
 def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task, values: bool) -> nn.Module:
@@ -102,12 +148,7 @@ def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task
         )
     from thrifty.models.hf_loader import WRAPPERS, load_model
 
-    sizes = stated_sizes(settings)
-    if sizes:
-        raise UsageError(
-            f"model.{sizes[0]} is given for {settings.folder}, whose sizes only its own config.json can say",
-            fix=f"leave model.{sizes[0]} out, or edit the folder's config.json",
-        )
+    _refuse_sizes_of_folder(settings)
     if task not in WRAPPERS:
         raise UsageError(
             f"a language model such as the one in {settings.folder} cannot learn {task}",
@@ -118,9 +159,24 @@ def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task
         torch.manual_seed(seed)
         model = load_model(Path(settings.folder), task, settings.reinitialize, vocabulary, length, values)
     if not settings.reinitialize:
-        limit = getattr(model.lm.config, "max_position_embeddings", None) or length
-        check_fit(settings.folder, model.vocabulary, limit, vocabulary, length)
+        _check_size(model, settings, ends)
     return model
+
+
+def _refuse_sizes_of_folder(settings: ModelSettings) -> None:
+    if sizes := stated_sizes(settings):
+        raise UsageError(
+            f"model.{sizes[0]} is given for {settings.folder}, whose sizes only its own config.json can say",
+            fix=f"leave model.{sizes[0]} out, or edit the folder's config.json",
+        )
+
+
+def _check_size(model: nn.Module, settings: ModelSettings, ends: TextModelSpec) -> None:
+    limit = getattr(model.lm.config, "max_position_embeddings", None) or ends.length
+    tables = (each for name, each in model.lm.named_modules() if isinstance(each, nn.Embedding) and "position" in name)
+    before = next((each.padding_idx + 1 for each in tables if each.padding_idx is not None), 0)
+    limit -= before  # RoBERTa's positions begin behind that of padding
+    check_fit(settings.folder, model.vocabulary, limit, ends.vocabulary, ends.length)
 
 
 def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task) -> None:
@@ -132,3 +188,8 @@ def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task
             f"the model {settings.folder or settings.preset} cannot learn {task}: {_SEES[own]}",
             fix=f"set objective.name = {own}{instead}",
         )
+
+
+def folder_config(settings: ModelSettings) -> Mapping[str, Any]:
+    """Return config.json of the folder of a trained model, empty where there is none."""
+    return {} if settings.build or not settings.folder or settings.reinitialize else read_config(Path(settings.folder))

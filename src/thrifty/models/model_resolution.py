@@ -23,7 +23,7 @@ def model_shape(settings: ModelSettings, vocabulary: int, length: int) -> ModelC
 
 def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
     """The shape of the run's model; None for an architecture that only `transformers`, or the user, knows."""
-    if settings.build:
+    if settings.build or (isinstance(ends, TextModelSpec) and ends.labels):
         return None
     images = ends.images if isinstance(ends, PairModelSpec) else ends if isinstance(ends, ImageModelSpec) else None
     text = ends.text if isinstance(ends, PairModelSpec) else ends

@@ -23,8 +23,9 @@ from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.vision_transformer import VisionTransformer
 
 Task = Literal[
-    "next_token", "masked_token", "sequence_to_sequence", "classification", "contrastive", "masked_reconstruction"
-]
+    "next_token", "masked_token", "sequence_to_sequence", "classification", "contrastive", "masked_reconstruction",
+    "text_classification", "token_classification",
+]  # fmt: skip
 """What a model can learn, by what its tokens can see and what they are."""
 
 

@@ -12,8 +12,11 @@ from thrifty.objectives.contrastive import Contrastive
 from thrifty.objectives.masked_reconstruction import MaskedReconstruction
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.mass import Mass
+from thrifty.objectives.multi_label_classification import MultiLabelClassification
 from thrifty.objectives.next_token import NextToken
+from thrifty.objectives.regression import Regression
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
+from thrifty.objectives.token_classification import TokenClassification
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "next_token": NextToken,
@@ -22,6 +25,9 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "mass": Mass,
     "chat_answers": ChatAnswers,
     "classification": Classification,
+    "multi_label_classification": MultiLabelClassification,
+    "regression": Regression,
+    "token_classification": TokenClassification,
     "contrastive": Contrastive,
     "masked_reconstruction": MaskedReconstruction,
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,10 +35,12 @@ from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.images.image_data import Images
 from thrifty.data.pairs.pair_data import ImagesWithCaptions
 from thrifty.data.run_data import RunData
+from thrifty.data.text.labelled_data import LabelledTexts, has_texts
 from thrifty.data.text.text_data import PairsOfTexts, PlainText, print_to_stderr
 from thrifty.data.user_data import open_user_data
-from thrifty.models import build_model_for, check_model, own_sizes
+from thrifty.models import build_model_for, check_model, folder_config, own_sizes
 from thrifty.objectives import chosen_objective
+from thrifty.objectives.labelled_text import HAS_SCORES
 from thrifty.objectives.user_loss import UserLoss, loss_of_output
 from thrifty.training import heartbeat
 from thrifty.training.determinism import deterministic_kernels
@@ -45,7 +48,7 @@ from thrifty.training.rank_sync import process_group_sync
 from thrifty.training.rendezvous import take_srun_ranks
 
 DATA_KINDS: dict[str, DataKind] = {
-    kind.name: kind for kind in (PlainText(), PairsOfTexts(), Chats(), Images(), ImagesWithCaptions())
+    kind.name: kind for kind in (PlainText(), PairsOfTexts(), LabelledTexts(), Chats(), Images(), ImagesWithCaptions())
 }
 
 PROBED = 6
@@ -183,9 +186,10 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
                 f"data.{name} is set, which is for plain text, and {recipe.objective.name} learns from other data",
                 fix=f"leave data.{name} out",
             )
-    if not settings.source.strip():  # as of a shell's variable that is not set; no path at all is the working folder
+    is_passed = recipe.objects.data is not None
+    if not (settings.source.strip() or is_passed):  # as of a shell's variable that is not set
         raise UsageError("data.source is empty", fix="give a file, a folder or the name of a known set")
-    kind = next((each for each in kinds if each.holds(settings.source)), kinds[-1])
+    kind = kinds[-1] if is_passed else next((each for each in kinds if each.holds(settings.source)), kinds[-1])
     if settings.sources or settings.separate:  # which are of plain text
         kind = kinds[0]
     for name in ("size", "augment"):
@@ -193,7 +197,16 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
             from_text = f"{recipe.objective.name} learns from text"
             why = f"{settings.source} holds none" if objective.sees_images else from_text
             raise UsageError(f"data.{name} is set, which is for images, and {why}", fix=f"leave data.{name} out")
-    return kind.open(DataRequest(recipe, objective, lambda: own_sizes(recipe.model), say))
+    for name in ("pair_column", "label_column", "held_out_source"):
+        if getattr(settings, name) and name not in kind.own_settings:
+            raise UsageError(
+                f"data.{name} is set, which is for labelled texts, and {recipe.objective.name} learns from other data",
+                fix=f"leave data.{name} out, or set objective.name = classification or regression",
+            )
+    if kind.name == "labelled_text" and objective.label_form != "number" and not HAS_SCORES:
+        say("accuracy is the only metric: F1 needs scikit-learn (pip install 'thrifty[metrics]')")
+    own = partial(own_sizes, recipe.model), say, partial(folder_config, recipe.model)
+    return kind.open(DataRequest(recipe, objective, *own))
 
 
 def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
@@ -201,7 +214,8 @@ def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective
     objects = recipe.objects
 
     def opened_by(say: Callable[[str], None]) -> tuple[Objective, RunData]:
-        if objects.data is None:
+        is_labelled = "labelled_text" in chosen_objective(recipe.objective).learns_from and objects.loss is None
+        if objects.data is None or (is_labelled and has_texts(objects.data)):
             objective, data = open_examples(recipe, say)
             return (UserLoss(objects.loss, _fields, objects.metrics) if objects.loss else objective), data
         settings = recipe.data

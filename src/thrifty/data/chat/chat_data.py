@@ -17,9 +17,9 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import ChatLearningSettings, Objective
-from thrifty.core.recipe import DataSettings, ModelSettings
+from thrifty.core.recipe import DataSettings
 from thrifty.data import prepared_cache
-from thrifty.data.catalogue import refuse_model_to_be_fetched
+from thrifty.data.catalogue import use_model_tokenizer
 from thrifty.data.chat.chat_template import Message, TemplateLimitError
 from thrifty.data.chat.chat_tokenizer import (
     TURNS,
@@ -248,12 +248,3 @@ class Chats(DataKind):
         settings = use_model_tokenizer(recipe.data, recipe.model)
         data = open_instructions(settings, recipe.seed, objective.chat_learning(), request.say)
         return objective, replace(data, length=settings.length)
-
-
-def use_model_tokenizer(settings: DataSettings, model: ModelSettings) -> DataSettings:
-    """Name the tokenizer of the model's folder, where the settings name none."""
-    if settings.tokenizer or not model.folder:
-        return settings
-    folder = Path(model.folder)
-    refuse_model_to_be_fetched(folder)
-    return replace(settings, tokenizer=str(folder / "tokenizer.json"))

@@ -7,6 +7,7 @@ changed.
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -134,6 +135,20 @@ class HubSource(DocumentSource):
         return HUB + self.dataset
 
     def documents(self) -> Iterator[str]:
+        with self._library() as datasets:
+            rows = self.training_rows(datasets)
+            check_column(self.column, rows.column_names, self.label)
+            numbered = enumerate(rows.select_columns(self.column))
+            yield from row_texts(((f"{self.label}, row {number}", row) for number, row in numbered), self.column)
+
+    def splits(self) -> Mapping[str, Any]:
+        """Return the rows of every split by its name. Raises UsageError where the set cannot be read."""
+        with self._library() as datasets:
+            return self.all_rows(datasets)
+
+    @contextmanager
+    def _library(self) -> Iterator[ModuleType]:
+        """Lend the datasets package. Raises UsageError where it is absent, and for its errors."""
         try:
             import datasets
         except ImportError:
@@ -141,10 +156,7 @@ class HubSource(DocumentSource):
                 f"{self.label} needs the datasets package, which is not installed", fix="pip install 'thrifty[hub]'"
             ) from None
         try:
-            rows = self.training_rows(datasets)
-            check_column(self.column, rows.column_names, self.label)
-            numbered = enumerate(rows.select_columns(self.column))
-            yield from row_texts(((f"{self.label}, row {number}", row) for number, row in numbered), self.column)
+            yield datasets
         except UsageError:
             raise
         except Exception as error:  # the library raises errors of a dozen packages; all mean that the set is not there
@@ -152,6 +164,9 @@ class HubSource(DocumentSource):
 
     def training_rows(self, datasets: ModuleType) -> Any:
         return datasets.load_dataset(self.dataset, split="train")
+
+    def all_rows(self, datasets: ModuleType) -> Mapping[str, Any]:
+        return datasets.load_dataset(self.dataset)
 
     def identity(self) -> str:
         """The name alone: what was prepared once is used without asking the network again."""
@@ -169,10 +184,14 @@ class SavedDataset(HubSource):
         return self.dataset
 
     def training_rows(self, datasets: ModuleType) -> Any:
+        return self.all_rows(datasets)["train"]
+
+    def all_rows(self, datasets: ModuleType) -> Mapping[str, Any]:
         rows = datasets.load_from_disk(self.dataset)
-        rows = rows["train"] if isinstance(rows, dict) else rows
-        rows.data.validate(full=True)  # an offset beyond the end of a damaged file would be followed
-        return rows
+        splits = rows if isinstance(rows, dict) else {"train": rows}
+        for each in splits.values():
+            each.data.validate(full=True)  # an offset beyond the end of a damaged file would be followed
+        return splits
 
     def identity(self) -> str:
         return _file_states(sorted(path for path in Path(self.dataset).rglob("*") if path.is_file()))

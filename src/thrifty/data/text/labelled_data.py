@@ -1,0 +1,365 @@
+"""Texts with labels ready to learn from: tokenised once by the tokenizer's own rules, kept in the cache, and padded to
+equal length.
+
+    prepared/<key>/train.safetensors, held_out.safetensors   tokens of all texts, where each ends, labels
+                   tokenizer.json, manifest.json             as of plain text
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, processors
+from torch import Tensor
+
+from thrifty.core.batches import BatchSource, ExampleIndex
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.model_spec import TextModelSpec
+from thrifty.core.objective import Objective
+from thrifty.core.recipe import DataSettings
+from thrifty.data.catalogue import use_model_tokenizer
+from thrifty.data.data_cache import build_folder, file_sha256
+from thrifty.data.data_kind import DataKind, DataRequest
+from thrifty.data.data_loading import dataset_of
+from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples, fingerprint
+from thrifty.data.prepared_cache import (
+    cache_key,
+    open_or_build,
+    read_manifest,
+    refuse_less_than_a_batch,
+    write_manifest,
+)
+from thrifty.data.run_data import ExamplePreview
+from thrifty.data.run_metadata import TEXT_LABELS, refuse_other_tokenizer, text_label_metadata
+from thrifty.data.text.labelled_rows import LabelledRow, dataset_table, open_tables, read_rows
+from thrifty.data.tokenizer import END_OF_TEXT, TOKENIZER, TextTokenizer, read_tokenizer, train_tokenizer
+from thrifty.data.train_split import DataSplit
+
+FORMAT = 1
+PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
+"""How tokenizers spell what fills rows."""
+NO_LABEL = -100
+"""The label of a token without one, as transformers has it."""
+AT_ONCE = 1_000
+"""Texts tokenised together."""
+
+Rows = dict[DataSplit, list[LabelledRow]]
+
+
+class PaddedTexts:
+    """Texts of any length as rows of equal length: {"inputs": (b, t), "keep": bool (b, t), "labels": (b, …)}, of pairs
+    also {"types": (b, t)}; see `objectives.labelled_text`. `t` is the length of the longest."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], length: int, padding: int, names: tuple[str, ...]):
+        self.tokens, self.types, self.ends, self.labels = (
+            arrays[name] for name in ("tokens", "types", "ends", "labels")
+        )
+        self.length, self.padding, self.names = length, padding, names
+        self.begins = np.concatenate(([0], self.ends))[:-1]
+        self.has_words = len(self.labels) == len(self.tokens) != len(self.ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
+        offsets = np.arange(self.length)
+        keep = offsets < (self.ends - self.begins)[indices, None]
+        places = np.where(keep, self.begins[indices, None] + offsets, 0)
+        rows = {"inputs": np.where(keep, self.tokens[places].astype(np.int64), self.padding), "keep": keep}
+        if self.types.any():
+            rows["types"] = np.where(keep, self.types[places], 0).astype(np.int64)
+        rows["labels"] = np.where(keep, self.labels[places], NO_LABEL) if self.has_words else self.labels[indices]
+        return {name: torch.from_numpy(values) for name, values in rows.items()}
+
+    def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
+        return [decode(self.tokens[self.begins[i] : self.ends[i]].tolist()) for i in indices]
+
+    def label_of(self, index: int) -> str:
+        """Return a label as a person reads it."""
+        if self.has_words:
+            tags = self.labels[self.begins[index] : self.ends[index]]
+            return " ".join(self.names[tag] for tag in tags if tag != NO_LABEL)
+        label = self.labels[index]
+        if np.ndim(label):
+            return ", ".join(name for name, has in zip(self.names, label, strict=True) if has)
+        return f"{label:g}" if label.dtype.kind == "f" else self.names[label]
+
+    def example_index(self) -> ExampleIndex:
+        is_class = self.labels.ndim == 1 and self.labels.dtype.kind == "i" and not self.has_words
+        labels = torch.from_numpy(self.labels) if is_class else None
+        return ExampleIndex(len(self), self._fingerprint, labels, self.names if is_class else ())
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.tokens, self.ends, self.labels, also=(self.length, self.names))
+
+
+@dataclass(frozen=True)
+class LabelledData:
+    """See `run_data.RunData`."""
+
+    train: BatchSource
+    held_out: HeldOutExamples
+    tokenizer: TextTokenizer
+    ends: TextModelSpec
+    identity: Mapping[str, str]
+    contents: PaddedTexts
+    """The training examples."""
+    label_entropy: float | None = None
+    """Nats per held-out label under the training frequencies; None where a label is no single class."""
+
+    @property
+    def example_unit(self) -> int:
+        return self.contents.length
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {} if self.label_entropy is None else {"label_entropy": self.label_entropy}
+
+    def description(self) -> dict[str, Any]:
+        sizes = {"training_texts": len(self.contents), "held_out_texts": len(self.held_out)}
+        return {**sizes, "tokens_in_a_row": self.contents.length, "labels": len(self.ends.labels)}
+
+    def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
+        texts = self.contents.texts(np.array(numbers, np.int64), self.tokenizer.decode)
+        labels = map(self.contents.label_of, numbers)
+        return [
+            ExamplePreview(n, text=text, label=label) for n, text, label in zip(numbers, texts, labels, strict=True)
+        ]
+
+    def pictures(self, inputs: Tensor) -> list[str]:
+        raise RefusedError("there are no images in these data", fix="look at images")
+
+    def metadata(self) -> dict[str, str]:
+        return self.tokenizer.files() | text_label_metadata(self.ends)
+
+    def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
+        refuse_other_tokenizer(before, self.identity, old)
+        if before.get(TEXT_LABELS) != self.identity[TEXT_LABELS]:
+            raise UsageError(
+                f"the fork's labels are not those of {old}: its outputs would mean something else",
+                fix="use data with the same labels, or start a new run",
+            )
+
+
+class LabelledTexts(DataKind):
+    """Texts, pairs of texts or lists of words, with labels."""
+
+    name, own_settings = "labelled_text", ("pair_column", "label_column", "held_out_source")
+
+    def open(self, request: DataRequest) -> tuple[Objective, LabelledData]:
+        recipe, objective = request.recipe, request.objective
+        settings = use_model_tokenizer(recipe.data, recipe.model)
+        config, form = request.model_config(), objective.label_form
+        rows = _read(recipe.objects, settings, form, request.say)
+        names = _names(rows, settings, form, config)
+        folder = _prepared(rows, names, settings, form, request.say)
+        tokenizer, manifest = read_tokenizer(folder / TOKENIZER), read_manifest(folder)
+        arrays = {part: load_file(folder / f"{part}.safetensors") for part in DataSplit}
+        padding, longest = _padding(tokenizer, config), manifest["longest"]
+        contents = {part: PaddedTexts(each, longest, padding, names) for part, each in arrays.items()}
+        train, held_out = (contents[part] for part in DataSplit)
+        refuse_less_than_a_batch(settings, len(train), f"has {len(train)} texts")
+        if cut := manifest["cut"]:
+            request.say(f"{cut:,} texts are longer than data.length = {settings.length} and are cut")
+        files = {name: file["sha256"] for name, file in manifest["files"].items()}
+        return objective.with_labels(names), LabelledData(
+            train=EpochSource(train, settings.batch, recipe.seed),
+            held_out=HeldOutExamples(held_out),
+            tokenizer=tokenizer,
+            ends=TextModelSpec(tokenizer.vocabulary, settings.length, names, padding),
+            identity={**files, TEXT_LABELS: "/".join(names)},
+            contents=train,
+            label_entropy=_entropy(train, held_out) if form in ("class", "tags") else None,
+        )
+
+
+def has_texts(data: Any) -> bool:
+    """Return True for a map-style dataset whose first example is a mapping with texts or words in it."""
+    try:
+        parts = dataset_of(data)
+        first = parts.dataset[0] if parts.is_map_style and len(parts.dataset) else None
+    except (UsageError, RefusedError):
+        return False
+    values = first.values() if isinstance(first, Mapping) else ()
+    return any(
+        isinstance(each, str) or (isinstance(each, list) and each and isinstance(each[0], str)) for each in values
+    )
+
+
+def _read(objects: Any, settings: DataSettings, form: str, say: Callable[[str], None]) -> Rows:
+    """Return the rows to train on and those held out: of two sources, or a share of one by the hash of each text."""
+    left_out: list[str] = []
+    if objects.data is None:
+        tables = open_tables(settings.source)
+        if settings.held_out_source:
+            tables[DataSplit.HELD_OUT] = open_tables(settings.held_out_source)[DataSplit.TRAIN]
+    else:
+        given = {DataSplit.TRAIN: objects.data, DataSplit.HELD_OUT: objects.held_out}
+        plain = {part: dataset_of(each).dataset for part, each in given.items()}
+        tables = {part: [dataset_table(each, f"the {part} dataset")] for part, each in plain.items()}
+    rows = {part: read_rows(each, settings, form, left_out) for part, each in tables.items()}
+    if left_out:
+        say(f"{len(left_out):,} rows without a text or a label are left out: {', '.join(left_out[:3])}")
+    if DataSplit.HELD_OUT not in rows:
+        rows = _split(rows[DataSplit.TRAIN], settings.held_out)
+    for part, each in rows.items():
+        if not each:
+            raise UsageError(f"{settings.source or 'data'} has no {part} texts with labels", fix="give more rows")
+    return rows
+
+
+def _split(rows: Sequence[LabelledRow], share: float) -> Rows:
+    """Divide rows so that those of one text stay together, whatever their order."""
+    digests = [hashlib.blake2b(repr(row.texts[0]).encode(), digest_size=8).digest() for row in rows]
+    chosen = set(sorted(set(digests))[: math.ceil(share * len(set(digests)))])
+    parts: Rows = {part: [] for part in DataSplit}
+    for row, digest in zip(rows, digests, strict=True):
+        parts[DataSplit.HELD_OUT if digest in chosen else DataSplit.TRAIN].append(row)
+    return parts
+
+
+def _classes(row: LabelledRow) -> tuple[str, ...]:
+    return row.label if isinstance(row.label, tuple) else (str(row.label),)
+
+
+def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the classes: whole numbers in their order, others in that of the alphabet; those of the model
+    in its own order, where it has all. Of a number, the name of its column. Raises UsageError for a held-out label that
+    is not among those to train on, and where there is one class alone."""
+    if form == "number":
+        return (settings.label_column or "score",)
+    there = {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}
+    if not settings.held_out_source:
+        there |= {name for row in rows[DataSplit.HELD_OUT] for name in _classes(row)}
+    known = config.get("id2label")
+    own = tuple(str(known[key]) for key in sorted(known, key=int)) if isinstance(known, dict) else ()
+    if there <= set(own):
+        names = own
+    else:
+        is_numbered = all(name.removeprefix("-").isdecimal() for name in there)
+        names = tuple(sorted(there, key=int) if is_numbered else sorted(there))
+    for row in rows[DataSplit.HELD_OUT]:
+        if unknown := set(_classes(row)) - set(names):
+            raise UsageError(
+                f"{row.where}: no text to train on has the label {min(unknown)!r}; there are: {', '.join(names[:20])}",
+                fix="correct the label, or add texts with it to those to train on",
+            )
+    if len(names) < (1 if form == "classes" else 2):
+        raise UsageError(
+            f"every text has the label {names[0] if names else ''!r}", fix="give texts of two labels or more"
+        )
+    return names
+
+
+def _padding(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> int:
+    """Return the token that fills rows: the model's own, the tokenizer's, or the end of a text."""
+    own = config.get("pad_token_id")
+    if isinstance(own, int) and 0 <= own < tokenizer.vocabulary:
+        return own
+    numbers = (tokenizer.inner.token_to_id(name) for name in PADS)
+    return next((number for number in numbers if number is not None), tokenizer.end_of_text)
+
+
+def _prepared(
+    rows: Rows, names: tuple[str, ...], settings: DataSettings, form: str, say: Callable[[str], None]
+) -> Path:
+    """Return the folder of tokenised rows, which is built where it is missing."""
+    path = Path(settings.tokenizer).expanduser()
+    tokenizer = read_tokenizer(path) if settings.tokenizer else None
+    digest = hashlib.sha256()
+    for part, each in rows.items():
+        for row in each:
+            digest.update(json.dumps([part, row.texts, row.label]).encode())
+    depends = [file_sha256(path)] if tokenizer else ["trained", settings.vocabulary]
+    key = cache_key("labelled", FORMAT, form, names, settings.length, digest.hexdigest(), *depends)
+
+    def build(folder: Path) -> None:
+        encoder = tokenizer or _trained(rows[DataSplit.TRAIN], settings.vocabulary)
+        with build_folder(folder) as aside:
+            encoder.save(aside)
+            cut, longest = 0, 1
+            for part, each in rows.items():
+                arrays, more = _encoded(each, names, form, encoder, settings.length)
+                cut, longest = cut + more, max(longest, int(np.diff(arrays["ends"], prepend=0).max()))
+                save_file(arrays, aside / f"{part}.safetensors")
+            write_manifest(aside, {"format": FORMAT, "cut": cut, "longest": longest})
+
+    return open_or_build(key, f"the texts of {settings.source or 'the dataset'}", build, say)
+
+
+def _trained(rows: Sequence[LabelledRow], vocabulary: int) -> TextTokenizer:
+    """Return a tokenizer trained on these texts, each of which begins and ends with the end of a text."""
+    texts = (text if isinstance(text, str) else " ".join(text) for row in rows for text in row.texts)
+    tokenizer = train_tokenizer(texts, vocabulary, PADS[:1])
+    one, two = f"{END_OF_TEXT} $A {END_OF_TEXT}", f"$B:1 {END_OF_TEXT}:1"
+    special = [(END_OF_TEXT, tokenizer.end_of_text)]
+    tokenizer.inner.post_processor = processors.TemplateProcessing(one, f"{one} {two}", special)
+    return tokenizer
+
+
+def _encoded(
+    rows: Sequence[LabelledRow], names: tuple[str, ...], form: str, tokenizer: TextTokenizer, length: int
+) -> tuple[dict[str, np.ndarray], int]:
+    """Return the arrays of `PaddedTexts`, and the number of texts that are cut."""
+    inner, number = Tokenizer.from_str(tokenizer.inner.to_str()), {name: n for n, name in enumerate(names)}
+    inner.encode_special_tokens = True
+    try:
+        inner.enable_truncation(length)
+    except Exception as error:  # tokenizers raises bare Exception where special tokens alone are longer
+        raise UsageError(f"data.length is {length}: {error}", fix="raise data.length") from None
+    mark = " " if form == "tags" and '"ByteLevel"' in json.dumps(json.loads(inner.to_str())["pre_tokenizer"]) else ""
+    tokens, types, sizes, labels, cut = [], [], [], [], 0
+    remaining: Iterator[LabelledRow] = iter(rows)
+    while group := list(islice(remaining, AT_ONCE)):
+        texts = [tuple(mark + word for word in row.texts[0]) if form == "tags" else _inputs(row) for row in group]
+        for row, encoding in zip(group, inner.encode_batch(texts, is_pretokenized=form == "tags"), strict=True):
+            ids = encoding.ids or [tokenizer.end_of_text]
+            tokens += ids
+            types += encoding.type_ids or [0]
+            sizes.append(len(ids))
+            cut += bool(encoding.overflowing)
+            if form == "tags":
+                labels += _first_pieces(encoding.word_ids, [number[tag] for tag in row.label]) or [NO_LABEL]  # type: ignore[union-attr]
+            else:
+                labels.append(_target(row.label, number, form))
+    kind = np.float32 if form in ("number", "classes") else np.int64
+    arrays = {
+        "tokens": np.array(tokens, np.int32),
+        "types": np.array(types, np.uint8),
+        "ends": np.cumsum(sizes, dtype=np.int64),
+        "labels": np.array(labels, kind),
+    }
+    return arrays, cut
+
+
+def _inputs(row: LabelledRow) -> Any:
+    return row.texts if len(row.texts) > 1 else row.texts[0]
+
+
+def _first_pieces(words: Sequence[int | None], tags: Sequence[int]) -> list[int]:
+    """Return for each token the tag of the word that begins with it."""
+    before = (None, *words[:-1])
+    return [NO_LABEL if word is None or word == last else tags[word] for word, last in zip(words, before, strict=True)]
+
+
+def _target(label: Any, number: Mapping[str, int], form: str) -> Any:
+    if form == "number":
+        return label
+    return number[label] if form == "class" else [float(name in label) for name in number]
+
+
+def _entropy(train: PaddedTexts, held_out: PaddedTexts) -> float:
+    """Nats per held-out label under the training frequencies, each label counted once more than it is there."""
+    classes = len(train.names)
+    share, tested = (np.bincount(each.labels[each.labels != NO_LABEL], minlength=classes) for each in (train, held_out))
+    return float(-(tested / tested.sum()) @ np.log((share + 1) / (share.sum() + classes)))

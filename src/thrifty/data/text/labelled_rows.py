@@ -1,0 +1,267 @@
+"""Rows of texts and labels: read from .csv, .tsv, .jsonl and .parquet files, from folders of these with a part to train
+on and one that is held out, and from data sets of the Hugging Face library or of the user's own."""
+
+import csv
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings
+from thrifty.data.text.document_sources import HUB, HubSource, SavedDataset, is_saved_dataset
+from thrifty.data.text.text_readers import LONGEST_LINE, check_characters, json_rows, open_parquet
+from thrifty.data.train_split import DataSplit
+
+TEXTS = (
+    ("text", "text_pair"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
+    ("question", "sentence"), ("text",), ("sentence",), ("review",), ("content",),
+)  # fmt: skip
+"""Columns of texts and of pairs of texts that are looked for, the surest first."""
+WORDS = (("tokens",), ("words",), ("text",))
+LABELS = ("label", "labels", "class", "target", "score", "stars")
+TAGS = ("tags", "ner_tags", "pos_tags", "labels", "label")
+PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validation", "valid", "dev", "eval", "test")}
+"""How names of files and of splits begin, by part."""
+FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and one of labels"
+Label = str | float | tuple[str, ...]
+
+
+class LabelledRow(NamedTuple):
+    texts: tuple[str, ...] | tuple[tuple[str, ...], ...]
+    """One or two texts; or the words of one."""
+    label: Label
+    where: str
+
+
+@dataclass
+class Table:
+    """Rows by column, each with where it stands, and the names of numbered classes by column."""
+
+    name: str
+    rows: Iterable[tuple[str, Mapping[str, Any]]]
+    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def open_tables(source: str) -> dict[DataSplit, list[Table]]:
+    """Return the tables of a source by part; without a held-out part it is all one. Raises UsageError where there is
+    none."""
+    path = Path(source).expanduser()
+    if source.startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
+        return _datasets(source, path)
+    if path.is_file():
+        return {DataSplit.TRAIN: [_file(path)]}
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in _READERS) if path.is_dir() else []
+    if parts := _parts({file.name: file for file in files}):
+        return {part: [_file(file) for file in chosen] for part, chosen in parts.items()}
+    what = (
+        "has no file called train.csv or alike" if path.is_dir() else "is neither a file, a folder nor hub:owner/name"
+    )
+    raise UsageError(f"{source} {what}", fix=f"give {FORMS}, or a folder with train.csv and test.csv")
+
+
+def dataset_table(data: Any, name: str) -> Table:
+    """Return the rows of a map-style dataset of mappings, such as `datasets.Dataset` or a list."""
+    rows = ((f"{name}, row {number}", data[number]) for number in range(len(data)))
+    features = getattr(data, "features", None) or {}
+    inner = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
+    return Table(name, rows, {column: each.names for column, each in inner.items() if hasattr(each, "names")})
+
+
+def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_out: list[str]) -> list[LabelledRow]:
+    """Return the labelled texts of tables; rows without a text or a label go into `left_out` by where they stand.
+
+    `form` is an objective's `label_form`. Raises UsageError for missing columns, and for a label of another form.
+    """
+    read: list[LabelledRow] = []
+    for table in tables:
+        columns: tuple[tuple[str, ...], str] | None = None
+        for where, row in table.rows:
+            if columns is None:
+                columns = _columns(row, settings, form, table.name)
+            texts, label = columns
+            if missing := next((name for name in (*texts, label) if name not in row), None):
+                raise UsageError(f"{where}: no column {missing!r}; there are: {', '.join(map(str, row))}", fix="add it")
+            words = [_words(row[name], f"{where}: column {name!r}", form == "tags") for name in texts]
+            value = _label(_plain(row[label]), form, table.classes.get(label, ()), f"{where}: column {label!r}")
+            if value is None or not words[0]:
+                left_out.append(where)
+                continue
+            if form == "tags" and isinstance(value, tuple) and len(value) != len(words[0]):
+                raise UsageError(
+                    f"{where}: {len(words[0])} words and {len(value)} labels", fix="give one label for each word"
+                )
+            read.append(LabelledRow(tuple(words), value, where))  # type: ignore[arg-type]
+    return read
+
+
+def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str) -> tuple[tuple[str, ...], str]:
+    """Return the columns of texts and the column of labels. Raises UsageError, naming all columns, where one is not
+    there."""
+    there = ", ".join(map(str, row))
+    usual = WORDS if form == "tags" else TEXTS
+    own = settings.column if settings.column in row or settings.column != "text" else ""
+    if own and (settings.column != "text" or settings.pair_column):
+        texts: tuple[str, ...] | None = (own, settings.pair_column) if settings.pair_column else (own,)
+    else:
+        texts = next((names for names in usual if all(each in row for each in names)), None)
+    label = settings.label_column or next((each for each in (TAGS if form == "tags" else LABELS) if each in row), "")
+    if texts is None or (lost := next((each for each in texts if each not in row), None)):
+        what = f"no column {lost!r}" if texts else "no column of texts"
+        raise UsageError(f"{name}: {what}; there are: {there}", fix="--set data.column=NAME, of the texts")
+    if label not in row:
+        what = f"no column {label!r}" if label else "no column of labels"
+        raise UsageError(f"{name}: {what}; there are: {there}", fix="--set data.label_column=NAME")
+    return texts, label
+
+
+def _plain(value: Any) -> Any:
+    """Return a label without the types of numpy and torch."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _words(value: Any, where: str, split: bool) -> Any:
+    """Return a text, or with `split` its words."""
+    value = _plain(value)
+    if split and isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+        for word in value:
+            check_characters(word, where)
+        return tuple(value)
+    if value is not None and not isinstance(value, str):
+        raise UsageError(f"{where} holds {type(value).__name__}, not text", fix="--set data.column=NAME, of the texts")
+    check_characters(value or "", where)
+    return tuple((value or "").split()) if split else (value or "").strip() and value
+
+
+def _label(value: Any, form: str, names: Sequence[str], where: str) -> Label | None:
+    """Return a label in its form; None where there is none."""
+    if form == "number":
+        return _number(value, where)
+    if form == "class":
+        return _class(value, names, where)
+    if isinstance(value, str):
+        value = value.split() if form == "tags" else [each.strip() for each in value.split(",") if each.strip()]
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{where} holds {value!r:.60}, no list", fix="give a list of labels")
+    each = [_class(one, names, where) for one in value]
+    if None in each:
+        raise UsageError(f"{where} holds {value!r:.60}, of which one is no label", fix="give a label in its place")
+    return tuple(one for one in each if one is not None)
+
+
+def _class(value: Any, names: Sequence[str], where: str) -> str | None:
+    """Return the name of a class: a text, a whole number (1.0 is 1), or the name of a numbered class."""
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+        return None
+    if isinstance(value, str):
+        check_characters(value, where)
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float) and value == int(value):
+        number = int(value)
+        if names and not 0 <= number < len(names):
+            return None  # as test sets without labels have it
+        return names[number] if names else str(number)
+    if isinstance(value, float):
+        raise UsageError(f"{where} holds {value!r}, a number and no class", fix="--set objective.name=regression")
+    raise UsageError(
+        f"{where} holds {value!r:.60}, a {type(value).__name__} and no single label",
+        fix="--set objective.name=multi_label_classification or token_classification",
+    )
+
+
+def _number(value: Any, where: str) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{where} holds {value!r:.60}, no number",
+            fix="--set objective.name=classification, or --set data.label_column",
+        ) from None
+    if math.isnan(number):
+        return None
+    if not abs(number) <= np.finfo(np.float32).max:
+        raise UsageError(f"{where} holds {number}, which is no finite number", fix="remove the row")
+    return number
+
+
+def _parts(named: Mapping[str, Any]) -> dict[DataSplit, list[Any]]:
+    """Return what is named like a part; nothing without one to train on. Of several held-out ones the first kind."""
+    by_word = {
+        word: [each for name, each in named.items() if name.lower().startswith(word)]
+        for words in PARTS.values()
+        for word in words
+    }
+    first = {part: next((by_word[word] for word in words if by_word[word]), []) for part, words in PARTS.items()}
+    return {part: each for part, each in first.items() if each} if first[DataSplit.TRAIN] else {}
+
+
+def _datasets(source: str, path: Path) -> dict[DataSplit, list[Table]]:
+    kind = HubSource(source.removeprefix(HUB), "") if source.startswith(HUB) else SavedDataset(str(path), "")
+    splits = kind.splits()
+    if parts := _parts(splits):
+        return {part: [dataset_table(chosen[0], source)] for part, chosen in parts.items()}
+    raise UsageError(f"{source} has splits {', '.join(splits)}, and none called train", fix="save it with one")
+
+
+def _file(path: Path) -> Table:
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError(f"{path} is no table of texts with labels", fix=f"give {FORMS}")
+    return reader(path)
+
+
+def _separated(path: Path, separator: str) -> Table:
+    def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                reader = csv.DictReader(file, delimiter=separator, strict=True)
+                for row in reader:
+                    where = f"{path}, line {reader.line_num}"
+                    if None in row or None in row.values():
+                        what = f"{where}: not as many columns as the heading"
+                        raise UsageError(what, fix=f"quote texts that hold {separator!r}")
+                    yield where, row
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UsageError(f"{path} is no readable table: {error}", fix="save it as CSV in UTF-8") from None
+
+    csv.field_size_limit(LONGEST_LINE)
+    return Table(str(path), rows())
+
+
+def _parquet(path: Path) -> Table:
+    with open_parquet(path) as file:
+        told = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
+    classes = {}
+    with suppress(ValueError, AttributeError, KeyError, TypeError):  # another library wrote it
+        features = json.loads(told)["info"]["features"]
+        inner = {column: feature.get("feature", feature) for column, feature in features.items()}
+        classes = {column: list(each["names"]) for column, each in inner.items() if "names" in each}
+
+    def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
+        with open_parquet(path) as file:
+            number = 0
+            for batch in file.iter_batches(batch_size=1024):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+
+    return Table(str(path), rows(), classes)
+
+
+_READERS: dict[str, Callable[[Path], Table]] = {
+    ".jsonl": lambda path: Table(str(path), json_rows(path)),
+    ".csv": lambda path: _separated(path, ","),
+    ".tsv": lambda path: _separated(path, "\t"),
+    ".parquet": _parquet,
+}

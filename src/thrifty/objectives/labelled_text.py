@@ -1,0 +1,77 @@
+"""What objectives on labelled texts share: the call of a model on padded rows, and the scores of all predictions.
+
+Fields    "inputs" (b, t) tokens; "keep" (b, t), False where a row is only filled up; of pairs of texts also "types"
+          (b, t), 1 for the second one; "labels".
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from thrifty.core.batches import Batch
+
+HAS_SCORES = find_spec("sklearn") is not None
+"""True if scikit-learn is installed (extra `metrics`), without which accuracy is the only metric of classes."""
+
+
+def logits_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the logits that a model has for a batch: those of a model of transformers by its own names of arguments,
+    of any other those of `model(tokens, keep)`, with the types of a pair's tokens as a third argument."""
+    types = batch.fields.get("types")
+    if "keep" not in batch.fields:
+        output = model(batch["inputs"])
+    elif "input_ids" in (takes := inspect.signature(model.forward).parameters):
+        types_too = types is not None and "token_type_ids" in takes and getattr(model.config, "type_vocab_size", 0) > 1
+        more = {"token_type_ids": types} if types_too else {}
+        output = model(input_ids=batch["inputs"], attention_mask=batch["keep"].long(), **more)
+    else:
+        output = model(batch["inputs"], batch["keep"], *([] if types is None else [types]))
+    return getattr(output, "logits", output)
+
+
+def class_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """Return scikit-learn's F1 and Matthews correlation of classes (n,); of two classes F1 is that of the second."""
+    from sklearn import metrics
+
+    scores = {
+        "f1_macro": metrics.f1_score(labels, predicted, average="macro", zero_division=0),
+        "matthews": metrics.matthews_corrcoef(labels, predicted),
+    }
+    if len(names) == 2:
+        scores["f1"] = metrics.f1_score(labels, predicted, pos_label=1, zero_division=0)
+    return scores
+
+
+def several_class_scores(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+    """Return scikit-learn's F1 over indicators of classes (n, c)."""
+    from sklearn import metrics
+
+    kinds = ("macro", "micro")
+    return {f"f1_{kind}": metrics.f1_score(labels, predicted, average=kind, zero_division=0) for kind in kinds}
+
+
+def tag_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+    """Return scikit-learn's F1 of single words (n,): the mean over tags, and over all words but those tagged "O"."""
+    from sklearn import metrics
+
+    inside = [number for number, name in enumerate(names) if name != "O"]
+    return {
+        "f1_macro": metrics.f1_score(labels, predicted, average="macro", zero_division=0),
+        "f1_micro": metrics.f1_score(labels, predicted, labels=inside, average="micro", zero_division=0),
+    }
+
+
+def correlations(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+    """Return scipy's Pearson and Spearman correlations of numbers (n,); NaN where one side is constant."""
+    from scipy import stats
+
+    kinds: dict[str, Callable[..., Any]] = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of constant predictions, as before the first step
+        few = len(labels) < 2
+        return {name: np.nan if few else float(kind(labels, predicted).statistic) for name, kind in kinds.items()}
