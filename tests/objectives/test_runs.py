@@ -170,5 +170,5 @@ def test_a_tokenizer_without_the_tokens_needed_is_refused_with_what_to_do(thrift
 
 @pytest.mark.usefixtures("own_cache")
 def test_labels_cannot_be_learned_from_text(thrifty: CommandLine) -> None:
-    with pytest.raises(UsageError, match="no file called train.csv"):
+    with pytest.raises(UsageError, match="no file called train"):
         open_examples(Recipe(data=settings(thrifty), objective=ObjectiveSettings("classification")))
