@@ -32,7 +32,7 @@ def typed(*words: str) -> Result:
 
 
 def test_variants_without_a_name_are_called_by_their_changes() -> None:
-    texts = ["--without optimizers.adamw --with optimizers.lion:lr=2e-4", "--without schedules.cosine"]
+    texts = ["--without optimizers.adamw --with optimizers.lion:lr=2e-4", "--set data.batch=16"]
     result = typed("--variant", texts[0], "--variant", texts[1], "--seeds", "8", "--budget", "40steps", "--json")
     assert result.exit_code == 0
     found = json.loads(result.stdout)
@@ -61,7 +61,7 @@ def test_too_few_seeds_have_no_verdict() -> None:
 def test_an_interrupted_comparison_says_so_with_its_exit_code(worker: Simulated) -> None:
     worker.stops_at = "baseline-seed-0"
     result = typed(*SWAP, "--seeds", "1", "--rate-trials", "1")
-    assert result.exit_code == 143 and "the same command resumes it" in result.stdout
+    assert result.exit_code == 143 and "resumes it" in result.stdout
     assert typed(*SWAP, "--seeds", "1", "--rate-trials", "1").exit_code == 0
 
 

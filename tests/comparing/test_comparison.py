@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from simulated_runs import Simulated, arms, by_kind
 
-from thrifty.comparing.comparison import MOST_PILOTS, PILOTS, compare
+from thrifty.comparing.comparison import MOST_PILOTS, TIMED_PILOTS, compare
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.comparison_summary import seconds_to_loss
 from thrifty.comparing.equal_budgets import StepCost, steady, steps_of_variants
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget, Recipe
+from thrifty.interface.comparisons import ComparisonResult
+from thrifty.reporting.comparison_charts import charts, found_difference
 
 SHORT = ComparisonProtocol(seeds=7, trials=1)
 
@@ -84,7 +86,7 @@ def test_seeds_are_not_started_while_pilots_disagree(tmp_path: Path) -> None:
 def test_pilots_that_agree_in_the_end_are_the_ones_that_count(tmp_path: Path) -> None:
     start = Simulated(step_time=lambda recipe: 0.012 if recipe.name == "arm-1-pilot-1" else 0.01)
     result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
-    assert len(by_kind(result, "pilot")) == 2 * (PILOTS + 1)
+    assert len(by_kind(result, "pilot")) == 2 * (TIMED_PILOTS + 2)
     assert result["budgets"]["batch 16"]["steps"] == 100
 
 
@@ -100,7 +102,7 @@ def test_arms_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:
     assert [order[place] for place in (0, 3, 6, 9)] == ["baseline", "arm-1", "arm-2", "baseline"]
     assert all(len({*order[place : place + 3]}) == 3 for place in (0, 3, 6, 9))
     assert [entry["seed"] for entry in by_kind(result, "seed")] == [seed for seed in range(4) for _ in range(3)]
-    assert len(by_kind(result, "pilot")) == 3 * PILOTS
+    assert len(by_kind(result, "pilot")) == 3 * (TIMED_PILOTS + 1)
 
 
 @pytest.mark.parametrize(
@@ -245,13 +247,34 @@ def test_an_arm_that_fails_in_its_pilot_costs_no_more_than_that(tmp_path: Path) 
     assert json.loads((tmp_path / "race" / "comparison.json").read_text())["status"] == "stopped"
 
 
-def test_a_rate_that_is_not_decayed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="ends at 60% of the largest"):
-        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[Simulated(last_rate=0.6)])
+@pytest.mark.parametrize("change", ["--without schedules.cosine", "--set techniques.schedules.cosine.floor=0.6"])
+def test_a_rate_that_is_not_decayed_is_refused_before_anything_runs(change: str, tmp_path: Path) -> None:
+    start = Simulated()
+    with pytest.raises(UsageError, match=r"constant: its learning rate ends at (60|61|100)% of the largest") as error:
+        compare(arms(f"constant: {change}"), SHORT, tmp_path / "race", workers=[start])
+    assert not start.started and not (tmp_path / "race").exists()
+    assert 'techniques=[…, "schedules.linear"]' in error.value.fix
+
+
+def test_pilots_that_would_be_the_same_are_run_once(tmp_path: Path) -> None:
+    pair = arms("batch 16: --set data.batch=16", steps=20)  # fewer than a pilot has
+    assert len(by_kind(compare(pair, SHORT, tmp_path / "time", workers=[Simulated()]), "pilot")) == 2 * TIMED_PILOTS
+    steps = replace(SHORT, equal="steps")
+    assert len(by_kind(compare(pair, steps, tmp_path / "steps", workers=[Simulated()]), "pilot")) == 2
+
+
+def test_a_name_is_free_again_where_nothing_but_pilots_was_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="fails in its pilot"):
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path, workers=[Simulated(fails=["arm-1-pilot-0"])])
+    other = arms("batch 8: --set data.batch=8")
+    result = compare(other, SHORT, tmp_path, workers=[Simulated()])
+    assert result["status"] == "finished" and "batch 8" in result["budgets"] and len(by_kind(result, "pilot")) == 6
+    with pytest.raises(UsageError, match="is another comparison"):
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path, workers=[Simulated()])
 
 
 def cost(**changed: float) -> StepCost:
-    return replace(StepCost(1.0, 1.0, 1.0, False, 0.0), **changed)
+    return replace(StepCost(1.0, 1.0, 1.0, False), **changed)
 
 
 def test_flops_that_change_over_the_run_are_not_made_equal() -> None:
@@ -293,3 +316,24 @@ def test_the_time_to_a_loss_lies_between_evaluations() -> None:
     assert seconds_to_loss(curve, 5.0) == 1.0
     assert seconds_to_loss(curve, 1.0) == 4.0
     assert seconds_to_loss(curve, 0.5) is None
+
+
+def test_a_metric_that_is_judged_is_what_tables_and_charts_show(tmp_path: Path) -> None:
+    def judged(variant: Variant) -> Variant:
+        settings = replace(variant.recipe.evaluation, judge="accuracy")
+        return replace(variant, recipe=replace(variant.recipe, evaluation=settings))
+
+    pair = [judged(variant) for variant in arms("batch 16: --set data.batch=16")]
+    start = Simulated(effect=lambda recipe: -0.2 * is_arm(recipe), spread=0.001)  # a lower loss, a higher accuracy
+    content = compare(pair, replace(SHORT, trials=2), tmp_path / "race", workers=[start])
+    result = ComparisonResult(content)
+    assert result.verdicts == {"batch 16": "better"} and "judged by held-out accuracy" in repr(result)
+    head, baseline, variant = str(result.table()).strip().splitlines()[-3:]
+    assert "held-out accuracy" in str(result.table()) and "+0.0397" in variant, (head, baseline)
+    (differences, caption, _), (curves, _, drawn) = charts(content)
+    assert differences == "Differences" and "Right of the line a variant is better" in caption
+    assert curves == "Held-out accuracy over time" and '"loss": 1.0' in drawn.to_json(indent=None)
+    low, high = (found_difference(content, "batch 16")[end] for end in ("low", "high"))  # type: ignore[index]
+    assert 0 < low < high  # type: ignore[operator]
+    page = (tmp_path / "race" / "report.html").read_text()
+    assert "held-out accuracy less the baseline" in page and "The verdict is made of accuracy alone" in page

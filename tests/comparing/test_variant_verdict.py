@@ -64,7 +64,7 @@ def test_a_verdict_never_contradicts_its_interval_and_p(used: float) -> None:
 def test_a_finding_below_the_effect_asked_about_is_said_to_be_smaller_than_worth_knowing() -> None:
     random = np.random.default_rng(5)
     sentences = [judge(*losses(random, effect, spread=0.001), effect=0.01).sentence for effect in (0.005, 0.02)]
-    assert ["smaller than the 1 % of --min-effect" in sentence for sentence in sentences] == [True, False]
+    assert ["smaller than the 1 % of min_effect" in sentence for sentence in sentences] == [True, False]
 
 
 @pytest.mark.slow

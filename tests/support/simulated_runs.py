@@ -37,7 +37,6 @@ class Simulated:
     step_time: Callable[[Recipe], float] = lambda recipe: 0.01
     spread: float = 0.02
     """Of the losses of pairs, as a share of the loss."""
-    last_rate: float = 0.0
     label_entropy: Callable[[Recipe], float] = lambda recipe: 2.3
     fails: Collection[str] = ()
     stops_at: str = ""
@@ -75,13 +74,13 @@ class Simulated:
                 "step": step,
                 "tokens": step * recipe.data.batch,
                 "step_seconds": seconds * (50 if step == 1 else 1),  # something is compiled
-                "learning_rate": max(1.0 - (1 - self.last_rate) * step / steps, 1e-9),
+                "learning_rate": 1.0 - step / steps,
             }
             for step in range(1, steps + 1)
         ]
         every = recipe.evaluation.every
         records += [
-            {"kind": "evaluation", "step": step, "loss": loss * (1 + (steps - step) / steps)}
+            {"kind": "evaluation", "step": step, "loss": loss * (1 + (steps - step) / steps), "accuracy": step / steps}
             for step in (*range(every, steps, every), steps)
         ]
         (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

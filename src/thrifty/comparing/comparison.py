@@ -22,22 +22,24 @@ from typing import Any
 from thrifty.comparing.comparison_protocol import ComparisonProtocol, claim_folder
 from thrifty.comparing.comparison_summary import read_run_result, summarize_comparison
 from thrifty.comparing.comparison_workers import run_on_workers
-from thrifty.comparing.equal_budgets import StepCost, mean_cost, step_cost, steps_of_variants
+from thrifty.comparing.equal_budgets import StepCost, mean_cost, refuse_undecayed, step_cost, steps_of_variants
 from thrifty.comparing.run_launchers import RunLauncher, SameProcess, Worker
 from thrifty.comparing.variants import Variant
-from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError, spelled
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, Recipe
+from thrifty.reporting.comparison_charts import judged_value
 from thrifty.reporting.comparison_page import write_comparison_page
 from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
 
-PILOTS = 3
-"""Pilot runs of each variant, in turn, so that a slow moment of the machine does not fall on one alone. The first pilot
-sets how many steps the others make; those are timed."""
+TIMED_PILOTS = 2
+"""Pilot runs of each variant that are timed, in turn, where budgets are of equal time, so that a slow moment of the
+machine does not fall on one variant alone. A first pilot, which sets their steps, is one of them if it has as many.
+Other budgets take one pilot of each variant."""
 MOST_PILOTS = 6
-"""Upper limit on pilots of each variant: another turn is made while the last two of a variant disagree."""
+"""Most pilots of each variant: another turn is made while the last two of a variant disagree."""
 PILOTS_APART = 0.05
 """Largest relative difference between the step times of a variant's last two pilots, for budgets of equal time."""
 PILOT_SECONDS = 5.0
@@ -63,14 +65,16 @@ def compare(
 
     Turns are shared out among `workers`; without any they are run on this machine, one after another. `retry` repeats
     runs that failed. Raises UsageError if the folder is of another comparison, or if a variant cannot be compared: one
-    that fails in its pilot, whose rate is not decayed, or whose budget pays for no step.
+    whose rate is not decayed, that fails in its pilot, or whose budget pays for no step.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a comparison starts its runs itself, from one process", fix="start it without torchrun")
     for variant in variants:
         variant.recipe.refuse_missing_objects()
     if protocol.trials > 1 and (without := [variant.label for variant in variants if variant.rate is None]):
-        raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--rate-trials 1")
+        fix = spelled("--rate-trials 1", "rate_trials=1")
+        raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix=fix)
+    refuse_undecayed(variants, variants[0].recipe.budget.steps or protocol.pilot)
     with claim_folder(folder, variants, protocol) as opened:
         race = _Race(variants, protocol, opened, workers or (Worker(),), say, retry)
         if any(isinstance(worker, SameProcess) for worker in race.workers):
@@ -106,7 +110,7 @@ class _Race:
         if retry:
             self.forget_failures()
         trials = protocol.trials if protocol.trials > 1 else 0
-        self.planned = len(variants) * (PILOTS + trials + protocol.seeds)
+        self.planned = len(variants) * (self.least_pilots + trials + protocol.seeds)
         self.began, self.made = time.monotonic(), 0
 
     def forget_failures(self) -> None:
@@ -146,36 +150,47 @@ class _Race:
 
     def pilots(self) -> dict[str, StepCost]:
         """Measure the cost of a step of each variant. Raises UsageError for a variant that fails."""
-        steps, costs_by_arm = self.protocol.pilot, {variant.label: [] for variant in self.variants}
-        turn = 0
-        while turn < PILOTS or self.apart(costs_by_arm):
+        steps, costs_by_arm = self.pilot_steps(0.0), {variant.label: [] for variant in self.variants}
+        turn, wanted = 0, self.least_pilots
+        while turn < wanted or self.apart(costs_by_arm):
             if turn == MOST_PILOTS:
-                fix = "end other processes, or --equal-budget flops; in both cases under another --name"
-                raise InfeasibleError(self.apart(costs_by_arm), fix=fix)
+                other = spelled("--equal-budget flops", 'equal_budget="flops"')
+                raise InfeasibleError(self.apart(costs_by_arm), fix=f"end other processes, or {other}")
             for variant in _turned(self.variants, turn):
                 costs_by_arm[variant.label].append(self.pilot(variant, turn, steps))
             self.check_judged(f"pilot-{turn}")
-            slowest = max(costs[0].seconds for costs in costs_by_arm.values())
-            steps = max(self.protocol.pilot, math.ceil(PILOT_SECONDS / slowest))
+            if not turn and self.protocol.equal == "time":
+                before, steps = steps, self.pilot_steps(max(costs[0].seconds for costs in costs_by_arm.values()))
+                wanted = TIMED_PILOTS + (steps != before)
             turn += 1
         return {label: mean_cost(costs[-2:]) for label, costs in costs_by_arm.items()}
+
+    @property
+    def least_pilots(self) -> int:
+        return TIMED_PILOTS + 1 if self.protocol.equal == "time" else 1
+
+    def pilot_steps(self, step_time: float) -> int:
+        """Steps of a pilot, no more than the baseline's budget has."""
+        steps = max(self.protocol.pilot, math.ceil(PILOT_SECONDS / step_time) if step_time else 0)
+        return min(steps, self.variants[0].recipe.budget.steps or steps)
 
     def apart(self, costs_by_arm: Mapping[str, Sequence[StepCost]]) -> str:
         """Describe the disagreement of a variant's last two pilots, where time is to be equal; empty if all agree."""
         for label, costs in costs_by_arm.items():
-            low, high = sorted(cost.seconds for cost in costs[-2:])
+            seconds = [cost.seconds for cost in costs[-2:]]
+            low, high = min(seconds), max(seconds)
             if self.protocol.equal == "time" and high > (1 + PILOTS_APART) * low:
                 times = f"'{duration(low)}' and '{duration(high)}'"
                 return f"{label}: a step took {times} in two pilots; at most {PILOTS_APART:.0%} apart make equal times"
         return ""
 
     def pilot(self, variant: Variant, turn: int, steps: int) -> StepCost:
-        """A whole run of few steps, no more than the baseline's budget has."""
-        name, steps = f"{variant.folder}-pilot-{turn}", min(steps, self.variants[0].recipe.budget.steps or steps)
+        """A whole run of few steps."""
+        name = f"{variant.folder}-pilot-{turn}"
         recipe = self.recipe(variant, name, steps, 0, evaluations=1)
         entry = self.run(self.workers[0], recipe, arm=variant.label, pilot=turn)
         if entry["status"] == "failed":
-            fix = "mend it, or leave the variant out, and give another --name"
+            fix = "mend it, or leave the variant out, and compare again"
             raise UsageError(f"{variant.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
         return step_cost(self.folder.path / name)
 
@@ -218,18 +233,21 @@ class _Race:
         """A variant at the rate that was best in its trials. Raises ThriftyError where all of them failed."""
         assert variant.rate is not None
         entries = [self.runs[f"{variant.folder}-trial-{turn}"] for turn in range(self.protocol.trials)]
-        done = [entry for entry in entries if entry["status"] == "finished"]
+        settings = self.variants[0].recipe.evaluation
+        judged = [judged_value(entry, settings.judge) if entry["status"] == "finished" else None for entry in entries]
+        done = [(value, entry) for value, entry in zip(judged, entries, strict=True) if value is not None]
         if not done:
             raise ThriftyError(
-                f"{variant.label} failed at every rate: {entries[0]['error']}",
-                fix="lower its learning rate, and give another --name",
+                f"{variant.label} failed at every rate: {entries[0].get('error', 'it measured nothing')}",
+                fix="lower its learning rate, and give the comparison another name",
             )
-        best = min(done, key=lambda entry: entry["held_out_loss"])
+        best = (min if settings.is_lower_better else max)(done, key=lambda pair: pair[0])[1]
         self.state.setdefault("rates", {})[variant.label] = {
             "lr": variant.rate * best["factor"],
             "factor": best["factor"],
             "trials": [
-                {"lr": variant.rate * entry["factor"], "held_out_loss": entry.get("held_out_loss")} for entry in entries
+                {"lr": variant.rate * entry["factor"], "held_out_loss": entry.get("held_out_loss"), "judged": value}
+                for entry, value in zip(entries, judged, strict=True)
             ],
             "at_edge": best["factor"] in (self.protocol.factors[0], self.protocol.factors[-1]),
         }
@@ -257,7 +275,7 @@ class _Race:
         if entry["status"] == "interrupted":
             raise _Interrupted(ended.exit_code)
         if entry["status"] == "finished":
-            entry |= read_run_result(self.folder.path / name)
+            entry |= read_run_result(self.folder.path / name, recipe.evaluation.judge)
             if entry["held_out_loss"] is None:
                 entry |= {"status": "failed", "error": "its held-out loss is not finite"}
         with self.telling:

@@ -12,11 +12,13 @@
 Seconds, bytes, FLOPs, joules. JSON has no infinity and no nan: null stands for them, and for what is not known.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from thrifty.comparing.equal_budgets import EQUAL, PILOT, Equal
 from thrifty.comparing.variants import Variant
@@ -31,6 +33,8 @@ from thrifty.training.run_folder import RunFolder
 
 SCHEMA = "thrifty.comparison/1"
 FILE = "comparison.json"
+PILOTED, MEASURED = re.compile(r"-pilot-\d+$"), re.compile(r"-(trial|seed)-\d+$")
+"""Names of run folders: of pilots, and of runs whose losses count."""
 MACHINE = ("cpu", "python", "torch")
 """What all runs of a comparison share."""
 
@@ -63,24 +67,32 @@ class ComparisonProtocol:
 
 @contextmanager
 def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonProtocol) -> Iterator[RunFolder]:
-    """The folder of the comparison, new or of an earlier part of the same, locked."""
+    """The folder of the comparison, new or of an earlier part of the same, locked. Where nothing but pilots was run,
+    another comparison, or the same after an error, starts afresh."""
     meant = {"terms": asdict(protocol), "arms": {variant.label: recipe_to_data(variant.recipe) for variant in variants}}
     here = environment("cpu")
     is_there = (path / FILE).is_file()
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
-        if is_there:
-            before = rename_comparison(folder.read_json("comparison"))
-            other = differences(redact(before["definition"]), redact(meant))
-            other += differences(*({name: facts[name] for name in MACHINE} for facts in (before["environment"], here)))
-            if other:
-                raise UsageError(
-                    f"{path} is another comparison: " + "; ".join(other),
-                    fix="undo the change, or compare anew under another --name: "
-                    "adding seeds after a look at the verdict would make chance findings likely",
-                )
-        else:
+        before = rename_comparison(folder.read_json("comparison")) if is_there else {}
+        other = _differences(before, meant, here) if before else []
+        if (other or "error" in before) and not any(MEASURED.search(entry.name) for entry in path.iterdir()):
+            for pilot in [entry for entry in path.iterdir() if PILOTED.search(entry.name)]:
+                shutil.rmtree(pilot)
+            before = {}
+        elif other:
+            raise UsageError(
+                f"{path} is another comparison: " + "; ".join(other),
+                fix="undo the change, or compare anew under another name: "
+                "adding seeds after a look at the verdict would make chance findings likely",
+            )
+        if not before:
             folders = {variant.label: variant.folder for variant in variants}
             changes = {variant.label: variant.against(variants[0]) for variant in variants[1:]}
             about = {"schema": SCHEMA, "name": path.name, "definition": meant, "environment": here}
             folder.write_json("comparison", {**about, "folders": folders, "changes": changes, "runs": []})
         yield folder
+
+
+def _differences(before: Mapping[str, Any], meant: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    machines = ({name: facts[name] for name in MACHINE} for facts in (before["environment"], here))
+    return [*differences(redact(before["definition"]), redact(meant)), *differences(*machines)]

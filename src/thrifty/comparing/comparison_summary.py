@@ -25,9 +25,10 @@ Entry = Mapping[str, Any]
 """A run in comparison.json."""
 
 
-def read_run_result(folder: Path) -> dict[str, Any]:
-    """What a finished run says of itself. `seconds` are of steps as they are once it is under way; with what the first
-    steps take to compile they are `seconds_with_starts`. FLOPs are counted, those of a step times the steps."""
+def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
+    """What a finished run says of itself, with the curve of a metric that is `judged`. `seconds` are of steps as they
+    are once it is under way; with what the first steps take to compile they are `seconds_with_starts`. FLOPs are
+    counted, those of a step times the steps."""
     run = RunFolder(folder)
     summary, explanation = run.read_json("summary"), run.read_json("explanation")
     machine = run.read_json("environment")
@@ -35,6 +36,12 @@ def read_run_result(folder: Path) -> dict[str, Any]:
     steps = [record for record in records if record["kind"] == "step"]
     times = steady([step["step_seconds"] for step in steps])
     at = dict(zip((step["step"] for step in steps), accumulate(times), strict=True))
+    evaluations = [record for record in records if record["kind"] == "evaluation" and record["step"] in at]
+    measures = {"curve": "loss"} | ({} if judged == "loss" else {"judged_curve": judged})
+    curves = {
+        name: [[record["step"], at[record["step"]], record[measure]] for record in evaluations]
+        for name, measure in measures.items()
+    }
     flops, seconds = explanation["footprint"]["flops"] * len(steps), sum(times)
     return {
         "held_out_loss": summary["held_out_loss"],
@@ -52,11 +59,7 @@ def read_run_result(folder: Path) -> dict[str, Any]:
         "judged_on": {name: summary[name] for name in JUDGED_ON if name in summary},
         "device": machine["device"],
         "cpu": machine["cpu"],
-        "curve": [
-            [record["step"], at[record["step"]], record["loss"]]
-            for record in records
-            if record["kind"] == "evaluation" and record["step"] in at
-        ],
+        **curves,
     }
 
 

@@ -11,9 +11,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
+from torch import nn
+
 from thrifty.comparing.variants import Variant
+from thrifty.composition.compose import BaseRun, compose
+from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
-from thrifty.core.errors import InfeasibleError, UsageError
+from thrifty.core.errors import InfeasibleError, UsageError, spelled
+from thrifty.core.objective import Objective
 from thrifty.core.recipe import Budget
 from thrifty.training.run_folder import RunFolder
 
@@ -41,8 +46,6 @@ class StepCost:
     """Counted on a traced step at the run's full structure."""
     flops_vary: bool
     """Whether batches or the structure change over the run, so that no single step stands for all."""
-    last_rate: float
-    """The learning rate of the last step as a share of the largest."""
 
     def of(self, equal: Equal) -> float:
         return {"time": self.seconds, "flops": self.flops, "tokens": self.tokens, "steps": 1.0}[equal]
@@ -67,15 +70,31 @@ def step_cost(folder: Path) -> StepCost:
     records = run.read_records()
     steps = [record for record in records if record["kind"] == "step"]
     tokens = [after - before for before, after in pairwise([0, *(step["tokens"] for step in steps)])]
-    rates = [step["learning_rate"] for step in steps]
     times = steady([step["step_seconds"] for step in steps])
     return StepCost(
         seconds=fmean(times[1:] or times),
         tokens=fmean(tokens),
         flops=run.read_json("explanation")["footprint"]["flops"],
         flops_vary=len(set(tokens)) > 1 or any(record["kind"] == "change" for record in records),
-        last_rate=rates[-1] / max(rates) if max(rates) else 0.0,
     )
+
+
+def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
+    """Raise UsageError if the learning rate of a variant is not decayed at the end of a run of so many steps."""
+    for variant in variants:
+        if variant.optimizer is None or Claim.SCHEDULE in variant.optimizer.claims:
+            continue
+        plain = BaseRun(nn.Module, BatchSource(), Objective())
+        plain.source.batch = variant.recipe.data.batch
+        update = compose(plain, variant.recipe.techniques, steps).transform()
+        rates = [update.rate(update.scalars(step, step)) for step in range(steps)]
+        if rates[-1] > DECAYED * max(rates):
+            raise UsageError(
+                f"{variant.label}: its learning rate ends at {rates[-1] / max(rates):.0%} of the largest, and a rate "
+                "not decayed to the end of its budget makes a variant look worse than it is",
+                fix=spelled("--with schedules.linear", 'techniques=[…, "schedules.linear"]')
+                + ", with moments of the schedule as fractions of the run",
+            )
 
 
 def mean_cost(costs: Sequence[StepCost]) -> StepCost:
@@ -92,31 +111,25 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
     elif budget.tokens is not None:
         steps = int(budget.tokens / cost.tokens)
     else:
-        raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
+        raise UsageError(
+            "the recipe has no budget",
+            fix=spelled("--budget 10min, --budget 500steps or --budget 1e7tokens", 'budget="10min"'),
+        )
     if steps < 1:
-        raise InfeasibleError("the budget pays for no step", fix="give a larger --budget")
+        raise InfeasibleError("the budget pays for no step", fix="give a larger budget")
     return steps
 
 
 def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
     """Return the steps of each variant, by label, that cost as much as the baseline's run.
 
-    Raises UsageError if a variant's rate is not decayed at the end of its budget, or if FLOPs are to be equal and
-    change over the run of a variant.
+    Raises UsageError if FLOPs are to be equal and change over the run of a variant.
     """
     for variant in variants:
-        cost = costs[variant.label]
-        claims = variant.optimizer.claims if variant.optimizer else frozenset()
-        if cost.last_rate > DECAYED and Claim.SCHEDULE not in claims:
-            raise UsageError(
-                f"{variant.label}: its learning rate ends at {cost.last_rate:.0%} of the largest, and a rate not "
-                f"decayed to the end of its budget makes a variant look worse than it is",
-                fix="--with schedules.linear, with moments of the schedule as shares of the run",
-            )
-        if equal == "flops" and cost.flops_vary:
+        if equal == "flops" and costs[variant.label].flops_vary:
             raise UsageError(
                 f"{variant.label}: its FLOPs change over the run, and are counted for its last steps",
-                fix="--equal-budget time",
+                fix=spelled("--equal-budget time", 'equal_budget="time"'),
             )
     budget = steps_of_baseline(variants[0].recipe.budget, costs[variants[0].label])
     amount = budget * costs[variants[0].label].of(equal)
@@ -125,5 +138,5 @@ def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost]
     }
     for label, count in steps.items():
         if count < 1:
-            raise InfeasibleError(f"{label}: a step costs more than the whole budget", fix="give a larger --budget")
+            raise InfeasibleError(f"{label}: a step costs more than the whole budget", fix="give a larger budget")
     return steps

@@ -14,6 +14,7 @@ from thrifty.comparing.paired_statistics import (
     paired,
     pairs_for,
 )
+from thrifty.core.errors import spelled
 from thrifty.reporting.comparison_page import UNEQUAL
 from thrifty.reporting.number_format import percent, significant
 
@@ -88,7 +89,8 @@ def judge(
         word, said = "undecided", f"{failed} of {planned} pairs failed, and pairs are not dropped"
     elif planned < least:
         pairs_are = "1 pair" if planned == 1 else f"{planned} pairs"
-        word, said = "undecided", f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}"
+        more = spelled(f"--seeds {least} --name NAME", f'seeds={least}, name="…"')
+        word, said = "undecided", f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}: {more}"
     elif test.p <= alpha and test.low > 0:
         word, said = "worse", _told(test, relative, judged, "higher" if is_lower_better else "lower")
     elif test.p <= alpha and test.high < 0:
@@ -96,7 +98,8 @@ def judge(
     else:
         word, said = "no difference", _unseen(test, mean, effect, needed)
     if word in ("better", "worse") and abs(test.mean) < effect * mean:
-        said += f"; smaller than the {100 * effect:.3g} % of --min-effect, which is the least worth knowing"
+        asked = spelled("--min-effect", "min_effect")
+        said += f"; smaller than the {100 * effect:.3g} % of {asked}, which is the least worth knowing"
     if test.margin and not failed:
         said += f"; the interval includes ± {significant(test.margin)} because budgets differed"
     direction = "worse" if test.mean > 0 else "better"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, did_you_mean, spelled
 from thrifty.core.plain_values import differences, to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Technique
@@ -69,7 +69,10 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
     different things.
     """
     if not changes:
-        raise UsageError("there is nothing to compare with", fix='--variant "--with growth.stacking"')
+        raise UsageError(
+            "there is nothing to compare with",
+            fix=spelled('--variant "--with growth.stacking"', 'variants={"lion": ["-adamw", "lion:lr=2e-4"]}'),
+        )
     variants = [Variant(BASELINE, BASELINE, baseline)]
     for number, (label, own) in enumerate(changes.items(), start=1):
         if label == BASELINE:
@@ -80,7 +83,8 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
         if same:
             raise UsageError(
                 f"variant {variant.label!r} is the same run as {same[0]!r}",
-                fix="change a setting of it; to compare equals change its seed: --set seed=1000",
+                fix="change a setting of it; to compare equals change its seed: "
+                + spelled("--set seed=1000", '"seed=1000"'),
             )
         variants.append(variant)
     check_alike(variants)
@@ -111,7 +115,9 @@ def _changed_by_text(recipe: Recipe, change: str, label: str) -> Recipe:
     if name.partition(".")[0] in OF_THE_RACE:
         raise UsageError(
             f"variant {label!r}: {change} cannot differ between variants",
-            fix=f"put --set {change} outside the quotes, for all variants",
+            fix=spelled(
+                f"put --set {change} outside the quotes, for all variants", "change the baseline, for all variants"
+            ),
         )
     return layers.set(change).recipe()
 

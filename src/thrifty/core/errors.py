@@ -55,6 +55,20 @@ def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None
         raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(str(word), known))
 
 
+_is_typed = False
+
+
+def speak_in_commands() -> None:
+    """Let messages of this process spell what a user may change as the command line does."""
+    global _is_typed
+    _is_typed = True
+
+
+def spelled(command: str, python: str) -> str:
+    """Return the spelling of a change for the reader of a message: who typed a command, or who called a function."""
+    return command if _is_typed else python
+
+
 def did_you_mean(word: str, options: Iterable[str], otherwise: str = "") -> str:
     """A hint naming the nearest option; when none is near, `otherwise`, or all of them."""
     options = sorted(options)

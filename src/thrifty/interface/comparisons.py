@@ -15,21 +15,19 @@ from thrifty.comparing.equal_budgets import Equal
 from thrifty.comparing.run_launchers import RunLauncher, SameProcess
 from thrifty.comparing.saved_comparison import refuse_existing_comparison, save_comparison
 from thrifty.comparing.variants import Change, Variant, variants_of
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import UsageError, spelled
 from thrifty.core.file_names import check_name
 from thrifty.core.plain_values import build
 from thrifty.core.recipe import Recipe
 from thrifty.interface.progress import progress
 from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
-from thrifty.reporting.comparison_charts import charts
+from thrifty.reporting.comparison_charts import charts, found_difference, judged_of, judged_value
 from thrifty.reporting.comparison_page import about, cautions, tables, verdicts
 from thrifty.reporting.number_format import MISSING, duration, significant
 from thrifty.reporting.printed_result import PrintedResult, ResultTable, lines
 from thrifty.reporting.saved_chart import SavedChart
 from thrifty.training.sent_objects import can_be_sent
-
-HEAD = ("variant", "verdict", "held-out loss", "less the baseline's (95 %)", "step time")
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,16 +54,18 @@ class ComparisonResult(PrintedResult):
         return dict(self.content)
 
     def table(self) -> ResultTable:
-        """Return a row for each variant: verdict, held-out loss, its difference to the baseline's, and step time."""
-        rows = []
+        """Return a row for each variant: verdict, held-out loss or the metric that is judged, its difference to the
+        baseline's, and step time."""
+        judged, rows = judged_of(self.content), []
         for label, variant in self.content.get("outcome", {}).get("arms", {}).items():
             verdict = variant.get("verdict", {})
-            found = verdict.get("found") or {}
+            found = found_difference(self.content, label) or {}
             ends = "" if found.get("low") is None else f" ({found['low']:+.3g} to {found['high']:+.3g})"
             gap = f"{found['mean']:+.3g}{ends}" if found else MISSING
-            loss, step = significant(variant["held_out_loss"], 4), duration(variant["step_time"])
+            loss, step = significant(judged_value(variant, judged), 4), duration(variant["step_time"])
             rows.append([label, verdict.get("verdict", "baseline"), loss, gap, step])
-        return ResultTable(HEAD, rows)
+        head = ("variant", "verdict", f"held-out {judged}", "less the baseline's (95 %)", "step time")
+        return ResultTable(head, rows)
 
     def figure(self) -> SavedChart:
         """Return the chart of all pairs and of all loss curves. Raises UsageError before any pair was run."""
@@ -86,7 +86,7 @@ class ComparisonResult(PrintedResult):
         failed = [entry for entry in result["runs"] if entry["status"] == "failed"]
         told += [f"failed: {entry['run']} ({entry['arm']}): {entry['error']}" for entry in failed]
         if result["status"] == "interrupted":
-            told.append("interrupted; the same command resumes it")
+            told.append(f"interrupted; the same {spelled('command', 'call')} resumes it")
         return lines(*told, f"{result['folder']}/report.html")
 
 

@@ -22,38 +22,66 @@ def charts(data: Comparison) -> list[tuple[str, str, alt.LayerChart]]:
     return [chart for chart in [_differences(data, done), _curves(data, done)] if chart is not None]
 
 
+def judged_of(data: Comparison) -> str:
+    """Return the measure on held-out data that decides: "loss" or the name of a metric."""
+    return data["definition"]["arms"][BASELINE].get("evaluation", {}).get("judge", "loss")
+
+
+def judged_value(measured: Mapping[str, Any], judged: str) -> float | None:
+    """Return the judged measure of a run, or of the means of a variant."""
+    return measured["held_out_loss"] if judged == "loss" else measured["measured"].get(judged)
+
+
+def found_difference(data: Comparison, label: str) -> Mapping[str, float | None] | None:
+    """Return the mean difference of a variant to the baseline with its interval ("low", "high"), if there is one."""
+    found = data["outcome"]["arms"][label].get("verdict", {}).get("found")
+    if found is None or _is_lower_better(data):
+        return found
+    ends = {"low": found["high"], "high": found["low"]}  # a verdict has lower for better
+    return {name: value and -value for name, value in {"mean": found["mean"], **ends}.items()}
+
+
+def _is_lower_better(data: Comparison) -> bool:
+    lower = data["definition"]["arms"][BASELINE].get("evaluation", {}).get("lower_is_better")
+    return judged_of(data) == "loss" if lower is None else lower
+
+
 def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, str, alt.LayerChart] | None:
-    losses = {(entry["arm"], entry["seed"]): entry["held_out_loss"] for entry in done}
+    judged = judged_of(data)
+    values = {(entry["arm"], entry["seed"]): judged_value(entry, judged) for entry in done}
+    losses = {place: value for place, value in values.items() if value is not None}
     pairs = [
         {"arm": label, "difference": loss - losses[BASELINE, seed]}
         for (label, seed), loss in losses.items()
         if label != BASELINE and (BASELINE, seed) in losses
     ]
-    arms = data.get("outcome", {}).get("arms", {})
-    differences = {label: arm["verdict"]["found"] for label, arm in arms.items() if arm.get("verdict", {}).get("found")}
-    means = [{"arm": label, **one} for label, one in differences.items() if one["low"] is not None]
+    differences = {label: found_difference(data, label) for label in data.get("outcome", {}).get("arms", {})}
+    means = [{"arm": label, **one} for label, one in differences.items() if one and one["low"] is not None]
     if not pairs:
         return None
     y = alt.Y("arm:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(style="reference").encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=pairs)).mark_circle(size=45, color=css_variable("faint"), opacity=1)
-    x = alt.X("difference:Q", title="held-out loss less the baseline's, pair by pair", axis=alt.Axis(tickCount=6))
+    x = alt.X("difference:Q", title=f"held-out {judged} less the baseline's, pair by pair", axis=alt.Axis(tickCount=6))
     layers = [zero, dots.encode(x=x, y=y)]
     if means:
         base = alt.Chart(alt.Data(values=means)).encode(y=y)
         layers.append(base.mark_rule(strokeWidth=2.5, color=css_variable("train")).encode(x="low:Q", x2="high:Q"))
         layers.append(base.mark_tick(thickness=3, size=18, color=css_variable("train")).encode(x="mean:Q"))
     chart = alt.layer(*layers).properties(width=640, height=alt.Step(46))
-    caption = "Dots are pairs; the bar is the interval of their mean. Left of the line an arm is better."
+    better = "Left" if _is_lower_better(data) else "Right"
+    caption = f"Dots are pairs; the bar is the interval of their mean. {better} of the line a variant is better."
     return "Differences", caption, chart
 
 
 def _curves(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, str, alt.LayerChart] | None:
+    judged = judged_of(data)
+    curve = "curve" if judged == "loss" else "judged_curve"
     points = [
-        {"arm": entry["arm"], "run": entry["run"], "seconds": seconds, "loss": loss}
+        {"arm": entry["arm"], "run": entry["run"], "seconds": seconds, "loss": value}
         for entry in done
-        for _, seconds, loss in entry["curve"]
-        if loss is not None
+        for _, seconds, value in entry.get(curve, ())
+        if value is not None
     ]
     if not points:
         return None
@@ -63,18 +91,19 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, s
     legend = alt.Legend(orient="top", title=None, labelLimit=0, columns=2)
     lines = alt.Chart(alt.Data(values=points)).mark_line(strokeWidth=1.4, clip=True).encode(
         x=alt.X("seconds:Q", title="seconds in training steps", axis=alt.Axis(tickCount=6)),
-        y=alt.Y("loss:Q", title="held-out loss", scale=alt.Scale(zero=False, domainMax=_top(points))),
+        y=alt.Y("loss:Q", title=f"held-out {judged}", scale=_scale(points, judged)),
         color=alt.Color("arm:N", scale=alt.Scale(domain=labels, range=colours), legend=legend),
         strokeDash=alt.StrokeDash("arm:N", scale=alt.Scale(domain=labels, range=dashes), legend=None),
         detail="run:N",
     )  # fmt: skip
-    return "Held-out loss over time", "A line for each run.", alt.layer(lines).properties(width=640, height=300)
+    return f"Held-out {judged} over time", "A line for each run.", alt.layer(lines).properties(width=640, height=300)
 
 
-def _top(points: Sequence[Mapping[str, Any]]) -> float:
-    """Where the axis ends: the steep beginning would press all else flat."""
+def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
+    """The axis of losses ends where the steep beginning does not press all else flat."""
     losses = sorted(point["loss"] for point in points)
-    return losses[int(0.9 * (len(losses) - 1))]
+    most = {"domainMax": losses[int(0.9 * (len(losses) - 1))]} if judged == "loss" else {}
+    return alt.Scale(zero=False, **most)
 
 
 def svg(chart: alt.LayerChart) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.secret_redaction import redact, redact_command
-from thrifty.reporting.comparison_charts import BASELINE, Comparison, charts, svg
+from thrifty.reporting.comparison_charts import BASELINE, Comparison, charts, judged_of, svg
 from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
 from thrifty.reporting.page_templates import template
 
@@ -55,7 +55,8 @@ def about(data: Comparison) -> str:
     equal = {"flops": "counted FLOPs", "time": "seconds in training steps"}.get(terms["equal"], terms["equal"])
     tried = f"each at the best of {terms['trials']} learning rates" if terms["trials"] > 1 else "rates not tuned"
     others = "one variant" if variants == 1 else f"{variants} variants"
-    return f"A baseline and {others} at equal {equal}, {terms['seeds']} paired seeds, {tried}."
+    judged = "" if judged_of(data) == "loss" else f", judged by held-out {judged_of(data)}"
+    return f"A baseline and {others} at equal {equal}, {terms['seeds']} paired seeds, {tried}{judged}."
 
 
 def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
@@ -181,7 +182,9 @@ def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for name in variant["measured"]
     ]
     head = ["variant", "what", "mean", "less the baseline's"]
-    return "Measured beside the loss", "No verdict is made of these.", head, rows
+    judged = judged_of(data)
+    note = "No verdict is made of these." if judged == "loss" else f"The verdict is made of {judged} alone."
+    return "Measured beside the loss", note, head, rows
 
 
 def _difference(variant: Mapping[str, Any], name: str) -> str:
@@ -196,14 +199,17 @@ def _rates(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     rows = [
         [
             label,
-            ", ".join(f"{trial['lr']:.3g}: {significant(trial['held_out_loss'], 4)}" for trial in sweep["trials"]),
+            ", ".join(
+                f"{trial['lr']:.3g}: {significant(trial.get('judged', trial['held_out_loss']), 4)}"
+                for trial in sweep["trials"]
+            ),
             f"{sweep['lr']:.3g}",
             "at the edge: a wider search may find better" if sweep["at_edge"] else "inside",
         ]
         for label, sweep in data.get("rates", {}).items()
     ]
     note = "The same number of trials for each variant, at its whole budget, on a seed that is not compared."
-    return "Learning rates tried", note, ["variant", "rate: held-out loss", "taken", "of the grid"], rows
+    return "Learning rates tried", note, ["variant", f"rate: held-out {judged_of(data)}", "taken", "of the grid"], rows
 
 
 def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
