@@ -10,6 +10,7 @@ from .core.technique import Numerics as Numerics
 from .core.technique import Technique as Technique
 from .interface import datasets as datasets
 from .interface import losses as losses
+from .interface import simulate as simulate
 from .interface import testing as testing
 from .interface.attention_traces import trace as trace
 from .interface.board import board as board

@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from thrifty.cli.data.score_verbs import prune
+from thrifty.cli.data import prune
 from thrifty.core.score_file import ExampleScores, ScoreProvenance, scores_bytes
 
 EXAMPLES = 200

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 from simulated_runs import arms
 
-from thrifty.comparing.variants import Change, read_variants, variants_of
+from thrifty.comparing.variants import Change, variants_of
 from thrifty.core.errors import UsageError
 from thrifty.recipes import load_recipe
 from thrifty.recipes.recipe_toml import write_recipe
+from thrifty.recipes.typed_variants import read_variants
 from thrifty.recipes.vision_recipes import vit_digits
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.optimizers.lion import Lion

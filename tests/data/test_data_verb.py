@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from image_files import write_folder, write_image
 
-from thrifty.cli.data.data_verb import command
+from thrifty.cli.data import command
 from thrifty.core.errors import UsageError
 from thrifty.data import skipped_files
 from thrifty.data.text.text_inspection import document_lengths, histogram
@@ -29,7 +29,7 @@ def test_list_shows_what_there_is_and_whether_it_is_here(cache):
 
 
 def test_get_of_what_is_always_here_fetches_nothing(cache):
-    assert json.loads(run("get", "python-stdlib", "--json").stdout)[0]["present"]
+    assert json.loads(run("get", "python-stdlib", "--json").stdout)["entries"][0]["present"]
     assert not cache.exists()
 
 
@@ -110,5 +110,5 @@ def test_lengths_are_counted_between_powers_of_two():
 
 
 def test_help_does_not_import_torch():
-    program = "import sys; from thrifty.cli.data.data_verb import command; sys.exit('torch' in sys.modules)"
+    program = "import sys; from thrifty.cli.data import command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

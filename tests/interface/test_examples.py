@@ -30,6 +30,7 @@ ONLY_CALLS = {
 }
 """Functions whose examples are checked by their calls alone, and why."""
 DEAR = {"chat", "check", "explain", "export", "report", "resume", "sample", "trace", "track", "train"}
+DEAR |= {"simulate.published_accelerators", "simulate.published_runs"}
 SMALL = Recipe(
     name="mine",
     model=ModelSettings(depth=1, width=32, heads=2, hidden=32),
@@ -93,6 +94,7 @@ def test_an_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     PREPARED.get(name, lambda: None)()
     names: dict[str, Any] = {
+        "Path": Path,
         "thrifty": thrifty,
         "torch": torch,
         "build_model": OWN["model"],

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from thrifty.comparing.run_launchers import RunExit
-from thrifty.comparing.variants import Variant, read_variants, variants_of
+from thrifty.comparing.variants import Variant, variants_of
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import write_recipe
+from thrifty.recipes.typed_variants import read_variants
 from thrifty.recipes.vision_recipes import vit_digits
 
 PEAK = 1e9

@@ -1,6 +1,5 @@
 """`thrifty compare`: variants against a baseline at equal budget, over several seeds, with a verdict."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def command(
     """
     import thrifty
     from thrifty.cli.verb_output import print_result
-    from thrifty.comparing.variants import read_variants
+    from thrifty.recipes.typed_variants import read_variants
 
     protocol: Any = {option: value for option in PROTOCOL if (value := options.pop(option)) is not None}
     result = thrifty.compare(
@@ -90,4 +89,3 @@ def command(
         **protocol,
     )
     print_result(result, as_json, quiet)
-    sys.exit(result.exit_code)

@@ -18,9 +18,8 @@ def command(as_json: bool, quick: bool, with_compile: bool, sparse: tuple[str, .
     import thrifty
     from thrifty.cli.verb_output import print_result
 
-    report = thrifty.doctor(quick=quick, compile=with_compile, sparse=[_shape(text) for text in sparse])
-    print_result(report, as_json)
-    raise SystemExit(report.exit_code)
+    shapes = [_shape(text) for text in sparse]
+    print_result(thrifty.doctor(quick=quick, compile=with_compile, sparse=shapes), as_json)
 
 
 def _shape(text: str) -> tuple[int, int]:

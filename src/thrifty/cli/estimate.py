@@ -1,6 +1,5 @@
 """`thrifty estimate`: will a training step fit, and what would make it fit."""
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -55,14 +54,13 @@ def command(
         **options,
     )
     print_result(fit, as_json)
-    sys.exit(fit.exit_code)
 
 
 def _with_arguments(model: str, words: str) -> Any:
     from thrifty.core.user_sources import import_function
     from thrifty.recipes.recipe_layers import toml_table
 
-    return partial(import_function(model), **toml_table(words, f"--model-arg {words}")) if words else model
+    return partial(import_function(model), **toml_table(words, words, "--model-arg", "")) if words else model
 
 
 def _technique(words: str) -> Any:

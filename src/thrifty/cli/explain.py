@@ -1,6 +1,5 @@
 """`thrifty explain`: what a recipe will do, stage by stage, before it runs."""
 
-import sys
 from typing import Any
 
 import click
@@ -21,6 +20,4 @@ def command(as_json: bool, **options: Any) -> None:
     import thrifty
 
     layers = build_recipe(**options)
-    explanation = thrifty.explain(layers.recipe(), origins=layers.changed())
-    print_result(explanation, as_json)
-    sys.exit(explanation.exit_code)
+    print_result(thrifty.explain(layers.recipe(), origins=layers.changed()), as_json)

@@ -1,6 +1,5 @@
 """`thrifty lottery`: lottery tickets, round after round; or the masks of a sparse run as a ticket."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,4 +61,3 @@ def command(
     layers = build_recipe(**options)
     result = thrifty.lottery(layers.recipe(), runs=runs, origins=layers.changed(), quiet=quiet, **settings)
     print_result(result, as_json, quiet)
-    sys.exit(result.exit_code)

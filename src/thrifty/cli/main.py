@@ -110,7 +110,7 @@ def _explained(arguments: list[str] | None) -> Any:
 def _is_first_to_tell() -> bool:
     if "RANK" not in os.environ:
         return True
-    from thrifty.training.rendezvous import is_first_to_report
+    from thrifty.interface.run_endings import is_first_to_report
 
     return is_first_to_report()
 

@@ -77,10 +77,9 @@ def build_recipe(
     mesh: str | None = None,
 ) -> "RecipeLayers":
     """The layers of a recipe as the command line describes it."""
-    from thrifty.experiments import studies
-    from thrifty.recipes import load_recipe
+    from thrifty.interface.recipe_arguments import layers_of
 
-    layers = load_recipe(recipe, f"recipe {recipe}", studies.names())
+    layers = layers_of(recipe)
     if data is not None:
         layers.override("--data", {"data": {"source": _whole_path(data)}})
     layers.apply_model(model, model_arguments)
@@ -91,16 +90,6 @@ def build_recipe(
             layers.override(f"--{option}", {option: value})
     layers.apply_changes(removals, additions, assignments)
     return layers if mesh is None else layers.apply_mesh(mesh)
-
-
-def stored_layers(run: Path) -> "RecipeLayers":
-    """The layers of the recipe that a run keeps."""
-    from thrifty.recipes.recipe_layers import RecipeLayers
-    from thrifty.reporting.run_record import find_run
-    from thrifty.training.trained_model import stored_recipe
-
-    path = find_run(run)
-    return RecipeLayers().override(f"run {path.name}", stored_recipe(path))
 
 
 def _whole_path(name: str) -> str:

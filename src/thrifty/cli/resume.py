@@ -1,6 +1,5 @@
 """`thrifty resume`: go on with a run exactly where it was."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,8 @@ def command(
 ) -> Any:
     """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
     import thrifty
-    from thrifty.cli.recipe_options import stored_layers
     from thrifty.cli.verb_output import print_result
+    from thrifty.interface.recipe_arguments import stored_layers
 
     layers = stored_layers(run)
     layers.apply_model(model, model_arguments)
@@ -50,4 +49,3 @@ def command(
     options = {"fork": fork, "drop_weights": drop_weights, "ranks": ranks, "origins": origins, "quiet": quiet}
     resumed = thrifty.resume(run, recipe=layers.recipe(), **options)
     print_result(resumed, as_json, quiet)
-    sys.exit(resumed.exit_code)

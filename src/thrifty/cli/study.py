@@ -1,6 +1,5 @@
 """`thrifty study NAME`: many small runs, a table of them, and whether what was expected holds."""
 
-import sys
 from pathlib import Path
 
 import click
@@ -44,10 +43,9 @@ def command(
         study, name=name, settings=settings, seeds=seeds, cases=cases, jobs=jobs, runs=runs,
         save_result=save_result, baseline_result=baseline_result, quiet=quiet,
     )  # fmt: skip
-    print_result(result, as_json, quiet)
     for line in result.off:
         click.echo(f"off: {line}", err=True)
     if baseline_result:
         agreeing = result.compared - len(result.off)
         click.echo(f"{agreeing} of {result.compared} numbers agree with {baseline_result}", err=True)
-    sys.exit(result.exit_code)
+    print_result(result, as_json, quiet)

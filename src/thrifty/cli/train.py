@@ -1,6 +1,5 @@
 """`thrifty train`: from a recipe to a run folder."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,4 +25,3 @@ def command(runs: Path, ranks: int, quiet: bool, as_json: bool, **options: Any) 
     layers = build_recipe(**options)
     run = thrifty.train(recipe=layers.recipe(), ranks=ranks, runs=runs, origins=layers.changed(), quiet=quiet)
     print_result(run, as_json, quiet)
-    sys.exit(run.exit_code)

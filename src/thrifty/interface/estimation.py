@@ -1,6 +1,5 @@
 """`estimate`: will a training step fit, what is its memory made of, and what would make it fit."""
 
-import html
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -111,9 +110,6 @@ class StepEstimate(PrintedResult):
         for option in self.options:
             table.add_row(option.label, _gigabytes(option.peak), f"{option.relative_time:.2f}", option.numerics)
         return lines(head, *parts, *verdict, *self.notes, table)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def _gigabytes(value: float) -> str:

@@ -23,7 +23,10 @@ from thrifty.interface.own_loop import technique_of
 from thrifty.models.model_resolution import own_shape
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 from thrifty.recipes import load_recipe
+from thrifty.recipes.recipe_layers import RecipeLayers
+from thrifty.reporting.run_record import find_run
 from thrifty.techniques import find
+from thrifty.training.trained_model import stored_recipe
 
 Function = Callable[[nn.Module, Any], Any]
 Metric = Function | DatasetMetric | ModelMetric
@@ -129,11 +132,20 @@ def recipe(
     return base if budget is None else replace(base, budget=_budget(budget, objects.data, base.data))
 
 
+def layers_of(recipe: str | Path) -> RecipeLayers:
+    """Return a recipe by its name or its file, as the lowest layer of changes."""
+    return load_recipe(str(recipe), f"recipe {recipe}", studies.names())
+
+
+def stored_layers(run: str | Path) -> RecipeLayers:
+    """Return the recipe that a run keeps, as the lowest layer of changes."""
+    path = find_run(run)
+    return RecipeLayers().override(f"run {path.name}", stored_recipe(path))
+
+
 def _given(recipe: Recipe | str | Path | None) -> Recipe:
     """Return a recipe by its value, its name or its file."""
-    if isinstance(recipe, str | Path):
-        return load_recipe(str(recipe), f"recipe {recipe}", studies.names()).recipe()
-    return recipe or Recipe()
+    return layers_of(recipe).recipe() if isinstance(recipe, str | Path) else recipe or Recipe()
 
 
 def _fitting(recipe: Recipe, is_free: bool) -> Recipe:

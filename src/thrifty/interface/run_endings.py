@@ -1,13 +1,17 @@
 """The end of a run in a few lines: how it ended, what it reached, where it is kept."""
 
 import math
+import os
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from thrifty.reporting.key_figures import batch_advice, key_figures
 from thrifty.reporting.number_format import significant
 from thrifty.reporting.run_record import read_run
+from thrifty.training.rendezvous import connect
 
 
 def ending(summary: Mapping[str, Any]) -> list[str]:
@@ -41,3 +45,14 @@ def _batch_advice(folder: Path) -> str | None:
     if "measure.noise_scale" not in (folder / "recipe.toml").read_text(encoding="utf-8"):
         return None  # the records of a long run take a while to read
     return batch_advice(key_figures(read_run(folder)))
+
+
+def is_first_to_report() -> bool:
+    """Return True on the rank that reports an error which all ranks have alike, before they have met: the first of its
+    machine. The last might be too late, since torchrun ends all when one has ended."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    start = f"{socket.gethostname()}/{os.getppid()}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    with suppress(RuntimeError):
+        return connect(host=False).add(f"thrifty/told/{start}", 1) == 1
+    return True

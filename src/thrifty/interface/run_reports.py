@@ -51,8 +51,6 @@ class RunReport(PrintedResult):
     def _repr_html_(self) -> str:
         return run_html(self.record)
 
-    _repr_mimebundle_ = None
-
 
 def report(run: Any) -> RunReport:
     """Write report.html and plots/*.png into the folder of a run, and return its key figures.

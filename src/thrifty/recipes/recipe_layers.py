@@ -99,7 +99,7 @@ class RecipeLayers:
 
     def apply_mesh(self, axes: str) -> "RecipeLayers":
         """`tensor=2,pipeline=2`: the sizes of the mesh, and the techniques that its axes need and that are missing."""
-        sizes = toml_table(axes, f"--mesh {axes}")
+        sizes = toml_table(axes, axes, "--mesh", "")
         self.replace("--mesh", "mesh", sizes)
         for axis, size in sizes.items():
             claim, name = USED_BY.get(axis, ("", ""))
@@ -194,13 +194,13 @@ def toml_value(text: str) -> Any:
         return text
 
 
-def toml_table(settings: str, words: str) -> dict[str, Any]:
-    """`lr=1e-3,betas=[0.9,0.95],moments=copy` as a table; bare words are text."""
+def toml_table(settings: str, words: str, option: str = "--with", form: str = "name:") -> dict[str, Any]:
+    """`lr=1e-3,betas=[0.9,0.95],moments=copy` as a table; bare words are text. Messages name the `option` with all its
+    `words`, and the `form` of what stands before the table."""
     bare = r"""("[^"]*"|'[^']*')|=\s*(?!(?:true|false|inf|nan)\b)([A-Za-z_][\w.-]*)"""
     quoted = re.sub(bare, lambda found: found[1] or f'="{found[2]}"', settings)
     try:
-        return parse_toml(f"table = {{{quoted}}}", f"--with {words[:80]!r}")["table"]
+        return parse_toml(f"table = {{{quoted}}}", f"{option} {words[:80]!r}")["table"]
     except tomllib.TOMLDecodeError:
-        raise UsageError(
-            f"--with {words!r} is not name:key=value,key=value", fix="for example --with optimizers.adamw:lr=1e-3"
-        ) from None
+        example = f"{option} {'optimizers.adamw:lr=1e-3' if form else 'KEY=1'}"
+        raise UsageError(f"{option} {words!r} is not {form}key=value,key=value", f"for example {example}") from None

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.jupyter import JupyterMixin
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 WIDTH = 160
 """Characters of a line where there is no terminal: enough for tables."""
+HTML = '<pre style="white-space: pre; overflow-x: auto">{code}</pre>'
 
 
-class PrintedResult(JupyterMixin):
+class PrintedResult:
     """A result that prints itself as text and tables, and has the same content as plain data."""
 
     exit_code = 0
@@ -30,9 +30,15 @@ class PrintedResult(JupyterMixin):
         raise NotImplementedError
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH, highlight=False)
+        return self._console().export_text().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        return self._console().export_html(inline_styles=True, code_format=HTML)
+
+    def _console(self) -> Console:
+        console = Console(file=io.StringIO(), width=WIDTH, highlight=False, record=True)
         console.print(self, soft_wrap=True)
-        return console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+        return console
 
     __repr__ = __str__
 
@@ -59,6 +65,16 @@ class ResultTable(PrintedResult):
 def open_table(*columns: str) -> Table:
     """Make a table without lines around its cells."""
     return Table(*columns, box=None, pad_edge=False)
+
+
+def number_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Make a table whose first column stands left and whose others stand right."""
+    table = open_table()
+    for place, column in enumerate(head):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def lines(*parts: RenderableType) -> Group:

@@ -114,17 +114,6 @@ def take_srun_ranks() -> None:
         os.environ.setdefault(name, value)
 
 
-def is_first_to_report() -> bool:
-    """Of an error before the ranks have met, which all have alike: whether this rank is the first of its machine's to
-    tell it. The last might be too late, since torchrun ends all when one has ended."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    start = f"{socket.gethostname()}/{os.getppid()}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    with suppress(RuntimeError):
-        return _connect(host=False).add(f"thrifty/told/{start}", 1) == 1
-    return True
-
-
 class Rendezvous:
     """All ranks of this start, each of which makes one."""
 
@@ -136,7 +125,7 @@ class Rendezvous:
             raise UsageError(what, fix="start with: torchrun --nproc-per-node 2 -m thrifty train …, or unset RANK")
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        self._store, self._seconds = _connect(host=_is_host(self.rank)), seconds
+        self._store, self._seconds = connect(host=_is_host(self.rank)), seconds
         self.process = ProcessIdentity.of(os.getpid())
         self._word = self.process.as_json()
         self.name = self._call() if self.rank == 0 else self._answer()
@@ -154,7 +143,7 @@ class Rendezvous:
     def connection(self) -> dist.Store:
         """A connection of its own to all that is written down under the meeting's name: one thread's request does not
         wait for another's."""
-        return dist.PrefixStore(self.name, _connect(host=False))
+        return dist.PrefixStore(self.name, connect(host=False))
 
     def _call(self) -> str:
         name = uuid4().hex
@@ -195,7 +184,7 @@ def _is_host(rank: int) -> bool:
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _connect(host: bool) -> dist.TCPStore:
+def connect(host: bool) -> dist.TCPStore:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if host and address in (LOOPBACK, "localhost"):
         return loopback_store(port)

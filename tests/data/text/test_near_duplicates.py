@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thrifty.cli.data.data_verb import command
+from thrifty.cli.data import command
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings
 from thrifty.data.text.near_duplicates import DeduplicatedSource, difference, find_alike, runs_of_words

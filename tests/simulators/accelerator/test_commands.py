@@ -11,10 +11,9 @@ from click.testing import CliRunner
 from scipy.io import mmwrite
 from scipy.sparse import random_array
 
-from thrifty.cli.simulate.simulate_attention import read_budget
-from thrifty.cli.simulate.simulate_output import format_joules
-from thrifty.cli.simulate.simulate_verb import command
+from thrifty.cli.simulate import command
 from thrifty.core.errors import UsageError
+from thrifty.interface.design_comparison import format_joules
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 from thrifty.simulators.accelerator.trace_file import save_trace
@@ -84,7 +83,7 @@ def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
         ("elsa", "multipliers=1.5", "no amount above zero"),
         ("elsa", "multipliers=100", "give at least 128"),
         (",", "clock=1e9", "no design was named"),
-        ("elsa,dense,elsa", "clock=1e9", "names elsa twice"),
+        ("elsa,dense,elsa", "clock=1e9", "elsa is named twice"),
         ("elsa", "clock=inf", "clock is inf.*\n.*finite"),
         ("elsa", "bandwidth=1e-300", "bandwidth is 1e-300.*\n.*at least 1"),
         ("elsa", "multipliers=1e30", "copies has 91 bits"),
@@ -189,7 +188,6 @@ def test_gemm_of_a_topology(tmp_path: Path) -> None:
     assert [(row["LayerID"], row["Total Cycles"]) for row in rows] == [("0", "32255"), ("1", "18367")]
 
 
-def test_amounts() -> None:
-    assert read_budget(None) == {} and read_budget("clock=5e8") == {"clock": 5e8}
+def test_joules_are_written_with_a_prefix() -> None:
     shown = [format_joules(energy) for energy in (None, 2.5, 3.87e-3, 4e-6, 5e-10)]
     assert shown == ["–", "2.50 J", "3.87 mJ", "4.00 µJ", "0.500 nJ"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from thrifty.cli.simulate.simulate_paper_page import place, write_page
-from thrifty.cli.simulate.simulate_verb import command
+from thrifty.cli.simulate import command
+from thrifty.interface.published_accelerators import PublishedAccelerators, place
 from thrifty.simulators.accelerator.published_claims import MODES, OURS, P, PublishedClaim, claims
 
 EXACT = ("elsa_base", "a3_period", "a3_latency", "sanger_model_1", "sanger_model_2", "spatten_area", "vitcod_linear")
@@ -45,7 +45,7 @@ def test_every_row_has_its_simulation_and_no_figure_from_memory_is_a_target() ->
 
 def test_the_page_shows_the_bars_of_a_figure_beside_ours(tmp_path: Path) -> None:
     rows = [vars(c) | {"simulated": (ours := c.simulate()), "off": ours / c.published - 1} for c in BARS]
-    write_page(rows, tmp_path / "page.html")
+    PublishedAccelerators(tuple(rows)).write_page(tmp_path / "page.html")
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert html.count("<figure") == 6 and html.count("<rect") == 2 * len(rows) == 2 * 54
     for row in rows:
@@ -106,7 +106,7 @@ def test_a_point_stands_where_its_ratio_is_and_at_the_end_beyond_the_axis() -> N
 
 def test_the_command_prints_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = CLAIMS[:4]
-    monkeypatch.setattr("thrifty.simulators.accelerator.published_claims.claims", lambda: few)
+    monkeypatch.setattr("thrifty.interface.published_accelerators.claims", lambda: few)
     words = ["paper", "--page", str(tmp_path / "page.html")]
     page = CliRunner().invoke(command, words, catch_exceptions=False).stdout
     found = json.loads(CliRunner().invoke(command, [*words, "--json"], catch_exceptions=False).stdout)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.cli.simulate.design_comparison import held_out_losses
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.interface.design_comparison import held_out_losses
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
 from thrifty.models.attention_layers import Attention
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
@@ -91,11 +91,10 @@ def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_und
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batches = SimpleNamespace(batches=lambda *count: [X])
-    monkeypatch.setattr("thrifty.reporting.run_record.find_run", lambda run: run)
-    monkeypatch.setattr(
-        "thrifty.training.run_setup.open_examples", lambda recipe: (None, SimpleNamespace(held_out=batches))
-    )
-    monkeypatch.setattr("thrifty.training.evaluation.held_out_loss", lambda model, _, x, device: spread(model(x[0])))
+    here = "thrifty.interface.design_comparison"
+    monkeypatch.setattr(f"{here}.run_folder", lambda run: run)
+    monkeypatch.setattr(f"{here}.open_examples", lambda recipe: (None, SimpleNamespace(held_out=batches)))
+    monkeypatch.setattr(f"{here}.held_out_loss", lambda model, _, x, device: spread(model(x[0])))
     trace = AttentionTrace("mine", TRACE.layers, {"run": "mine", "examples": "3"})
 
     def spread(x: Tensor) -> float:
@@ -104,11 +103,9 @@ def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_und
     def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return tiled_causal_attention(q, k, v, tile=4)
 
-    monkeypatch.setattr("thrifty.training.trained_model.load_trained_model", lambda *a, **k: (Two(tiled), None))
+    monkeypatch.setattr(f"{here}.load_trained_model", lambda *a, **k: (Two(tiled), None))
     assert held_out_losses(Path("mine"), [trace]) == pytest.approx([spread(MODEL(X))])
-    monkeypatch.setattr(
-        "thrifty.training.trained_model.load_trained_model", lambda *a, **k: (Two(lambda *x: 2 * tiled(*x)), None)
-    )
+    monkeypatch.setattr(f"{here}.load_trained_model", lambda *a, **k: (Two(lambda *x: 2 * tiled(*x)), None))
     with pytest.raises(RefusedError, match="by softmax over the pairs of its attention"):
         held_out_losses(Path("mine"), [trace])
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from worker_results import computed_once
 
-from thrifty.cli.simulate.simulate_verb import anchors
+from thrifty.interface.cluster_simulation import published_runs_table
 from thrifty.models.model_presets import PRESETS
 from thrifty.simulators.cluster.device_efficiency import find_efficiency
 from thrifty.simulators.cluster.network_topology import find_cluster
@@ -24,7 +24,7 @@ def label(run: PublishedRun) -> str:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return computed_once("published runs", lambda: json.loads(json.dumps(anchors())))
+    return computed_once("published runs", lambda: json.loads(json.dumps(published_runs_table().as_dict())))
 
 
 @pytest.fixture(scope="module")

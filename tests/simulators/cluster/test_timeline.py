@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from thrifty.reporting.chart_renderer import render_png, render_svg
+from thrifty.reporting.chart_renderer import render_png
+from thrifty.reporting.saved_chart import SavedChart
 from thrifty.simulators.cluster.pipeline_events import PipelineTimeline, play
 from thrifty.simulators.cluster.pipeline_schedules import SCHEDULES, schedule
-from thrifty.simulators.cluster.timeline_trace import LOOK, MOST_BARS, MOST_RANKS, chart, figure, trace, write_trace
+from thrifty.simulators.cluster.timeline_trace import MOST_BARS, MOST_RANKS, chart, figure, trace, write_trace
 
 
 def timeline_of(name: str, ranks: int = 4, parts: int = 8) -> PipelineTimeline:
@@ -55,7 +56,7 @@ def test_a_picture_has_a_bar_for_every_event() -> None:
     timeline = timeline_of("zero_bubble")
     drawn = {(bar["rank"], bar["start"], bar["end"]) for bar in bars(timeline)}
     assert drawn == {(event.rank, event.start, event.end) for event in timeline.events}
-    image = render_svg(figure(timeline, "Zero bubble"), LOOK)
+    image = SavedChart(figure(timeline, "Zero bubble"))._repr_svg_()
     for word in (
         "Zero bubble",
         "forward",
@@ -65,7 +66,7 @@ def test_a_picture_has_a_bar_for_every_event() -> None:
     ):
         assert word in image
     assert ">backward<" not in image
-    assert render_png(figure(timeline, "Zero bubble"), LOOK).startswith(b"\x89PNG")
+    assert render_png(figure(timeline, "Zero bubble"), {}).startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
@@ -74,5 +75,5 @@ def test_a_picture_of_many_ranks_shows_some_of_them() -> None:
     ranks = {bar["rank"] for bar in bars(timeline)}
     assert ranks >= {0, MOST_RANKS + 7}
     assert len(ranks) == MOST_RANKS
-    assert f"{MOST_RANKS} of {MOST_RANKS + 8} ranks shown" in render_svg(figure(timeline, "Many ranks"), LOOK)
+    assert f"{MOST_RANKS} of {MOST_RANKS + 8} ranks shown" in SavedChart(figure(timeline, "Many ranks"))._repr_svg_()
     assert len(bars(timeline_of("1f1b", ranks=16, parts=512))) <= MOST_BARS

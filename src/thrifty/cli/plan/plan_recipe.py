@@ -1,18 +1,13 @@
 """`thrifty plan RECIPE`: which techniques to switch on under a budget, and why not the rest."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from thrifty.cli.recipe_options import build_recipe, recipe_options
 from thrifty.cli.verb_output import print_result
 from thrifty.core.errors import UsageError
-
-if TYPE_CHECKING:
-    pass
 
 ALLOWED = ("exact", "rounding", "different")
 OTHERS = ("size", "fit")

@@ -7,16 +7,19 @@ from torch import nn
 from thrifty.core.errors import UsageError
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings, Recipe
+from thrifty.core.user_objects import UserObjects
 from thrifty.data.data_cache import file_sha256
 from thrifty.data.run_data import RunData
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.data.tokenizer import TOKENIZER
 from thrifty.models import build_model_for
-from thrifty.training.trained_model import load_trained_model
+from thrifty.recipes.recipe_toml import recipe_from_data
+from thrifty.training.trained_model import load_trained_model, stored_recipe
 
 
 def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Module:
-    """The model of a run folder, or of one in Hugging Face layout, for a recipe's data.
+    """Return the model of a run folder, or of one in Hugging Face layout, for a recipe's data. A run of the user's own
+    model takes that of the recipe.
 
     Raises UsageError where it takes other inputs than these data give.
     """
@@ -41,4 +44,6 @@ def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Modu
         raise UsageError(
             f"{folder} was trained with another tokenizer", fix=f"--set data.tokenizer={folder / TOKENIZER}"
         )
-    return load_trained_model(folder)[0]
+    is_own = bool(recipe_from_data(stored_recipe(folder)).model.build)
+    own = UserObjects(recipe.objects.model, model_name=recipe.objects.model_name) if is_own else None
+    return load_trained_model(folder, objects=own)[0]

@@ -4,7 +4,7 @@ In a file areas are in mm² and powers in mW, as papers print them; all else is 
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -40,6 +40,29 @@ def find_machine(name: str) -> AcceleratorSpec:
         return read_machine(Path(name))
     refuse_unknown("there is no machine", name, machine_names())
     return _packaged(name)
+
+
+def changed_machine(words: str) -> AcceleratorSpec:
+    """A machine by `NAME`, or `NAME:KEY=VALUE:KEY=VALUE` with values changed, by whose words it is then called."""
+    name, *assignments = words.strip().split(":")
+    machine = find_machine(name)
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"{assignment!r} sets nothing", fix=f"for example {name}:copies=2")
+        machine = replace(machine.replaced(path.strip(), value.strip()), name=words.strip())
+    return machine
+
+
+def changed_machines(designs: Sequence[str]) -> list[AcceleratorSpec]:
+    """Machines by name, see `changed_machine`. Raises UsageError for none, or for one named twice."""
+    if not designs:
+        raise UsageError("no design was named", fix="for example elsa, a3 or dense")
+    machines = [changed_machine(words) for words in designs]
+    names = [machine.name for machine in machines]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"{twice[0]} is named twice", fix="name it once, or set something, as in elsa:copies=2")
+    return machines
 
 
 @cache

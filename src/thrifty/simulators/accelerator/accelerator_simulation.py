@@ -23,6 +23,7 @@ from thrifty.simulators.accelerator.spgemm_workload import SpgemmPhase, SpgemmPr
 from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 ENGINES = ("scan", "event")
+BUDGET = ("multipliers", "clock", "bandwidth")
 
 
 @dataclass(frozen=True)
@@ -102,16 +103,19 @@ def run(
     return SimulationResult(machine, name, engine, multipliers, layers, kept, tuple(notes))
 
 
-def limit_resources(
-    machine: AcceleratorSpec, multipliers: int | None = None, clock: float | None = None, bandwidth: float | None = None
-) -> AcceleratorSpec:
-    """The machine under a budget: at most so many multipliers, this clock in Hz, an outer memory of so many bytes/s
-    for all its copies together."""
-    if multipliers is not None:
-        machine = find_design(machine.design).scaled(machine, multipliers)
-    if clock is not None:
-        machine = replace(machine, clock=clock)
-    return machine if bandwidth is None else machine.with_bandwidth(bandwidth)
+def limit_resources(machine: AcceleratorSpec, **budget: float) -> AcceleratorSpec:
+    """The machine under a budget: at most so many "multipliers", this "clock" in Hz, an outer memory of so many bytes/s
+    as "bandwidth" for all its copies together. Raises UsageError for other keys and amounts."""
+    for key, amount in budget.items():
+        refuse_unknown("equal resources: there is no budget of", key, BUDGET)
+        is_amount = isinstance(amount, int | float) and amount > 0
+        if not is_amount or (key == "multipliers" and not float(amount).is_integer()):
+            raise UsageError(f"equal resources: {key} {amount!r} is no amount above zero", f"for example {key}=128")
+    if "multipliers" in budget:
+        machine = find_design(machine.design).scaled(machine, int(budget["multipliers"]))
+    if "clock" in budget:
+        machine = replace(machine, clock=budget["clock"])
+    return machine.with_bandwidth(budget["bandwidth"]) if "bandwidth" in budget else machine
 
 
 def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool) -> LayerResult:

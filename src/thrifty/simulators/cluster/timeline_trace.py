@@ -16,7 +16,6 @@ WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradi
 COLOURS = {"F": "#0072b2", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
 """Of Okabe and Ito (2008), for any colour vision; thinned, so that ink can be read on them."""
 INK = "#1b2026"
-LOOK: dict[str, Any] = {"view": {"stroke": None}, "axis": {"grid": False}, "font": "sans-serif"}
 
 MOST_RANKS, MOST_BARS = 32, 8000
 """A picture shows so many ranks at most, evenly chosen, the first and the last among them; fewer where they do much."""
@@ -94,9 +93,9 @@ def _row(event: ActionEvent) -> dict[str, Any]:
 
 
 def figure(timeline: PipelineTimeline, title: str) -> dict[str, Any]:
-    """The chart on white, as a Vega-Lite specification; `LOOK` is its config."""
+    """The chart with its title, as a Vega-Lite specification."""
     heading = {"text": title, "subtitle": _caption(timeline), "anchor": "start", "fontSize": 15, "offset": 12}
-    return {**chart(timeline).to_dict(), "padding": 20, "background": "#ffffff", "title": heading}
+    return {**chart(timeline).to_dict(), "title": heading}
 
 
 def _caption(timeline: PipelineTimeline) -> str:

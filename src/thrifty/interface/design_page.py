@@ -1,47 +1,32 @@
 """A comparison of designs as one offline page: bars of time, of cycles and energy by station, and what masks cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from thrifty.cli.simulate.page_parts import (
-    StackedBar,
-    bars,
-    details_block,
-    figure,
-    heading,
-    legend,
-    page,
-    paragraph,
-    table,
+from thrifty.interface.design_comparison import (
+    ABOUT_HERE,
+    ABOUT_MASKS,
+    RESULT_COLUMNS,
+    DesignCase,
+    DesignComparison,
+    format_joules,
+    mask_cells,
+    measured_cells,
+    remarks,
+    result_cells,
 )
-
-if TYPE_CHECKING:
-    from thrifty.cli.simulate.design_comparison import DesignCase, DesignComparison
-    from thrifty.simulators.accelerator.simulation_result import SimulationResult
+from thrifty.reporting.bar_page import StackedBar, bars, details_block, figure, heading, legend, page, paragraph, table
+from thrifty.reporting.number_format import duration, scaled
+from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 Values = Mapping[str, tuple[float, ...]]
 """Of a design, the parts of a bar for each row: "" for its only one, else the name of a station."""
 
 
-def write_page(comparison: DesignComparison, budget: Mapping[str, float], path: Path) -> None:
-    """Charts first, with a bar for each filter; then all tables and remarks."""
-    from thrifty.cli.simulate.simulate_output import (
-        ABOUT_HERE,
-        ABOUT_MASKS,
-        RESULT_COLUMNS,
-        format_joules,
-        mask_cells,
-        measured_cells,
-        remarks,
-        result_cells,
-    )
-    from thrifty.reporting.number_format import duration, scaled
-
+def write_page(comparison: DesignComparison, path: Path) -> None:
+    """Write charts first, with a bar for each filter; then all tables and remarks."""
     results = [case.result for case in comparison.cases]
-    trace, shared = comparison.trace, ", ".join(f"{key} {value:g}" for key, value in budget.items())
+    trace, shared = comparison.trace, ", ".join(f"{key} {value:g}" for key, value in comparison.budget.items())
     about = f"{trace.name}: {len(trace.layers)} layers, {trace.units} heads, density {trace.density:.3f}. "
     about += f"All under the same {shared}." if shared else "Each machine as it is published."
     body = [
@@ -61,7 +46,7 @@ def write_page(comparison: DesignComparison, budget: Mapping[str, float], path: 
     if any("output error" in case.trace.provenance for case in comparison.cases):
         body.append(_figure(comparison, "Error of the outputs", "share of their length", _error, "{:.3f}".format))
     body += [heading("Designs"), _numbers(list(RESULT_COLUMNS), [result_cells(result) for result in results])]
-    if comparison.loss is not None or comparison.filters != ("trace",):
+    if comparison.has_mask_costs:
         body += [heading("Masks"), paragraph(ABOUT_MASKS), _numbers(*mask_cells(comparison))]
     if comparison.here:
         body += [heading("This machine"), paragraph(ABOUT_HERE), _numbers(*measured_cells(comparison))]

@@ -1,0 +1,316 @@
+"""Accelerator designs compared on one trace, under one filter or several."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from rich.console import RenderableType
+from rich.table import Table
+
+from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.user_objects import UserObjects
+from thrifty.interface.run_reports import run_folder
+from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant
+from thrifty.reporting.printed_result import PrintedResult, lines, number_table
+from thrifty.simulators.accelerator.accelerator_simulation import simulate
+from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
+from thrifty.simulators.accelerator.attention_trace import AttentionTrace
+from thrifty.simulators.accelerator.design_filters import EXACT, apply_design_filter, filter_within_error, uses_masks
+from thrifty.simulators.accelerator.energy_model import by_tables, table_names
+from thrifty.simulators.accelerator.iso_peak import iso_peak
+from thrifty.simulators.accelerator.masked_replay import replay_with_masks
+from thrifty.simulators.accelerator.measured_attention import all_pairs_seconds, kept_pairs_seconds
+from thrifty.simulators.accelerator.simulation_result import SimulationResult, frame
+from thrifty.training.evaluation import held_out_loss
+from thrifty.training.run_setup import open_examples
+from thrifty.training.trained_model import load_trained_model
+
+Filter = Literal["trace", "exact", "own"]
+COSTS = ("softmax kept", "output error")
+"""What a filter's masks cost, by their names in a trace's provenance."""
+RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "dense rate", "in and out",
+                  "energy, modules", "energy, actions", "area")  # fmt: skip
+ABOUT_MASKS = (
+    "What the masks keep, and what that costs. Thresholds, and ViTCoD's average maps, are found on the very examples "
+    "that are judged here; detectors that a paper trains are untrained. Masks of every layer are found from "
+    "what the model computes with all pairs."
+)
+ABOUT_HERE = (
+    "Simulated is the accelerator; here is this machine now: all pairs by torch's attention (causal where the trace "
+    "is), the pairs of the masks by scipy on one thread. Ratios of the two are no paper's."
+)
+
+
+@dataclass(frozen=True)
+class DesignCase:
+    """A design under one filter."""
+
+    design: str
+    """As it was named."""
+    filter: str
+    trace: AttentionTrace
+    result: SimulationResult
+    kept_here: float | None
+    """Seconds of its pairs on this machine."""
+    loss: float | None
+    """Held-out loss of the model under its masks."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            **self.result.as_dict(),
+            "filter": self.filter,
+            "masks": {"density": self.trace.density, **self.trace.provenance},
+            "held_out_loss": self.loss,
+            "measured_here": {"kept_pairs": self.kept_here},
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class DesignComparison(PrintedResult):
+    """Simulated attention of a trace: every design under every filter."""
+
+    trace: AttentionTrace
+    cases: tuple[DesignCase, ...]
+    here: Mapping[str, float | None]
+    """Seconds of all pairs on what this machine has; empty where nothing was measured."""
+    loss: float | None
+    """Held-out loss of the model as it was traced."""
+    budget: Mapping[str, float] = field(default_factory=dict)
+    """The resources that all designs were limited to."""
+    baseline: str | None = None
+    """The design that others are compared with at equal peak, under the first filter."""
+    all_tables: bool = False
+    """Print energies by every table."""
+
+    @property
+    def filters(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(case.filter for case in self.cases))
+
+    @property
+    def has_mask_costs(self) -> bool:
+        return self.loss is not None or self.filters != ("trace",)
+
+    def table(self) -> Any:
+        """Return a row for each design and filter as a `pandas.DataFrame`. Raises UsageError without pandas."""
+        return frame([case.result for case in self.cases])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "budget": dict(self.budget),
+            "trace": self.trace.name,
+            "held_out_loss": self.loss,
+            "measured_here": dict(self.here),
+            "results": [case.as_dict() for case in self.cases],
+        }
+
+    def __rich__(self) -> RenderableType:
+        trace, results = self.trace, [case.result for case in self.cases]
+        stalls = [
+            [result.machine.name, name]
+            + [percent(getattr(time, kind) / (time.busy + time.starved + time.blocked)) for kind in vars(time)]
+            for result in results
+            for name, time in result.stations.items()
+        ]
+        told: list[RenderableType] = [
+            f"{trace.name}: {len(trace.layers)} layers, {trace.units} heads, density {trace.density:.3f}\n",
+            number_table(RESULT_COLUMNS, [result_cells(result) for result in results]),
+            "",
+            number_table(["design", "station", "busy", "starved", "blocked"], stalls),
+            "",
+            *remarks(self),
+        ]
+        if self.has_mask_costs:
+            told += [f"\n{ABOUT_MASKS}", number_table(*mask_cells(self))]
+        if self.here:
+            told += [f"\n{ABOUT_HERE}", number_table(*measured_cells(self))]
+        if self.baseline is not None:
+            other = next(case.result for case in self.cases if case.design == self.baseline)
+            told.append(f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times utilisation "
+                        "over its own:")  # fmt: skip
+            told.append(_factors(results, other))
+        if self.all_tables:
+            told += [f"\nThe same actions by each table ({', '.join(table_names())}):", _energies(results)]
+        return lines(*told)
+
+
+def _factors(results: Sequence[SimulationResult], other: SimulationResult) -> Table:
+    kinds = ("ratio", "omitted", "utilisation", "other_utilisation")
+    compared = {result.machine.name: iso_peak(result, other) for result in results if result is not other}
+    rows = [[name, *(f"{getattr(factors, kind):.3g}" for kind in kinds)] for name, factors in compared.items()]
+    return number_table(["design", "faster", "fewer operations", "utilisation", f"of {other.machine.name}"], rows)
+
+
+def _energies(results: Sequence[SimulationResult]) -> Table:
+    estimates = [by_tables(result.operations) for result in results]
+    rows = [
+        [result.machine.name, *(format_joules(energy.total) for energy in energies)]
+        for result, energies in zip(results, estimates, strict=True)
+    ]
+    return number_table(["design", *(energy.table for energy in estimates[0])], rows)
+
+
+def result_cells(result: SimulationResult) -> list[str]:
+    """Return a line of RESULT_COLUMNS."""
+    row = result.row()
+    return [
+        row["machine"],
+        f"{row['cycles']:,}",
+        duration(row["seconds"]),
+        f"{row['multipliers']:,}",
+        percent(row["utilisation"]),
+        scaled(row["dense_operations_per_second"], "op/s"),
+        scaled(row["outer_bytes"], "B"),
+        *(format_joules(row[key]) for key in ("energy_by_activity", "energy_by_actions")),
+        MISSING if row["area_mm2"] is None else f"{row['area_mm2']:.3g} mm²",
+    ]
+
+
+def remarks(comparison: DesignComparison) -> list[str]:
+    """Return what has to be known of the figures, a sentence each."""
+    told = [
+        "Modules are priced as published, without an outer memory; actions, with it, by "
+        f"{comparison.cases[0].result.row()['energy_table']}. Sizes of different nodes do not compare."
+    ]
+    without = [case.design for case in comparison.cases if "dram" not in case.result.machine.memories]
+    if 0 < len(without) < len(comparison.cases):
+        named = ", ".join(dict.fromkeys(without))
+        told.append(
+            f"{named}: no outer memory, so its accesses are in no energy; --equal-resources bandwidth=… gives all one"
+        )
+    for case in comparison.cases:
+        if case.trace.provenance.get("within allowed") == "no":
+            allowed = case.trace.provenance["error allowed"]
+            told.append(f"{case.result.machine.name}: no threshold of its filter gets within an error of {allowed}")
+    told += [note for case in comparison.cases for note in case.result.notes]
+    for case in comparison.cases:
+        if case.result.machine.grade in "SM":
+            told.append(f"{case.design} is not verified: {case.result.machine.source}")
+        for energy in case.result.energies:
+            if energy.unpriced:
+                told.append(f"{case.design}: {energy.table} has no price for {', '.join(energy.unpriced)}")
+    return list(dict.fromkeys(told))
+
+
+def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
+    """Return what each design's masks keep and cost: titles and lines."""
+    head = ["design", "density", *COSTS]
+    rows = [
+        [case.result.machine.name, f"{case.trace.density:.3f}", *(case.trace.provenance.get(k, MISSING) for k in COSTS)]
+        for case in comparison.cases
+    ]
+    if comparison.loss is None:
+        return head, rows
+    losses = [MISSING if case.loss is None else f"{case.loss:.4f}" for case in comparison.cases]
+    head.append(f"held-out loss ({comparison.loss:.4f} as traced)")
+    return head, [[*row, loss] for row, loss in zip(rows, losses, strict=True)]
+
+
+def measured_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
+    """Return simulated times and those measured on this machine: titles and lines."""
+    here = [duration(seconds) for seconds in comparison.here.values()]
+    rows = [
+        [case.result.machine.name, duration(case.result.seconds), *here, duration(case.kept_here)]
+        for case in comparison.cases
+    ]
+    pairs = (f"here, all pairs, {name}" for name in comparison.here)
+    return ["design", "simulated", *pairs, "here, its pairs, scipy"], rows
+
+
+def format_joules(energy: float | None) -> str:
+    """0.00387 -> "3.87 mJ"."""
+    if energy is None:
+        return MISSING
+    size, unit = next(((s, u) for s, u in ((1, "J"), (1e-3, "mJ"), (1e-6, "µJ")) if energy >= s), (1e-9, "nJ"))
+    return f"{significant(energy / size)} {unit}"
+
+
+def masks_of(
+    trace: AttentionTrace,
+    filters: Sequence[str],
+    machines: Sequence[AcceleratorSpec],
+    density: float,
+    error: float | None,
+) -> dict[str, dict[str, AttentionTrace]]:
+    """Return the trace under each filter, for each machine by name; unchanged for one that computes all pairs."""
+
+    @cache
+    def under(name: str) -> AttentionTrace:
+        return apply_design_filter(trace, name, density) if error is None else filter_within_error(trace, name, error)
+
+    traces = {}
+    for name in filters:
+        masking = [machine for machine in machines if name != "trace" and uses_masks(machine)]
+        masked = {machine.name: under(machine.design if name == "own" else EXACT) for machine in masking}
+        traces[name] = {machine.name: trace for machine in machines} | masked
+    return traces
+
+
+def compare_designs(
+    machines: Sequence[AcceleratorSpec],
+    trace: AttentionTrace,
+    masks: Mapping[str, Mapping[str, AttentionTrace]],
+    engine: str,
+    table: str,
+    *,
+    draw: bool,
+    measure: bool,
+    run: Any = None,
+    objects: UserObjects | None = None,
+) -> DesignComparison:
+    """Simulate machines on a trace under each of `masks`, the traces of each filter by a machine's name. Results of
+    several filters bear the name of both."""
+    results = []
+    for name, traces in masks.items():
+        for machine in machines:
+            called = machine if len(masks) == 1 else replace(machine, name=f"{machine.name}, {name}")
+            masked = traces[machine.name]
+            results.append((machine.name, name, masked, simulate(called, masked, engine, table, draw)))
+    different = {id(masked): masked for _, _, masked, _ in results}
+    took = {key: kept_pairs_seconds(masked) if measure else None for key, masked in different.items()}
+    loss, losses = None, dict.fromkeys(different)
+    if run is not None:
+        loss, *others = held_out_losses(run, [trace, *different.values()], objects)
+        losses = dict(zip(different, others, strict=True))
+    cases = tuple(
+        DesignCase(design, name, masked, result, took[id(masked)], losses[id(masked)])
+        for design, name, masked, result in results
+    )
+    return DesignComparison(trace, cases, _all_pairs_here(trace) if measure else {}, loss)
+
+
+def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
+    threads = torch.get_num_threads()
+    seconds = {f"processor, {threads} thread{'s' * (threads > 1)}": all_pairs_seconds(trace)}
+    if torch.cuda.is_available():
+        seconds[torch.cuda.get_device_name()] = all_pairs_seconds(trace, "cuda", times=10)
+    return seconds
+
+
+def held_out_losses(run: Any, traces: Sequence[AttentionTrace], objects: UserObjects | None = None) -> list[float]:
+    """Return the loss of a run's model on the held-out examples that were traced, under the masks of each trace, the
+    first of which is as it was traced. Raises UsageError for traces of another run, and RefusedError for a model whose
+    attention is more than softmax over some pairs."""
+    folder = run_folder(run)
+    traced = traces[0].provenance.get("run")
+    if traced != folder.name or "examples" not in traces[0].provenance:
+        raise UsageError(f"the trace is of {traced or 'no run'}, not of {folder.name}", fix=f"thrifty trace {folder}")
+    model, recipe = load_trained_model(folder, plain=False, objects=objects)
+    objective, opened = open_examples(recipe)
+    count = int(traces[0].provenance["examples"])
+
+    def loss() -> float:
+        return held_out_loss(model, objective, opened.held_out.batches(count, count), torch.device("cpu"))
+
+    losses, own = [], loss()
+    for trace in traces:
+        with replay_with_masks(model, trace):
+            losses.append(loss())
+    if not math.isclose(own, losses[0], rel_tol=1e-3):
+        raise RefusedError(
+            f"the loss of {folder.name} is {own:.4f}, and {losses[0]:.4f} by softmax over the pairs of its attention",
+            fix="trace a run whose attention is no more than that",
+        )
+    return losses

@@ -1,0 +1,119 @@
+"""Scores of training examples: how hard each is, a choice by them, and a page of what stands out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from rich.console import RenderableType
+
+from thrifty.core.errors import UsageError
+from thrifty.core.plain_values import build
+from thrifty.core.score_file import ExampleScores, file_hash
+from thrifty.experiments.scoring.score_selection import LabelCount, changed_settings, format_option
+from thrifty.interface.recipe_arguments import layers_of
+from thrifty.recipes.recipe_layers import RecipeLayers
+from thrifty.recipes.recipe_toml import write_recipe
+from thrifty.reporting.number_format import duration, scaled, significant
+from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.techniques.data_selection.prune import PrunedExamples
+
+
+@dataclass(frozen=True, repr=False)
+class ScoredExamples(PrintedResult):
+    """The scores of all training examples, and their file."""
+
+    file: Path
+    sha256: str
+    scores: ExampleScores
+    source: str
+
+    def as_dict(self) -> dict[str, Any]:
+        scores, facts = self.scores, self.scores.facts
+        about = {"file": str(self.file), "sha256": self.sha256, "method": facts.method, "examples": len(scores)}
+        cost = {"steps": facts.steps, "seeds": facts.seeds, "flops": facts.flops, "seconds": facts.seconds}
+        return {**about, "runs": len(scores.runs), **cost}
+
+    def __rich__(self) -> RenderableType:
+        scores, facts = self.scores, self.scores.facts
+        runs = f"{len(scores.runs)} run{'s' if len(scores.runs) > 1 else ''}"
+        trained = f" of {facts.steps:,} steps" if facts.steps else ""
+        quantiles = [significant(float(scores.scores.double().quantile(at))) for at in (0, 0.25, 0.5, 0.75, 1)]
+        return lines(
+            f"{len(scores):,} examples by {facts.method}, {runs}{trained}; higher is harder",
+            f"cost       {scaled(facts.flops, 'FLOP')}, {duration(facts.seconds)}",
+            f"scores     least {quantiles[0]}, quarters {', '.join(quantiles[1:4])}, most {quantiles[4]}",
+            f"kept in    {self.file}",
+            f"sha256     {self.sha256}",
+            f"look       thrifty data look {self.source} --scores {self.file}",
+            f"prune      thrifty data prune {self.file} --keep-fraction 0.5",
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class SelectedExamples(PrintedResult):
+    """The examples that a choice by scores keeps, counted by label, and the technique that trains on them."""
+
+    technique: PrunedExamples
+    labels: tuple[LabelCount, ...]
+    examples: int
+    kept: int
+    is_labelled: bool
+    written: Path | None = None
+    """The recipe that was written."""
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {"examples": self.examples, "kept": self.kept, "labels": [row._asdict() for row in self.labels]}
+        return {**counts, "technique": self.technique.name, "settings": changed_settings(self.technique)}
+
+    def __rich__(self) -> RenderableType:
+        rows = [*self.labels, *([LabelCount("all", self.examples, self.kept)] if self.is_labelled else [])]
+        told = [f"{'':24}{'all':>10}{'kept':>10}{'left out':>10}"]
+        told += [
+            f"{row.label or 'examples':<24}{row.there:>10,}{row.kept:>10,}{row.there - row.kept:>10,}" for row in rows
+        ]
+        if self.technique.drop_hardest:
+            hardest = round(self.technique.drop_hardest * self.examples)
+            told.append(f"of these left out as the very hardest: {hardest:,}")
+        tables = {"techniques": {"data_selection": {"prune": changed_settings(self.technique)}}}
+        told += ["", "on the command line:", f"  --with {format_option(self.technique)}", "", "in a recipe:"]
+        told += [f"  {line}" for line in tomli_w.dumps(tables).splitlines()]
+        return lines(*told, *([f"\nwritten: thrifty train {self.written}"] if self.written else []))
+
+
+@dataclass(frozen=True, repr=False)
+class ReviewPage(PrintedResult):
+    """A page of the examples that a person should look at."""
+
+    page: Path
+    scores: ExampleScores
+    doubted: tuple[int, ...]
+    """Numbers of the examples that the runs believe another label of, the surest first."""
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {"examples": len(self.scores), "doubted": len(self.doubted)}
+        return {"page": str(self.page), **counts, "first": list(self.doubted[:100])}
+
+    def __rich__(self) -> RenderableType:
+        told = [f"{self.page}: {len(self.scores):,} examples by {self.scores.facts.method}"]
+        if self.scores.guesses is not None:
+            count = f"{len(self.doubted):,}"
+            told.append(f"the runs believe another label of {count} of them; the surest come first on the page")
+        return lines(*told)
+
+
+def choice_by(scores: Path, **settings: Any) -> PrunedExamples:
+    """Return the technique that trains on a choice by a file of scores; None leaves a setting at its default."""
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    return build(PrunedExamples, {"scores": str(scores.resolve()), "sha256": file_hash(scores), **chosen}, "prune")
+
+
+def write_pruned(target: Path, recipe: str | None, table: ExampleScores, chosen: PrunedExamples) -> None:
+    """Write a recipe, by default the one that was scored by, with a choice. Raises UsageError if the file exists."""
+    if target.exists():
+        raise UsageError(f"{target} exists already", fix="give another --write")
+    scored = RecipeLayers().override("recipe", table.facts.recipe)
+    layers = scored if recipe is None else layers_of(recipe)
+    name = f"{layers.values().get('name', 'run')}-pruned"
+    layers.override("prune", {"name": name, "techniques": {"data_selection": {"prune": changed_settings(chosen)}}})
+    target.write_text(write_recipe(layers.recipe()), encoding="utf-8")

@@ -1,0 +1,219 @@
+"""Costs on hardware that is not here: a training step on a cluster, attention and matrix products on accelerators."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.user_objects import BuildModel
+from thrifty.interface.cluster_simulation import (
+    ClusterSimulation,
+    PublishedRuns,
+    find_workload,
+    mesh_of,
+    published_runs_table,
+    settings_of,
+)
+from thrifty.interface.design_comparison import DesignComparison, Filter, compare_designs, masks_of
+from thrifty.interface.design_page import write_page
+from thrifty.interface.loaded_model import own_model
+from thrifty.interface.matrix_products import GemmSimulation, SpgemmSimulation, describe_product
+from thrifty.interface.published_accelerators import PublishedAccelerators, claimed_and_simulated
+from thrifty.planning.cluster_file import read_cluster
+from thrifty.simulators.accelerator.accelerator_file import changed_machines, find_machine
+from thrifty.simulators.accelerator.accelerator_simulation import limit_resources, simulate_product
+from thrifty.simulators.accelerator.result_export import write_csv, write_perfetto
+from thrifty.simulators.accelerator.scale_sim import compute_report, read_cfg, read_topology, write_report
+from thrifty.simulators.accelerator.spgemm_workload import measured, read_matrix, uniform
+from thrifty.simulators.accelerator.trace_file import load_trace
+from thrifty.simulators.cluster.published_runs import RUNS
+from thrifty.simulators.cluster.simulated_step import simulate as simulate_step
+from thrifty.simulators.cluster.workload import Recompute
+
+
+def cluster(
+    model: str | Path,
+    *,
+    cluster: str | None = None,
+    ranks: int | None = None,
+    mesh: Mapping[str, int] | None = None,
+    schedule: str | None = None,
+    batch: int | None = None,
+    micro_batch: int | None = None,
+    length: int | None = None,
+    recompute: Recompute | None = None,
+    zero: int | None = None,
+    sequence_parallel: bool | None = None,
+    flash: bool = True,
+) -> ClusterSimulation:
+    """Simulate a training step on a cluster: its seconds and where they go, memory of each rank, FLOP/s and MFU.
+
+    `model` is a preset, a model folder, a published model or a published run, whose cluster, mesh and settings are then
+    the defaults. `cluster` is a name such as "h100-roce", by default "h100-box", or a file; `ranks` are its devices, by
+    default those of the mesh, or all. `mesh` has the sizes of "replicate", "shard", "tensor", "pipeline" and of the
+    "chunks" of a pipeline rank. `batch` is the effective batch and `micro_batch` what goes through a stage together, in
+    examples of `length` tokens. `schedule` is "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v";
+    `recompute` says what runs again in the backward pass, `zero` what is divided along "shard" (0 to 3). Without
+    `flash`, attention of presets and folders keeps its scores.
+
+    A step that does not fit the device's memory is reported. Raises UsageError for sizes that do not go together.
+
+    Example::
+
+        step = thrifty.simulate.cluster("gpt3-175b", cluster="selene-a100", mesh={"tensor": 8, "pipeline": 8})
+        print(step, step.report.mfu)
+    """
+    run = RUNS.get(str(model))
+    place = cluster or (run.cluster if run else "h100-box")
+    named = read_cluster(place)
+    sizes = mesh_of(mesh, ranks, run, named.ranks)
+    options = {"schedule": schedule, "batch": batch, "micro_batch": micro_batch, "recompute": recompute}
+    options |= {"zero": zero, "sequence_parallel": sequence_parallel}
+    changes = {name: value for name, value in options.items() if value is not None}
+    settings = settings_of(changes, run, sizes, named.device.flops)
+    workload = run.workload if run else find_workload(model, length, flash)
+    return ClusterSimulation(simulate_step(workload, named.of(ranks or sizes.ranks), sizes, settings), place, run)
+
+
+def published_runs() -> PublishedRuns:
+    """Simulate published training runs, and compare the results with what was measured.
+
+    Example::
+
+        print(thrifty.simulate.published_runs())
+    """
+    return published_runs_table()
+
+
+def attention(
+    trace: str | Path,
+    designs: Sequence[str],
+    *,
+    equal_resources: Mapping[str, float] | None = None,
+    engine: Literal["scan", "event"] = "scan",
+    energy_table: str = "horowitz-45nm",
+    filters: Sequence[Filter] = ("trace",),
+    density: float = 0.2,
+    max_error: float | None = None,
+    run: Any = None,
+    model: nn.Module | BuildModel | str | None = None,
+    baseline_design: str | None = None,
+    measure: bool = True,
+    page: str | Path | None = None,
+    csv: str | Path | None = None,
+    perfetto: str | Path | None = None,
+) -> DesignComparison:
+    """Simulate the attention of a trace on accelerators: cycles, seconds, stalls, bytes, joules and mm².
+
+    `trace` is a file that `thrifty.trace` wrote. `designs` are names, TOML files, or names with changes such as
+    "elsa:copies=2". `equal_resources` gives all the same number of "multipliers", "clock" in Hz or "bandwidth" in
+    bytes/s. The `engine` "event" also simulates latency and banks of the memory. `energy_table` prices counted actions;
+    "all" compares the tables.
+
+    `filters` choose the masks: those of the "trace", the pairs of largest "exact" scores, or what each design's "own"
+    filter keeps, at this `density`, or with outputs off by at most `max_error` (a share of their length). `run` is the
+    run of the trace, whose held-out loss is measured under each mask; `model` its model, if it was one of your own.
+    `baseline_design` is compared with each other design at equal peak. `measure=False` leaves out the time of the same
+    attention on this machine. `page`, `csv` (a folder) and `perfetto` are written.
+
+    Raises UsageError for unknown designs, budgets and tables.
+
+    Example::
+
+        thrifty.trace("runs", "masks.safetensors", density=0.2)
+        print(thrifty.simulate.attention("masks.safetensors", ["elsa", "dense"], measure=False))
+    """
+    budget = dict(equal_resources or {})
+    machines = [limit_resources(machine, **budget) for machine in changed_machines(designs)]
+    names = [machine.name for machine in machines]
+    if baseline_design is not None and baseline_design not in names:
+        raise UsageError(
+            f"the baseline design {baseline_design!r} is not among the designs", did_you_mean(baseline_design, names)
+        )
+    loaded = load_trace(Path(trace))
+    masks = masks_of(loaded, tuple(dict.fromkeys(filters)), machines, density, max_error)
+    priced = "horowitz-45nm" if energy_table == "all" else energy_table
+    objects = own_model(run, model)
+    compared = compare_designs(
+        machines, loaded, masks, engine, priced, draw=perfetto is not None, measure=measure, run=run, objects=objects
+    )
+    result = replace(compared, budget=budget, baseline=baseline_design, all_tables=energy_table == "all")
+    results = [case.result for case in result.cases]
+    if csv is not None:
+        write_csv(results, Path(csv))
+    if perfetto is not None:
+        write_perfetto(results, Path(perfetto))
+    if page is not None:
+        write_page(result, Path(page))
+    return result
+
+
+def gemm(topology: str | Path, *, cfg: str | Path | None = None, csv: str | Path | None = None) -> GemmSimulation:
+    """Simulate the matrix products of a SCALE-Sim topology (a CSV of Layer, M, N, K) on a systolic array, without
+    stalls.
+
+    `cfg` is SCALE-Sim's description of the array, by default 32 x 32 and output-stationary; `csv` a folder for
+    COMPUTE_REPORT.csv.
+
+    Raises UsageError for files that are not of that form.
+
+    Example::
+
+        Path("layers.csv").write_text("Layer,M,N,K,\\nscores,512,512,64,\\n")
+        print(thrifty.simulate.gemm("layers.csv"))
+    """
+    machine = find_machine("systolic") if cfg is None else read_cfg(Path(cfg))
+    rows = compute_report(read_topology(Path(topology)), machine)
+    if csv is not None:
+        write_report(rows, Path(csv))
+    return GemmSimulation(dict(machine.settings), tuple(rows))
+
+
+def spgemm(
+    *matrices: str | Path,
+    size: int = 4986,
+    density: float = 8e-3,
+    seed: int = 0,
+    designs: Sequence[str] = ("outerspace",),
+    measure: bool = True,
+    energy_table: str = "horowitz-45nm",
+) -> SpgemmSimulation:
+    """Simulate the product of each sparse matrix with itself on accelerators: cycles of both phases, bytes by operand,
+    joules.
+
+    `matrices` are Matrix Market files (.mtx); without any, one of `size` rows and a share of `density` of nonzero
+    values is drawn from the `seed`. `designs` are as in `attention`. `measure=False` leaves out the time of this
+    machine.
+
+    Raises UsageError for unknown designs and for files that hold no matrix.
+
+    Example::
+
+        print(thrifty.simulate.spgemm(size=200, density=0.02, measure=False))
+    """
+    machines = changed_machines(designs)
+    products = [read_matrix(Path(path)) for path in matrices] or [uniform(size, density, seed)]
+    described = []
+    for product in products:
+        here = measured(product) if measure else {"gustavson": None, "dense": None}
+        for machine in machines:
+            result = simulate_product(machine, product, table=energy_table)
+            described.append(describe_product(product, result) | {"measured_here": here})
+    return SpgemmSimulation(tuple(described))
+
+
+def published_accelerators(*, page: str | Path | None = None) -> PublishedAccelerators:
+    """Simulate what papers published about accelerators, and compare: quantity, grade of the evidence, and why ours
+    differs. With `page` an offline page is written.
+
+    Example::
+
+        print(thrifty.simulate.published_accelerators())
+    """
+    result = PublishedAccelerators(tuple(claimed_and_simulated()))
+    if page is not None:
+        result.write_page(Path(page))
+    return result
