@@ -4,9 +4,9 @@ import json
 
 from report_folders import records
 
-from thrifty.dashboard import live_charts
 from thrifty.dashboard.run_index import RunIndex
 from thrifty.reporting.key_figures import key_figures
+from thrifty.reporting.run_charts import EACH_POINTS, figures, figures_of
 from thrifty.reporting.run_record import read_run
 from thrifty.reporting.run_tables import tiles, timeline
 
@@ -103,14 +103,15 @@ def drawn(folder):
     index = RunIndex(folder)
     index.advance(10.0)
     record = index.record()
-    return {figure.id: figure for figure in live_charts.figures(index, record, index.key_figures(record))}
+    made = figures_of(index.steps, index.evaluations, record, index.key_figures(record))
+    return {figure.id: figure for figure in made}
 
 
 def test_a_spike_of_one_step_in_a_long_run_is_drawn(run_folder):
     made = records(5000)
     next(record for record in made if record["step"] == 3210)["loss"] = 77.0
     each = drawn(run_folder(records=made))["loss"].data["each"]
-    assert {"step": 3210, "value": 77.0} in each and len(each) <= live_charts.EACH_POINTS
+    assert {"step": 3210, "value": 77.0} in each and len(each) <= EACH_POINTS
 
 
 def test_memory_is_drawn_against_the_predicted_and_the_measured_peak(run_folder):
@@ -130,3 +131,9 @@ def test_a_run_of_one_evaluation_has_a_chart_and_one_of_nothing_has_none(run_fol
     assert drawn(run_folder("empty", records=[])) == {}
     figure = drawn(run_folder("one", records=[{"kind": "evaluation", "step": 0, "loss": 8.0}]))["loss"]
     assert figure.data["held_out"] == [{"step": 0, "value": 8.0}] and "smoothed" not in figure.data
+
+
+def test_the_charts_are_those_of_the_report(run_folder):
+    folder = run_folder(records=records(500, every=20))
+    whole = read_run(folder)
+    assert list(drawn(folder).values()) == figures(whole, key_figures(whole))

@@ -1,20 +1,24 @@
+import math
+
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.reporting.loss_curves import CurvePoint, curve, smooth, spans, thin
+from thrifty.reporting.run_curves import Curve, RunCurves
 
 values = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=400)
 limits = st.integers(4, 60)
 
 
-def points_of(numbers: list[float]) -> list[CurvePoint]:
-    return [CurvePoint(step, value) for step, value in enumerate(numbers, start=1)]
+def curve_of(numbers: list[float]) -> Curve:
+    return Curve(np.arange(1, len(numbers) + 1), np.array(numbers, np.float64))
 
 
 @given(values, limits)
 def test_thinning_keeps_both_ends_and_the_extremes_and_the_order(numbers, limit):
-    points = points_of(numbers)
-    kept = thin(points, limit)
+    curve = curve_of(numbers)
+    points, kept = curve.points, curve.thin(limit)
     assert len(kept) <= limit
     assert set(kept) <= set(points) and kept == sorted(kept)
     assert kept[0] == points[0] and kept[-1] == points[-1]
@@ -24,25 +28,49 @@ def test_thinning_keeps_both_ends_and_the_extremes_and_the_order(numbers, limit)
 
 @given(values, limits)
 def test_the_rows_of_a_table_cover_every_step_and_keep_the_extremes(numbers, limit):
-    rows = spans(points_of(numbers), limit)
+    rows = curve_of(numbers).spans(limit)
     assert len(rows) <= limit
     assert [row.first for row in rows] == [1, *[row.last + 1 for row in rows[:-1]]]
     assert rows[-1].last == len(numbers)
     assert min(row.low for row in rows) == min(numbers) and max(row.high for row in rows) == max(numbers)
+    assert rows[0].mean == pytest.approx(np.mean(numbers[: rows[0].last]), rel=1e-9, abs=1e-6)
 
 
 def test_a_smoothed_line_stays_on_a_straight_line():
-    points = points_of([3.0 * step for step in range(600)])
+    curve = curve_of([3.0 * step for step in range(600)])
     inner = slice(0, -10)  # at the end the window has one side only
-    for point, smoothed in zip(points[inner], smooth(points)[inner], strict=True):
-        assert abs(point.value - smoothed.value) < 1e-9
+    for point, smoothed in zip(curve.points[inner], curve.smooth(600)[inner], strict=True):
+        assert point.step == smoothed.step and abs(point.value - smoothed.value) < 1e-9
 
 
 def test_smoothing_quiets_noise():
-    points = points_of([step % 2 for step in range(600)])
-    assert all(abs(point.value - 0.5) < 0.1 for point in smooth(points)[20:])
+    curve = curve_of([step % 2 for step in range(600)])
+    assert all(abs(point.value - 0.5) < 0.1 for point in curve.smooth(300)[20:])
+
+
+def test_after_one_enormous_value_the_moving_mean_is_still_that_of_its_window():
+    smoothed = curve_of([1e25 if step == 100 else 2.0 for step in range(600)]).smooth(300)
+    assert {point.value for point in smoothed if point.step > 120} == {2.0}
 
 
 def test_values_that_are_not_finite_numbers_are_left_out():
-    records = [{"step": step, "loss": loss} for step, loss in enumerate([1.0, float("nan"), None, "2", True, 3, 1e999])]
-    assert curve(records, "loss") == [CurvePoint(0, 1.0), CurvePoint(5, 3.0)]
+    curves = RunCurves(["loss"])
+    for step, loss in enumerate([1.0, math.nan, None, "2", True, 3, math.inf]):
+        curves.put(step, {"loss": loss})
+    assert curves.curve("loss").points == [(0, 1.0), (5, 3.0)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.floats(-1e6, 1e6)), max_size=120))
+def test_of_a_step_that_comes_twice_the_later_record_counts(pairs):
+    curves = RunCurves(["loss"])
+    for step, loss in pairs:
+        curves.put(step, {"loss": loss})
+    assert curves.curve("loss").points == sorted(dict(pairs).items())
+
+
+def test_a_column_that_comes_later_has_gaps_before():
+    curves = RunCurves(["loss"])
+    curves.put(1, {"loss": 2.0})
+    curves.add("accuracy")
+    curves.put(2, {"loss": 1.0, "accuracy": 0.5})
+    assert curves.curve("accuracy").points == [(2, 0.5)] and len(curves.curve("loss")) == 2

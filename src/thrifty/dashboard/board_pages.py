@@ -11,10 +11,9 @@ from thrifty.dashboard.run_summary import RunListRow
 from thrifty.reporting import run_tables
 from thrifty.reporting.color_theme import DARK, LIGHT
 from thrifty.reporting.key_figures import KeyFigures, verdict
-from thrifty.reporting.loss_curves import CurvePoint
 from thrifty.reporting.number_format import scaled, significant, whole
 from thrifty.reporting.page_templates import asset, environment
-from thrifty.reporting.run_charts import EACH, HELD_OUT, SMOOTHED, TRAINED
+from thrifty.reporting.run_curves import CurvePoint
 from thrifty.reporting.run_record import RunRecord
 from thrifty.reporting.run_state import FINISHED, RUNNING
 
@@ -29,7 +28,6 @@ SORTS = {
 }
 """Columns by which runs can be sorted: title, key, and whether the greatest comes first."""
 UNSORTED = "updated"
-SWATCHES = {EACH: "faint", SMOOTHED: "train", HELD_OUT: "held-out", TRAINED: "trained"}
 """The palette's colour of each series."""
 
 
@@ -93,6 +91,6 @@ def _last_if_missing(value: float | None) -> float:
 @functools.cache
 def _environment() -> jinja2.Environment:
     made = environment("thrifty.dashboard")
-    made.globals |= {"sparkline": sparkline, "sorts": SORTS, "swatches": SWATCHES}
+    made.globals |= {"sparkline": sparkline, "sorts": SORTS}
     made.filters |= {"significant": significant, "scaled": scaled, "whole": whole, "clock": clock}
     return made

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from thrifty.core.secret_redaction import redact, redact_text
-from thrifty.dashboard import board_pages, live_charts
+from thrifty.dashboard import board_pages
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.dashboard.page_responses import PageResponse, Query, changed_parts, figure_data
 from thrifty.dashboard.run_listing import RunListing
@@ -21,6 +21,7 @@ from thrifty.dashboard.saved_results import outcome, saved_results, tables
 from thrifty.dashboard.technique_cards import TechniqueCard, card_from
 from thrifty.reporting.chart_renderer import VEGA_LITE, vega_bundle
 from thrifty.reporting.color_theme import chart_look, css_variable
+from thrifty.reporting.run_charts import ChartTheme, figures_of, specification
 from thrifty.reporting.run_page import repeat_command, scripts_policy
 from thrifty.reporting.run_record import read_run
 from thrifty.reporting.run_state import RUNNING
@@ -77,7 +78,7 @@ class BoardSite:
     def warm(self) -> None:
         """Prepares what takes a second the first time, beside whatever is asked meanwhile."""
         Thread(
-            target=lambda: (vega_bundle(), live_charts.specification(live_charts.ChartTheme(), ("smoothed",))),
+            target=lambda: (vega_bundle(), specification(ChartTheme(), ("smoothed",))),
             daemon=True,
         ).start()
 
@@ -134,7 +135,7 @@ class BoardSite:
                 parts |= board_pages.run_parts(record, key)
                 return {
                     "parts": parts,
-                    "figures": [figure_data(each) for each in live_charts.figures(index, record, key)],
+                    "figures": [figure_data(each) for each in figures_of(index.steps, index.evaluations, record, key)],
                 }
 
             return changed_parts({"moving": _moves(row), "share": share}, query, version, told)

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from thrifty.dashboard import board_pages
-from thrifty.dashboard.live_charts import LiveFigure
+from thrifty.reporting.run_charts import ChartFigure
 
 Query = Mapping[str, str]
 OWN_POLICY = (
@@ -33,7 +33,7 @@ def changed_parts(told: dict[str, Any], query: Query, version: str, more: Callab
     return PageResponse(json.dumps(told, allow_nan=False).encode(), "application/json")
 
 
-def figure_data(figure: LiveFigure) -> dict[str, Any]:
+def figure_data(figure: ChartFigure) -> dict[str, Any]:
     """A chart for the script of the page."""
     return {
         "id": figure.id,

@@ -8,17 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from thrifty.dashboard.live_curves import Curve, RunCurves
 from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.key_figures import KeyFigures, key_figures
-from thrifty.reporting.run_record import EVENTS, RunRecord, mapping, number, parse_record, read_run
+from thrifty.reporting.run_curves import EVALUATION_FIELDS, NOTED, STEP_FIELDS, Curve, RunCurves, noise_scale_of
+from thrifty.reporting.run_record import EVENTS, RunRecord, number, parse_record, read_run
 
-STEP_FIELDS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "flops_per_second", "memory")
-NOTED = "noise_scale"
 MEASURES = 16
 """Measured beside the held-out loss, at most."""
 MOST_EVENTS = 20_000
-LARGEST_STEP = 2**53
 SMALL_FILES = ("recipe.toml", "origins.json", "environment.json", "explanation.json", "summary.json")
 
 
@@ -33,7 +30,7 @@ class RunIndex:
 
     def _forget(self) -> None:
         self.steps = RunCurves([*STEP_FIELDS, NOTED, "skipped", "tokens", "seconds"])
-        self.evaluations = RunCurves(["loss", "trained_loss"])
+        self.evaluations = RunCurves(EVALUATION_FIELDS)
         self.events: dict[tuple[str, float, str, str], Mapping[str, Any]] = {}
         self.unreadable = 0
         self._restarts = self.tail.restarts
@@ -89,13 +86,13 @@ class RunIndex:
 
     def _take(self, line: bytes) -> None:
         record = parse_record(line)
-        if record is None or abs(record["step"]) > LARGEST_STEP:
+        if record is None:
             self.unreadable += bool(line.strip())
             return
         step, kind = int(record["step"]), record["kind"]
         if kind == "step":
-            noted = mapping(record.get("notes")).get(NOTED)
-            self.steps.put(step, record | {NOTED: noted, "skipped": int(record.get("skipped") is True)})
+            skipped = int(record.get("skipped") is True)
+            self.steps.put(step, record | {NOTED: noise_scale_of(record), "skipped": skipped})
         elif kind == "evaluation":
             columns = self.evaluations.columns
             for name, value in record.items():

@@ -11,7 +11,7 @@ from thrifty.core.old_names import rename_recipe, rename_techniques
 from thrifty.core.secret_redaction import redact_text
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.reporting.file_tail import FileTail
-from thrifty.reporting.loss_curves import CurvePoint, thin
+from thrifty.reporting.run_curves import CurvePoint, RunCurves
 from thrifty.reporting.run_record import mappings, number, parse_record
 from thrifty.reporting.run_state import run_state
 
@@ -122,32 +122,32 @@ class RunSummary:
 
 def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
     """The training loss at evenly spread places of the records, by step; of a small file all of it, thinned."""
-    losses: dict[int, float] = {}
+    curves = RunCurves(["loss"])
     if not file.is_file():
         return []
     try:
         with file.open("rb") as opened:
             if size <= SAMPLES * AROUND:
-                losses = _losses(opened.read(SAMPLES * AROUND))
+                _put_losses(curves, opened.read(SAMPLES * AROUND))
             else:
                 for place in range(SAMPLES):
                     opened.seek(place * (size - AROUND) // (SAMPLES - 1))
-                    losses |= _losses(opened.read(AROUND), most=1)
+                    _put_losses(curves, opened.read(AROUND), most=1)
     except OSError:
         return []
-    return thin([CurvePoint(step, losses[step]) for step in sorted(losses)], 2 * SAMPLES)
+    return curves.curve("loss").thin(2 * SAMPLES)
 
 
-def _losses(content: bytes, most: int | None = None) -> dict[int, float]:
-    """Of the whole lines, at most so many."""
-    losses: dict[int, float] = {}
+def _put_losses(curves: RunCurves, content: bytes, most: int | None = None) -> None:
+    """Put the losses of the first `most` steps of a piece of the records, all by default."""
+    count = 0
     for line in content.split(b"\n"):
         record = parse_record(line) if line.startswith(b"{") else None
-        if record and record["kind"] == "step" and (loss := number(record.get("loss"))) is not None:
-            losses[int(record["step"])] = loss
-            if len(losses) == most:
+        if record and record["kind"] == "step" and number(record.get("loss")) is not None:
+            curves.put(int(record["step"]), record)
+            count += 1
+            if count == most:
                 break
-    return losses
 
 
 def _in_short(recipe: Mapping[str, Any]) -> str:

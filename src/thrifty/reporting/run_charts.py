@@ -1,56 +1,59 @@
-"""Records of a run as Altair charts. Colours come later, from `color_theme.chart_look`."""
+"""Records of a run as charts: Vega-Lite with named data, so that a live page changes the data and draws nothing anew.
 
+Colours come later, from `color_theme.chart_look`.
+"""
+
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from statistics import median
+from dataclasses import dataclass, field
 from typing import Any
 
 import altair as alt
+import numpy as np
 
 from thrifty.reporting.key_figures import KeyFigures
-from thrifty.reporting.loss_curves import CurvePoint, curve, smooth, thin
 from thrifty.reporting.number_format import prefix_for, scaled, significant
+from thrifty.reporting.run_curves import NOTED, Curve, CurvePoint, RunCurves, run_curves
 from thrifty.reporting.run_record import RunRecord
+from thrifty.reporting.run_tables import CHART_ROWS, TextTable, curve_table
 
-DRAWN_POINTS = 1000
-HOVER_POINTS = 250
-CHANGE_LINES = 60
-NAMED_CHANGES = 4
+Rows = list[dict[str, Any]]
+EACH_POINTS, LINE_POINTS = 600, 300
+"""Most drawn points of a curve: of each step's values, and of the line over them."""
+CHANGE_LINES, NAMED_CHANGES = 60, 4
 SMOOTHED_FROM = 40
 """Shorter curves are drawn as they are."""
-
-EACH, SMOOTHED, HELD_OUT, TRAINED = "each step", "smoothed", "held-out", "held-out, weights in training"
-SERIES = [EACH, SMOOTHED, HELD_OUT, TRAINED]
-"""In the order of the palette's category colours."""
+SERIES = {
+    "each": "each step",
+    "smoothed": "smoothed",
+    "held_out": "held-out",
+    "trained": "held-out, weights in training",
+}
+"""Series by the name of their data, in the order of the palette's category colours."""
+NO_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 @dataclass(frozen=True)
 class ChartFigure:
-    """One chart with the words around it."""
+    """One chart with the words around it: `data` (rows by name) change with every step, `spec` seldom."""
 
     id: str
     title: str
     unit: str
     summary: str
     """A sentence or two for those who do not see the chart."""
-    chart: alt.LayerChart
-    points: Sequence[CurvePoint]
-    """The whole curve, for the table beside the chart."""
-    held_out: Sequence[CurvePoint] = ()
-    trained: Sequence[CurvePoint] = ()
-    """Held-out losses of the weights in training, where an average of them is what is judged."""
+    spec: Mapping[str, Any]
+    data: Mapping[str, Rows]
+    table: TextTable
 
-    @cached_property
-    def spec(self) -> dict[str, Any]:
-        """The chart in Vega-Lite. Its points are not held against a schema one by one: of a long run that takes
-        seconds."""
-        return self.chart.to_dict(validate=False)
+    @property
+    def whole(self) -> dict[str, Any]:
+        """The chart in Vega-Lite with its data."""
+        return {**self.spec, "datasets": self.data}
 
 
 @dataclass(frozen=True)
 class ChartTheme:
-    legend: tuple[str, ...] = ()
     scale: str = "linear"
     from_zero: bool = False
     number_format: str = "~s"
@@ -61,109 +64,166 @@ class ChartTheme:
         return alt.Y("value:Q", axis=axis, scale=alt.Scale(type=self.scale, zero=self.from_zero))
 
 
+@dataclass(frozen=True)
+class _Plot:
+    """What is to be drawn of one quantity."""
+
+    id: str
+    title: str
+    unit: str
+    curve: Curve
+    look: ChartTheme = field(default_factory=ChartTheme)
+    held_out: Curve = NO_CURVE
+    trained: Curve = NO_CURVE
+    """Held-out losses of the weights in training, where an average of them is what is judged."""
+    references: Sequence[tuple[float, str]] = ()
+    changes: Sequence[Mapping[str, Any]] = ()
+    remark: str = ""
+    smoothing: bool = True
+
+
 def figures(record: RunRecord, key: KeyFigures) -> list[ChartFigure]:
-    """The charts for which there are records, most important first."""
-    first = [loss(record, key), *(metric(record, name) for name in key.measured), throughput(record, key)]
-    others = [gradient_norm(record), learning_rate(record), memory(record, key), noise_scale(record)]
-    return [figure for figure in (*first, *others) if figure is not None]
+    """Return the charts for which there are records, most important first."""
+    return figures_of(*run_curves(record, key.measured), record, key)
 
 
-def loss(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
-    points, held_out = curve(record.steps, "loss"), curve(record.evaluations, "loss")
-    if not points and not held_out:
-        return None
-    trained = curve(record.evaluations, "trained_loss")
-    look = ChartTheme(_legend(points) + ((HELD_OUT,) if held_out else ()) + ((TRAINED,) if trained else ()))
-    layers = [*_change_lines(record.events), *_curve_layers(points, look)]
-    summary = describe("Training loss", points)
-    if trained:
-        layers.append(_evaluations_layer(trained, TRAINED, look))
-        summary += f" Held-out loss of the weights in training ends at {significant(trained[-1].value)}."
-    if held_out:
-        layers.append(_evaluations_layer(held_out, HELD_OUT, look))
-        summary += f" Held-out loss ends at {significant(held_out[-1].value)}."
-    if key.unigram_entropy is not None:
-        layers += _reference(key.unigram_entropy, f"unigram entropy {significant(key.unigram_entropy)}")
-        summary += f" The unigram entropy is {significant(key.unigram_entropy)}."
-    return ChartFigure("loss", "Loss", key.nats, summary, _together(layers, 320), points, held_out, trained)
+def figures_of(steps: RunCurves, evaluations: RunCurves, record: RunRecord, key: KeyFigures) -> list[ChartFigure]:
+    """Return the charts of curves that are kept while a run goes on."""
+    metrics = [name for name in key.measured if name in evaluations.columns]
+    of_rates = ChartTheme(from_zero=True, number_format="~g")
+    plots = [
+        _loss(steps.curve("loss"), evaluations, record, key),
+        *(_Plot(name, f"Held-out {name}", name, evaluations.curve(name), smoothing=False) for name in metrics),
+        _memory(steps.curve("memory"), key),
+        _throughput(steps.curve("tokens_per_second"), key),
+        _gradient_norm(steps.curve("gradient_norm")),
+        _Plot("learning_rate", "Learning rate", "", steps.curve("learning_rate"), of_rates, smoothing=False),
+        _noise_scale(steps.curve(NOTED)),
+    ]
+    return [_drawn(plot) for plot in plots if len(plot.curve) or len(plot.held_out)]
 
 
-def metric(record: RunRecord, name: str) -> ChartFigure | None:
-    """A metric that evaluations measure in addition to the loss."""
-    return _figure(name, f"Held-out {name}", name, curve(record.evaluations, name), ChartTheme())
+def _loss(curve: Curve, evaluations: RunCurves, record: RunRecord, key: KeyFigures) -> _Plot:
+    entropy = key.unigram_entropy
+    return _Plot(
+        "loss",
+        "Loss",
+        key.nats,
+        curve,
+        ChartTheme(height=320),
+        held_out=evaluations.curve("loss"),
+        trained=evaluations.curve("trained_loss"),
+        references=[(entropy, f"unigram entropy {significant(entropy)}")] if entropy is not None else (),
+        changes=[event for event in record.events if event["kind"] == "change"][-CHANGE_LINES:],
+    )
 
 
-def throughput(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
-    points = curve(record.steps, "tokens_per_second")
-    if not points:
-        return None
-    layers = _curve_layers(points, ChartTheme(_legend(points)))
-    summary = describe("Throughput", points) + f" The median is {scaled(median(point.value for point in points))}."
-    return ChartFigure("throughput", "Throughput", f"{key.unit}/s", summary, _together(layers), points)
+def _memory(curve: Curve, key: KeyFigures) -> _Plot:
+    """Memory in use against the predicted peak and the measured one; while a run goes on, the highest in use so far."""
+    highest = float(curve.values.max()) if len(curve) else None
+    measured = ("measured peak", key.peak_memory) if key.peak_memory is not None else ("highest so far", highest)
+    known = [(label, value) for label, value in (("predicted peak", key.predicted_memory), measured) if value]
+    size, prefix = prefix_for(max([highest or 0.0, *(value for _, value in known)]))
+    references = [(value / size, f"{label} {scaled(value, 'B')}") for label, value in known]
+    shown, look = Curve(curve.steps, curve.values / size), ChartTheme(from_zero=True)
+    return _Plot("memory", "Memory", f"{prefix}B", shown, look, references=references, smoothing=False)
 
 
-def learning_rate(record: RunRecord) -> ChartFigure | None:
-    points, look = curve(record.steps, "learning_rate"), ChartTheme(number_format="~g", from_zero=True)
-    return _figure("learning_rate", "Learning rate", "", points, look)
+def _throughput(curve: Curve, key: KeyFigures) -> _Plot:
+    remark = f"The median is {scaled(float(np.median(curve.values)))}." if len(curve) else ""
+    return _Plot("throughput", "Throughput", f"{key.unit}/s", curve, remark=remark)
 
 
-def gradient_norm(record: RunRecord) -> ChartFigure | None:
-    points = curve(record.steps, "gradient_norm")
-    unit, scale = scale_of_norms([point.value for point in points])
-    return _figure("gradient_norm", "Gradient norm", unit, points, ChartTheme(_legend(points), scale))
+def _gradient_norm(curve: Curve) -> _Plot:
+    """Gradient norms, on a logarithmic scale where one is far above the others."""
+    values = curve.values
+    spiky = len(values) > 0 and values.min() > 0 and values.max() > 20 * np.median(values)
+    unit, scale = ("logarithmic scale", "log") if spiky else ("", "linear")
+    return _Plot("gradient_norm", "Gradient norm", unit, curve, ChartTheme(scale=scale))
 
 
-def scale_of_norms(values: Sequence[float]) -> tuple[str, str]:
-    """Unit and scale: a logarithmic one where a norm is far above the others."""
-    spiky = len(values) > 0 and min(values) > 0 and max(values) > 20 * median(values)
-    return ("logarithmic scale", "log") if spiky else ("", "linear")
+def _noise_scale(curve: Curve) -> _Plot:
+    above = curve.values > 0
+    curve = Curve(curve.steps[above], curve.values[above])
+    return _Plot(NOTED, "Gradient noise scale", "examples", curve, ChartTheme(scale="log"))
 
 
-def memory(record: RunRecord, key: KeyFigures) -> ChartFigure | None:
-    points = curve(record.steps, "memory")
-    if not points:
-        return None
-    peaks = [("predicted peak", key.predicted_memory), ("measured peak", key.peak_memory)]
-    known = [(label, value) for label, value in peaks if value is not None]
-    size, prefix = prefix_for(max([point.value for point in points] + [value for _, value in known]))
-    shown = [CurvePoint(point.step, point.value / size) for point in points]
-    layers = _curve_layers(shown, ChartTheme(from_zero=True))
-    top = max((value for _, value in known), default=0.0)
-    for label, value in known:
-        layers += _reference(value / size, f"{label} {scaled(value, 'B')}", below=value < top)
-    return ChartFigure("memory", "Memory", f"{prefix}B", describe("Memory in use", shown), _together(layers), shown)
+def _drawn(plot: _Plot) -> ChartFigure:
+    curve, smoothing = plot.curve, plot.smoothing and len(plot.curve) >= SMOOTHED_FROM
+    thinned = curve.thin(EACH_POINTS if smoothing else LINE_POINTS)
+    changes = [
+        {"step": each["step"], "change": str(each.get("technique", "")), "reason": str(each.get("reason", ""))}
+        for each in plot.changes
+    ]
+    top = max((value for value, _ in plot.references), default=0.0)
+    labels = [{"value": value, "label": label, "top": value == top} for value, label in plot.references]
+    data = {
+        "changes": changes,
+        "named": changes if len(changes) <= NAMED_CHANGES else [],
+        "each": _rows(thinned) if smoothing else [],
+        "smoothed": _rows(curve.smooth(LINE_POINTS) if smoothing else thinned),
+        "held_out": _rows(plot.held_out.thin(LINE_POINTS)),
+        "trained": _rows(plot.trained.thin(LINE_POINTS)),
+        "above": [row for row in labels if row["top"]],
+        "below": [row for row in labels if not row["top"]],
+    }
+    data = {name: rows for name, rows in data.items() if rows}
+    table = curve_table(plot.title, plot.unit, curve.spans(CHART_ROWS), plot.held_out.points, plot.trained.points)
+    spec = specification(plot.look, tuple(data))
+    return ChartFigure(plot.id, plot.title, plot.unit, _summary(plot, thinned), spec, data, table)
 
 
-def noise_scale(record: RunRecord) -> ChartFigure | None:
-    points = [point for point in curve(record.notes, "noise_scale") if point.value > 0]
-    look = ChartTheme(_legend(points), scale="log")
-    return _figure("noise_scale", "Gradient noise scale", "examples", points, look)
+def _summary(plot: _Plot, thinned: Sequence[CurvePoint]) -> str:
+    """A curve in sentences; its ends and its extremes are enough of it."""
+    sentences = [f"{plot.title} has no values yet."]
+    if thinned:
+        low, high = min(point.value for point in thinned), max(point.value for point in thinned)
+        first, last = thinned[0], thinned[-1]
+        sentences = [
+            f"{plot.title} goes from {significant(first.value)} at step {first.step:,} to {significant(last.value)} at "
+            f"step {last.step:,}; lowest {significant(low)}, highest {significant(high)}."
+        ]
+    for words, evaluated in (
+        ("Held-out loss of the weights in training", plot.trained),
+        ("Held-out loss", plot.held_out),
+    ):
+        if len(evaluated):
+            sentences.append(f"{words} ends at {significant(float(evaluated.values[-1]))}.")
+    sentences += [f"{label[0].upper()}{label[1:]}." for _, label in plot.references]
+    return " ".join([*sentences, plot.remark]).strip()
 
 
-def _figure(name: str, title: str, unit: str, points: Sequence[CurvePoint], look: ChartTheme) -> ChartFigure | None:
-    if not points:
-        return None
-    return ChartFigure(name, title, unit, describe(title, points), _together(_curve_layers(points, look)), points)
+@functools.cache
+def specification(look: ChartTheme, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the Vega-Lite of a chart of these data, without them; Vega warns of a scale over data that are empty."""
+    shown = [series for name, series in SERIES.items() if name in names]
+    legend = alt.Legend(values=shown, title=None, orient="top") if len(shown) > 1 else None
+    colour = alt.Color("series:N", scale=alt.Scale(domain=list(SERIES.values())), legend=legend)
 
+    def series(name: str) -> alt.Chart:
+        chart = _named(name).transform_calculate(series=f"'{SERIES[name]}'")
+        return chart.encode(x=_step_axis(), y=look.y(), color=colour)
 
-def _legend(points: Sequence[CurvePoint]) -> tuple[str, ...]:
-    return (EACH, SMOOTHED) if len(points) >= SMOOTHED_FROM else (SMOOTHED,) if points else ()
-
-
-def _curve_layers(points: Sequence[CurvePoint], look: ChartTheme) -> list[alt.Chart]:
-    """The curve; a smoothed one over it when the legend names both; points that answer to the pointer."""
-    if not points:
-        return []
-    line = smooth(points) if EACH in look.legend else points
     marks = {"strokeJoin": "round", "aria": False}
-    layers = [_chart(thin(line, DRAWN_POINTS), SMOOTHED, look).mark_line(strokeWidth=2, **marks)]
-    if EACH in look.legend:
-        layers.insert(0, _chart(thin(points, DRAWN_POINTS), EACH, look).mark_line(strokeWidth=1, **marks))
-    layers[0] = layers[0].encode(y=look.y())
-    return [*layers, hover_points(_chart(thin(line, HOVER_POINTS), SMOOTHED, look))]
+    changes = _named("changes").encode(x=_step_axis(), tooltip=["step:Q", "change:N", "reason:N"])
+    names_of_changes = _named("named").encode(x=_step_axis(), y=alt.value(2), text="change:N")
+    label = {"style": "reference-label", "align": "left", "baseline": "top", "dx": 5, "limit": 200, "aria": False}
+    layers = {
+        "changes": [changes.mark_rule(style="change", aria=False)],
+        "named": [names_of_changes.mark_text(**label)],
+        "each": [series("each").mark_line(strokeWidth=1, **marks)],
+        "smoothed": [series("smoothed").mark_line(strokeWidth=2, **marks), _hover_points(series("smoothed"))],
+        "trained": [_evaluations(series("trained"), SERIES["trained"])],
+        "held_out": [_evaluations(series("held_out"), SERIES["held_out"])],
+        "above": _reference(_named("above"), below=False),
+        "below": _reference(_named("below"), below=True),
+    }
+    drawn = [layer for name, each in layers.items() if name in names for layer in each]
+    spec = alt.layer(*drawn).properties(width="container", height=look.height).to_dict(validate=False)
+    return {name: part for name, part in spec.items() if name != "$schema"}  # a URL that nothing reads here
 
 
-def hover_points(chart: alt.Chart) -> alt.Chart:
+def _hover_points(chart: alt.Chart) -> alt.Chart:
     """Points that answer to the pointer."""
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", fields=["step"], empty=False)
     return (
@@ -176,73 +236,29 @@ def hover_points(chart: alt.Chart) -> alt.Chart:
     )
 
 
-def _evaluations_layer(points: Sequence[CurvePoint], series: str, look: ChartTheme) -> alt.Chart:
-    drawn = thin(points, HOVER_POINTS)
-    dots = alt.OverlayMarkDef(filled=True, size=40 if len(drawn) < 60 else 12)
+def _evaluations(chart: alt.Chart, series: str) -> alt.Chart:
+    dots = alt.OverlayMarkDef(filled=True, size=25)
     tooltip = [alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", title=f"{series} loss", format=".4~g")]
-    return _chart(drawn, series, look).mark_line(strokeWidth=1.5, point=dots, aria=False).encode(tooltip=tooltip)
+    return chart.mark_line(strokeWidth=1.5, point=dots, aria=False).encode(tooltip=tooltip)
 
 
-def _reference(value: float, label: str, below: bool = False) -> list[alt.Chart]:
-    """A dashed line across the chart with its name at the right end, above the line unless told `below`."""
-    return reference_marks(alt.Chart(alt.Data(values=[{"value": value}])), alt.value(label), below)
-
-
-def reference_marks(chart: alt.Chart, text: Any, below: bool) -> list[alt.Chart]:
+def _reference(chart: alt.Chart, below: bool) -> list[alt.Chart]:
+    """Dashed lines across the chart with their names at the right end, above or below the line."""
     lines = chart.encode(y="value:Q")
     rule = lines.mark_rule(style="reference", aria=False)
-    end = lines.encode(x=alt.value("width"), text=text)
+    end = lines.encode(x=alt.value("width"), text="label:N")
     place = {"align": "right", "dx": -4, "dy": 11 if below else -9, "aria": False}
     return [rule, end.mark_text(style="reference-halo", **place), end.mark_text(style="reference-label", **place)]
 
 
-def _change_lines(events: Sequence[Mapping[str, Any]]) -> list[alt.Chart]:
-    values = [
-        {"step": event["step"], "change": str(event.get("technique", "")), "reason": str(event.get("reason", ""))}
-        for event in events
-        if event["kind"] == "change"
-    ]
-    if not values:
-        return []
-    chart = alt.Chart(alt.Data(values=values[-CHANGE_LINES:])).encode(x=step_axis())
-    rules = chart.mark_rule(style="change", aria=False).encode(tooltip=["step:Q", "change:N", "reason:N"])
-    if len(values) > NAMED_CHANGES:
-        return [rules]
-    place = {"align": "left", "baseline": "top", "dx": 5, "limit": 200, "aria": False}
-    return [rules, chart.mark_text(style="reference-label", **place).encode(y=alt.value(2), text="change:N")]
-
-
-def _chart(points: Sequence[CurvePoint], series: str, look: ChartTheme) -> alt.Chart:
-    legend = alt.Legend(values=list(look.legend), title=None, orient="top") if len(look.legend) > 1 else None
-    return series_chart(alt.Data(values=rows(points)), series, "value:Q", legend)
-
-
-def rows(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
+def _rows(points: Iterable[CurvePoint]) -> Rows:
     return [{"step": point.step, "value": float(f"{point.value:.5g}")} for point in points]
 
 
-def series_chart(data: Any, series: str, y: Any, legend: alt.Legend | None = None) -> alt.Chart:
-    colour = alt.Color("series:N", scale=alt.Scale(domain=SERIES), legend=legend)
-    return alt.Chart(data).transform_calculate(series=f"'{series}'").encode(x=step_axis(), y=y, color=colour)
+def _step_axis() -> alt.X:
+    axis = alt.Axis(title="step", format="~s", tickCount=6)
+    return alt.X("step:Q", axis=axis, scale=alt.Scale(nice=False, zero=False))
 
 
-def step_axis() -> alt.X:
-    return alt.X(
-        "step:Q", axis=alt.Axis(title="step", format="~s", tickCount=6), scale=alt.Scale(nice=False, zero=False)
-    )
-
-
-def _together(layers: list[alt.Chart], height: int = 210) -> alt.LayerChart:
-    return alt.layer(*layers).properties(width="container", height=height)
-
-
-def describe(what: str, points: Sequence[CurvePoint]) -> str:
-    """A curve in a sentence; its ends and its extremes are enough of it."""
-    if not points:
-        return f"{what} has no values yet."
-    low, high = min(point.value for point in points), max(point.value for point in points)
-    return (
-        f"{what} goes from {significant(points[0].value)} at step {points[0].step:,} to "
-        f"{significant(points[-1].value)} at step {points[-1].step:,}; "
-        f"lowest {significant(low)}, highest {significant(high)}."
-    )
+def _named(name: str) -> alt.Chart:
+    return alt.Chart(alt.NamedData(name=name))

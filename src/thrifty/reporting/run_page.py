@@ -59,7 +59,7 @@ def render(record: RunRecord, drawn: Sequence[ChartFigure]) -> str:
         verdict=verdict(key),
         sections=[section for section in SECTIONS if section[0] not in absent],
         tiles=run_tables.tiles(key),
-        figures=[(figure, run_tables.chart_table(figure)) for figure in drawn],
+        figures=drawn,
         techniques=run_tables.techniques(record, key),
         parts=run_tables.predicted_parts(record),
         seen=example_gallery.seen(record.pictures),
@@ -84,7 +84,7 @@ def picture(figure: ChartFigure) -> bytes:
     wide = {"width": 880, "height": 400, "padding": 20, "background": LIGHT["surface"]}
     unit = f", {figure.unit}" if figure.unit else ""
     title = {"text": f"{figure.title}{unit}", "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
-    return render_png({**figure.spec, **wide, "title": title}, chart_look(LIGHT.__getitem__, font="sans-serif"))
+    return render_png({**figure.whole, **wide, "title": title}, chart_look(LIGHT.__getitem__, font="sans-serif"))
 
 
 def repeat_command(record: RunRecord) -> str:
@@ -99,8 +99,7 @@ def original_command(record: RunRecord) -> str:
 
 
 def _charts_json(drawn: Sequence[ChartFigure]) -> str:
-    # without $schema, a URL that nothing reads here
-    specs = {figure.id: {key: part for key, part in figure.spec.items() if key != "$schema"} for figure in drawn}
+    specs = {figure.id: figure.whole for figure in drawn}
     text = json.dumps({"config": chart_look(css_variable), "specs": specs}, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 

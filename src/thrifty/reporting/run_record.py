@@ -19,6 +19,7 @@ EVENTS = ("change", "checkpoint", "notice")
 RUN_FILES = ("recipe.toml", "records.jsonl", "checkpoints/LATEST")
 """Any of these in a folder makes it a run's."""
 LARGEST = 64 << 20
+LARGEST_STEP = 2**53
 """Bytes of a file beside the records that is read."""
 
 
@@ -196,6 +197,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("kind"), str) or number(record.get("step")) is None:
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return None
-    return record
+    step = number(record.get("step"))
+    return None if step is None or abs(step) > LARGEST_STEP else record

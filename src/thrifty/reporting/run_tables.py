@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from thrifty.reporting.key_figures import KeyFigures
-from thrifty.reporting.loss_curves import CurvePoint, CurveSpan, spans
 from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
-from thrifty.reporting.run_charts import ChartFigure
+from thrifty.reporting.run_curves import CurvePoint, CurveSpan
 from thrifty.reporting.run_record import RunRecord, mapping, mappings, number
 
 CHART_ROWS = 24
@@ -98,11 +97,6 @@ def settings(record: RunRecord) -> TextTable:
     """Every value of the resolved recipe and where it came from."""
     rows = [(path, value, _text(record.origins.get(path, "default"))) for path, value in _leaves(record.recipe)]
     return TextTable("The resolved recipe", ("Setting", "Value", "Origin"), rows)
-
-
-def chart_table(figure: ChartFigure) -> TextTable:
-    """A curve in a few rows. Stretches of steps keep their lowest and highest value, so no spike is lost."""
-    return curve_table(figure.title, figure.unit, spans(figure.points, CHART_ROWS), figure.held_out, figure.trained)
 
 
 def curve_table(

@@ -1,20 +1,39 @@
-"""Numbers by step, kept so that a growing run is drawn again without being read again.
+"""Curves of a run: from one value per step to what an eye or a table can take in, without hiding a spike.
 
-What is drawn is what `loss_curves.py` would draw of the whole records: of every stretch its lowest and highest value,
-and a centred moving mean. Here it is computed on arrays, so that a hundred thousand steps take milliseconds.
+A curve grows with the run, and is drawn again without being read again; a hundred thousand steps take milliseconds.
 """
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thrifty.reporting.loss_curves import CurvePoint, CurveSpan
-from thrifty.reporting.run_record import number
+from thrifty.reporting.run_record import RunRecord, mapping, number
+
+STEP_FIELDS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "flops_per_second", "memory")
+EVALUATION_FIELDS = ("loss", "trained_loss")
+NOTED = "noise_scale"
+
+
+class CurvePoint(NamedTuple):
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class CurveSpan:
+    """A stretch of steps and what the curve did there."""
+
+    first: int
+    last: int
+    mean: float
+    low: float
+    high: float
 
 
 class RunCurves:
@@ -61,12 +80,12 @@ class Curve:
         return len(self.steps)
 
     def thin(self, limit: int) -> list[CurvePoint]:
-        """At most `limit` points with both ends and the lowest and highest of every stretch among them.
+        """Return at most `limit` points with both ends and the lowest and highest of every stretch among them.
 
         limit: at least 4.
         """
         if len(self) <= limit:
-            return self._points(range(len(self)))
+            return self.points
         kept = {0, len(self) - 1}
         for first, end in _stretches(len(self), (limit - 2) // 2):
             stretch = self.values[first:end]
@@ -74,7 +93,10 @@ class Curve:
         return self._points(sorted(kept))
 
     def smooth(self, limit: int, share: float = 1 / 60) -> list[CurvePoint]:
-        """`limit` points, evenly spread, of a centred moving mean over about twice `share` of the run."""
+        """Return `limit` points, evenly spread, of a centred moving mean over about twice `share` of the run.
+
+        Centred, because an exponential average would draw the loss later than it fell.
+        """
         places = np.unique(np.linspace(0, len(self) - 1, min(limit, len(self))).round().astype(np.int64))
         reach, smoothed = int(len(self) * share), []
         for place in places:
@@ -93,8 +115,27 @@ class Curve:
             made.append(CurveSpan(*ends, float(stretch.mean()), float(stretch.min()), float(stretch.max())))
         return made
 
+    @property
+    def points(self) -> list[CurvePoint]:
+        return self._points(range(len(self)))
+
     def _points(self, places: Sequence[int]) -> list[CurvePoint]:
         return [CurvePoint(int(self.steps[place]), float(self.values[place])) for place in places]
+
+
+def run_curves(record: RunRecord, metrics: Iterable[str]) -> tuple[RunCurves, RunCurves]:
+    """Return the curves of the steps and of the evaluations of a run."""
+    steps, evaluations = RunCurves([*STEP_FIELDS, NOTED]), RunCurves([*EVALUATION_FIELDS, *metrics])
+    for each in record.steps:
+        steps.put(int(each["step"]), {**each, NOTED: noise_scale_of(each)})
+    for each in record.evaluations:
+        evaluations.put(int(each["step"]), each)
+    return steps, evaluations
+
+
+def noise_scale_of(step: Mapping[str, Any]) -> Any:
+    """Return the noise scale that a step noted, or None."""
+    return mapping(step.get("notes")).get(NOTED)
 
 
 def _stretches(length: int, count: int) -> list[tuple[int, int]]:
