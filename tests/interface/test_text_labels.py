@@ -56,9 +56,10 @@ def losses_of(run: Any) -> list[float]:
             if record["kind"] == "step"]  # fmt: skip
 
 
-CASES = [("bert", objective) for objective in ROWS] + [
-    (kind, "classification") for kind in ("roberta", "distilbert", "llama", "qwen2")
-] + [("llama", "regression"), ("roberta", "token_classification"), ("distilbert", "regression")]  # fmt: skip
+CASES = [("bert", objective) for objective in ROWS] + [("llama", "classification")]
+OTHERS = [("roberta", "classification"), ("distilbert", "classification"), ("qwen2", "classification"),
+          ("llama", "regression"), ("roberta", "token_classification"), ("distilbert", "regression")]  # fmt: skip
+CASES += [pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS]
 
 
 @pytest.mark.parametrize(("kind", "objective"), CASES)
@@ -214,3 +215,13 @@ def test_a_module_of_the_users_own_is_called_with_tokens_and_what_to_keep(tmp_pa
     )  # fmt: skip
     made = replace(made, data=replace(made.data, vocabulary=300, held_out=0.3))
     assert thrifty.train(recipe=made, runs=tmp_path / "runs", quiet=True).metrics["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize("objective", ROWS)
+def test_the_folder_of_a_classifier_brings_its_objective(tmp_path: Path, objective: str) -> None:
+    problem = {"problem_type": PROBLEM[objective]} if objective == "multi_label_classification" else {}
+    folder = save_model(tmp_path / "theirs", "bert", AUTO[objective], num_labels=OUTPUTS[objective], **problem)
+    data = write_jsonl(tmp_path / "rows.jsonl", ROWS[objective]())
+    made = thrifty.recipe(folder, data, held_out=data)
+    assert made.objective.name == objective and made.data.held_out_source == str(data)
+    assert made.data.tokenizer == str(folder / "tokenizer.json")

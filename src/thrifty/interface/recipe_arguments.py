@@ -20,6 +20,7 @@ from thrifty.data.chat.conversation_sources import holds_conversations
 from thrifty.data.data_loading import dataset_of
 from thrifty.experiments import studies
 from thrifty.interface.own_loop import technique_of
+from thrifty.models import folder_config, label_objective
 from thrifty.models.model_resolution import own_shape
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 from thrifty.recipes import load_recipe
@@ -72,9 +73,10 @@ def recipe(
     `model` is a module, whose weights are where training starts; a function that builds one, or its name as
     "package.module:function", which is called with `model_arguments`; a preset; or a Hugging Face folder. `data` and
     `held_out` are map-style or iterable datasets, `datasets.Dataset`s, DataLoaders (whose workers read them), lists,
-    arrays or tuples of arrays, or `data` is a path or a known name. `loss(model, batch)` returns one loss for each
-    example, losses and weights of their parts, or a mean; or it is the name of an objective, which for a file of
-    conversations is "chat_answers" by default. Functions in `metrics` have the same form, or are a `DatasetMetric` or
+    arrays or tuples of arrays; or `data` is a path or a known name, of labelled texts also `held_out`.
+    `loss(model, batch)` returns one loss for each example, losses and weights of their parts, or a mean; or it is the
+    name of an objective, which for a file of conversations is "chat_answers" by default, and for the folder of a
+    classifier of texts its own. Functions in `metrics` have the same form, or are a `DatasetMetric` or
     `ModelMetric`. `budget` is "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps; `batch`
     is the effective batch in examples. Without an optimizer among
     `techniques` it is AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file,
@@ -103,7 +105,8 @@ def recipe(
         sources = {str(name): float(weight) for name, weight in data.items()}
         base = replace(base.without_objects("data", "held_out"), data=replace(base.data, sources=sources))
     elif isinstance(data, str | Path):
-        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, source=str(data)))
+        sources = {"source": str(data), "held_out_source": str(held_out or "")}
+        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, **sources))
         if recipe is None:
             base = _fitting(base, loss is None)
     elif data is not None:
@@ -157,8 +160,11 @@ def _fitting(recipe: Recipe, is_free: bool) -> Recipe:
         with suppress(RefusedError):  # of an architecture that only transformers knows
             length = min(recipe.data.length, own_shape(recipe.model).length)
             recipe = replace(recipe, data=replace(recipe.data, length=length))
-    is_chat = is_free and holds_conversations(recipe.data.source)
-    return replace(recipe, objective=ObjectiveSettings("chat_answers")) if is_chat else recipe
+    if not is_free:
+        return recipe
+    is_chat = holds_conversations(recipe.data.source)
+    name = "chat_answers" if is_chat else label_objective(folder_config(recipe.model))
+    return replace(recipe, objective=ObjectiveSettings(name)) if name else recipe
 
 
 def _model_settings(model: str | Path) -> ModelSettings:

@@ -1,6 +1,6 @@
 """Models in plain torch that know no technique."""
 
-from thrifty.models.model_builder import build_model, build_model_for, check_model, folder_config
+from thrifty.models.model_builder import build_model, build_model_for, check_model, folder_config, label_objective
 from thrifty.models.model_export import export_model, export_own_model
 from thrifty.models.model_resolution import model_shape, own_sizes, shape_for
 
@@ -11,6 +11,7 @@ __all__ = [
     "export_model",
     "export_own_model",
     "folder_config",
+    "label_objective",
     "model_shape",
     "own_sizes",
     "shape_for",

@@ -42,6 +42,7 @@ PROBLEM_TYPES = {
 }
 """Objectives on texts with labels, and what transformers calls them in config.json. Their models are those of
 transformers: a language model's body with a head of its own."""
+_OBJECTIVES = {kind: name for name, kind in PROBLEM_TYPES.items() if kind}
 
 
 def build_model(
@@ -193,3 +194,15 @@ def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task
 def folder_config(settings: ModelSettings) -> Mapping[str, Any]:
     """Return config.json of the folder of a trained model, empty where there is none."""
     return {} if settings.build or not settings.folder or settings.reinitialize else read_config(Path(settings.folder))
+
+
+def label_objective(config: Mapping[str, Any]) -> str:
+    """Return the objective that a folder of transformers with this config.json was trained for, if texts have labels
+    there; otherwise an empty string."""
+    kind, labels = str(config.get("architectures")), config.get("id2label")
+    if "ForTokenClassification" in kind:
+        return "token_classification"
+    if "ForSequenceClassification" not in kind:
+        return ""
+    is_number = isinstance(labels, dict) and len(labels) == 1
+    return _OBJECTIVES.get(config.get("problem_type"), "regression" if is_number else "classification")

@@ -77,6 +77,3 @@ class Classification(Objective):
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         return class_scores(rows["label"].numpy(), rows["predicted"].numpy(), self.labels)
-
-    def tokens(self, batch: Batch) -> int:
-        return int(batch["keep"].sum()) if "keep" in batch.fields else len(batch)

@@ -30,12 +30,12 @@ class MultiLabelClassification(Objective):
         logits = prediction.logits.float()
         return F.binary_cross_entropy_with_logits(logits, batch["labels"], reduction="none").mean(1)
 
+    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return (prediction.logits.float().sigmoid() - batch["labels"]).norm(dim=1) / batch["labels"].shape[1]
+
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         predicted, labels = prediction.logits > 0, batch["labels"] > 0
         return {"accuracy": (predicted == labels).all(1).float(), "predicted": predicted, "label": labels}
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         return several_class_scores(rows["label"].numpy(), rows["predicted"].numpy())
-
-    def tokens(self, batch: Batch) -> int:
-        return int(batch["keep"].sum())

@@ -28,14 +28,14 @@ class Regression(Objective):
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return (_numbers(prediction) - batch["labels"]).square()
 
+    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
+        return 2 * (_numbers(prediction) - batch["labels"]).abs()
+
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         return {"predicted": _numbers(prediction), "label": batch["labels"]}
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         return correlations(rows["label"].numpy(), rows["predicted"].numpy())
-
-    def tokens(self, batch: Batch) -> int:
-        return int(batch["keep"].sum())
 
 
 def _numbers(prediction: Prediction) -> Tensor:

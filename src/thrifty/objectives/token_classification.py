@@ -54,4 +54,5 @@ class TokenClassification(Objective):
         return tag_scores(rows["label"].numpy(), rows["predicted"].numpy(), self.labels)
 
     def tokens(self, batch: Batch) -> int:
-        return int(batch["keep"].sum())
+        """Words with a label."""
+        return int((batch["labels"] != NO_LABEL).sum())

@@ -59,13 +59,13 @@ class PaddedTexts:
     """Texts of any length as rows of equal length: {"inputs": (b, t), "keep": bool (b, t), "labels": (b, …)}, of pairs
     also {"types": (b, t)}; see `objectives.labelled_text`. `t` is the length of the longest."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], length: int, padding: int, names: tuple[str, ...]):
+    def __init__(self, arrays: Mapping[str, np.ndarray], length: int, padding: int, names: tuple[str, ...], form: str):
         self.tokens, self.types, self.ends, self.labels = (
             arrays[name] for name in ("tokens", "types", "ends", "labels")
         )
-        self.length, self.padding, self.names = length, padding, names
+        self.length, self.padding, self.names, self.form = length, padding, names, form
         self.begins = np.concatenate(([0], self.ends))[:-1]
-        self.has_words = len(self.labels) == len(self.tokens) != len(self.ends)
+        self.has_words = form == "tags"
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -79,6 +79,11 @@ class PaddedTexts:
             rows["types"] = np.where(keep, self.types[places], 0).astype(np.int64)
         rows["labels"] = np.where(keep, self.labels[places], NO_LABEL) if self.has_words else self.labels[indices]
         return {name: torch.from_numpy(values) for name, values in rows.items()}
+
+    @property
+    def labelled(self) -> int:
+        """Words with a label, or texts."""
+        return int((self.labels != NO_LABEL).sum()) if self.has_words else len(self)
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
         return [decode(self.tokens[self.begins[i] : self.ends[i]].tolist()) for i in indices]
@@ -94,9 +99,9 @@ class PaddedTexts:
         return f"{label:g}" if label.dtype.kind == "f" else self.names[label]
 
     def example_index(self) -> ExampleIndex:
-        is_class = self.labels.ndim == 1 and self.labels.dtype.kind == "i" and not self.has_words
-        labels = torch.from_numpy(self.labels) if is_class else None
-        return ExampleIndex(len(self), self._fingerprint, labels, self.names if is_class else ())
+        if self.form != "class":
+            return ExampleIndex(len(self), self._fingerprint)
+        return ExampleIndex(len(self), self._fingerprint, torch.from_numpy(self.labels), self.names)
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -119,11 +124,13 @@ class LabelledData:
 
     @property
     def example_unit(self) -> int:
-        return self.contents.length
+        """Labels of a text on average."""
+        return max(1, round(self.contents.labelled / len(self.contents)))
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {} if self.label_entropy is None else {"label_entropy": self.label_entropy}
+        known = {} if self.label_entropy is None else {"label_entropy": self.label_entropy}
+        return {"unit": "words" if self.contents.has_words else "texts", **known}
 
     def description(self) -> dict[str, Any]:
         sizes = {"training_texts": len(self.contents), "held_out_texts": len(self.held_out)}
@@ -162,11 +169,13 @@ class LabelledTexts(DataKind):
         config, form = request.model_config(), objective.label_form
         rows = _read(recipe.objects, settings, form, request.say)
         names = _names(rows, settings, form, config)
+        if DataSplit.HELD_OUT not in rows:
+            rows = _split(rows[DataSplit.TRAIN], settings)
         folder = _prepared(rows, names, settings, form, request.say)
         tokenizer, manifest = read_tokenizer(folder / TOKENIZER), read_manifest(folder)
         arrays = {part: load_file(folder / f"{part}.safetensors") for part in DataSplit}
         padding, longest = _padding(tokenizer, config), manifest["longest"]
-        contents = {part: PaddedTexts(each, longest, padding, names) for part, each in arrays.items()}
+        contents = {part: PaddedTexts(each, longest, padding, names, form) for part, each in arrays.items()}
         train, held_out = (contents[part] for part in DataSplit)
         refuse_less_than_a_batch(settings, len(train), f"has {len(train)} texts")
         if cut := manifest["cut"]:
@@ -197,7 +206,7 @@ def has_texts(data: Any) -> bool:
 
 
 def _read(objects: Any, settings: DataSettings, form: str, say: Callable[[str], None]) -> Rows:
-    """Return the rows to train on and those held out: of two sources, or a share of one by the hash of each text."""
+    """Return the rows to train on, and those held out where the source has such. Raises UsageError for none."""
     left_out: list[str] = []
     if objects.data is None:
         tables = open_tables(settings.source)
@@ -210,18 +219,23 @@ def _read(objects: Any, settings: DataSettings, form: str, say: Callable[[str], 
     rows = {part: read_rows(each, settings, form, left_out) for part, each in tables.items()}
     if left_out:
         say(f"{len(left_out):,} rows without a text or a label are left out: {', '.join(left_out[:3])}")
-    if DataSplit.HELD_OUT not in rows:
-        rows = _split(rows[DataSplit.TRAIN], settings.held_out)
     for part, each in rows.items():
         if not each:
             raise UsageError(f"{settings.source or 'data'} has no {part} texts with labels", fix="give more rows")
     return rows
 
 
-def _split(rows: Sequence[LabelledRow], share: float) -> Rows:
-    """Divide rows so that those of one text stay together, whatever their order."""
+def _split(rows: Sequence[LabelledRow], settings: DataSettings) -> Rows:
+    """Hold out a share of rows by the hash of each text, so that those of one text stay together, whatever their order.
+    Raises UsageError where that leaves none to train on."""
     digests = [hashlib.blake2b(repr(row.texts[0]).encode(), digest_size=8).digest() for row in rows]
-    chosen = set(sorted(set(digests))[: math.ceil(share * len(set(digests)))])
+    ordered = sorted(set(digests))
+    chosen = set(ordered[: math.ceil(settings.held_out * len(ordered))])
+    if len(chosen) == len(ordered):
+        raise UsageError(
+            f"{settings.source} has too few texts to hold {100 * settings.held_out:g}% of them out",
+            fix="give more texts, or data.held_out_source",
+        )
     parts: Rows = {part: [] for part in DataSplit}
     for row, digest in zip(rows, digests, strict=True):
         parts[DataSplit.HELD_OUT if digest in chosen else DataSplit.TRAIN].append(row)
@@ -239,8 +253,6 @@ def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, A
     if form == "number":
         return (settings.label_column or "score",)
     there = {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}
-    if not settings.held_out_source:
-        there |= {name for row in rows[DataSplit.HELD_OUT] for name in _classes(row)}
     known = config.get("id2label")
     own = tuple(str(known[key]) for key in sorted(known, key=int)) if isinstance(known, dict) else ()
     if there <= set(own):
@@ -248,7 +260,7 @@ def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, A
     else:
         is_numbered = all(name.removeprefix("-").isdecimal() for name in there)
         names = tuple(sorted(there, key=int) if is_numbered else sorted(there))
-    for row in rows[DataSplit.HELD_OUT]:
+    for row in rows.get(DataSplit.HELD_OUT, ()):
         if unknown := set(_classes(row)) - set(names):
             raise UsageError(
                 f"{row.where}: no text to train on has the label {min(unknown)!r}; there are: {', '.join(names[:20])}",

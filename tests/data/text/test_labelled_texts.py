@@ -1,0 +1,248 @@
+"""Labelled texts: which columns are read, what a label is, what is held out, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import labelled_texts
+import pytest
+from labelled_texts import write_csv, write_jsonl
+
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import DataSettings, ObjectiveSettings, Recipe
+from thrifty.data.text.labelled_data import LabelledData
+from thrifty.training.run_setup import open_examples
+
+REVIEWS = labelled_texts.reviews(40)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
+
+
+def opened(source: Path | str, objective: str = "classification", said: list[str] | None = None, **data: Any) -> Any:
+    settings = {"batch": 4, "length": 64, "vocabulary": 300, "held_out": 0.25} | data
+    recipe = Recipe(data=DataSettings(str(source), **settings), objective=ObjectiveSettings(objective))
+    _, found = open_examples(recipe, (said if said is not None else []).append)
+    assert isinstance(found, LabelledData)
+    return found
+
+
+def shown(data: LabelledData) -> list[tuple[str, str]]:
+    """Texts and labels of the training part, without special tokens."""
+    previews = data.previews(range(len(data.contents)))
+    return sorted((each.text.replace("<|endoftext|>", ""), each.label) for each in previews)
+
+
+def texts_of(rows: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    return {(row["text"], str(row["label"])) for row in rows}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "parquet"])
+def test_tables_of_every_form_hold_the_same_texts(tmp_path: Path, form: str) -> None:
+    odd = [
+        {"text": 'she said "so, so"\nand left', "label": "positive"},
+        {"text": "naïve façade 🙂 日本語; a,b", "label": "positive"},
+    ]
+    rows, path = [*REVIEWS, *odd], tmp_path / f"reviews.{form}"
+    if form == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif form == "jsonl":
+        write_jsonl(path, rows)
+    else:
+        write_csv(path, rows, "," if form == "csv" else "\t")
+    data = opened(path)
+    assert data.ends.labels == ("negative", "positive")
+    assert set(shown(data)) < texts_of(rows) and len(data.contents) + len(data.held_out) == 42
+    assert len(data.held_out) == 11
+
+
+def test_texts_that_are_the_same_stay_on_one_side(tmp_path: Path) -> None:
+    data = opened(write_jsonl(tmp_path / "twice.jsonl", REVIEWS * 3))
+    assert len(data.held_out) == 30 and len({text for text, _ in shown(data)}) == 30
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ([0, 1], ("0", "1")),
+        (["10", "9"], ("9", "10")),
+        ([1.0, 2.0], ("1", "2")),
+        ([1, "1", 2.0], ("1", "2")),
+        ([True, False], ("false", "true")),
+        ([-1, 1], ("-1", "1")),
+        (["ü", "a"], ("a", "ü")),
+    ],
+)
+def test_classes_are_names_or_whole_numbers_in_their_order(
+    tmp_path: Path, values: list, names: tuple[str, ...]
+) -> None:
+    rows = [{"text": row["text"], "label": values[n % len(values)]} for n, row in enumerate(REVIEWS)]
+    assert opened(write_jsonl(tmp_path / "rows.jsonl", rows)).ends.labels == names
+
+
+def test_numbers_may_be_written_as_text(tmp_path: Path) -> None:
+    rows = [{"text": row["text"], "label": f"{n}.5"} for n, row in enumerate(REVIEWS)]
+    labels = opened(write_csv(tmp_path / "rows.csv", rows), "regression").train.at(0)["labels"]
+    assert labels.dtype.is_floating_point and set(labels.tolist()) <= {n + 0.5 for n in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("label", "objective", "match"),
+    [
+        (0.5, "classification", r"line 1: column 'label' holds 0.5, a number and no class"),
+        (["a", "b"], "classification", r"holds \['a', 'b'\], a list and no single label"),
+        ("good", "regression", "holds 'good', no number"),
+        ("1e999", "regression", "no finite number"),
+        (3, "multi_label_classification", "holds 3, no list"),
+    ],
+)
+def test_a_label_of_another_form_is_refused_by_its_line(tmp_path: Path, label: Any, objective: str, match: str) -> None:
+    rows = [{"text": row["text"], "label": label} for row in REVIEWS]
+    with pytest.raises(UsageError, match=match):
+        opened(write_jsonl(tmp_path / "rows.jsonl", rows), objective)
+
+
+def test_rows_without_a_text_or_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
+    empty = [{"text": " ", "label": "positive"}, {"text": "a film", "label": None}, {"text": "a", "label": ""}]
+    said: list[str] = []
+    data = opened(write_jsonl(tmp_path / "rows.jsonl", [*empty, *REVIEWS]), said=said)
+    assert len(data.contents) + len(data.held_out) == 40
+    assert any(
+        "3 rows without a text or a label are left out" in line and "rows.jsonl, line 1" in line for line in said
+    )
+
+
+def test_texts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
+    said: list[str] = []
+    long = [*REVIEWS, {"text": "a film with actors " * 100, "label": "positive"}]
+    data = opened(write_jsonl(tmp_path / "rows.jsonl", long), length=16, said=said)
+    batch = data.train.at(0)
+    assert batch["inputs"].shape == (4, 16) and any(
+        "are longer than data.length = 16 and are cut" in line for line in said
+    )
+    short = opened(write_jsonl(tmp_path / "short.jsonl", REVIEWS), length=512).train.at(0)
+    assert short["keep"].sum(1).max() <= short["inputs"].shape[1] < 64
+
+
+def test_columns_of_other_names_are_given_and_missing_ones_are_named(tmp_path: Path) -> None:
+    rows = [{"body": row["text"], "title": "x", "sentiment": row["label"]} for row in REVIEWS]
+    path = write_csv(tmp_path / "rows.csv", rows)
+    with pytest.raises(UsageError, match=r"no column of texts; there are: body, title, sentiment") as caught:
+        opened(path)
+    assert "data.column" in caught.value.fix
+    with pytest.raises(UsageError, match="no column of labels; there are: body, title, sentiment") as caught:
+        opened(path, column="body")
+    assert "data.label_column" in caught.value.fix
+    with pytest.raises(UsageError, match="no column 'heading'; there are: body"):
+        opened(path, column="body", pair_column="heading", label_column="sentiment")
+    data = opened(path, column="body", pair_column="title", label_column="sentiment")
+    batch = data.train.at(0)
+    assert data.ends.labels == ("negative", "positive") and int(batch["types"].max()) == 1
+
+
+def test_a_folder_brings_its_own_held_out_texts(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train.jsonl", REVIEWS[:30])
+    write_csv(tmp_path / "set" / "test.csv", REVIEWS[30:])
+    data = opened(tmp_path / "set")
+    assert len(data.contents) == 30 and len(data.held_out) == 10
+    other = opened(tmp_path / "set" / "train.jsonl", held_out_source=str(tmp_path / "set" / "test.csv"))
+    assert other.identity == data.identity
+
+
+def test_a_held_out_label_that_none_to_train_on_has_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train.jsonl", REVIEWS[:30])
+    write_jsonl(tmp_path / "set" / "dev.jsonl", [*REVIEWS[30:], {"text": "so so", "label": "neutral"}])
+    with pytest.raises(UsageError, match=r"dev.jsonl, line 11: no text to train on has the label 'neutral'"):
+        opened(tmp_path / "set")
+
+
+def test_one_class_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="every text has the label 'positive'"):
+        opened(write_jsonl(tmp_path / "rows.jsonl", [{**row, "label": "positive"} for row in REVIEWS]))
+
+
+def test_words_and_labels_of_unequal_number_are_refused_by_their_line(tmp_path: Path) -> None:
+    rows = labelled_texts.tagged(10)
+    rows[6]["ner_tags"] = rows[6]["ner_tags"][1:]
+    with pytest.raises(UsageError, match=r"line 7: 8 words and 7 labels|line 7: \d words and \d labels"):
+        opened(write_jsonl(tmp_path / "rows.jsonl", rows), "token_classification")
+
+
+def test_the_first_token_of_a_word_has_its_label_and_no_other(tmp_path: Path) -> None:
+    rows = [{"tokens": ["unbelievable", "film"], "tags": ["GOOD", "O"]}] * 2 + labelled_texts.tagged(30)
+    for row in rows[2:]:
+        row["tags"] = row.pop("ner_tags")
+    data = opened(write_jsonl(tmp_path / "rows.jsonl", rows), "token_classification", vocabulary=262)
+    batch = data.train.at(0)
+    words = {" ".join(row["tokens"]): row["tags"] for row in rows}
+    for tokens, keep, labels in zip(batch["inputs"], batch["keep"], batch["labels"], strict=True):
+        text = data.tokenizer.decode(tokens[keep].tolist()).replace("<|endoftext|>", "").strip()
+        assert [data.ends.labels[tag] for tag in labels if tag != -100] == words[text]
+        assert (labels != -100).sum() < keep.sum() - 2  # of several pieces, and special tokens
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet"])
+def test_names_of_numbered_classes_come_with_data_sets_of_hugging_face(tmp_path: Path, form: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    names = datasets.ClassLabel(names=["positive", "negative"])
+    rows = [{**row, "label": names.str2int(row["label"])} for row in REVIEWS]
+    features = datasets.Features({"text": datasets.Value("string"), "label": names})
+    whole = datasets.Dataset.from_list([*rows, {"text": "of a test", "label": -1}], features=features)
+    if form == "saved":
+        splits = {"train": whole.select(range(30)), "test": whole.select(range(30, 41))}
+        datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
+        data = opened(tmp_path / "set")
+        assert (len(data.contents), len(data.held_out)) == (30, 10)
+    else:
+        whole.to_parquet(tmp_path / "rows.parquet")
+        data = opened(tmp_path / "rows.parquet")
+    assert data.ends.labels == ("negative", "positive") and set(shown(data)) < texts_of(REVIEWS)
+
+
+def test_columns_of_labels_are_for_labelled_texts(tmp_path: Path) -> None:
+    recipe = Recipe(data=DataSettings(str(tmp_path), label_column="label"))
+    with pytest.raises(UsageError, match=r"data.label_column is set, which is for labelled texts"):
+        open_examples(recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.csv", "text,label\nso,1,2\n", "line 2: not as many columns as the heading"),
+        ("a.csv", 'text,label\n"so,1\n', "no readable table"),
+        ("a.csv", "", "no train texts with labels"),
+        ("a.csv", "text,label\n", "no train texts with labels"),
+        ("a.txt", "so", "no table of texts with labels"),
+    ],
+)
+def test_a_broken_table_is_refused(tmp_path: Path, name: str, content: str, match: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=match):
+        opened(tmp_path / name)
+
+
+def test_bytes_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("text,label\nnaïve,1\n".encode("latin-1"))
+    with pytest.raises(UsageError, match="no readable table"):
+        opened(tmp_path / "a.csv")
+
+
+def test_texts_are_prepared_once_and_again_where_labels_change(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = write_jsonl(tmp_path / "rows.jsonl", REVIEWS)
+    one, again = opened(path, said=said), opened(path, said=said)
+    assert one.identity == again.identity and sum("preparing" in line for line in said) == 1
+    swapped = [{**row, "label": "mixed" if n == 3 else row["label"]} for n, row in enumerate(REVIEWS)]
+    other = opened(write_jsonl(path, swapped), said=said)
+    assert other.ends.labels == ("mixed", "negative", "positive") and sum("preparing" in line for line in said) == 2
+    with pytest.raises(UsageError, match="labels"):
+        replace(other, identity={**other.identity, "tokenizer.json": one.identity["tokenizer.json"]}).check_meaning(
+            one.identity, tmp_path
+        )
