@@ -44,7 +44,9 @@ from .interface.scaling import recommend_size as recommend_size
 from .interface.studies import study as study
 from .interface.technique_profiles import TechniqueProfile as TechniqueProfile
 from .interface.technique_profiles import show as show
+from .interface.training import RunInterrupted as RunInterrupted
 from .interface.training import RunResult as RunResult
+from .interface.training import RunTerminated as RunTerminated
 from .interface.training import resume as resume
 from .interface.training import steps as steps
 from .interface.training import train as train

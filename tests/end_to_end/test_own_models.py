@@ -90,3 +90,51 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused_before_the_run(tmp_pa
         refused = thrifty(verb, *TEXT, *GPT, "--model-arg", "vocabulary=319", exit_code=2)
         assert "the embedding 'wte' has 319 rows, and 'tokens' of the examples has the value 319" in refused.stderr
         assert "build it with at least 320" in refused.stderr
+
+
+WORK = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+train_set = [{"x": torch.randn(6), "y": torch.tensor(number % 2)} for number in range(32)]
+
+def build(width: int = 6):
+    return nn.Linear(width, 2)
+
+def test_set():
+    return train_set[:8]
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+"""
+OBJECTS = ("--model", "work:build", "--data", "work:train_set", "--held-out", "work:test_set", "--loss", "work:loss")
+PLAIN = ("text", "--without", "compile", "--budget", "4steps", "--set", "data.batch=8", "--set", "checkpoints.every=2")
+
+
+def test_data_and_a_loss_of_ones_own_have_names_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORK)
+    thrifty = CommandLine(tmp_path)
+    assert not thrifty.json("explain", *PLAIN, *OBJECTS)["refused"]
+    assert thrifty.json("estimate", *OBJECTS[1:4], *OBJECTS[6:], "--batch", "8")["fits"]
+    thrifty("train", *PLAIN, *OBJECTS, "--name", "mine", "--quiet")
+    recipe = (thrifty.run("mine") / "recipe.toml").read_text()
+    assert 'data = "work:train_set"' in recipe and '"work:loss"' in recipe and '"work:test_set"' in recipe
+    assert not any(word in recipe for word in ("preset", "folder", "next_token", "\nsource ="))
+    for words in (("resume", "mine"), ("train", str(thrifty.run("mine") / "recipe.toml"), "--name", "other")):
+        assert " ".join(OBJECTS) in thrifty(*words, exit_code=2).stderr
+    thrifty("resume", "mine", *OBJECTS, "--fork", "more", "--set", "budget.steps=6", "--quiet")
+    (tmp_path / "work.py").write_text(WORK.replace("cross_entropy(", "cross_entropy(0.5 * "))
+    assert "python.sources.work:loss: " in thrifty("resume", "more", *OBJECTS, exit_code=2).stderr
+
+
+def test_a_path_that_exists_is_a_path_and_halves_of_own_data_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORK)
+    thrifty = CommandLine(tmp_path)
+    assert "need held-out data" in thrifty("explain", *PLAIN, *OBJECTS[:4], *OBJECTS[6:], exit_code=2).stderr
+    assert (
+        "did you mean 'train_set'" in thrifty("explain", *PLAIN, *OBJECTS, "--data", "work:train", exit_code=2).stderr
+    )
+    write_corpus(tmp_path / "work:train_set")
+    explained = thrifty.json("explain", *TEXT, "--data", "work:train_set")
+    assert explained["data"]["vocabulary"] == 320

@@ -38,7 +38,7 @@ def test_a_signal_while_training_saves_and_resume_ends_identical(
     saved = len(thrifty.records("run"))
     assert 0 < saved < STEPS and stdout.startswith(f"interrupted after {saved} steps")
     assert f"stopped by signal {number.value} at step {saved}, which is saved" in stderr
-    assert "go on with: thrifty resume" in stderr and "Traceback" not in stderr
+    assert "resume by: thrifty resume" in stderr and "Traceback" not in stderr
     thrifty("resume", "run")
     assert_equal(thrifty.tensors("run"), whole.tensors("uninterrupted"))
     assert [step["step"] for step in thrifty.records("run")] == list(range(1, STEPS + 1))

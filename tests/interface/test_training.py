@@ -1,6 +1,7 @@
 """The trainer on models, datasets, losses and metrics of the user's own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -123,6 +124,32 @@ def test_a_run_on_a_dataset_that_draws_ends_in_the_same_bits_however_often_it_is
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     killed_to_the_end(tmp_path, steps, kills, ranks)
     assert_equal(final_tensors(tmp_path, "killed"), final_tensors(tmp_path, "straight"))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, thrifty.RunInterrupted), (signal.SIGTERM, thrifty.RunTerminated)]
+)
+def test_a_signal_ends_the_call_after_a_saved_step_with_the_call_that_resumes_it(
+    number: signal.Signals, kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def at_third(record: Any) -> None:
+        if record.step == 3:
+            signal.raise_signal(number)
+
+    with pytest.raises(kind) as stopped:
+        train(tmp_path, name="own", observers=[at_third], quiet=False)
+    run = stopped.value.run
+    folder = tmp_path / "own"
+    line = f"thrifty.resume('{folder}', model=build, data=…, held_out=…, loss=loss, metrics=…)"
+    assert run.summary["steps"] == 3 and run.summary["status"] == "interrupted" and run.exit_code == 128 + number
+    assert line in repr(run) and line in capsys.readouterr().err
+    assert issubclass(kind, KeyboardInterrupt if number == signal.SIGINT else SystemExit)
+    assert line in str(stopped.value) if number == signal.SIGINT else stopped.value.code == 143
+    with pytest.raises(KeyboardInterrupt):
+        for record in thrifty.steps(run):
+            if record.step == 5:
+                signal.raise_signal(signal.SIGINT)
+    assert thrifty.resume(run, quiet=True).summary["status"] == "finished"
 
 
 def test_a_resumed_run_whose_loss_has_changed_is_refused(tmp_path: Path) -> None:

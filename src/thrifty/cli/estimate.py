@@ -5,13 +5,13 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import MODEL_ARGUMENTS
+from thrifty.cli.recipe_options import DATA_HELP, LOSS, MODEL_ARGUMENTS
 from thrifty.cli.verb_output import print_result
 
 
 @click.command()
 @click.argument("model")
-@click.option("--data", help="File, folder or known set to read examples from; by default they are random.")
+@click.option("--data", help=f"{DATA_HELP} By default examples are random.")
 @click.option("--memory", help="Memory that must suffice, such as 24GB; by default that of a --device with a name.")
 @click.option("--batch", type=click.IntRange(min=1), help="Examples of a step.")
 @click.option("--length", type=click.IntRange(min=2), help="Tokens of an example.")
@@ -19,7 +19,7 @@ from thrifty.cli.verb_output import print_result
 @MODEL_ARGUMENTS
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME:KEY=VALUE,…")
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique.")
-@click.option("--objective", help="What is learned; by default what the model is for.")
+@LOSS
 @click.option(
     "--allow",
     type=click.Choice(["exact", "rounding", "different"]),
@@ -33,7 +33,7 @@ def command(
     model_arguments: tuple[str, ...],
     optimizer: str,
     additions: tuple[str, ...],
-    objective: str | None,
+    loss: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -48,7 +48,7 @@ def command(
     fit = thrifty.estimate(
         _with_arguments(model, ",".join(model_arguments)),
         options.pop("batch"),
-        loss=objective,
+        loss=loss,
         optimizer=_technique(optimizer),
         techniques=[_technique(words) for words in additions],
         **options,

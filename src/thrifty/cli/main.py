@@ -13,7 +13,7 @@ import click
 from thrifty.cli import __path__ as _folder
 from thrifty.core.atomic_files import NO_ROOM
 from thrifty.core.child_python import SAFE
-from thrifty.core.errors import ThriftyError, UsageError, did_you_mean, speak_in_commands
+from thrifty.core.errors import TYPED, ThriftyError, UsageError, did_you_mean
 
 # A thread that waits for its fellows looks for them some microseconds and then sleeps. Spinning, as OpenMP does by
 # default, makes a step up to ten times slower as soon as anything else wants the processor; sleeping at once makes many
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """Runs a verb. Exit codes: 0 fine, 1 a run failed, 2 usage, 3 infeasible, 4 integrity, 130 and 143 signals."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
-    speak_in_commands()
+    os.environ[TYPED] = "1"
     os.environ[SAFE] = "1"  # for all that torch may start, too
     try:
         return _explained(arguments)

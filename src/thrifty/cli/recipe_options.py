@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,6 +30,10 @@ MODEL_ARGUMENTS = click.option(
     metavar="KEY=VALUE",
     help="Argument of the function that builds the model.",
 )
+HELD_OUT = click.option(
+    "--held-out", metavar="PACKAGE.MODULE:NAME", help="The dataset of your own to judge by, with --data of your own."
+)
+LOSS = click.option("--loss", help="Objective by name, or package.module:function of your own, of (model, batch).")
 OWN_MODEL = click.option(
     "--model", metavar="PACKAGE.MODULE:FUNCTION", help="The function that builds the run's model, if it was your own."
 )
@@ -47,9 +50,16 @@ def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
     return decorate
 
 
+DATA_HELP = (
+    "File, folder, known set or hub:owner/name to train on, or package.module:name of your own: a dataset, or a "
+    "function that returns one."
+)
+
 recipe_options = together(
     click.argument("recipe", default="text"),
-    click.option("--data", help="File, folder, known set or hub:owner/name to train on."),
+    click.option("--data", help=DATA_HELP),
+    HELD_OUT,
+    LOSS,
     click.option("--model", help="Preset name, folder in Hugging Face layout, or package.module:function of your own."),
     MODEL_ARGUMENTS,
     click.option("--budget", help="How long: 500steps, 1e7tokens, 90s, 10min or 2h."),
@@ -66,6 +76,8 @@ recipe_options = together(
 def build_recipe(
     recipe: str,
     data: str | None = None,
+    held_out: str | None = None,
+    loss: str | None = None,
     model: str | None = None,
     model_arguments: tuple[str, ...] = (),
     budget: str | None = None,
@@ -80,8 +92,7 @@ def build_recipe(
     from thrifty.interface.recipe_arguments import layers_of
 
     layers = layers_of(recipe)
-    if data is not None:
-        layers.override("--data", {"data": {"source": _whole_path(data)}})
+    layers.apply_objects(data, held_out, loss)
     layers.apply_model(model, model_arguments)
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
@@ -90,11 +101,6 @@ def build_recipe(
             layers.override(f"--{option}", {option: value})
     layers.apply_changes(removals, additions, assignments)
     return layers if mesh is None else layers.apply_mesh(mesh)
-
-
-def _whole_path(name: str) -> str:
-    """A path that also works from another folder, when the run is resumed or sampled there; names stay names."""
-    return str(Path(name).resolve()) if name and Path(name).exists() else name
 
 
 def read_moment(option: str, text: str, fix: str) -> int | float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import MESH, MODEL_ARGUMENTS, OWN_MODEL, RANKS
+from thrifty.cli.recipe_options import HELD_OUT, LOSS, MESH, MODEL_ARGUMENTS, OWN_MODEL, RANKS
 
 
 @click.command()
@@ -17,6 +17,9 @@ from thrifty.cli.recipe_options import MESH, MODEL_ARGUMENTS, OWN_MODEL, RANKS
 @click.option("--fork", metavar="NAME", help="Go on as a new run of this name with the changed recipe.")
 @click.option("--drop-weights", is_flag=True, help="With --fork: drop weights for which the new recipe has no place.")
 @OWN_MODEL
+@click.option("--data", metavar="PACKAGE.MODULE:NAME", help="The run's data, if they were your own.")
+@HELD_OUT
+@LOSS
 @MODEL_ARGUMENTS
 @RANKS
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
@@ -28,6 +31,9 @@ def command(
     removals: tuple[str, ...],
     mesh: str | None,
     model: str | None,
+    data: str | None,
+    held_out: str | None,
+    loss: str | None,
     model_arguments: tuple[str, ...],
     ranks: int,
     fork: str | None,
@@ -37,15 +43,16 @@ def command(
 ) -> Any:
     """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
     import thrifty
-    from thrifty.cli.verb_output import print_result
+    from thrifty.cli.verb_output import print_result, run_of
     from thrifty.interface.recipe_arguments import stored_layers
 
     layers = stored_layers(run)
+    layers.apply_objects(data, held_out, loss)
     layers.apply_model(model, model_arguments)
     layers.apply_changes(removals, additions, assignments)
     if mesh is not None:
         layers.apply_mesh(mesh)
     origins = {where: origin for where, origin in layers.origins.items() if origin.startswith("--")}
     options = {"fork": fork, "drop_weights": drop_weights, "ranks": ranks, "origins": origins, "quiet": quiet}
-    resumed = thrifty.resume(run, recipe=layers.recipe(), **options)
+    resumed = run_of(lambda: thrifty.resume(run, recipe=layers.recipe(), **options))
     print_result(resumed, as_json, quiet)

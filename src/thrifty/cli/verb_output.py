@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from thrifty.interface.training import RunResult
     from thrifty.reporting.printed_result import PrintedResult
 
 
@@ -23,3 +26,13 @@ def print_result(result: "PrintedResult", as_json: bool, quiet: bool = False) ->
         print_to_terminal(result)
     if result.exit_code:
         sys.exit(result.exit_code)
+
+
+def run_of(start: "Callable[[], RunResult]") -> "RunResult":
+    """Return the run that a call starts, also one that a signal stopped."""
+    from thrifty.interface.training import RunInterrupted, RunTerminated
+
+    try:
+        return start()
+    except (RunInterrupted, RunTerminated) as stopped:
+        return stopped.run

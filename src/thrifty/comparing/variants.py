@@ -142,7 +142,7 @@ def _judged_on(recipe: Recipe) -> dict[str, Any]:
     data = recipe_to_data(recipe)
     own = {name: data["python"][name] for name in ("data", "held_out", "loss") if data["python"][name]}
     seen = {name: value for name, value in data["data"].items() if name not in OF_TRAINING}
-    return {"data": seen, "objective": data["objective"], "python": own}
+    return {"data": seen, "objective": data.get("objective"), "python": own}
 
 
 def _but_name(recipe: Recipe) -> Recipe:

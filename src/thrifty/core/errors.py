@@ -1,6 +1,7 @@
 """Errors a user can act on: what happened, where, and the smallest fix. Each kind has a stable exit code."""
 
 import difflib
+import os
 from collections.abc import Collection, Iterable
 
 
@@ -55,18 +56,13 @@ def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None
         raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(str(word), known))
 
 
-_is_typed = False
-
-
-def speak_in_commands() -> None:
-    """Let messages of this process spell what a user may change as the command line does."""
-    global _is_typed
-    _is_typed = True
+TYPED = "THRIFTY_TYPED"
+"""Environment variable of the processes of a command, in which messages are in its words."""
 
 
 def spelled(command: str, python: str) -> str:
-    """Return the spelling of a change for the reader of a message: who typed a command, or who called a function."""
-    return command if _is_typed else python
+    """Return a fix for the reader of a message: who typed a command, or who called a function."""
+    return command if TYPED in os.environ else python
 
 
 def did_you_mean(word: str, options: Iterable[str], otherwise: str = "") -> str:

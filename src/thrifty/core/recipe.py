@@ -11,7 +11,7 @@ from typing import Annotated
 
 from torch import nn
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import UsageError, spelled
 from thrifty.core.file_names import check_name
 from thrifty.core.mesh import Mesh
 from thrifty.core.old_names import order_key
@@ -20,6 +20,7 @@ from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Natural, Positive, Probability, Rate, SettingBound, check_bounds
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import PythonObjects, UserObjects
+from thrifty.core.user_sources import is_function_name
 
 Argument = bool | int | float | str | tuple[bool | int | float | str, ...]
 
@@ -267,8 +268,10 @@ class Recipe:
         object.__setattr__(self, "techniques", tuple(ordered))
         passed = {name: text for name, text in vars(self.objects.described).items() if text}
         object.__setattr__(self, "python", replace(self.python, **passed))
-        if self.objects.data is not None:
+        if self.python.data:
             object.__setattr__(self, "data", replace(self.data, source=""))
+            if self.python.loss:
+                object.__setattr__(self, "objective", ObjectiveSettings())
         if build := self.objects.build:
             weights = "given" if isinstance(self.objects.model, nn.Module) else None
             arguments = self.model.arguments if self.model.build in (None, build) else None
@@ -277,29 +280,59 @@ class Recipe:
     def without_objects(self, *names: str) -> "Recipe":
         """Return a recipe that neither holds nor names these objects."""
         usual = {name: getattr(UserObjects(), name) for name in names}
+        kept = {name: text for name, text in self.objects.names.items() if name not in names}
         recorded = {name: getattr(PythonObjects(), name) for name in names if name != "model"}
-        model = {"model_name": ""} if "model" in names else {}
         return replace(
             self,
-            objects=replace(self.objects, **usual, **model),
+            objects=replace(self.objects, **usual, names=kept),
             python=replace(self.python, **recorded),
-            model=ModelSettings() if model else self.model,
+            model=ModelSettings() if "model" in names else self.model,
         )
+
+    @property
+    def _recorded(self) -> dict[str, str]:
+        """The names of objects that the recipe records."""
+        every = {"model": self.model.build, **vars(self.python), "sources": None}
+        return {
+            name: text if isinstance(text, str) else text[0].rpartition(" ")[2] for name, text in every.items() if text
+        }
+
+    @property
+    def object_options(self) -> str | None:
+        """The options that name the objects on the command line, with a space before each; None where one has no name
+        there: a module, an object of a class, metrics."""
+        recorded = self._recorded
+        are_named = all(
+            is_function_name(text) and (name in ("model", "loss") or text.rpartition(":")[2][0].islower())
+            for name, text in recorded.items()
+        )
+        if self.model.weights or not are_named or recorded.keys() & {"metrics", "collate"}:
+            return None
+        return "".join(f" --{name.replace('_', '-')} {text}" for name, text in recorded.items())
+
+    def resume_line(self, folder: object, fork: str = "") -> str:
+        """Return the line that resumes the run of this recipe, as a command or as a call."""
+        named = {"model", "loss"} - ({"model"} if self.model.weights else set())
+        passed = {
+            name: text.rpartition(":")[2] if name in named and is_function_name(text) else "…"
+            for name, text in self._recorded.items()
+        }
+        more = [f"{name}={word}" for name, word in passed.items()] + ([f'fork="{fork}"'] if fork else [])
+        call = f"thrifty.resume({', '.join([repr(str(folder)), *more])})"
+        command = f"thrifty resume {folder}{self.object_options}" + (f" --fork {fork}" if fork else "")
+        return call if self.object_options is None else spelled(command, call)
 
     def refuse_missing_objects(self, *names: str) -> None:
         """Raise UsageError if an object that the recipe names (one of `names`, by default any) was not passed."""
-        every = {"model": self.model.build, **vars(self.python), "sources": None}
-        recorded = {
-            name: text if isinstance(text, str) else text[0].rpartition(" ")[2] for name, text in every.items() if text
-        }
+        recorded = self._recorded
         passed = {"model": self.objects.build, **vars(self.objects.described)}
         missing = {name: of for name, of in recorded.items() if not passed[name] and name in (names or recorded)}
         if not missing:
             return
         arguments = ", ".join(f"{name}=…" for name in recorded)
         words = f"from Python: thrifty.train or thrifty.resume(…, {arguments})"
-        if [*recorded] == ["model"]:
-            words = f"--model {recorded['model']}, or {words}"
+        if self.object_options:
+            words = f"{self.object_options.strip()}, or {words}"
         objects = ", ".join(f"{name} from Python ({of})" for name, of in missing.items())
         raise UsageError(
             f"the recipe has {objects}, which a file never runs by itself",

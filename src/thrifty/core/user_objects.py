@@ -10,7 +10,7 @@ from torch import nn
 
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.out_of_memory import is_out_of_memory
-from thrifty.core.user_sources import description, import_function, reference, source_fingerprints
+from thrifty.core.user_sources import description, import_function, import_named, reference, source_fingerprints
 
 BuildModel = Callable[..., nn.Module]
 
@@ -40,13 +40,23 @@ class UserObjects:
     loss: Callable[[nn.Module, Any], Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
-    model_name: str = ""
-    """The name by which `model` was imported; empty for what was passed itself."""
+    names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """The names by which some of them were imported."""
 
     @classmethod
-    def of_model(cls, model: "nn.Module | BuildModel | str | None") -> "UserObjects":
-        """Return the objects with a model alone: a module, a function, or the name of a function, which is imported."""
-        return cls(import_function(model), model_name=model) if isinstance(model, str) else cls(model)
+    def given(cls, **objects: Any) -> "UserObjects":
+        """Return objects, of which a text is the name by which one is imported. A dataset is the value of that name, or
+        what a function or a class of that name returns without arguments."""
+        names = {name: value for name, value in objects.items() if isinstance(value, str)}
+        imported: dict[str, Any] = {}
+        for name, text in names.items():
+            is_data = name in ("data", "held_out")
+            imported[name] = _dataset(text) if is_data else import_function(text)
+        return cls(**{**objects, **imported}, names=names)
+
+    def of_model(self) -> "UserObjects":
+        """Return the model alone."""
+        return UserObjects(self.model, names={name: text for name, text in self.names.items() if name == "model"})
 
     @property
     def is_passed(self) -> bool:
@@ -56,16 +66,17 @@ class UserObjects:
     @property
     def build(self) -> str:
         """The name of the model's function or class, empty without a model."""
-        return self.model_name or ("" if self.model is None else reference(self.model))
+        return self.names.get("model") or ("" if self.model is None else reference(self.model))
 
     @cached_property
     def described(self) -> PythonObjects:
         """The names and fingerprints of the objects, as a run folder records them."""
         singles = {name: getattr(self, name) for name in ("data", "held_out", "loss", "collate")}
         passed = {name: value for name, value in singles.items() if value is not None}
-        names = {name: reference(value) for name, value in passed.items()}
+        names = {name: self.names.get(name) or reference(value) for name, value in passed.items()}
         metrics = tuple(f"{name} {description(function)}" for name, function in sorted(self.metrics.items()))
-        values = [*passed.values(), *self.metrics.values(), *([] if self.model is None else [self.model])]
+        makers = [import_named(name) for name in self.names.values()]
+        values = [*makers, *passed.values(), *self.metrics.values(), *([] if self.model is None else [self.model])]
         return PythonObjects(**names, metrics=metrics, sources=source_fingerprints(values))
 
     def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
@@ -87,3 +98,16 @@ class UserObjects:
             what = f"{self.build} gives a {type(model).__name__}, and no torch.nn.Module"
             raise UsageError(what, fix="return the model itself")
         return model
+
+
+def _dataset(name: str) -> Any:
+    value = import_named(name)
+    if not callable(value) or (not isinstance(value, type) and hasattr(value, "__getitem__")):
+        return value
+    try:
+        return value()
+    except Exception as error:
+        raise UsageError(
+            f"{name} returns no dataset: {type(error).__name__}: {error}",
+            fix="name a dataset, or a function or class that returns one without arguments",
+        ) from error

@@ -39,10 +39,18 @@ def is_function_name(text: str | None) -> bool:
 
 
 def import_function(name: str) -> Callable[..., Any]:
-    """Import a function by its name, from the working folder too, which comes last. Raises UsageError where there is
-    none."""
+    """Import a function by its name; see `import_named`."""
+    value = import_named(name)
+    if not callable(value):
+        raise UsageError(f"{name} is a {type(value).__name__}, and no function", fix="name a function or a class")
+    return value
+
+
+def import_named(name: str) -> Any:
+    """Import what has this name, from the working folder too, which comes last. Raises UsageError where there is
+    nothing."""
     if not is_function_name(name):
-        raise UsageError(f"{name!r} is no name of a function", fix="write it as package.module:function")
+        raise UsageError(f"{name!r} is no name", fix="write it as package.module:name")
     module_name, _, path = name.partition(":")
     if "" not in sys.path:
         sys.path.append("")  # last: a torch.py next to the model is not torch
@@ -54,10 +62,10 @@ def import_function(name: str) -> Callable[..., Any]:
         mend = f'mend it: python -c "import {module_name}" says where'
         raise UsageError(what, fix="start where `import` finds it" if is_missing else mend) from error
     for part in path.split("."):
-        near = [word for word, thing in vars(value).items() if callable(thing)] if hasattr(value, "__dict__") else []
+        near = [word for word in vars(value) if not word.startswith("_")] if hasattr(value, "__dict__") else []
         value = getattr(value, part, None)
-        if not callable(value):
-            raise UsageError(f"{module_name} has no function {path!r}", fix=did_you_mean(part, near))
+        if value is None:
+            raise UsageError(f"{module_name} has no {path!r}", fix=did_you_mean(part, near))
     return value
 
 

@@ -80,7 +80,7 @@ def trace(
         recorded = load_pruned_masks(Path(source), width)
     else:
         text = None if data is None else Path(data)
-        recorded = with_dtype(_recorded(source, examples, length, text, seed, UserObjects.of_model(model)), dtype)
+        recorded = with_dtype(_recorded(source, examples, length, text, seed, UserObjects.given(model=model)), dtype)
     save_trace(recorded, path)
     return SavedTrace(recorded, path)
 

@@ -32,6 +32,9 @@ from thrifty.training.process_launch import launch_command
 
 Trainer = Literal["accelerate", "deepspeed", "torchtitan", "script"]
 
+CALL = "thrifty.train(recipe=plan.recipe)"
+"""The start of a plan with objects that have no name on the command line."""
+
 
 class RejectedTechniques(dict[str, str]):
     """Reasons by the names of techniques, full or short."""
@@ -95,8 +98,9 @@ class RecipePlan(PrintedResult):
             start = f"written: {files}; start it with torchrun"
             parts = cluster_plan_parts(self.plan)
         else:
-            command = launch_command(self.plan.chosen.ranks, self.recipe.model.build)
-            start = f"written: {files}; start it with {command} {files.split(', ')[0]}"
+            options = self.recipe.object_options
+            command = f"{launch_command(self.plan.chosen.ranks, options or '')} {files.split(', ')[0]}"
+            start = f"written: {files}; start it with {command if options is not None else CALL}"
             parts = plan_parts(self.plan)
         return lines(*parts, start if files else "keep it with --out plan.toml")
 

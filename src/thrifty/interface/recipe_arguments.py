@@ -70,8 +70,8 @@ def recipe(
 ) -> Recipe:
     """Return the recipe of a run: a value that `train`, `check`, `explain`, `compare` and `plan` take.
 
-    `model` is a module, whose weights are where training starts; a function that builds one, or its name as
-    "package.module:function", which is called with `model_arguments`; a preset; or a Hugging Face folder. `data` and
+    `model` is a module, whose weights are where training starts; a function that builds one, which is called with
+    `model_arguments`; a preset; or a Hugging Face folder. `data` and
     `held_out` are map-style or iterable datasets, `datasets.Dataset`s, DataLoaders (whose workers read them), lists,
     arrays or tuples of arrays; or `data` is a path or a known name, of labelled texts also `held_out`.
     `loss(model, batch)` returns one loss for each example, losses and weights of their parts, or a mean; or it is the
@@ -82,8 +82,9 @@ def recipe(
     `techniques` it is AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file,
     gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
 
-    The objects are in the recipe and in no file: TOML records their names. Raises UsageError for arguments that do not
-    fit.
+    Model, data, held-out data and loss may also be names, "package.module:name", which are imported; data are then a
+    dataset, or a function that returns one. The objects are in the recipe and in no file: TOML records their names.
+    Raises UsageError for arguments that do not fit.
 
     Example::
 
@@ -94,13 +95,17 @@ def recipe(
     changes = (model, model_arguments, data, held_out, loss, metrics, budget, batch, collate, name, seed, device)
     if recipe is not None and not techniques and all(change is None for change in changes):
         return base
+    given = {"model": model, "data": data, "held_out": held_out, "loss": loss}
+    typed = {key: value for key, value in given.items() if names_object(value)}
+    own = UserObjects.given(**typed)
+    model, data, held_out, loss = (getattr(own, key) if key in typed else value for key, value in given.items())
     passed: dict[str, Any] = {"metrics": dict(metrics) if metrics else None, "collate": collate}
-    if isinstance(model, str | Path) and not is_function_name(str(model)):
+    if isinstance(model, str | Path):
         base = replace(base.without_objects("model"), model=_model_settings(model))
     elif model is not None:
-        own = UserObjects.of_model(model)  # type: ignore[arg-type]
-        passed |= {"model": own.model, "model_name": own.model_name}
-        base = replace(base, about="" if recipe is not None and base.model.build != own.build else base.about)
+        passed |= {"model": model}
+        build = UserObjects(model, names=typed).build
+        base = replace(base, about="" if recipe is not None and base.model.build != build else base.about)
     if isinstance(data, Mapping) and data and all(isinstance(each, int | float) for each in data.values()):
         sources = {str(name): float(weight) for name, weight in data.items()}
         base = replace(base.without_objects("data", "held_out"), data=replace(base.data, sources=sources))
@@ -121,7 +126,9 @@ def recipe(
         passed["loss"] = loss
     if batch_size is not None:
         base = replace(base, data=replace(base.data, batch=batch_size))
-    objects = replace(base.objects, **{key: value for key, value in passed.items() if value is not None})
+    passed = {key: value for key, value in passed.items() if value is not None}
+    names = {key: text for key, text in base.objects.names.items() if key not in passed} | typed
+    objects = replace(base.objects, **passed, names=names)
     chosen = tuple(technique_of(each, {}) for each in techniques) or base.techniques
     named = {"name": name, "seed": seed, "device": device}
     base = replace(
@@ -144,6 +151,11 @@ def stored_layers(run: str | Path) -> RecipeLayers:
     """Return the recipe that a run keeps, as the lowest layer of changes."""
     path = find_run(run)
     return RecipeLayers().override(f"run {path.name}", stored_recipe(path))
+
+
+def names_object(value: Any) -> bool:
+    """Return True for the name of an object of the user's own; a path that exists is a path."""
+    return isinstance(value, str) and is_function_name(value) and not Path(value).exists()
 
 
 def _given(recipe: Recipe | str | Path | None) -> Recipe:

@@ -37,6 +37,8 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
         told.append(summary["unrepeatable"])
     if advice := _batch_advice(Path(summary["folder"])):
         told.append(advice)
+    if summary["status"] == "interrupted":
+        told.append(f"resume by: {summary['resume']}")
     return [*told, f"run folder {summary['folder']}"]
 
 

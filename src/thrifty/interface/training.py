@@ -1,5 +1,6 @@
 """The trainer on the user's own model, data, loss and metrics: `train`, `resume` and the run that they return."""
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from thrifty.training.rank_launch import on_ranks
 from thrifty.training.train_session import Observer
 from thrifty.training.trained_model import load_trained_model, stored_recipe
 
-OBJECTS = ("data", "held_out", "loss", "metrics", "collate")
+OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
 
 class RunResult(PrintedResult):
@@ -73,6 +74,40 @@ class RunResult(PrintedResult):
         return lines(*ending(self.summary))
 
 
+class RunInterrupted(KeyboardInterrupt):
+    """A run was stopped by Ctrl-C (SIGINT), after a step that is saved. `run` is the run until there, and the text has
+    the call that resumes it.
+
+    Example::
+
+        try:
+            run = thrifty.train(recipe=recipe)
+        except thrifty.RunInterrupted as stopped:
+            run = stopped.run
+    """
+
+    def __init__(self, run: RunResult):
+        super().__init__(f"saved after step {run.summary['steps']:,}; resume by {run.summary['resume']}")
+        self.run = run
+
+
+class RunTerminated(SystemExit):
+    """The same of SIGTERM, as schedulers send it: where nobody catches it, the process ends with exit code 143."""
+
+    def __init__(self, run: RunResult):
+        super().__init__(run.exit_code)
+        self.run = run
+
+
+def _uninterrupted(run: RunResult) -> RunResult:
+    """Return a run that ended. Raises RunInterrupted or RunTerminated for one that a signal stopped, so that nothing
+    after the call takes it for a finished one."""
+    stops = {128 + signal.SIGINT: RunInterrupted, 128 + signal.SIGTERM: RunTerminated}
+    if stop := stops.get(run.exit_code):
+        raise stop(run)
+    return run
+
+
 def train(
     model: nn.Module | BuildModel | str | Path | None = None,
     data: Any = None,
@@ -106,7 +141,8 @@ def train(
     there. `origins` says where values of the recipe came from, for reports.
 
     Raises UsageError for arguments that do not fit, for objects that cannot be sent to the processes, and for a run
-    folder that exists.
+    folder that exists. At Ctrl-C the step is finished and saved, and RunInterrupted is raised, a KeyboardInterrupt with
+    the `run` and the call that resumes it; at SIGTERM it is RunTerminated, a SystemExit.
 
     Example::
 
@@ -132,7 +168,7 @@ def train(
         chosen = replace(plan(chosen, memory=memory, allow="rounding", quiet=quiet).recipe, name=chosen.name)
     options = {"origins": origins, "observers": observers, "quiet": quiet}
     summary = on_ranks(ranks, trainer.train, chosen, Path(runs), **options)
-    return RunResult(Path(runs) / chosen.name, summary, chosen.objects)
+    return _uninterrupted(RunResult(Path(runs) / chosen.name, summary, chosen.objects))
 
 
 def resume(
@@ -164,12 +200,12 @@ def resume(
 
         run = thrifty.resume("runs/mine", model=build_model, data=train_set, held_out=test_set, loss=loss)
     """
-    own = UserObjects.of_model(model)
-    objects = replace(own, data=data, held_out=held_out, loss=loss, metrics=dict(metrics or {}), collate=collate)
+    own = {"model": model, "data": data, "held_out": held_out, "loss": loss, "collate": collate}
+    objects = UserObjects.given(**own, metrics=dict(metrics or {}))
     folder, chosen = _started(run, recipe, objects)
     options = {"fork": fork, "drop_weights": drop_weights, "origins": origins, "observers": observers, "quiet": quiet}
     summary = on_ranks(ranks, trainer.resume, folder, chosen, **options)
-    return RunResult(folder.parent / fork if fork else folder, summary, chosen.objects)
+    return _uninterrupted(RunResult(folder.parent / fork if fork else folder, summary, chosen.objects))
 
 
 def steps(
@@ -195,11 +231,13 @@ def steps(
     """
     if isinstance(run, RunResult) or (isinstance(run, str | Path) and is_run_folder(Path(run))):
         passed = {name: arguments[name] for name in OBJECTS if name in arguments}  # type: ignore[literal-required]
-        objects = replace(UserObjects.of_model(arguments.get("model")), **passed)  # type: ignore[arg-type]
-        folder, chosen = _started(run, None, objects)
-        yield from trainer.resume_steps(folder, chosen, quiet=quiet)
+        folder, chosen = _started(run, None, UserObjects.given(**passed))
+        summary = yield from trainer.resume_steps(folder, chosen, quiet=quiet)
     else:
-        yield from trainer.train_steps(recipe_of(recipe=run, **arguments), Path(runs), quiet=quiet)
+        chosen = recipe_of(recipe=run, **arguments)
+        folder = Path(runs) / chosen.name
+        summary = yield from trainer.train_steps(chosen, Path(runs), quiet=quiet)
+    _uninterrupted(RunResult(folder, summary, chosen.objects))
 
 
 def _started(run: RunResult | str | Path, recipe: Recipe | None, objects: UserObjects) -> tuple[Path, Recipe]:

@@ -27,8 +27,8 @@ class RecipeLayers:
     changes: dict[str, Any] = field(default_factory=dict)
     """Tables of the values above the base, which are checked once all are there."""
     origins: dict[str, str] = field(default_factory=dict)
-    model: str = ""
-    """The function that builds the model, if a user named one."""
+    names: dict[str, str] = field(default_factory=dict)
+    """The model's function, data and loss of the user's own, by the names that were typed."""
 
     @classmethod
     def above(cls, origin: str, recipe: Recipe) -> "RecipeLayers":
@@ -127,7 +127,7 @@ class RecipeLayers:
         same function stays; sizes of another model go with that."""
         present = self.values()
         if is_function_name(model):
-            self.model = model or ""
+            self.names["model"] = model or ""
             if present.get("model.build") != model:
                 self.replace("--model", "model", {"build": model})
                 self.override("--model", {"about": ""} if present.get("about") else {})
@@ -146,13 +146,36 @@ class RecipeLayers:
             self.override("--model-arg", {"model": {"arguments": {name: toml_value(text)}}})
         return self
 
+    def apply_objects(self, data: str | None, held_out: str | None, loss: str | None) -> "RecipeLayers":
+        """Data and a loss of the user's own by their names; or data by a path that exists or a known set, which also
+        works from another folder, and an objective. Raises UsageError where one of data and held-out data is the
+        user's own."""
+        for name, text, section in (
+            ("data", data, ("data", "source")),
+            ("held_out", held_out, ("data", "held_out_source")),
+            ("loss", loss, ("objective", "name")),
+        ):
+            path = text if not text or name == "loss" or not Path(text).exists() else str(Path(text).resolve())
+            if is_function_name(path):
+                self.names[name] = path
+            elif path is not None:
+                self.override(f"--{name.replace('_', '-')}", {section[0]: {section[1]: path}})
+        if ("data" in self.names) != ("held_out" in self.names):
+            raise UsageError(
+                "data of your own need held-out data to be judged by, both by name",
+                fix="--data package.module:name --held-out package.module:name",
+            )
+        return self
+
     def recipe(self) -> Recipe:
-        """The recipe with the function that `apply_model` named, which alone is imported."""
+        """The recipe with what `apply_model` and `apply_objects` named, which alone is imported."""
         recipe = recipe_from_data(self.changes, self.base)
-        if not self.model or recipe.model.build != self.model:
+        names = {name: text for name, text in self.names.items() if name != "model" or recipe.model.build == text}
+        if not names:
             return recipe
-        own = UserObjects.of_model(self.model)
-        return replace(recipe, objects=replace(recipe.objects, model=own.model, model_name=own.model_name))
+        own, known = UserObjects.given(**names), recipe.objects
+        passed = {name: getattr(own, name) for name in names}
+        return replace(recipe, objects=replace(known, **passed, names={**known.names, **names}))
 
     def _technique_names(self) -> list[str]:
         below = [technique.name for technique in (self.base.techniques if self.base else ())]

@@ -16,6 +16,7 @@ from thrifty.core.old_names import rename_recipe
 from thrifty.core.plain_values import build, parse_toml, to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact
+from thrifty.core.user_sources import is_function_name
 
 LARGEST = 1_000_000
 """Bytes: a larger file is not a recipe."""
@@ -24,10 +25,19 @@ LARGEST = 1_000_000
 def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
     """The recipe as tables without secrets; a technique's table stands under its dotted name.
 
-    A path that exists stays as it is, whatever it looks like: a run is resumed by it.
+    A path that exists stays as it is, whatever it looks like, and so does the name of an object: a run is resumed by
+    them. What objects of the user's own take the place of is left out.
     """
     tables = to_data(recipe) | {"techniques": _nested((each.name, to_data(each)) for each in recipe.techniques)}
-    return redact(tables, keep=os.path.exists)
+    replaced = {"preset", "folder", "reinitialize"} if recipe.model.build else set()
+    tables["model"] = {name: value for name, value in tables["model"].items() if name not in replaced}
+    if recipe.python.data:
+        del tables["data"]["source"]
+        if recipe.python.loss:
+            del tables["objective"]
+    return redact(tables, keep=lambda text: os.path.exists(text) or is_function_name(text)) | {
+        "python": tables["python"]
+    }
 
 
 def _nested(chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

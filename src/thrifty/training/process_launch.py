@@ -18,7 +18,6 @@ def settings(ranks: int) -> dict[str, str]:
     return {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(len(usable_cores()) // ranks, 1))}
 
 
-def launch_command(ranks: int, build: str | None = None) -> str:
-    """Return the beginning of the command that trains on so many ranks, where the function `build` makes its model."""
-    options = {"--model": build, "--ranks": str(ranks) if ranks > 1 else None}
-    return " ".join(["thrifty train", *(f"{name} {value}" for name, value in options.items() if value)])
+def launch_command(ranks: int, options: str = "") -> str:
+    """Return the beginning of the command that trains on so many ranks, with these options."""
+    return f"thrifty train{options}" + (f" --ranks {ranks}" if ranks > 1 else "")

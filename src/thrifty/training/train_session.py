@@ -141,8 +141,9 @@ class _Observer:
                 self.say(f"stopped early after step {record.step}: {early}")
                 break
             if stopping and not done:
+                self.session.facts["resume"] = line = self.recipe.resume_line(self.folder.path)
                 self.display.say(f"stopped {stop.reason} at step {record.step}, which is saved")
-                self.display.say(f"go on with: thrifty resume {self.folder.path}")
+                self.display.say(f"resume by: {line}")
                 self.status = "interrupted"
                 return
             heartbeat.at(f"step {record.step + 1}", step=True)
@@ -159,8 +160,8 @@ class _Observer:
             raise ThriftyError(
                 f"the weights of step {record.step} give no finite loss: {record.loss} in training, {self.held_out} on "
                 f"held-out examples; they are not saved, and {kept}",
-                fix="lower the learning rate, or switch on gradients.clip, and go on with: thrifty resume "
-                f"{self.folder.path} --fork NAME",
+                fix="lower the learning rate, or switch on gradients.clip, and resume by: "
+                + self.recipe.resume_line(self.folder.path, fork="NAME"),
             )
 
     def record(self, record: Record) -> None:

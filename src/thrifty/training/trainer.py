@@ -151,7 +151,7 @@ def _resume(
     if refused := differences(_binding(started), _binding(recipe)):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
-            fix=f"undo the change, or go on as a new run: thrifty resume {folder.path} --fork NAME",
+            fix=f"undo the change, or continue as a new run: {recipe.resume_line(folder.path, fork='NAME')}",
         )
     if saved is None:
         again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]

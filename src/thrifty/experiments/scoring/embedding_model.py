@@ -7,7 +7,6 @@ from torch import nn
 from thrifty.core.errors import UsageError
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings, Recipe
-from thrifty.core.user_objects import UserObjects
 from thrifty.data.data_cache import file_sha256
 from thrifty.data.run_data import RunData
 from thrifty.data.run_metadata import read_model_spec
@@ -45,5 +44,5 @@ def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Modu
             f"{folder} was trained with another tokenizer", fix=f"--set data.tokenizer={folder / TOKENIZER}"
         )
     is_own = bool(recipe_from_data(stored_recipe(folder)).model.build)
-    own = UserObjects(recipe.objects.model, model_name=recipe.objects.model_name) if is_own else None
+    own = recipe.objects.of_model() if is_own else None
     return load_trained_model(folder, objects=own)[0]
