@@ -12,6 +12,7 @@ import torch
 from labelled_texts import OUTPUTS, ROWS, save_model, write_jsonl
 
 import thrifty
+from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
 from thrifty.training.run_setup import prepare_run
 
@@ -225,3 +226,10 @@ def test_the_folder_of_a_classifier_brings_its_objective(tmp_path: Path, objecti
     made = thrifty.recipe(folder, data, held_out=data)
     assert made.objective.name == objective and made.data.held_out_source == str(data)
     assert made.data.tokenizer == str(folder / "tokenizer.json")
+
+
+def test_metrics_that_an_objective_would_not_compute_are_refused(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", labelled_texts.reviews())
+    made = thrifty.recipe("bert-nano", data, loss="classification", metrics={"share": lambda model, batch: 1.0})
+    with pytest.raises(UsageError, match="there are metrics, and the objective classification is judged by its own"):
+        prepare_run(made)

@@ -48,6 +48,9 @@ WRAPPERS: dict[Task, type[HuggingFaceModel]] = {
     )
 }
 
+CLASSIFIERS = ("text_classification", "token_classification")
+"""Tasks whose head is new where a folder has none for as many labels."""
+
 
 def load_model(
     folder: Path | Mapping[str, Any],
@@ -89,7 +92,7 @@ def load_model(
         if fresh or not values:
             lm = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
         else:
-            lm, new = _with_weights(kind, folder, config, task in ("text_classification", "token_classification"))
+            lm, new = _with_weights(kind, folder, config, task in CLASSIFIERS)
     except Exception as error:  # what a folder says goes into code that may fail at it in any way
         if isinstance(error, ThriftyError) or is_out_of_memory(error):
             raise
@@ -145,7 +148,8 @@ def export_wrapped(
         model.lm.save_pretrained(aside, state_dict=values)
         config.dtype = dtype
         if tokenizer_json is not None:
-            ids = special_ids(tokenizer_json, model.task)
+            # a classifier of texts may pool at a special token of its own configuration
+            ids = {} if model.task in CLASSIFIERS else special_ids(tokenizer_json, model.task)
             ids.pop("pad_token_id", None)  # some architectures count positions by it: it is part of the arithmetic
             for name, number in ids.items():
                 setattr(config, name, number)

@@ -173,11 +173,12 @@ def _refuse_sizes_of_folder(settings: ModelSettings) -> None:
 
 
 def _check_size(model: nn.Module, settings: ModelSettings, ends: TextModelSpec) -> None:
-    limit = getattr(model.lm.config, "max_position_embeddings", None) or ends.length
+    limit = getattr(model.lm.config, "max_position_embeddings", None) or 0
+    limit = limit if limit > 0 else ends.length  # XLNet says -1
     tables = (each for name, each in model.lm.named_modules() if isinstance(each, nn.Embedding) and "position" in name)
     before = next((each.padding_idx + 1 for each in tables if each.padding_idx is not None), 0)
-    limit -= before  # RoBERTa's positions begin behind that of padding
-    check_fit(settings.folder, model.vocabulary, limit, ends.vocabulary, ends.length)
+    # RoBERTa's positions begin after that of padding
+    check_fit(settings.folder, model.vocabulary, limit - before, ends.vocabulary, ends.length)
 
 
 def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task) -> None:

@@ -14,9 +14,19 @@ import numpy as np
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.objective import Objective, Prediction
 
 HAS_SCORES = find_spec("sklearn") is not None
 """True if scikit-learn is installed (extra `metrics`), without which accuracy is the only metric of classes."""
+
+
+class LabelledTextObjective(Objective):
+    """An objective on texts with labels alone."""
+
+    learns_from, needs_labels = ("labelled_text",), True
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        return Prediction(given=logits_of(model, batch))
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -11,20 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Objective, Prediction
-from thrifty.objectives.labelled_text import HAS_SCORES, logits_of, several_class_scores
+from thrifty.core.objective import Prediction
+from thrifty.objectives.labelled_text import HAS_SCORES, LabelledTextObjective, several_class_scores
 
 
 @dataclass(frozen=True)
-class MultiLabelClassification(Objective):
+class MultiLabelClassification(LabelledTextObjective):
     """Any number of c labels for each text; the model's logits are (b, c)."""
 
-    learns_from, needs_labels, label_form = ("labelled_text",), True, "classes"
+    label_form = "classes"
     measured, collected = ("accuracy",), ("predicted", "label")
     summarized = ("f1_macro", "f1_micro") if HAS_SCORES else ()
-
-    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=logits_of(model, batch))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         logits = prediction.logits.float()

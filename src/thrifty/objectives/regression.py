@@ -10,20 +10,17 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Objective, Prediction
-from thrifty.objectives.labelled_text import correlations, logits_of
+from thrifty.core.objective import Prediction
+from thrifty.objectives.labelled_text import LabelledTextObjective, correlations
 
 
 @dataclass(frozen=True)
-class Regression(Objective):
+class Regression(LabelledTextObjective):
     """A number for each text; the model's logits are (b, 1), or (b,)."""
 
-    learns_from, needs_labels, label_form = ("labelled_text",), True, "number"
+    label_form = "number"
     loss_in = "mean squared error"
     collected, summarized = ("predicted", "label"), ("pearson", "spearman")
-
-    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=logits_of(model, batch))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return (_numbers(prediction) - batch["labels"]).square()

@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.objective import Objective, Prediction
-from thrifty.objectives.labelled_text import HAS_SCORES, logits_of, tag_scores
+from thrifty.core.objective import Prediction
+from thrifty.objectives.labelled_text import HAS_SCORES, LabelledTextObjective, logits_of, tag_scores
 
 NO_LABEL = -100
 
 
 @dataclass(frozen=True)
-class TokenClassification(Objective):
+class TokenClassification(LabelledTextObjective):
     """One of c labels for each word; the model's logits are (b, t, c)."""
 
-    learns_from, needs_labels, label_form = ("labelled_text",), True, "tags"
+    label_form = "tags"
     measured, collected = ("accuracy",), ("predicted", "label")
     summarized = ("f1_macro", "f1_micro") if HAS_SCORES else ()
     may_weigh_parts = True

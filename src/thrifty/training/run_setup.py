@@ -216,6 +216,11 @@ def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective
     def opened_by(say: Callable[[str], None]) -> tuple[Objective, RunData]:
         is_labelled = "labelled_text" in chosen_objective(recipe.objective).learns_from and objects.loss is None
         if objects.data is None or (is_labelled and has_texts(objects.data)):
+            if objects.metrics and not objects.loss:
+                raise UsageError(
+                    f"there are metrics, and the objective {recipe.objective.name} is judged by its own",
+                    fix="leave metrics out, or pass loss=, a function of (model, batch)",
+                )
             objective, data = open_examples(recipe, say)
             return (UserLoss(objects.loss, _fields, objects.metrics) if objects.loss else objective), data
         settings = recipe.data

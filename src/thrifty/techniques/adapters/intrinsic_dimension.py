@@ -35,7 +35,7 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
 from thrifty.kernels.hadamard import Fastfood, draw_fastfood
-from thrifty.modeling.adapter_base import AdapterTechnique, train_only
+from thrifty.modeling.adapter_base import ALSO_TRAINED, AdapterTechnique, train_only
 
 NAME = "subspace"
 """Of the parameter z."""
@@ -135,6 +135,7 @@ class IntrinsicDimension(AdapterTechnique):
     def model(self, model: nn.Module) -> nn.Module:
         confined = restrict_to_subspace(model, self.dimension, self.seed)
         add_note(f"{len(confined.origin):,} weights in a subspace of {self.dimension:,} dimensions")
+        ALSO_TRAINED.set(model, frozenset())  # a new head moves in the subspace as all weights do
         train_only(model, {NAME})
         return model
 
