@@ -9,11 +9,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.models.attention_layers import Attention, full_attention
 from thrifty.models.families.model_family import ACTIVATION, READ, Config, ModelFamily, ParameterPacking
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder
-from thrifty.models.transformer_blocks import FeedForward, MaskedTokenTransform, NormedEmbedding, PostNormBlock
+from thrifty.models.transformer_blocks import MaskedTokenTransform, NormedEmbedding, PostNormBlock
 
 _EMBEDDING = {
     "token": "word_embeddings",
@@ -59,18 +58,11 @@ class Bert(ModelFamily):
     left_out = r"^(bert\.)?pooler\.|^cls\.seq_relationship\.|\.position_ids$"
 
     def assemble(self, shape: ModelConfig) -> Encoder:
-        def norm() -> nn.LayerNorm:
-            return nn.LayerNorm(shape.width, eps=shape.norm_eps)
-
-        def block() -> PostNormBlock:
-            attention = Attention(shape.width, shape.heads, bias=True, core=full_attention)
-            mlp = FeedForward(shape.width, shape.hidden, ACTIVATION[shape.activation]())
-            return PostNormBlock(norm(), attention, norm(), mlp)
-
+        first, last = (nn.LayerNorm(shape.width, eps=shape.norm_eps) for _ in range(2))
         return Encoder(
-            NormedEmbedding(shape.vocabulary, shape.width, shape.length, shape.token_types, norm()),
-            [block() for _ in range(shape.depth)],
-            MaskedTokenTransform(shape.width, ACTIVATION[shape.activation](), norm()),
+            NormedEmbedding(shape.vocabulary, shape.width, shape.length, shape.token_types, first),
+            [self.layer_norm_block(shape, kind=PostNormBlock) for _ in range(shape.depth)],
+            MaskedTokenTransform(shape.width, ACTIVATION[shape.activation](), last),
             nn.Linear(shape.width, shape.vocabulary),
         )
 

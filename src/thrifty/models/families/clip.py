@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import RefusedError, UsageError
-from thrifty.models.attention_layers import Attention, causal_attention, full_attention
-from thrifty.models.contrastive_model import FIRST_SCALE, ContrastiveModel, ImageTower, QuickGELU, TextTower
-from thrifty.models.families.model_family import ACTIVATION, READ, SPELLED, Config, ModelFamily, ParameterPacking
+from thrifty.models.attention_layers import causal_attention
+from thrifty.models.contrastive_model import FIRST_SCALE, ContrastiveModel, ImageTower, TextTower
+from thrifty.models.families.model_family import READ, SPELLED, Config, ModelFamily, ParameterPacking
 from thrifty.models.init_laws import clip_normal
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.transformer_blocks import FeedForward, TokenEmbedding, TransformerBlock
+from thrifty.models.transformer_blocks import TokenEmbedding
 from thrifty.models.vision_transformer import PatchEmbedding
 
-_ACTIVATION = ACTIVATION | {"quick_gelu": QuickGELU}
 _SPELLED = SPELLED | {"quick_gelu": "quick_gelu"}
 _READ = READ | {"quick_gelu": "quick_gelu"}
 _CAPTIONS = {
@@ -51,15 +50,6 @@ _TABLES = {
 }
 
 
-def _block(shape: ModelConfig, activation: str, core: Any) -> TransformerBlock:
-    return TransformerBlock(
-        nn.LayerNorm(shape.width, eps=shape.norm_eps),
-        Attention(shape.width, shape.heads, bias=True, core=core),
-        nn.LayerNorm(shape.width, eps=shape.norm_eps),
-        FeedForward(shape.width, shape.hidden, _ACTIVATION[activation]()),
-    )
-
-
 class CLIP(ModelFamily):
     style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrastive"
     sections = ("text_config", "vision_config")
@@ -85,14 +75,14 @@ class CLIP(ModelFamily):
         image = ImageTower(
             PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, shape.pool, bias=False),  # type: ignore[arg-type]
             nn.LayerNorm(shape.width, eps=shape.norm_eps),
-            [_block(shape, shape.activation, full_attention) for _ in range(shape.depth)],
+            [self.layer_norm_block(shape) for _ in range(shape.depth)],
             nn.LayerNorm(shape.width, eps=shape.norm_eps),
             nn.Linear(shape.width, shape.space, bias=False),
             shape.pool,  # type: ignore[arg-type]
         )
         captions = TextTower(
             TokenEmbedding(text.vocabulary, text.width, position=nn.Embedding(text.length, text.width)),
-            [_block(text, shape.activation, causal_attention) for _ in range(text.depth)],
+            [self.layer_norm_block(text, causal_attention, activation=shape.activation) for _ in range(text.depth)],
             nn.LayerNorm(text.width, eps=text.norm_eps),
             nn.Linear(text.width, shape.space, bias=False),
         )

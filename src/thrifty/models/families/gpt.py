@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.models.attention_layers import Attention
-from thrifty.models.families.model_family import ACTIVATION, Config, ModelFamily, ParameterPacking, flag, number
+from thrifty.models.attention_layers import causal_attention
+from thrifty.models.families.model_family import Config, ModelFamily, ParameterPacking, flag, number
 from thrifty.models.init_laws import normal_init
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Transformer
-from thrifty.models.transformer_blocks import FeedForward, PostNormBlock, TokenEmbedding, TransformerBlock
+from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding
 
 _BLOCK = {
     "attention_norm": "ln_1",
@@ -26,15 +26,6 @@ _WITHOUT_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 def _embedding(shape: ModelConfig) -> TokenEmbedding:
     return TokenEmbedding(shape.vocabulary, shape.width, position=nn.Embedding(shape.length, shape.width))
-
-
-def _block(kind: type[TransformerBlock], shape: ModelConfig) -> TransformerBlock:
-    return kind(
-        nn.LayerNorm(shape.width, eps=shape.norm_eps),
-        Attention(shape.width, shape.heads, bias=True),
-        nn.LayerNorm(shape.width, eps=shape.norm_eps),
-        FeedForward(shape.width, shape.hidden, ACTIVATION[shape.activation]()),
-    )
 
 
 class GPT1(ModelFamily):
@@ -59,7 +50,7 @@ class GPT1(ModelFamily):
     def assemble(self, shape: ModelConfig) -> Transformer:
         return Transformer(
             _embedding(shape),
-            [_block(PostNormBlock, shape) for _ in range(shape.depth)],
+            [self.layer_norm_block(shape, causal_attention, PostNormBlock) for _ in range(shape.depth)],
             nn.Identity(),
             nn.Linear(shape.width, shape.vocabulary, bias=False),
             law=normal_init,
@@ -99,7 +90,7 @@ class GPT2(GPT1):
     def assemble(self, shape: ModelConfig) -> Transformer:
         return Transformer(
             _embedding(shape),
-            [_block(TransformerBlock, shape) for _ in range(shape.depth)],
+            [self.layer_norm_block(shape, causal_attention) for _ in range(shape.depth)],
             nn.LayerNorm(shape.width, eps=shape.norm_eps),
             nn.Linear(shape.width, shape.vocabulary, bias=False),
         )

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.models.attention_layers import Attention, CrossAttention, causal_attention, full_attention
-from thrifty.models.families.model_family import ACTIVATION, READ, Config, ModelFamily, ParameterPacking, flag, number
+from thrifty.models.attention_layers import causal_attention
+from thrifty.models.families.model_family import READ, Config, ModelFamily, ParameterPacking, flag, number
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import BlockStack, EncoderDecoder
-from thrifty.models.transformer_blocks import FeedForward, PostNormBlock, SinusoidalPositions, TokenEmbedding
+from thrifty.models.transformer_blocks import PostNormBlock, SinusoidalPositions, TokenEmbedding
 
 _BLOCK = {
     "attention_norm": "self_attn_layer_norm",
@@ -31,21 +31,6 @@ _OF_BOTH_SIDES = {
     "decoder_vocab_size": "vocabulary",
 }
 """Keys of config.json for the decoder, whose values are those of the encoder."""
-
-
-def _block(shape: ModelConfig, decoder: bool) -> PostNormBlock:
-    def norm() -> nn.LayerNorm:
-        return nn.LayerNorm(shape.width, eps=shape.norm_eps)
-
-    core = causal_attention if decoder else full_attention
-    over_memory = (norm(), CrossAttention(shape.width, shape.heads, bias=True)) if decoder else ()
-    return PostNormBlock(
-        norm(),
-        Attention(shape.width, shape.heads, bias=True, core=core),
-        norm(),
-        FeedForward(shape.width, shape.hidden, ACTIVATION[shape.activation]()),
-        *over_memory,
-    )
 
 
 class Marian(ModelFamily):
@@ -81,10 +66,11 @@ class Marian(ModelFamily):
     def assemble(self, shape: ModelConfig) -> EncoderDecoder:
         positions = SinusoidalPositions(shape.length, shape.width)
         scale = shape.width**0.5 if shape.scaled_embedding else 1.0
+        decoder = {"core": causal_attention, "kind": PostNormBlock, "cross": True}
         return EncoderDecoder(
             TokenEmbedding(shape.vocabulary, shape.width, positions, scale),
-            BlockStack([_block(shape, decoder=False) for _ in range(shape.depth)], nn.Identity()),
-            BlockStack([_block(shape, decoder=True) for _ in range(shape.decoder_blocks)], nn.Identity()),
+            BlockStack([self.layer_norm_block(shape, kind=PostNormBlock) for _ in range(shape.depth)], nn.Identity()),
+            BlockStack([self.layer_norm_block(shape, **decoder) for _ in range(shape.decoder_blocks)], nn.Identity()),
             nn.Linear(shape.width, shape.vocabulary),
         )
 

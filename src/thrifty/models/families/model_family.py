@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.setting_bounds import LARGEST_INTEGER
-from thrifty.models.contrastive_model import ContrastiveModel
+from thrifty.models.attention_layers import Attention, AttentionCore, CrossAttention, full_attention
+from thrifty.models.contrastive_model import ContrastiveModel, QuickGELU
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder, EncoderDecoder, Task, Transformer
+from thrifty.models.transformer_blocks import FeedForward, TransformerBlock
 from thrifty.models.vision_transformer import VisionTransformer
 
 Config = Mapping[str, Any]
@@ -27,6 +29,7 @@ ACTIVATION: dict[str, Callable[[], nn.Module]] = {
     "gelu_tanh": partial(nn.GELU, approximate="tanh"),
     "relu": nn.ReLU,
     "silu": nn.SiLU,
+    "quick_gelu": QuickGELU,
 }
 SPELLED = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
 """Our names of activations in the spelling of transformers."""
@@ -117,6 +120,27 @@ class ModelFamily:
     def assemble(self, shape: ModelConfig) -> Model:
         """The model, its values not yet initialised; a tied head is tied by the caller."""
         raise NotImplementedError
+
+    def layer_norm_block(
+        self,
+        shape: ModelConfig,
+        core: AttentionCore = full_attention,
+        kind: type[TransformerBlock] = TransformerBlock,
+        activation: str = "",
+        cross: bool = False,
+    ) -> TransformerBlock:
+        """Return a block of the first Transformer: LayerNorms, biases in all layers, a network without a gate.
+
+        Pre-norm by default, `kind` says another; with attention over an encoder's memory where it is `cross`.
+        """
+
+        def norm() -> nn.LayerNorm:
+            return nn.LayerNorm(shape.width, eps=shape.norm_eps)
+
+        attention = Attention(shape.width, shape.heads, bias=True, core=core)
+        mlp = FeedForward(shape.width, shape.hidden, ACTIVATION[activation or shape.activation]())
+        over_memory = (norm(), CrossAttention(shape.width, shape.heads, bias=True)) if cross else ()
+        return kind(norm(), attention, norm(), mlp, *over_memory)
 
     def shape(self, config: Config) -> ModelConfig:
         """Raises RefusedError for what the model does not compute, UsageError for what is missing or malformed."""

@@ -10,10 +10,8 @@ from typing import Any, ClassVar
 from torch import nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.models.attention_layers import Attention, full_attention
-from thrifty.models.families.model_family import ACTIVATION, READ, Config, ModelFamily, ParameterPacking, number, table
+from thrifty.models.families.model_family import READ, Config, ModelFamily, ParameterPacking, number, table
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.transformer_blocks import FeedForward, TransformerBlock
 from thrifty.models.vision_transformer import PatchEmbedding, VisionTransformer
 
 EMBEDDING = {
@@ -71,7 +69,7 @@ class ViT(PatchEncoder):
     def assemble(self, shape: ModelConfig) -> VisionTransformer:
         return VisionTransformer(
             PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, shape.pool),  # type: ignore[arg-type]
-            [pre_norm_block(shape, shape.width, shape.heads, shape.hidden) for _ in range(shape.depth)],
+            [self.layer_norm_block(shape) for _ in range(shape.depth)],
             nn.LayerNorm(shape.width, eps=shape.norm_eps),
             nn.Linear(shape.width, shape.vocabulary),
             shape.pool,  # type: ignore[arg-type]
@@ -98,15 +96,6 @@ class ViT(PatchEncoder):
         yield from packed_blocks("blocks", "vit.encoder.layer", shape.depth, shape.width)
         yield from ParameterPacking.renamed({"norm": "vit.layernorm"})
         yield ParameterPacking("head.bias", ("classifier.bias",))
-
-
-def pre_norm_block(shape: ModelConfig, width: int, heads: int, hidden: int) -> TransformerBlock:
-    """A block of these sizes, with the shape's activation and norms."""
-    norms = (nn.LayerNorm(width, eps=shape.norm_eps) for _ in range(2))
-    attention = Attention(width, heads, bias=True, core=full_attention)
-    return TransformerBlock(
-        next(norms), attention, next(norms), FeedForward(width, hidden, ACTIVATION[shape.activation]())
-    )
 
 
 def packed_blocks(ours: str, theirs: str, depth: int, width: int) -> Iterator[ParameterPacking]:

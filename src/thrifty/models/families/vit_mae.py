@@ -6,6 +6,7 @@ said in config.json and part of how a model is trained, not of what it computes.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from thrifty.core.errors import UsageError
 from thrifty.kernels.image_patches import sinusoids_2d
 from thrifty.models.families.model_family import Config, ParameterPacking, number
-from thrifty.models.families.vit import EMBEDDING, PatchEncoder, packed_blocks, pre_norm_block
+from thrifty.models.families.vit import EMBEDDING, PatchEncoder, packed_blocks
 from thrifty.models.masked_autoencoder import MaskedAutoencoder, PatchDecoder
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.vision_transformer import PatchEmbedding
@@ -41,15 +42,16 @@ class ViTMAE(PatchEncoder):
     renamed: ClassVar = {"decoder.decoder_encoder.layer.": "decoder.decoder_layers."}
 
     def assemble(self, shape: ModelConfig) -> MaskedAutoencoder:
-        sizes = shape.decoder_width, shape.decoder_heads, shape.decoder_hidden
+        heads = {"heads": shape.decoder_heads, "kv_heads": shape.decoder_heads}
+        decoder = replace(shape, width=shape.decoder_width, hidden=shape.decoder_hidden, **heads)
         return MaskedAutoencoder(
             PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, fixed=_positions(shape, shape.width)),
-            [pre_norm_block(shape, shape.width, shape.heads, shape.hidden) for _ in range(shape.depth)],
+            [self.layer_norm_block(shape) for _ in range(shape.depth)],
             nn.LayerNorm(shape.width, eps=shape.norm_eps),
             PatchDecoder(
                 nn.Linear(shape.width, shape.decoder_width),
                 _positions(shape, shape.decoder_width),
-                [pre_norm_block(shape, *sizes) for _ in range(shape.decoder_blocks)],
+                [self.layer_norm_block(decoder) for _ in range(shape.decoder_blocks)],
                 nn.LayerNorm(shape.decoder_width, eps=shape.norm_eps),
             ),
             nn.Linear(shape.decoder_width, shape.vocabulary),
