@@ -39,25 +39,11 @@ def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
-    """The same by torch's operations: every partial product with its place, sorted by place, equal ones added up."""
+    """Return the same by torch's product of matrices in coordinates, which needs no compiler."""
     _check(a, b)
-    (starts, columns, values), (b_starts, b_columns, b_values) = _parts(a), _parts(b)
-    lengths = b_starts.diff()[columns]
-    of_a = _numbers(columns).repeat_interleave(lengths)
-    # the place of each partial product among those of its number of A, from where B's row starts
-    within = _numbers(of_a) - F.pad(lengths.cumsum(0), (1, 0))[:-1].repeat_interleave(lengths)
-    of_b = b_starts[columns][of_a] + within
-    rows = rows_of(starts)
-    places, back = torch.unique(rows[of_a] * b.shape[1] + b_columns[of_b], return_inverse=True)
-    sums = values.new_zeros(len(places)).index_add_(0, back, values[of_a] * b_values[of_b])
-    columns_of_b = max(b.shape[1], 1)
-    counts = torch.bincount(places // columns_of_b, minlength=a.shape[0])
-    return _csr(counts, places % columns_of_b, sums, a, b)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """0, 1, 2, … for each entry of a tensor, beside it."""
-    return torch.arange(len(tensor), device=tensor.device)
+    operands = [matrix.detach().double().to_sparse_coo() for matrix in (a, b)]
+    product = torch.sparse.mm(*operands).to_sparse_csr()
+    return product.to(torch.promote_types(a.dtype, b.dtype))
 
 
 def _check(a: Tensor, b: Tensor) -> None:
