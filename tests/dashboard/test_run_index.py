@@ -6,7 +6,7 @@ from report_folders import records
 
 from thrifty.dashboard.run_index import RunIndex
 from thrifty.reporting.key_figures import key_figures
-from thrifty.reporting.run_charts import EACH_POINTS, figures, figures_of
+from thrifty.reporting.run_charts import EACH_POINTS, figures
 from thrifty.reporting.run_record import read_run
 from thrifty.reporting.run_tables import tiles, timeline
 
@@ -19,7 +19,7 @@ def append(folder, made):
 def same_as_report(index, folder):
     index.advance(10.0)
     record, whole = index.record(), read_run(folder)
-    ours, theirs = index.key_figures(record), key_figures(whole)
+    ours, theirs = key_figures(record, index.curves), key_figures(whole)
     assert ours == theirs and tiles(ours) == tiles(theirs)
     assert timeline(record) == timeline(whole) and record.damage == whole.damage
 
@@ -44,7 +44,7 @@ def test_a_resumed_run_counts_each_step_as_it_was_last_made(run_folder):
         folder, [record | ({"loss": 1.5} if "loss" in record else {}) for record in made if 120 < record["step"] < 160]
     )
     same_as_report(index, folder)
-    loss = index.steps.curve("loss")
+    loss = index.curves.steps.curve("loss")
     assert len(loss) == 200 and loss.values[139] == 1.5 and loss.values[180] != 1.5
 
 
@@ -103,7 +103,7 @@ def drawn(folder):
     index = RunIndex(folder)
     index.advance(10.0)
     record = index.record()
-    made = figures_of(index.steps, index.evaluations, record, index.key_figures(record))
+    made = figures(record, key_figures(record, index.curves), index.curves)
     return {figure.id: figure for figure in made}
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thrifty.reporting.run_curves import Curve, RunCurves
+from thrifty.reporting.run_curves import Curve, StepColumns
 
 values = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=400)
 limits = st.integers(4, 60)
@@ -54,7 +54,7 @@ def test_after_one_enormous_value_the_moving_mean_is_still_that_of_its_window():
 
 
 def test_values_that_are_not_finite_numbers_are_left_out():
-    curves = RunCurves(["loss"])
+    curves = StepColumns(["loss"])
     for step, loss in enumerate([1.0, math.nan, None, "2", True, 3, math.inf]):
         curves.put(step, {"loss": loss})
     assert curves.curve("loss").points == [(0, 1.0), (5, 3.0)]
@@ -62,14 +62,14 @@ def test_values_that_are_not_finite_numbers_are_left_out():
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(-1e6, 1e6)), max_size=120))
 def test_of_a_step_that_comes_twice_the_later_record_counts(pairs):
-    curves = RunCurves(["loss"])
+    curves = StepColumns(["loss"])
     for step, loss in pairs:
         curves.put(step, {"loss": loss})
     assert curves.curve("loss").points == sorted(dict(pairs).items())
 
 
 def test_a_column_that_comes_later_has_gaps_before():
-    curves = RunCurves(["loss"])
+    curves = StepColumns(["loss"])
     curves.put(1, {"loss": 2.0})
     curves.add("accuracy")
     curves.put(2, {"loss": 1.0, "accuracy": 0.5})

@@ -21,7 +21,8 @@ from thrifty.dashboard.saved_results import outcome, saved_results, tables
 from thrifty.dashboard.technique_cards import TechniqueCard, card_from
 from thrifty.reporting.chart_renderer import VEGA_LITE, vega_bundle
 from thrifty.reporting.color_theme import chart_look, css_variable
-from thrifty.reporting.run_charts import ChartTheme, figures_of, specification
+from thrifty.reporting.key_figures import key_figures
+from thrifty.reporting.run_charts import ChartTheme, figures, specification
 from thrifty.reporting.run_page import repeat_command, scripts_policy
 from thrifty.reporting.run_record import read_run
 from thrifty.reporting.run_state import RUNNING
@@ -131,11 +132,11 @@ class BoardSite:
                 if share < 1:  # what is said of a whole run is not said of the part that has been read
                     return {"parts": parts}
                 record = index.record()
-                key = index.key_figures(record)
+                key = key_figures(record, index.curves)
                 parts |= board_pages.run_parts(record, key)
                 return {
                     "parts": parts,
-                    "figures": [figure_data(each) for each in figures_of(index.steps, index.evaluations, record, key)],
+                    "figures": [figure_data(each) for each in figures(record, key, index.curves)],
                 }
 
             return changed_parts({"moving": _moves(row), "share": share}, query, version, told)

@@ -6,15 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from thrifty.reporting.file_tail import FileTail
-from thrifty.reporting.key_figures import KeyFigures, key_figures
-from thrifty.reporting.run_curves import EVALUATION_FIELDS, NOTED, STEP_FIELDS, Curve, RunCurves, noise_scale_of
-from thrifty.reporting.run_record import EVENTS, RunRecord, number, parse_record, read_run
+from thrifty.reporting.run_curves import RunCurves
+from thrifty.reporting.run_record import EVENTS, RunRecord, parse_record, read_run
 
-MEASURES = 16
-"""Measured beside the held-out loss, at most."""
 MOST_EVENTS = 20_000
 SMALL_FILES = ("recipe.toml", "origins.json", "environment.json", "explanation.json", "summary.json")
 
@@ -29,8 +24,7 @@ class RunIndex:
         self._forget()
 
     def _forget(self) -> None:
-        self.steps = RunCurves([*STEP_FIELDS, NOTED, "skipped", "tokens", "seconds"])
-        self.evaluations = RunCurves(EVALUATION_FIELDS)
+        self.curves = RunCurves()
         self.events: dict[tuple[str, float, str, str], Mapping[str, Any]] = {}
         self.unreadable = 0
         self._restarts = self.tail.restarts
@@ -66,39 +60,19 @@ class RunIndex:
         return "-".join(map(str, files))
 
     def record(self) -> RunRecord:
-        """The run with only the last of its steps, the last with a finite loss, and of its evaluations the best too."""
-        rows = [*_telling_rows(self.steps, "step"), *_telling_rows(self.evaluations, "evaluation")]
+        """Return the run with its events, and of its steps the number of the last; `curves` have the values."""
+        rows = [{"kind": "step", "step": step} for step in self.curves.steps.steps[-1:]]
         record = read_run(self.folder, [*rows, *sorted(self.events.values(), key=lambda event: event["step"])])
         return replace(record, damage=(*record.damage, *self._damage()))
-
-    def key_figures(self, record: RunRecord) -> KeyFigures:
-        """As of all records."""
-        key = key_figures(record)
-        skipped = int(self.steps.curve("skipped").values.sum())
-        summary_counts = record.summary and record.last_step <= (number(record.summary.get("steps")) or 0)
-        return replace(
-            key,
-            skipped_steps=key.skipped_steps if summary_counts else skipped,
-            tokens_per_second=_median(self.steps.curve("tokens_per_second")),
-            flops_per_second=_median(self.steps.curve("flops_per_second")),
-            noise_scale=_last(self.steps.curve(NOTED)),
-        )
 
     def _take(self, line: bytes) -> None:
         record = parse_record(line)
         if record is None:
             self.unreadable += bool(line.strip())
             return
-        step, kind = int(record["step"]), record["kind"]
-        if kind == "step":
-            skipped = int(record.get("skipped") is True)
-            self.steps.put(step, record | {NOTED: noise_scale_of(record), "skipped": skipped})
-        elif kind == "evaluation":
-            columns = self.evaluations.columns
-            for name, value in record.items():
-                if name not in columns and name != "step" and number(value) is not None and len(columns) < MEASURES:
-                    self.evaluations.add(name)
-            self.evaluations.put(step, record)
+        kind = record["kind"]
+        if kind in ("step", "evaluation"):
+            self.curves.put(record)
         elif kind in EVENTS:
             same = (kind, record["step"], str(record.get("text")), str(record.get("technique")))
             self.events.pop(same, None)
@@ -109,23 +83,3 @@ class RunIndex:
     def _damage(self) -> list[str]:
         lost = self.unreadable + self.tail.left_out
         return [f"records.jsonl: {lost} unreadable lines were left out."] if lost else []
-
-
-def _telling_rows(curves: RunCurves, kind: str) -> list[dict[str, Any]]:
-    losses = np.array(curves.columns["loss"])
-    finite = np.flatnonzero(np.isfinite(losses))
-    places = {len(losses) - 1} if len(losses) else set()
-    if len(finite):
-        places |= {int(finite[-1]), int(np.nanargmin(losses))}
-    return [
-        {"kind": kind, "step": curves.steps[place], **{name: column[place] for name, column in curves.columns.items()}}
-        for place in sorted(places)
-    ]
-
-
-def _median(curve: Curve) -> float | None:
-    return float(np.median(curve.values)) if len(curve) else None
-
-
-def _last(curve: Curve) -> float | None:
-    return float(curve.values[-1]) if len(curve) else None

@@ -11,7 +11,7 @@ from thrifty.core.old_names import rename_recipe, rename_techniques
 from thrifty.core.secret_redaction import redact_text
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.reporting.file_tail import FileTail
-from thrifty.reporting.run_curves import CurvePoint, RunCurves
+from thrifty.reporting.run_curves import CurvePoint, StepColumns
 from thrifty.reporting.run_record import mappings, number, parse_record
 from thrifty.reporting.run_state import run_state
 
@@ -122,7 +122,7 @@ class RunSummary:
 
 def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
     """The training loss at evenly spread places of the records, by step; of a small file all of it, thinned."""
-    curves = RunCurves(["loss"])
+    curves = StepColumns(["loss"])
     if not file.is_file():
         return []
     try:
@@ -138,7 +138,7 @@ def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
     return curves.curve("loss").thin(2 * SAMPLES)
 
 
-def _put_losses(curves: RunCurves, content: bytes, most: int | None = None) -> None:
+def _put_losses(curves: StepColumns, content: bytes, most: int | None = None) -> None:
     """Put the losses of the first `most` steps of a piece of the records, all by default."""
     count = 0
     for line in content.split(b"\n"):

@@ -1,12 +1,12 @@
 """What a run came to: its numbers, its state, and one sentence on whether the model learned."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from thrifty.reporting.number_format import duration, significant
+from thrifty.reporting.run_curves import NOTED, RunCurves, StepColumns, curves_of
 from thrifty.reporting.run_record import RunRecord, mapping, number
 from thrifty.reporting.run_state import KILLED
 
@@ -74,15 +74,13 @@ class KeyFigures:
         return None if loss is None else _ratio(loss / math.log(2), self.bytes_per_token)
 
 
-def key_figures(record: RunRecord) -> KeyFigures:
+def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigures:
     """A resumed run may have gone past its summary; then the records say where it is now."""
-    summary, last = record.summary, record.steps[-1] if record.steps else {}
+    curves = curves or curves_of(record)
+    summary, steps, evaluations = record.summary, curves.steps, curves.evaluations
     is_current = bool(summary) and record.last_step <= (number(summary.get("steps")) or 0)
     current = summary if is_current else {}
-    held_out = _values(record.evaluations, "loss")
-    losses = _values(record.steps, "loss")
-    skipped = sum(step.get("skipped") is True for step in record.steps)
-    noise_scales = _values(record.notes, "noise_scale")
+    held_out, skipped = evaluations.curve("loss"), steps.curve("skipped").values.sum()
     predicted = number(summary.get("predicted_memory"))
     if predicted is None:
         predicted = number(mapping(record.explanation.get("footprint")).get("memory"))
@@ -90,22 +88,22 @@ def key_figures(record: RunRecord) -> KeyFigures:
         status=record.state.name,
         steps=int(_first(current, "steps", record.last_step) or 0),
         skipped_steps=int(_first(current, "skipped_steps", skipped) or 0),
-        tokens=_first(current, "tokens", last.get("tokens")),
-        seconds=_first(current, "seconds", last.get("seconds")),
-        loss=_first(current, "loss", losses[-1] if losses else None),
-        held_out_loss=_first(current, "held_out_loss", held_out[-1] if held_out else None),
-        best_held_out_loss=_first(current, "best_held_out_loss", min(held_out, default=None)),
+        tokens=_first(current, "tokens", steps.curve("tokens").last),
+        seconds=_first(current, "seconds", steps.curve("seconds").last),
+        loss=_first(current, "loss", steps.curve("loss").last),
+        held_out_loss=_first(current, "held_out_loss", held_out.last),
+        best_held_out_loss=_first(current, "best_held_out_loss", held_out.lowest),
         unigram_entropy=number(summary.get("unigram_entropy")),
         bytes_per_token=number(summary.get("bytes_per_token")),
-        tokens_per_second=_median(record.steps, "tokens_per_second"),
-        flops_per_second=_median(record.steps, "flops_per_second"),
+        tokens_per_second=steps.curve("tokens_per_second").median,
+        flops_per_second=steps.curve("flops_per_second").median,
         peak_flops_per_second=number(summary.get("peak_flops_per_second")),
         peak_memory=number(current.get("peak_memory")),
         process_memory=number(current.get("process_memory")),
         predicted_memory=predicted,
-        noise_scale=noise_scales[-1] if noise_scales else None,
+        noise_scale=steps.curve(NOTED).last,
         batch=number(mapping(record.recipe.get("data")).get("batch")),
-        measured=_measured(record),
+        measured=_measured(summary.get("measured"), evaluations),
         label_entropy=number(summary.get("label_entropy")),
         unit=str(summary.get("unit", "tokens")),
         loss_in=str(summary.get("loss_in", "nats")),
@@ -168,12 +166,10 @@ def batch_advice(key: KeyFigures) -> str | None:
     return f"gradient noise scale {significant(key.noise_scale)} examples{batch}: batches well above it buy little"
 
 
-def _measured(record: RunRecord) -> dict[str, float]:
-    """The latest of what the summary says is measured beside the loss, by name."""
-    names = record.summary.get("measured")
+def _measured(names: Any, evaluations: StepColumns) -> dict[str, float]:
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    series = {name: _values(record.evaluations, name) for name in names if name.isidentifier()}
-    return {name: values[-1] for name, values in series.items() if values}
+    last = {name: evaluations.curve(name).last for name in names if name.isidentifier() and name in evaluations.columns}
+    return {name: value for name, value in last.items() if value is not None}
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
@@ -183,12 +179,3 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 def _first(summary: Mapping[str, Any], name: str, otherwise: Any) -> float | None:
     value = number(summary.get(name))
     return number(otherwise) if value is None else value
-
-
-def _values(records: Iterable[Mapping[str, Any]], field: str) -> list[float]:
-    return [value for record in records if (value := number(record.get(field))) is not None]
-
-
-def _median(records: Iterable[Mapping[str, Any]], field: str) -> float | None:
-    values = _values(records, field)
-    return median(values) if values else None

@@ -13,7 +13,7 @@ import numpy as np
 
 from thrifty.reporting.key_figures import KeyFigures
 from thrifty.reporting.number_format import prefix_for, scaled, significant
-from thrifty.reporting.run_curves import NOTED, Curve, CurvePoint, RunCurves, run_curves
+from thrifty.reporting.run_curves import NOTED, Curve, CurvePoint, RunCurves, StepColumns, curves_of
 from thrifty.reporting.run_record import RunRecord
 from thrifty.reporting.run_tables import CHART_ROWS, TextTable, curve_table
 
@@ -82,13 +82,10 @@ class _Plot:
     smoothing: bool = True
 
 
-def figures(record: RunRecord, key: KeyFigures) -> list[ChartFigure]:
-    """Return the charts for which there are records, most important first."""
-    return figures_of(*run_curves(record, key.measured), record, key)
-
-
-def figures_of(steps: RunCurves, evaluations: RunCurves, record: RunRecord, key: KeyFigures) -> list[ChartFigure]:
-    """Return the charts of curves that are kept while a run goes on."""
+def figures(record: RunRecord, key: KeyFigures, curves: RunCurves | None = None) -> list[ChartFigure]:
+    """Return the charts for which there are records, most important first; `curves` by default those of the record."""
+    curves = curves or curves_of(record)
+    steps, evaluations = curves.steps, curves.evaluations
     metrics = [name for name in key.measured if name in evaluations.columns]
     of_rates = ChartTheme(from_zero=True, number_format="~g")
     plots = [
@@ -103,7 +100,7 @@ def figures_of(steps: RunCurves, evaluations: RunCurves, record: RunRecord, key:
     return [_drawn(plot) for plot in plots if len(plot.curve) or len(plot.held_out)]
 
 
-def _loss(curve: Curve, evaluations: RunCurves, record: RunRecord, key: KeyFigures) -> _Plot:
+def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFigures) -> _Plot:
     entropy = key.unigram_entropy
     return _Plot(
         "loss",
@@ -130,7 +127,7 @@ def _memory(curve: Curve, key: KeyFigures) -> _Plot:
 
 
 def _throughput(curve: Curve, key: KeyFigures) -> _Plot:
-    remark = f"The median is {scaled(float(np.median(curve.values)))}." if len(curve) else ""
+    remark = f"The median is {scaled(curve.median)}." if len(curve) else ""
     return _Plot("throughput", "Throughput", f"{key.unit}/s", curve, remark=remark)
 
 
@@ -183,12 +180,8 @@ def _summary(plot: _Plot, thinned: Sequence[CurvePoint]) -> str:
             f"{plot.title} goes from {significant(first.value)} at step {first.step:,} to {significant(last.value)} at "
             f"step {last.step:,}; lowest {significant(low)}, highest {significant(high)}."
         ]
-    for words, evaluated in (
-        ("Held-out loss of the weights in training", plot.trained),
-        ("Held-out loss", plot.held_out),
-    ):
-        if len(evaluated):
-            sentences.append(f"{words} ends at {significant(float(evaluated.values[-1]))}.")
+    evaluated = {"Held-out loss of the weights in training": plot.trained, "Held-out loss": plot.held_out}
+    sentences += [f"{words} ends at {significant(curve.last)}." for words, curve in evaluated.items() if len(curve)]
     sentences += [f"{label[0].upper()}{label[1:]}." for _, label in plot.references]
     return " ".join([*sentences, plot.remark]).strip()
 

@@ -5,7 +5,7 @@ A curve grows with the run, and is drawn again without being read again; a hundr
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -15,9 +15,13 @@ from numpy.typing import NDArray
 
 from thrifty.reporting.run_record import RunRecord, mapping, number
 
-STEP_FIELDS = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "flops_per_second", "memory")
-EVALUATION_FIELDS = ("loss", "trained_loss")
 NOTED = "noise_scale"
+STEP_FIELDS = (
+    "loss", "learning_rate", "gradient_norm", "tokens_per_second", "flops_per_second", "memory", "skipped", "tokens",
+    "seconds", NOTED,
+)  # fmt: skip
+MEASURES = 64
+"""Most columns of evaluations: the losses, and what is measured in addition to them."""
 
 
 class CurvePoint(NamedTuple):
@@ -36,7 +40,7 @@ class CurveSpan:
     high: float
 
 
-class RunCurves:
+class StepColumns:
     """Columns of numbers by step. Of a step that comes twice, as after a resume, the later one counts."""
 
     def __init__(self, fields: Sequence[str]):
@@ -68,6 +72,34 @@ class RunCurves:
         steps, values = np.array(self.steps, np.int64), np.array(self.columns[field], np.float64)
         there = np.isfinite(values)
         return Curve(steps[there], values[there])
+
+
+class RunCurves:
+    """All curves of a run, of its steps and of its evaluations."""
+
+    def __init__(self) -> None:
+        self.steps, self.evaluations = StepColumns(STEP_FIELDS), StepColumns(["loss", "trained_loss"])
+
+    def put(self, record: Mapping[str, Any]) -> None:
+        """Add a record of a step or of an evaluation."""
+        step = int(record["step"])
+        if record["kind"] == "step":
+            noted = mapping(record.get("notes")).get(NOTED)
+            self.steps.put(step, {**record, NOTED: noted, "skipped": int(record.get("skipped") is True)})
+            return
+        columns = self.evaluations.columns
+        for name, value in record.items():
+            if name not in columns and name != "step" and number(value) is not None and len(columns) < MEASURES:
+                self.evaluations.add(name)
+        self.evaluations.put(step, record)
+
+
+def curves_of(record: RunRecord) -> RunCurves:
+    """Return the curves of a run that was read as a whole."""
+    curves = RunCurves()
+    for each in (*record.steps, *record.evaluations):
+        curves.put(each)
+    return curves
 
 
 class Curve:
@@ -106,6 +138,18 @@ class Curve:
             smoothed.append(CurvePoint(int(self.steps[place]), float(mean)))
         return smoothed
 
+    @property
+    def last(self) -> float | None:
+        return float(self.values[-1]) if len(self) else None
+
+    @property
+    def lowest(self) -> float | None:
+        return float(self.values.min()) if len(self) else None
+
+    @property
+    def median(self) -> float | None:
+        return float(np.median(self.values)) if len(self) else None
+
     def spans(self, limit: int) -> list[CurveSpan]:
         """The curve cut into at most `limit` stretches of equally many points."""
         made = []
@@ -121,21 +165,6 @@ class Curve:
 
     def _points(self, places: Sequence[int]) -> list[CurvePoint]:
         return [CurvePoint(int(self.steps[place]), float(self.values[place])) for place in places]
-
-
-def run_curves(record: RunRecord, metrics: Iterable[str]) -> tuple[RunCurves, RunCurves]:
-    """Return the curves of the steps and of the evaluations of a run."""
-    steps, evaluations = RunCurves([*STEP_FIELDS, NOTED]), RunCurves([*EVALUATION_FIELDS, *metrics])
-    for each in record.steps:
-        steps.put(int(each["step"]), {**each, NOTED: noise_scale_of(each)})
-    for each in record.evaluations:
-        evaluations.put(int(each["step"]), each)
-    return steps, evaluations
-
-
-def noise_scale_of(step: Mapping[str, Any]) -> Any:
-    """Return the noise scale that a step noted, or None."""
-    return mapping(step.get("notes")).get(NOTED)
 
 
 def _stretches(length: int, count: int) -> list[tuple[int, int]]:

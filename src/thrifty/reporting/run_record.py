@@ -51,12 +51,6 @@ class RunRecord:
         return self.folder.name
 
     @property
-    def notes(self) -> list[Mapping[str, Any]]:
-        """What techniques noted at each step, as records of their own."""
-        noted = (step for step in self.steps if isinstance(step.get("notes"), Mapping))
-        return [{**step["notes"], "step": step["step"]} for step in noted]
-
-    @property
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
 
