@@ -75,6 +75,10 @@ def token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
+def pooled_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens), tokens[:, 0])
+
+
 def example_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).transpose(1, 2), tokens, reduction="none").mean(1)
 
@@ -111,6 +115,37 @@ class Gated(nn.Module):
         return self.out(self.cells(self.embedding(tokens))[0])
 
 
+class Pooled(nn.Module):
+    """The gradient of the mean is expanded, which the norm's kernel copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.out = nn.Embedding(200, 256), nn.LayerNorm(256), nn.Linear(256, 200)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.norm(self.embedding(tokens)).mean(1))
+
+
+class LayersLeftOut(nn.Module):
+    """Leaves out each layer with a probability that makes a step with all of them rare."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layers, self.rate = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), rate
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand([]) >= self.rate:
+                rows = layer(rows).relu()
+        return rows
+
+
+def channels_last() -> nn.Module:
+    blocks = [nn.Conv2d(3, 16, 3, padding=1), nn.GELU(), nn.AvgPool2d(2), nn.Conv2d(16, 8, 3)]
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Loss]] = {
     "encoder": (encoder, TOKENS, token_loss),
     "losses of examples": (encoder, TOKENS, example_loss),
@@ -120,6 +155,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Loss]] = {
     "LSTM": (Gated, TOKENS, token_loss),
     "unused parameters": (Half, ROWS, image_loss),
     "experts by indices": (Routed, TOKENS, token_loss),
+    "a mean after a norm": (Pooled, TOKENS, pooled_loss),
+    "channels last": (channels_last, IMAGES.to(memory_format=torch.channels_last), image_loss),
 }
 
 
@@ -236,6 +273,18 @@ def test_what_does_not_fit_comes_with_options_that_do() -> None:
     assert [*tight.options] == sorted(tight.options, key=lambda option: option.relative_time)
     assert "does not fit" in str(tight) and tight.options[0].label in str(tight)
     assert tight.options[0].label in tight._repr_html_()
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.9])
+def test_layers_that_are_left_out_at_random_are_counted(rate: float) -> None:
+    fit = thrifty.estimate(partial(LayersLeftOut, rate), ROWS, loss=image_loss)
+    assert fit.peak == pytest.approx(measured(LayersLeftOut(0.0), ROWS, image_loss), rel=0.01)
+
+
+def test_what_fits_keeps_a_reserve() -> None:
+    peak = thrifty.estimate(stack, ROWS, loss=image_loss).peak
+    for factor in (1.01, 1.03):
+        assert thrifty.estimate(stack, ROWS, loss=image_loss, memory=factor * peak).fits is (factor > 1.02)
 
 
 def test_options_are_those_that_change_no_more_than_is_allowed() -> None:

@@ -12,7 +12,16 @@ from user_models import accuracy, build_classifier, label_loss
 import thrifty as th
 from thrifty.core.recipe import DataSettings, EvaluationSettings, ModelSettings, Recipe
 
-WORKS = pytest.mark.parametrize("work", [user_models.label_work, user_models.language_work])
+WORKS = pytest.mark.parametrize(
+    "work",
+    [
+        user_models.label_work,
+        user_models.language_work,
+        user_models.causal_work,
+        user_models.class_work,
+        user_models.copy_work,
+    ],
+)
 Work = Callable[[], dict[str, Any]]
 
 

@@ -1,9 +1,11 @@
-"""Models as users write them: a nanoGPT, and a classifier around torch's own encoder, with data and losses."""
+"""Models as users write them: a nanoGPT, a classifier around torch's own encoder, and three kinds of transformers, with
+data and losses."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -92,3 +94,45 @@ def language_work() -> dict[str, Any]:
 def label_work() -> dict[str, Any]:
     data = {"data": Sequences(64), "held_out": Sequences(32, 1)}
     return {"model": build_classifier, **data, "loss": label_loss, "metrics": {"accuracy": accuracy}}
+
+
+def build_llama() -> nn.Module:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes))
+
+
+def build_bert() -> nn.Module:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=VOCABULARY, **sizes))
+
+
+def build_t5() -> nn.Module:
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["tokens"]).logits[:, :-1]
+    return F.cross_entropy(logits.transpose(1, 2), batch["tokens"][:, 1:], reduction="none").mean(1)
+
+
+def class_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(input_ids=batch["tokens"]).logits, batch["label"], reduction="none")
+
+
+def copy_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=batch["tokens"], labels=batch["tokens"]).logits
+    return F.cross_entropy(logits.transpose(1, 2), batch["tokens"], reduction="none").mean(1)
+
+
+def causal_work() -> dict[str, Any]:
+    return {**language_work(), "model": build_llama, "loss": causal_loss}
+
+
+def class_work() -> dict[str, Any]:
+    return {**language_work(), "model": build_bert, "loss": class_loss}
+
+
+def copy_work() -> dict[str, Any]:
+    return {**language_work(), "model": build_t5, "loss": copy_loss}

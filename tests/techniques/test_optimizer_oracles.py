@@ -8,6 +8,7 @@ from optimizer_runs import Tensors, parameters, random_tensors, take_steps, trai
 from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from thrifty.machine.cpu_features import assume_bfloat16
 from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adafactor import adafactor
@@ -129,11 +130,15 @@ def test_muon_is_torchs_within_the_precision_that_it_computes_in(ours: str, thei
         assert difference < (0.05 * moved[name] if is_hidden_matrix(name, value) else 1e-6), name
 
 
+@pytest.mark.parametrize("has_units", [False, True])
 @pytest.mark.parametrize("shape", [(6, 6), (16, 6), (6, 16), (40, 60), (301, 260)])
-def test_orthogonalizing_is_torchs_iteration(shape: tuple[int, int]) -> None:
+def test_orthogonalizing_is_torchs_iteration(shape: tuple[int, int], has_units: bool) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     wanted = _zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
-    torch.testing.assert_close(orthogonalized(matrix), wanted, rtol=0, atol=2**-7)
+    with assume_bfloat16(has_units):
+        found = orthogonalized(matrix)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2**-7)
 
 
 class TheirLamb:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from thrifty.composition.compose import CPU, Run
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
@@ -177,7 +178,41 @@ class _RunCounts:
         if part.device.type == "cuda" and not torch.cuda.is_available():
             part = replace(part, device=CPU)  # one that is not here
         with unset_fake_temporarily(), GeneratorStates([part.device]).restored():
-            return passes_of(part, batch.to(part.device), free_memory(part.device), casts)
+            return self._largest_passes(part, batch.to(part.device), casts)
+
+    def _largest_passes(self, part: Run, batch: Batch, casts: bool) -> CountedPasses:
+        """Return the passes on a real batch: those with all layers, of a model that leaves out layers at random."""
+        counted: list[CountedPasses] = []
+        failure: Exception | None = None
+        for value in (1 - 2**-24, 0.0):
+            with _SingleDraws(value) as draws:
+                try:
+                    counted.append(passes_of(part, batch, free_memory(part.device), casts))
+                except Exception as error:  # without any layer a loss has no gradient
+                    failure = error
+            if not draws.seen:
+                break
+        if not counted:
+            assert failure is not None
+            raise failure
+        return max(counted, key=lambda passes: passes.peak)
+
+
+class _SingleDraws(TorchDispatchMode):
+    """Give each random tensor of one element this value. Models compare such with the probability to leave out a layer,
+    and the largest step leaves out none."""
+
+    def __init__(self, value: float):
+        super().__init__()
+        self.value, self.seen = value, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor)
+        if is_drawn and result.numel() == 1 and result.is_floating_point():
+            result.fill_(self.value)
+            self.seen = True
+        return result
 
 
 @contextmanager

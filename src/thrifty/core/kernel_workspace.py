@@ -1,9 +1,9 @@
 """Bytes that kernels of this processor take inside one operation, and keep for its backward pass, measured by running
 it once.
 
-Convolutions copy their operands into layouts of their own, or into columns; pooling and norms copy theirs; recurrent
-layers keep their gates. How large that is depends on the processor, the sizes and the number of threads, and no formula
-of torch's states it.
+Convolutions copy their operands into layouts of their own, or into columns; most other kernels copy operands that are
+not contiguous; recurrent layers keep their gates. How large that is depends on the processor, the sizes and the number
+of threads, and no formula of torch's states it.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,9 @@ ROWS = {
     RECURRENT: (0,),
     RECURRENT_BACKWARD: (0, 7, 10),
 }
-"""Operations that are measured, and which arguments have a row for each example, or for each step in time."""
+"""Operations that are always measured, and which arguments have a row for each example, or for each step in time.
+Others are measured where an operand is not contiguous; rows are then those of operands as long as the first."""
+PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,17 @@ class KernelMemory:
 
 def workspace_bytes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], threads: int) -> int:
     """Return the bytes that an operation takes beyond its results at its peak; 0 for one that is not measured."""
-    return _memory(func, args, kwargs, threads).inside if func in ROWS else 0
+    is_measured = func in ROWS or _may_copy(func, args)
+    return _memory(func, args, kwargs, threads).inside if is_measured else 0
+
+
+def _may_copy(func: Any, args: tuple) -> bool:
+    """Return True for an operation with an operand that is not contiguous, which its kernel may copy."""
+    if func.namespace != "aten" or func.is_view or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    operands = [each for each in args if isinstance(each, Tensor) and each.layout is torch.strided]
+    readable = (each.is_contiguous() or (func in PRODUCTS and each.mT.is_contiguous()) for each in operands)
+    return bool(operands) and operands[0] is args[0] and not all(readable)
 
 
 def with_kept_gates(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], results: Any) -> Any:
@@ -69,16 +81,20 @@ def with_kept_gates(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any
 def _memory(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], threads: int) -> KernelMemory:
     if args[0].device.type != "cpu":
         return KernelMemory()
-    places = ROWS[func]
     leaves, structure = tree_flatten((args, kwargs))
     described = tuple(_OperandShape.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    operands = [args[place] for place in places if args[place] is not None]
-    rows, row = args[0].shape[0], sum(each.nbytes for each in operands) // max(args[0].shape[0], 1)
+    places = ROWS.get(func) or tuple(
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.ndim == args[0].ndim > 0 and leaf.shape[0] == args[0].shape[0]
+    )
+    rows = args[0].shape[0] if args[0].ndim else 1
+    row = sum(leaves[place].nbytes for place in places if leaves[place] is not None) // max(rows, 1)
     fewer = max(LARGEST // max(row, 1), min(FEWEST, rows), 2)
     if fewer >= rows:
-        return _measured(func, described, structure, rows, rows, threads)
+        return _measured(func, described, structure, places, rows, rows, threads)
     half = max(fewer // 2, 1)
-    most, less = (_measured(func, described, structure, rows, count, threads) for count in (fewer, half))
+    most, less = (_measured(func, described, structure, places, rows, count, threads) for count in (fewer, half))
     further = (rows - fewer) / (fewer - half)
     return KernelMemory(
         round(most.inside + (most.inside - less.inside) * further), round(most.last + (most.last - less.last) * further)
@@ -94,16 +110,19 @@ class _OperandShape(tuple):
         """Make a tensor of ones, with fewer rows if so many are passed."""
         shape, stride, dtype = self
         shape = shape if rows is None else (min(rows, shape[0]), *shape[1:])
-        return torch.empty_strided(shape, stride, dtype=dtype).fill_(1)
+        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        return torch.ones(max(elements, 1), dtype=dtype).as_strided(shape, stride)
 
 
 @cache
-def _measured(func: Any, described: tuple, structure: Any, rows: int, count: int, threads: int) -> KernelMemory:
+def _measured(
+    func: Any, described: tuple, structure: Any, places: tuple[int, ...], rows: int, count: int, threads: int
+) -> KernelMemory:
     """In a thread of its own, in which no mode and no profiler of the caller's is open."""
     found: list[KernelMemory] = []
 
     def run() -> None:
-        fewer = {place % len(described): count for place in ROWS[func]}
+        fewer = {place % len(described): count for place in places}
         if func is RECURRENT_BACKWARD:  # gates of all steps, and of one more
             fewer[len(described) - 1] = 2 * described[-1][0][0] * count // rows
         operands = [
@@ -111,7 +130,7 @@ def _measured(func: Any, described: tuple, structure: Any, rows: int, count: int
             for place, each in enumerate(described)
         ]
         args, kwargs = tree_unflatten(operands, structure)
-        with suppress(RuntimeError):  # of one that does not take fewer rows, nothing is known
+        with suppress(RuntimeError, IndexError):  # of one that does not take fewer rows, nothing is known
             func(*args, **kwargs)  # the first call prepares the kernel
             found.append(_memory_of(lambda: func(*args, **kwargs)))
 
