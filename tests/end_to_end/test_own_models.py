@@ -138,3 +138,24 @@ def test_a_path_that_exists_is_a_path_and_halves_of_own_data_are_refused(tmp_pat
     write_corpus(tmp_path / "work:train_set")
     explained = thrifty.json("explain", *TEXT, "--data", "work:train_set")
     assert explained["data"]["vocabulary"] == 320
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("widht=16", "did you mean 'width'?"),
+        ("width=[1,2]", "it takes (width: int = 32, depth: int = 2, vocabulary: int = 320, context: int = 32)"),
+    ],
+)
+def test_a_wrong_argument_of_the_builder_is_refused_with_those_that_it_takes(
+    argument: str, words: str, tmp_path: Path
+) -> None:
+    thrifty = own_folder(tmp_path, fresh=False)
+    refused = thrifty("explain", *TEXT, *GPT, "--model-arg", argument, exit_code=2).stderr
+    assert words in refused and "width: int = 32" in refused and argument.partition("=")[0] in refused
+
+
+def test_a_model_that_takes_no_documents_is_refused_where_they_are_kept_apart(tmp_path: Path) -> None:
+    thrifty = own_folder(tmp_path, fresh=False)
+    refused = thrifty("explain", *TEXT, *GPT, "--set", "data.separate=true", exit_code=2).stderr
+    assert "NanoGPT.forward(" in refused and "does not take the document of each token" in refused

@@ -116,6 +116,14 @@ def test_a_dataset_that_differs_from_itself_is_named_and_its_resume_is_called_in
     assert not opened([{"x": torch.tensor([float("nan")])}] * 9).train.unrepeatable
 
 
+def test_a_later_example_that_differs_from_itself_is_found() -> None:
+    class LateRestless(Restless):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            return super().__getitem__(index) if index > 30 else {"x": X[index], "y": Y[index]}
+
+    assert "data (LateRestless) that is read twice differs in 'x'" in opened(LateRestless(), ROWS).train.unrepeatable
+
+
 def test_collating_that_draws_depends_on_no_ranks() -> None:
     def noisy(rows: list[Any]) -> Tensor:
         return torch.stack([row["x"] for row in rows]) + torch.randn(len(rows), 1)

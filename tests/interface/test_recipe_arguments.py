@@ -1,6 +1,7 @@
 """Recipes from the arguments of `train`, and the objects that they hold."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,31 @@ def test_the_name_of_a_function_stands_for_it_and_takes_arguments() -> None:
         thrifty.recipe("llama-nano", model_arguments={"width": 3})
     with pytest.raises(UsageError, match="builds the model"):
         replace(named, model=replace(named.model, depth=3))
+
+
+def test_arguments_of_a_partial_function_are_part_of_the_fingerprint() -> None:
+    def sources(loss: Any) -> Any:
+        return own(loss=loss).python.sources
+
+    half, whole = (sources(partial(scaled, factor=factor, name=("a", Path("b")))) for factor in (0.5, 1.0))
+    assert half != whole and half == sources(partial(scaled, factor=0.5, name=("a", Path("b"))))
+    assert any("factor=0.5, name=('a', 'b')" in name for name in half)
+    unstable = sources(partial(scaled, factor=torch.ones(1)))
+    assert any("factor=torch:Tensor, whose value is not followed" in name for name in unstable)
+
+
+def scaled(model: Any, batch: Any, factor: Any, name: Any = None) -> Any:
+    return factor * user_work.loss(model, batch)
+
+
+def test_a_builder_that_lacks_an_argument_is_refused_with_those_that_it_takes() -> None:
+    with pytest.raises(UsageError, match="missing a required argument: 'width'") as error:
+        UserObjects(lambda width, depth=2: None).build_model()
+    assert "model_arguments={'width': …}" in error.value.fix and "(width, depth=2)" in error.value.what
+
+
+def test_names_of_objects_are_never_redacted_and_secrets_among_arguments_are() -> None:
+    tables = {"model": {"build": "my.tokens:secret"}, "python": {"loss": "token=my:loss", "sources": {"a.token:b": 1}}}
+    written = write_recipe(recipe_from_data(tables))
+    assert all(name in written for name in ("my.tokens:secret", "token=my:loss", "a.token:b"))
+    assert "hunter2" not in write_recipe(own(loss=partial(scaled, factor=1, name="password=hunter2")))

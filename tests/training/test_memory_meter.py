@@ -26,7 +26,7 @@ def test_the_process_of_a_run_is_in_its_summary_and_on_its_line(tmp_path: Path) 
     whole = summary["process_memory"] + summary["peak_memory"]
     assert whole > 2e8 and abs(whole / psutil.Process().memory_info().rss - 1) < 0.3
     progress = StepProgress(1, 2, 0.5, None, 10.0, None, 1.5e9, 1.25e9, 3.0, process=0.5e9)
-    assert " · 1.50 GB (predicted 1.25), process 2.00 · " in line(progress)
+    assert " · 1.50 GB (predicted 1.25 GB), process 2.00 GB · " in line(progress)
     (remark,) = (
         remark for label, _, remark in tiles(key_figures(read_run(tmp_path / "text"))) if label == "Peak memory"
     )

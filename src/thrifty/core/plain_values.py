@@ -187,6 +187,15 @@ def _shown(value: Any) -> str:
     return "absent" if value is None else "present" if isinstance(value, Mapping) else repr(value)
 
 
+def write_size(size: float) -> str:
+    """Return bytes in three digits: 1234567 as "1.23 MB"."""
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if size >= 0.9995 * factor:
+            amount = size / factor
+            return f"{amount:,.{0 if amount >= 99.95 else 1 if amount >= 9.995 else 2}f} {unit}"
+    return f"{size:.0f} B"
+
+
 def read_size(text: str, option: str = "--memory") -> float:
     """Return `400MB`, `16GiB` or `4e8` in bytes. Raises UsageError for what is no size, with the name of the option."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())

@@ -1,6 +1,7 @@
 """Models, data, losses and metrics that are passed from Python, and what a run folder records of them."""
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.errors import ThriftyError, UsageError, did_you_mean, spelled
 from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.user_sources import description, import_function, import_named, reference, source_fingerprints
 
@@ -85,19 +86,52 @@ class UserObjects:
         if isinstance(self.model, nn.Module):
             return copy.deepcopy(self.model)
         assert self.model is not None
+        _refuse_arguments(self.build, self.model, arguments or {})
         try:
             model = self.model(**(arguments or {}))
         except Exception as error:
             if isinstance(error, ThriftyError) or is_out_of_memory(error):
                 raise
             raise UsageError(
-                f"{self.build} builds no model: {type(error).__name__}: {error}",
-                fix="mend it until it can be called with the recipe's model.arguments alone, also more than once",
+                f"{self.build} builds no model: {type(error).__name__}: {error}; it was called with "
+                f"{_shown(arguments or {})}",
+                fix=f"mend it, or its arguments: it takes {_parameters(self.model)}",
             ) from error
         if not isinstance(model, nn.Module):
             what = f"{self.build} gives a {type(model).__name__}, and no torch.nn.Module"
             raise UsageError(what, fix="return the model itself")
         return model
+
+
+def _refuse_arguments(name: str, function: BuildModel, arguments: Mapping[str, Any]) -> None:
+    """Raise UsageError for arguments that a function does not take, or lacks, with those that it takes."""
+    try:
+        signature = inspect.signature(function)
+        signature.bind(**arguments)
+    except ValueError:  # of a function without one
+        return
+    except TypeError as error:
+        variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+        known = {key: each for key, each in signature.parameters.items() if each.kind not in variadic}
+        unknown = [word for word in arguments if word not in known]
+        missing = [key for key, each in known.items() if each.default is each.empty and key not in arguments]
+        typed = " ".join(f"--model-arg {word}=…" for word in missing)
+        given = spelled(typed, f"model_arguments={{{', '.join(f'{word!r}: …' for word in missing)}}}")
+        raise UsageError(
+            f"{name}({', '.join(map(str, known.values()))}) cannot be called with {_shown(arguments)}: {error}",
+            fix=did_you_mean(unknown[0], known) if unknown and known else given if missing else "leave it out",
+        ) from error
+
+
+def _parameters(function: BuildModel) -> str:
+    try:
+        return str(inspect.signature(function))
+    except ValueError:
+        return "what its documentation says"
+
+
+def _shown(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"
 
 
 def _dataset(name: str) -> Any:

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -15,7 +15,10 @@ from typing import Any
 from torch import nn
 
 from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.secret_redaction import redact_text
 
+LONGEST = 200
+"""Characters of the arguments of a partial function that a recipe records."""
 MOST = 500
 """Functions and classes whose source is looked at."""
 
@@ -72,6 +75,7 @@ def import_named(name: str) -> Any:
 def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
     """Return, by name, a part of a hash of the source of each function and class of the user's own that the
     values are or use; those of installed packages are left out."""
+    values = list(values)
     waiting, fingerprints, seen = [part for value in values for part in _parts(value)], dict[str, int](), set[str]()
     while waiting and len(seen) < MOST:
         named = _named(waiting.pop())
@@ -87,8 +91,37 @@ def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
         except (OSError, TypeError):  # typed at a prompt, or compiled
             code = getattr(named, "__code__", None)
             text = repr((code.co_code, code.co_consts)) if code else name
-        fingerprints[name] = int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+        fingerprints[name] = _hash(text)
+    for each in [part for value in values for part in _partials(value)]:
+        text = f"{reference(each)}({_arguments(each)})"
+        fingerprints[redact_text(text)[:LONGEST]] = _hash(text)
     return dict(sorted(fingerprints.items()))
+
+
+def _hash(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest()[:12], 16)
+
+
+def _partials(value: Any) -> Iterator[partial[Any]]:
+    """Yield the partial functions that a value is or has among its attributes, as a dataset has transforms."""
+    inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type | FunctionType) else ()
+    for each in (value, *inner):
+        if isinstance(each, partial):
+            yield each
+
+
+def _arguments(value: partial[Any]) -> str:
+    """Return the arguments of a partial function; of those whose text is not the same in every process, the kind."""
+    words = [_stable(each) for each in value.args]
+    return ", ".join([*words, *(f"{name}={_stable(each)}" for name, each in value.keywords.items())])
+
+
+def _stable(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_stable, value))})"
+    if value is None or isinstance(value, bool | int | float | str | Path):
+        return repr(str(value)) if isinstance(value, Path) else repr(value)
+    return f"{reference(value)}, whose value is not followed"
 
 
 def _named(value: Any) -> Any:

@@ -18,6 +18,10 @@ FINGERPRINTED = 16
 """Examples, spread over the dataset, whose values enter its fingerprint."""
 
 
+READ_TWICE = 5
+"""Examples, spread over the dataset, that are read twice to see whether they differ from themselves."""
+
+
 class UserDataset:
     """A map-style dataset with its collate function, as `IndexedExamples`."""
 
@@ -27,8 +31,9 @@ class UserDataset:
             raise UsageError("the dataset has no examples", fix="give one with some")
         some = range(min(2, len(dataset)))
         self.collation = Collation(collate, [self._example(index, "first") for index in some])
-        one, other = (self.seeded_fields([0], ["first"]) for _ in range(2))
-        self.unrepeated = same_values(one, other)
+        again = [int(index) for index in np.unique(np.linspace(0, len(dataset) - 1, READ_TWICE).astype(int))]
+        pairs = ([self.seeded_fields([index], ["first"]) for _ in range(2)] for index in again)
+        self.unrepeated = next(filter(None, (same_values(*pair) for pair in pairs)), "")
         """The part in which an example, read twice with the same generators, differs from itself."""
 
     def __len__(self) -> int:

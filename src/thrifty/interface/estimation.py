@@ -22,7 +22,7 @@ from thrifty.composition.torch_update import TorchOptimizer
 from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError, reason_of
 from thrifty.core.footprint import Footprint
-from thrifty.core.plain_values import read_size
+from thrifty.core.plain_values import read_size, write_size
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import gc_frozen
@@ -102,22 +102,18 @@ class StepEstimate(PrintedResult):
         return {**vars(self), "parts": dict(self.parts), "memory": memory, "fits": self.fits, "options": options}
 
     def __rich__(self) -> RenderableType:
-        head = f"{self.parameters:,} parameters, {self.flops / 1e9:,.3g} GFLOP a step, peak {_gigabytes(self.peak)}"
-        parts = [f"  {name:<12}{value / 1e6:>12,.1f} MB" for name, value in self.parts.items() if value]
-        verdict = [] if self.memory == inf else [f"{'fits' if self.fits else 'does not fit'} {_gigabytes(self.memory)}"]
+        head = f"{self.parameters:,} parameters, {self.flops / 1e9:,.3g} GFLOP a step, peak {write_size(self.peak)}"
+        parts = [f"  {name:<12}{write_size(value):>12}" for name, value in self.parts.items() if value]
+        verdict = [] if self.memory == inf else [f"{'fits' if self.fits else 'does not fit'} {write_size(self.memory)}"]
         if self.process is not None:
-            low, high = (value / 1e6 for value in self.process)
-            verdict.append(f"the whole process is expected to hold {low:,.0f} to {high:,.0f} MB")
+            low, high = map(write_size, self.process)
+            verdict.append(f"the whole process is expected to hold {low} to {high}")
         if not self.options:
             return lines(head, *parts, *verdict, *self.notes)
         table = open_table("what makes it fit", "peak", "time of a step", "numerics")
         for option in self.options:
-            table.add_row(option.label, _gigabytes(option.peak), f"{option.relative_time:.2f}", option.numerics)
+            table.add_row(option.label, write_size(option.peak), f"{option.relative_time:.2f}", option.numerics)
         return lines(head, *parts, *verdict, *self.notes, table)
-
-
-def _gigabytes(value: float) -> str:
-    return f"{value / 1e9:.3g} GB"
 
 
 def estimate(

@@ -11,6 +11,7 @@ from thrifty.composition.compose import Run
 from thrifty.composition.explain import Explanation, resident_bytes, touched_modules
 from thrifty.composition.explain import explain as explain_run
 from thrifty.core.errors import RefusedError
+from thrifty.core.plain_values import write_size
 from thrifty.core.recipe import Recipe
 from thrifty.distributed.fake_ranks import fake_rank, ranks_of_stages
 from thrifty.interface.recipe_arguments import RecipeArguments
@@ -65,12 +66,12 @@ class RecipeExplanation(PrintedResult):
     def __rich__(self) -> RenderableType:
         facts = self.as_dict()
         total = facts["footprint"]
-        parts = ", ".join(f"{name} {_bytes(total[name])}" for name in PARTS)
+        parts = ", ".join(f"{name} {write_size(total[name])}" for name in PARTS)
         told = [f"{self.recipe}: {facts['parameters']:,} parameters, {_in_words(facts['data'])}\n"]
         told += [f"refused {name}: {reason.partition(': ')[2]}" for name, reason in self.refused.items()]
-        below = [f"\npredicted peak {_bytes(total['memory'])}: {parts}, temporary {_bytes(total['temporary'])}"]
+        below = [f"\npredicted peak {write_size(total['memory'])}: {parts}, temporary {write_size(total['temporary'])}"]
         if self.process:
-            whole, held = _bytes(total["memory"] + self.process), _bytes(self.process)
+            whole, held = write_size(total["memory"] + self.process), write_size(self.process)
             before = f"it holds {held} before it builds the model, and memory that steps free may stay"
             below.append(f"with the process at least {whole}: {before}")
         if self.ranks:
@@ -149,7 +150,7 @@ def _table(facts: Mapping[str, Any]) -> RenderableType:
 
 
 def _amounts(footprint: Mapping[str, float]) -> tuple[str, str, str]:
-    return _bytes(footprint["memory"]), _bytes(footprint["activations"]), f"{footprint['flops'] / 1e9:,.1f}"
+    return write_size(footprint["memory"]), write_size(footprint["activations"]), f"{footprint['flops'] / 1e9:,.1f}"
 
 
 def _in_words(data: Mapping[str, Any]) -> str:
@@ -173,14 +174,10 @@ def _in_words(data: Mapping[str, Any]) -> str:
 
 def _rank_lines(facts: Mapping[str, Any]) -> list[str]:
     along = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items() if size > 1)
-    told = [f"\neach of the ranks of {along} sends {_bytes(facts['footprint']['traffic'])} a step, and keeps"]
+    told = [f"\neach of the ranks of {along} sends {write_size(facts['footprint']['traffic'])} a step, and keeps"]
     for stage in facts["stages"]:
         first, last = stage["ranks"][0], stage["ranks"][-1]
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-        kept = ", ".join(f"{name} {_bytes(stage[name])}" for name in ("parameters", "gradients", "optimizer"))
+        kept = ", ".join(f"{name} {write_size(stage[name])}" for name in ("parameters", "gradients", "optimizer"))
         told.append(f"  {ranks}: {kept}")
     return told
-
-
-def _bytes(value: float) -> str:
-    return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"

@@ -16,7 +16,6 @@ from thrifty.core.old_names import rename_recipe
 from thrifty.core.plain_values import build, parse_toml, to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact
-from thrifty.core.user_sources import is_function_name
 
 LARGEST = 1_000_000
 """Bytes: a larger file is not a recipe."""
@@ -35,9 +34,9 @@ def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
         del tables["data"]["source"]
         if recipe.python.loss:
             del tables["objective"]
-    return redact(tables, keep=lambda text: os.path.exists(text) or is_function_name(text)) | {
-        "python": tables["python"]
-    }
+    shown = redact(tables, keep=os.path.exists)
+    build = {"build": recipe.model.build} if recipe.model.build else {}
+    return shown | {"python": tables["python"], "model": shown["model"] | build}
 
 
 def _nested(chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from thrifty.core.plain_values import write_size
+
 
 @dataclass(frozen=True)
 class StepProgress:
@@ -38,9 +40,9 @@ def line(p: StepProgress) -> str:
     parts.append(f"{p.tokens_per_second:,.0f} {p.unit}/s")
     if p.of_peak is not None:
         parts.append(f"{p.of_peak:.0%} of peak")
-    predicted = f" (predicted {p.predicted_memory / 1e9:.2f})" if p.predicted_memory else ""
-    process = f", process {(p.process + p.memory) / 1e9:.2f}" if p.process else ""
-    parts.append(f"{p.memory / 1e9:.2f} GB{predicted}{process}")
+    predicted = f" (predicted {write_size(p.predicted_memory)})" if p.predicted_memory else ""
+    process = f", process {write_size(p.process + p.memory)}" if p.process else ""
+    parts.append(f"{write_size(p.memory)}{predicted}{process}")
     parts.append(f"{duration(p.seconds_left)} left")
     return " · ".join(parts)
 

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from thrifty.core.atomic_files import NO_ROOM, AtomicFiles, refuse_links
-from thrifty.core.errors import IntegrityError, ThriftyError, UsageError, did_you_mean
+from thrifty.core.errors import IntegrityError, ThriftyError, UsageError, did_you_mean, spelled
 from thrifty.core.secret_redaction import redact
 from thrifty.training.checkpoint_index import checkpoints, remove_leftovers
 from thrifty.training.run_lock import RunLock
@@ -237,7 +237,10 @@ class RunFolder:
 def _refuse_full(path: Path) -> None:
     # a start that was cut off leaves its lock, by whom it was, and at most a file that was being written
     if any(entry.name not in ("lock", "job.json") and not entry.name.endswith(".partial") for entry in path.iterdir()):
-        fix = "give the new run another --name, or go on with this one: `thrifty resume`"
+        fix = spelled(
+            "give the new run another --name, or go on with this one: `thrifty resume`",
+            f"name=… gives the new run another; thrifty.resume({str(path)!r}, …) continues this one",
+        )
         raise UsageError(f"the run folder {path} exists already", fix)
 
 
