@@ -31,7 +31,7 @@ def existing_run(path: Path) -> Path:
 def test_a_new_run_never_touches_a_folder_that_holds_something(tmp_path: Path) -> None:
     path = existing_run(tmp_path / "mine")
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(UsageError, match=r"mine exists already\n.*another --name.*thrifty resume"):
+    with pytest.raises(UsageError, match=r"mine exists already\n.*name=… gives the new run another; thrifty.resume"):
         RunFolder.create(path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     (tmp_path / "photos").mkdir()
