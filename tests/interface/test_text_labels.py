@@ -57,10 +57,12 @@ def losses_of(run: Any) -> list[float]:
             if record["kind"] == "step"]  # fmt: skip
 
 
-CASES = [("bert", objective) for objective in ROWS] + [("llama", "classification")]
-OTHERS = [("roberta", "classification"), ("distilbert", "classification"), ("qwen2", "classification"),
-          ("llama", "regression"), ("roberta", "token_classification"), ("distilbert", "regression")]  # fmt: skip
-CASES += [pytest.param(*each, marks=pytest.mark.slow) for each in OTHERS]
+SLOW = pytest.mark.slow
+CASES = [("bert", "classification"), ("bert", "token_classification"), ("llama", "classification")]
+OTHERS = [("bert", "regression"), ("bert", "multi_label_classification"), ("roberta", "classification"),
+          ("distilbert", "classification"), ("qwen2", "classification"), ("llama", "regression"),
+          ("roberta", "token_classification"), ("distilbert", "regression")]  # fmt: skip
+CASES += [pytest.param(*each, marks=SLOW) for each in OTHERS]
 
 
 @pytest.mark.parametrize(("kind", "objective"), CASES)
@@ -97,7 +99,15 @@ def test_texts_and_pairs_become_the_tokens_that_transformers_makes_of_them(tmp_p
     assert all(row in theirs["input_ids"] for row in ours)
 
 
-@pytest.mark.parametrize("objective", ROWS)
+@pytest.mark.parametrize(
+    "objective",
+    [
+        "classification",
+        "token_classification",
+        pytest.param("regression", marks=SLOW),
+        pytest.param("multi_label_classification", marks=SLOW),
+    ],
+)
 def test_metrics_are_those_of_all_held_out_predictions(tmp_path: Path, objective: str) -> None:
     from scipy import stats
     from sklearn import metrics
@@ -134,7 +144,7 @@ def test_metrics_are_those_of_all_held_out_predictions(tmp_path: Path, objective
     assert said == pytest.approx(found, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=SLOW)])
 def test_an_exported_classifier_names_its_labels_in_a_pipeline_of_transformers(tmp_path: Path, kind: str) -> None:
     folder = save_model(tmp_path / "theirs", kind, "AutoModel")
     run = thrifty.train(recipe=recipe(folder, "classification"), runs=tmp_path / "runs", quiet=True)
@@ -228,8 +238,42 @@ def test_the_folder_of_a_classifier_brings_its_objective(tmp_path: Path, objecti
     assert made.data.tokenizer == str(folder / "tokenizer.json")
 
 
+def test_blocks_of_a_decoder_run_again_since_it_keeps_no_cache(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "theirs", "llama", AUTO["classification"], num_labels=2)
+    plain, again = (
+        thrifty.train(recipe=recipe(folder, "classification", techniques=more), runs=tmp_path / name, quiet=True)
+        for name, more in {"plain": (), "again": ("recompute",)}.items()
+    )
+    assert losses_of(plain) == losses_of(again)
+
+
 def test_metrics_that_an_objective_would_not_compute_are_refused(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", labelled_texts.reviews())
     made = thrifty.recipe("bert-nano", data, loss="classification", metrics={"share": lambda model, batch: 1.0})
     with pytest.raises(UsageError, match="there are metrics, and the objective classification is judged by its own"):
         prepare_run(made)
+
+
+@SLOW
+@pytest.mark.parametrize("objective", ["classification", "token_classification"])
+def test_two_ranks_report_the_losses_and_metrics_of_one(tmp_path: Path, objective: str) -> None:
+    folder = save_model(tmp_path / "theirs", "bert", AUTO[objective], num_labels=OUTPUTS[objective])
+    chosen = recipe(folder, objective)
+    one = thrifty.train(recipe=chosen, runs=tmp_path / "one", quiet=True)
+    two = thrifty.train(recipe=chosen, runs=tmp_path / "two", quiet=True, ranks=2)
+    np.testing.assert_allclose(losses_of(one), losses_of(two), rtol=1e-5)
+    assert one.metrics == pytest.approx(two.metrics, abs=1e-6)
+
+
+@SLOW
+@pytest.mark.parametrize("objective", ROWS)
+def test_a_stopped_run_resumes_to_the_same_bits(tmp_path: Path, objective: str) -> None:
+    folder = save_model(tmp_path / "theirs", "bert", AUTO[objective], num_labels=OUTPUTS[objective])
+    chosen = recipe(folder, objective, techniques=["lora"])
+    whole = thrifty.train(recipe=chosen, runs=tmp_path / "whole", quiet=True)
+    for record in thrifty.steps(chosen, runs=tmp_path / "parts"):
+        if record.step == 1:
+            break
+    parts = thrifty.resume(tmp_path / "parts" / "labels", quiet=True)
+    assert losses_of(whole) == losses_of(parts) and whole.metrics == parts.metrics
+    assert all(map(torch.equal, whole.model.state_dict().values(), parts.model.state_dict().values()))

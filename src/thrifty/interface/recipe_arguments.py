@@ -20,7 +20,7 @@ from thrifty.data.chat.conversation_sources import holds_conversations
 from thrifty.data.data_loading import dataset_of
 from thrifty.experiments import studies
 from thrifty.interface.own_loop import technique_of
-from thrifty.models import folder_config, label_objective
+from thrifty.models import PROBLEM_TYPES, folder_config, label_objective
 from thrifty.models.model_resolution import own_shape
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 from thrifty.recipes import load_recipe
@@ -124,6 +124,8 @@ def recipe(
         base = replace(base.without_objects("loss"), objective=ObjectiveSettings(loss))
     else:
         passed["loss"] = loss
+    if recipe is None and base.objective.name in PROBLEM_TYPES:  # of few texts F1 says little
+        base = replace(base, evaluation=replace(base.evaluation, examples=1_000))
     if batch_size is not None:
         base = replace(base, data=replace(base.data, batch=batch_size))
     passed = {key: value for key, value in passed.items() if value is not None}

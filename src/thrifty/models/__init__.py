@@ -1,10 +1,18 @@
 """Models in plain torch that know no technique."""
 
-from thrifty.models.model_builder import build_model, build_model_for, check_model, folder_config, label_objective
+from thrifty.models.model_builder import (
+    PROBLEM_TYPES,
+    build_model,
+    build_model_for,
+    check_model,
+    folder_config,
+    label_objective,
+)
 from thrifty.models.model_export import export_model, export_own_model
 from thrifty.models.model_resolution import model_shape, own_sizes, shape_for
 
 __all__ = [
+    "PROBLEM_TYPES",
     "build_model",
     "build_model_for",
     "check_model",

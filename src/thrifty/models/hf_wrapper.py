@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from thrifty.core.classifier_inputs import classifier_inputs
 from thrifty.core.errors import RefusedError
 from thrifty.models.text_generation import eval_mode
 from thrifty.models.transformer import Task, segment_positions
@@ -172,9 +173,7 @@ class HuggingFaceTextClassifier(HuggingFaceModel):
     task, auto, words = "text_classification", "AutoModelForSequenceClassification", "classifier of texts"
 
     def inputs(self, tokens: Tensor, keep: Tensor | None = None, types: Tensor | None = None) -> dict[str, Any]:
-        inputs = {"input_ids": tokens} | ({} if keep is None else {"attention_mask": keep.long()})
-        takes_types = types is not None and (getattr(self.lm.config, "type_vocab_size", None) or 0) > 1
-        return inputs | ({"token_type_ids": types} if takes_types else {})
+        return classifier_inputs(self.lm, tokens, keep, types)
 
     def check_sight(self) -> None:
         """Nothing is forbidden: the label is not among the tokens."""

@@ -4,7 +4,6 @@ Fields    "inputs" (b, t) tokens; "keep" (b, t), False where a row is only fille
           (b, t), 1 for the second one; "labels".
 """
 
-import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.classifier_inputs import classifier_inputs, takes_text
 from thrifty.core.objective import Objective, Prediction
 
 HAS_SCORES = find_spec("sklearn") is not None
@@ -32,15 +32,11 @@ class LabelledTextObjective(Objective):
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits that a model has for a batch: those of a model of transformers by its own names of arguments,
     of any other those of `model(tokens, keep)`, with the types of a pair's tokens as a third argument."""
-    types = batch.fields.get("types")
-    if "keep" not in batch.fields:
-        output = model(batch["inputs"])
-    elif "input_ids" in (takes := inspect.signature(model.forward).parameters):
-        types_too = types is not None and "token_type_ids" in takes and getattr(model.config, "type_vocab_size", 0) > 1
-        more = {"token_type_ids": types} if types_too else {}
-        output = model(input_ids=batch["inputs"], attention_mask=batch["keep"].long(), **more)
+    masks = [batch[name] for name in ("keep", "types") if name in batch.fields]
+    if masks and takes_text(model):
+        output = model(**classifier_inputs(model, batch["inputs"], *masks))
     else:
-        output = model(batch["inputs"], batch["keep"], *([] if types is None else [types]))
+        output = model(batch["inputs"], *masks)
     return getattr(output, "logits", output)
 
 
