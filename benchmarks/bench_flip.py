@@ -93,7 +93,9 @@ def main() -> None:
     shape = replace(PRESETS[asked.preset], depth=asked.depth, text_depth=asked.depth, vocabulary=4096, length=LENGTH)
     steps = {WHOLE: whole_step(composed(shape, asked.images, []))}
     for rate in RATES:
-        steps[f"{100 * rate:g} % dropped"] = whole_step(composed(shape, asked.images, [DropPatches(rate, until=10)]))
+        steps[f"{100 * rate:g} % dropped"] = whole_step(
+            composed(shape, asked.images, [DropPatches(rate=rate, until=10)])
+        )
     timings = side_by_side(steps, rounds=asked.rounds, warmup=1)
     tell(f"a step, {asked.preset}, {asked.depth} blocks", timings, WHOLE, asked.images, "images/s")
     gains = {name: 1 / ratio(timings, name, WHOLE) for name in steps}

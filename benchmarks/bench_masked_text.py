@@ -84,8 +84,8 @@ def main() -> None:
     ways = {
         PLAIN: ours(shape, few, batches[few.rate], None),
         "ours, 50 % masked": ours(shape, half, batches[half.rate], None),
-        "50 % left out, self": ours(shape, half, batches[half.rate], DropMaskedTokens(blocks)),
-        "50 % left out, cross": ours(shape, half, batches[half.rate], DropMaskedTokens(blocks, "cross")),
+        "50 % left out, self": ours(shape, half, batches[half.rate], DropMaskedTokens(blocks=blocks)),
+        "50 % left out, cross": ours(shape, half, batches[half.rate], DropMaskedTokens(blocks=blocks, attend="cross")),
         "transformers, 15 % masked": theirs(shape, batches[few.rate]),
         "transformers, 50 % masked": theirs(shape, batches[half.rate]),
     }

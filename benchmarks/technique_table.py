@@ -10,9 +10,11 @@ without the technique, and what; otherwise why it is refused. Cells that end in 
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +45,7 @@ from thrifty.core.shard_layout import local_tensor  # noqa: E402
 from thrifty.core.state import full_value  # noqa: E402
 from thrifty.core.technique import Technique  # noqa: E402
 from thrifty.interface.optimizers import optimizer_class  # noqa: E402
+from thrifty.techniques.sparsity.mask_from_file import mask_file_bytes  # noqa: E402
 
 FILE, PAGE = ROOT / "results" / "technique_table.json", ROOT / "results" / "technique_table.md"
 COLUMNS = {
@@ -344,9 +347,24 @@ def _bounded() -> Iterator[None]:
         signal.alarm(0)
 
 
+def masks_for(column: str, folder: Path) -> dict[str, str]:
+    """Return the settings of a file of masks that keep half of each matrix in the blocks of a column's model."""
+    file = folder / f"{column.replace(' ', '-')}-masks.safetensors"
+    if column == "command line":
+        _command(folder, "text", "drawn", technique("sparsity.static"))
+        return {"file": str(file), "sha256": thrifty.export(folder / "runs" / "drawn", file, part="masks").sha256}
+    model = llama() if column == "transformers model" else nano()
+    weights = {name: each.detach() for name, each in model.named_parameters() if re.search(r"\.\d+\.", name)}
+    masks = {name: torch.rand_like(each) < 0.5 for name, each in weights.items() if each.dim() == 2}
+    file.write_bytes(mask_file_bytes(masks, "", weights))
+    return {"file": str(file), "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+
+
 def cell(column: str, name: str, folder: Path) -> str:
     """Return what a cell says: "yes (what differs)", "needs the trainer: …", "refused: …", or "error: …"."""
     chosen = technique(name, **SETTINGS.get(name, {}))
+    if name == "sparsity.mask_from_file":
+        chosen = technique(name, **masks_for(column, folder))
     runs: dict[str, Callable[[], str]] = {
         "own loop": lambda: by_hand(nano, chosen),
         "own module in the trainer": lambda: by_trainer(folder / "trainer", chosen),

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,6 @@ from thrifty.objectives.chat_answers import ChatAnswers
 from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 
 
-@dataclass(frozen=True)
 class Scaled(Technique):
     """Gradients times a factor, the loss as it was."""
 
@@ -53,12 +52,10 @@ class Scaled(Technique):
         return scaled
 
 
-@dataclass(frozen=True)
 class ScaledWithin(Scaled):
     stage, numerics, tolerance = Stage.CLIP, Numerics.ROUNDING, 1e-4
 
 
-@dataclass(frozen=True)
 class FromTwelveOn(Technique):
     """Refuses smaller batches."""
 
@@ -91,7 +88,7 @@ def test_micro_batches_of_norms_over_the_batch_are_not_the_batch_with_dropout_or
 
 @pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1 + 1e-6, "broken")])
 def test_what_promises_the_same_values_is_held_to_every_bit(by: float, outcome: str) -> None:
-    verdict = verdict_of(Scaled(by))
+    verdict = verdict_of(Scaled(by=by))
     assert (verdict.promise, verdict.outcome) == ("exact", outcome)
     if outcome == "broken":
         assert "the gradient norm of step 1 is" in verdict.measured and verdict.fix == "--without scaled"
@@ -100,7 +97,7 @@ def test_what_promises_the_same_values_is_held_to_every_bit(by: float, outcome: 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1.001, "holds"), (1.01, "broken"), (0.5, "broken")])
 def test_what_promises_rounding_is_held_to_its_tolerance_in_gradients_too(by: float, outcome: str) -> None:
-    verdict = verdict_of(ScaledWithin(by))
+    verdict = verdict_of(ScaledWithin(by=by))
     assert (verdict.promise, verdict.outcome) == ("rounding", outcome), verdict.measured
 
 

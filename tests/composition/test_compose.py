@@ -1,6 +1,6 @@
 """What composing refuses, and what it shares."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
@@ -76,7 +76,6 @@ def test_moments_are_steps_of_this_run() -> None:
     )
 
 
-@dataclass(frozen=True)
 class Counting(Technique):
     """Remembers in its backward pass how many steps it has seen."""
 
@@ -102,7 +101,6 @@ def test_what_a_backward_pass_remembers_is_state_and_survives_a_structural_chang
     assert state.tensors()["techniques/counting/seen"] == 3
 
 
-@dataclass(frozen=True)
 class Never(Technique):
     stage: ClassVar[Stage] = Stage.GROW
     numerics: ClassVar[Numerics] = Numerics.EXACT

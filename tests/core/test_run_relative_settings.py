@@ -35,13 +35,12 @@ def test_what_is_resolved_stays_as_it_is() -> None:
     assert resolve_moments(once, 10_000) == once
 
 
-@dataclass(frozen=True)
 class Sized(Technique):
     batch: EffectiveBatch = 0
 
 
 def test_an_effective_batch_that_is_left_open_is_the_runs_own() -> None:
-    assert resolve_moments(Sized(), 400, 32) == Sized(32)
-    assert resolve_moments(Sized(8), 400, 32) == Sized(8)
+    assert resolve_moments(Sized(), 400, 32) == Sized(batch=32)
+    assert resolve_moments(Sized(batch=8), 400, 32) == Sized(batch=8)
     with pytest.raises(UsageError, match="batch is -1"):
-        Sized(-1)
+        Sized(batch=-1)

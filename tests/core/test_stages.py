@@ -1,6 +1,6 @@
 """The one table of order."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar
 
 import pytest
@@ -42,7 +42,6 @@ class Around(GradientTransform):
         return updates
 
 
-@dataclass(frozen=True)
 class Telling(Technique):
     """Says at each seam when it is asked."""
 
@@ -79,7 +78,7 @@ class Second(Telling):
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_models_are_folded_and_gradients_pass_in_order_of_stage(reverse: bool) -> None:
-    chosen = [First("first"), Second("second"), technique("optimizers.adamw")]
+    chosen = [First(word="first"), Second(word="second"), technique("optimizers.adamw")]
     run = compose(plain_run(depth=1), chosen[::-1] if reverse else chosen, 1)
     HEARD.clear()
     state = run.start()

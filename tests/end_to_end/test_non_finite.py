@@ -2,7 +2,7 @@
 
 import json
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,7 +35,6 @@ class Spoiled(NextToken):
         return super().losses(prediction, batch) + batch.fields.get("poison", torch.zeros(1))
 
 
-@dataclass(frozen=True)
 class Spoil(Technique):
     """Puts a number that is not finite into the loss or into one gradient of the steps from `start` on."""
 
@@ -143,7 +142,6 @@ def test_what_was_learned_before_a_run_of_skipped_steps_can_still_be_used(recipe
     assert all(parameter.isfinite().all() for parameter in restored.parameters())
 
 
-@dataclass(frozen=True)
 class LoseWeights(Technique):
     """Makes a weight infinite in one step, whose own loss is still finite."""
 

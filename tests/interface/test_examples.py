@@ -68,6 +68,13 @@ def test_calls_of_an_example_fit_the_signatures(name: str) -> None:
             inspect.signature(called).bind(*node.args, **dict.fromkeys(words))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_states_the_types_of_what_it_takes_and_returns(name: str) -> None:
+    signature = inspect.signature(FUNCTIONS[name])
+    kinds = [signature.return_annotation, *(each.annotation for each in signature.parameters.values())]
+    assert inspect.Signature.empty not in kinds and signature.return_annotation not in (Any, object)
+
+
 def own_run() -> None:
     thrifty.train(**OWN, name="mine", budget=3, observers=[lambda record: record.step < 2], quiet=True)
 

@@ -68,3 +68,9 @@ def test_what_an_observer_raises_reaches_the_caller_and_the_run_says_so(tmp_path
     with pytest.raises(KeyError):
         thrifty.train(recipe=recipe("failed"), observers=[fail], runs=tmp_path, quiet=True)
     assert "KeyError" in thrifty.report(tmp_path / "failed").record.summary["error"]
+
+
+def test_ranks_of_a_loop_are_those_that_torchrun_starts(tmp_path: Path) -> None:
+    with pytest.raises(thrifty.ThriftyError, match="2 ranks are 2 processes") as error:
+        next(thrifty.steps(recipe("several"), ranks=2, runs=tmp_path))
+    assert "torchrun --nproc-per-node 2 script.py" in str(error.value) and not (tmp_path / "several").exists()

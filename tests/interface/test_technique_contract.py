@@ -1,6 +1,6 @@
 """The contract test of techniques finds what is broken, and passes what keeps it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,7 +28,6 @@ class Halving(GradientTransform):
         return [update / 2 for update in updates]
 
 
-@dataclass(frozen=True)
 class Halved(thrifty.Technique):
     stage, numerics = thrifty.Stage.PRECONDITION, DIFFERENT
     rate: float = 0.5

@@ -174,7 +174,7 @@ def test_a_file_never_runs_the_function_that_it_names(tmp_path: Path) -> None:
 def losses_by_tokens(micro_batches: int) -> list[float]:
     data = open_user_data(user_work.Sentences(), user_work.Sentences(), 16, 0, user_work.padded)
     plain = BaseRun(user_work.build_language_model, data.train, UserLoss(user_work.token_loss, data.assembled))
-    more = [GradientAccumulation(micro_batches)] if micro_batches > 1 else []
+    more = [GradientAccumulation(micro_batches=micro_batches)] if micro_batches > 1 else []
     run = compose(plain, [AdamW(lr=1e-2), *more], 6)
     return [record.loss for record in steps_of(run, run.start(), 0)]
 

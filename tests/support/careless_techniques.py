@@ -1,6 +1,6 @@
 """Techniques with the classic silent bugs of the field, as somebody might write them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -16,7 +16,6 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.module_surgery import find_blocks, wrap_forward
 
 
-@dataclass(frozen=True)
 class MeanOfMeans(Technique):
     """Scales the loss of each micro-batch to its own mean and divides by their number."""
 
@@ -33,7 +32,6 @@ class MeanOfMeans(Technique):
         return in_halves
 
 
-@dataclass(frozen=True)
 class ReentrantRecompute(Technique):
     """Recomputes every other block by torch's older way, which sees no parameter that a frozen input hides."""
 
@@ -45,7 +43,6 @@ class ReentrantRecompute(Technique):
         return model
 
 
-@dataclass(frozen=True)
 class Forgetful(Technique):
     """Counts batches as they are taken: another count after a resume."""
 
@@ -64,7 +61,6 @@ class Counting(WrappedSource):
         return self.source.rows(self.taken - 1, start, stop)
 
 
-@dataclass(frozen=True)
 class Shrinking(Technique):
     """Answers a lack of memory with half of the batch; what is left of it is never seen."""
 
@@ -80,7 +76,6 @@ class Shrinking(Technique):
         return tried
 
 
-@dataclass(frozen=True)
 class Splitting(Technique):
     """The same done right: all rows, in smaller micro-batches."""
 
@@ -98,7 +93,6 @@ class Splitting(Technique):
         return tried
 
 
-@dataclass(frozen=True)
 class TurnsBack(Technique):
     """Turns gradients around from the third step on."""
 
@@ -117,7 +111,6 @@ class TurnsBack(Technique):
         return turned
 
 
-@dataclass(frozen=True)
 class HalfMasked(Technique):
     """Keeps every other row of each matrix at zero, and lets the optimizer gather momentum for it."""
 

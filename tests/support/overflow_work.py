@@ -1,6 +1,5 @@
 """Gradients that overflow when told to, also for tests that let several ranks train."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ class Overflows:
         return outcome
 
 
-@dataclass(frozen=True)
 class Overflowing(Technique):
     """Spoils one number of one gradient, on the first rank only, in these passes over a micro-batch."""
 

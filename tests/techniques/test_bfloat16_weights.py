@@ -173,7 +173,10 @@ def test_three_roundings_of_one_training_are_as_far_from_float32_as_they_should_
     plain = plain_run(batch=8, depth=2)
     slow = technique("optimizers.adamw", lr=3e-4)
     reference = losses(run_through(plain, [slow], 80)[0])
-    found = {rounding: losses(run_through(plain, [slow, Bfloat16Weights(rounding)], 80)[0]) for rounding in ROUNDINGS}
+    found = {
+        rounding: losses(run_through(plain, [slow, Bfloat16Weights(rounding=rounding)], 80)[0])
+        for rounding in ROUNDINGS
+    }
     last = {rounding: abs(sum(each[-10:]) - sum(reference[-10:])) / 10 for rounding, each in found.items()}
     assert sum(reference[-10:]) / 10 < reference[0] - 0.5
     assert last["kahan"] < 0.02 and last["stochastic"] < 0.04
@@ -259,7 +262,7 @@ def test_explaining_shows_weights_and_gradients_halved_and_moments_as_they_were(
         run = compose(plain_run(depth=1), [technique("optimizers.adamw"), *chosen], 2)
         return count(run, run.techniques)[1]
 
-    plain, narrow = counted(), counted(Bfloat16Weights(rounding))
+    plain, narrow = counted(), counted(Bfloat16Weights(rounding=rounding))
     assert narrow.parameters == plain.parameters / 2 and narrow.gradients == plain.gradients / 2
     assert narrow.optimizer == plain.optimizer * (1.25 if rounding == "kahan" else 1)
     assert narrow.activations < 0.75 * plain.activations
@@ -280,7 +283,7 @@ def test_explaining_shows_weights_and_gradients_halved_and_moments_as_they_were(
     ids=" ".join,
 )
 def test_with_several_others_a_run_resumes_bit_exactly(others: tuple[str, ...], rounding: Rounding) -> None:
-    chosen = [*(technique(name) for name in others), Bfloat16Weights(rounding)]
+    chosen = [*(technique(name) for name in others), Bfloat16Weights(rounding=rounding)]
     run = compose(plain_run(), chosen, 4)
     state = run.start()
     advance(run, state, 2)
@@ -324,7 +327,7 @@ def test_a_run_is_kept_in_16_bits_and_comes_back_in_32(tmp_path: Path, monkeypat
         model=ModelSettings(preset="llama-nano", width=32, depth=2),
         data=DataSettings(source=str(tmp_path / "corpus"), vocabulary=320, length=32, batch=8),
         budget=Budget(steps=4),
-        techniques=(AdamW(lr=1e-3), Bfloat16Weights("kahan")),
+        techniques=(AdamW(lr=1e-3), Bfloat16Weights(rounding="kahan")),
     )
     assert train(recipe, tmp_path, quiet=True)["status"] == "finished"
     kept = load(tmp_path / "run" / "checkpoints").tensors
@@ -348,7 +351,7 @@ def test_one_technique_decides_the_format_of_products() -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("optimizer", ["muon", "lamb", "adafactor", "schedule_free"])
 def test_nothing_is_kept_of_what_is_outside_a_mask(optimizer: str, rounding: Rounding) -> None:
-    chosen = [technique(f"optimizers.{optimizer}"), Bfloat16Weights(rounding), technique("sparsity.static")]
+    chosen = [technique(f"optimizers.{optimizer}"), Bfloat16Weights(rounding=rounding), technique("sparsity.static")]
     run = compose(plain_run(), chosen, 3)
     state = run.start()
     for _ in range(3):

@@ -206,7 +206,10 @@ def test_the_work_is_that_of_fewer_tokens_as_explain_counts_it() -> None:
         transform = 6 * (k if decoder else text) * 32 * 32
         return 2 * (6 * block(read) + behind + transform + 6 * k * 32 * VOCABULARY)
 
-    plain, through_all, through_some = flops(), *(flops(DropMaskedTokens(2, decoder)) for decoder in ATTEND)
+    plain, through_all, through_some = (
+        flops(),
+        *(flops(DropMaskedTokens(blocks=2, attend=decoder)) for decoder in ATTEND),
+    )
     assert plain == pytest.approx(step(), rel=0.02)
     assert through_all == pytest.approx(step("self"), rel=0.02) and through_all < 0.95 * plain
     assert through_some == pytest.approx(step("cross"), rel=0.02) and through_some < 0.85 * plain
@@ -231,7 +234,9 @@ def test_whole_texts_are_read_as_before_and_longer_ones_than_there_are_positions
 
 
 def test_with_cross_it_learns() -> None:
-    records, _ = run_through(masked_run(repeated=True), with_optimizer([DropMaskedTokens(1, "cross")]), 40)
+    records, _ = run_through(
+        masked_run(repeated=True), with_optimizer([DropMaskedTokens(blocks=1, attend="cross")]), 40
+    )
     assert losses(records)[-1] < losses(records)[0] - 1
 
 

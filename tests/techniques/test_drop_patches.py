@@ -191,7 +191,9 @@ def test_smaller_images_have_fewer_patches_to_drop():
 
 def test_blocks_cost_what_they_see_while_patches_are_dropped():
     flops = {
-        until: explain(compose(image_run(), with_optimizer([DropPatches(0.5, until)]), STEPS)).footprint.flops
+        until: explain(
+            compose(image_run(), with_optimizer([DropPatches(rate=0.5, until=until)]), STEPS)
+        ).footprint.flops
         for until in (1.0, 0.5)
     }
     assert (

@@ -53,7 +53,8 @@ def test_gradients_of_micro_batches_alone_would_be_others():
 @pytest.mark.slow
 def test_it_holds_the_activations_of_one_micro_batch_for_a_third_more_work():
     plain, one = (
-        explain(compose(pair_run(batch=32), with_optimizer(more), 3)).footprint for more in ([], [GradientCache(8)])
+        explain(compose(pair_run(batch=32), with_optimizer(more), 3)).footprint
+        for more in ([], [GradientCache(micro_batches=8)])
     )
     assert one.activations < 0.3 * plain.activations
     assert one.flops / plain.flops == pytest.approx(4 / 3, rel=0.03)

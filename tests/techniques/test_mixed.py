@@ -175,10 +175,10 @@ def test_at_the_least_scale_the_run_stops_and_says_what_to_do() -> None:
 def test_settings_that_make_no_scale_are_refused() -> None:
     for wrong in (1000.0, 0.0, -2.0, float("inf"), float("nan")):
         with pytest.raises(UsageError, match="init_scale") as refused:
-            MixedPrecision("float16", init_scale=wrong)
+            MixedPrecision(format="float16", init_scale=wrong)
         assert ("power of two" if math.isfinite(wrong) else "finite number") in refused.value.fix
     with pytest.raises(UsageError, match="above the init_scale of 2"):
-        MixedPrecision("float16", init_scale=2.0, min_scale=4.0)
+        MixedPrecision(format="float16", init_scale=2.0, min_scale=4.0)
 
 
 def test_bfloat16_needs_no_scale_and_notes_none() -> None:
@@ -206,7 +206,7 @@ def test_every_kind_of_model_has_nearly_the_gradients_of_float32(name: str) -> N
     loss, wanted = gradients_of(name, None)
     errors = {}
     for number_format in ("bfloat16", "float16"):
-        found, gradient = gradients_of(name, MixedPrecision(number_format, init_scale=2.0**12))  # type: ignore[arg-type]
+        found, gradient = gradients_of(name, MixedPrecision(format=number_format, init_scale=2.0**12))  # type: ignore[arg-type]
         assert found == pytest.approx(loss, rel=2e-3)
         errors[number_format] = float((gradient - wanted).norm() / wanted.norm())
     assert errors["float16"] < 0.01 and errors["float16"] < 0.5 * errors["bfloat16"] < 0.05
@@ -218,7 +218,7 @@ def test_what_is_too_small_for_float16_is_kept_by_the_scale() -> None:
     kept = {}
     for scale in (1.0, 2.0**16):
         model.zero_grad()
-        mixed = MixedPrecision("float16", init_scale=scale)
+        mixed = MixedPrecision(format="float16", init_scale=scale)
         mixed.backward(plain_backward)(model, mixed.objective(objective), small)
         up = model.blocks[0].mlp.up.weight.grad
         kept[scale] = int(up.count_nonzero()) / up.numel()
@@ -255,6 +255,6 @@ def test_who_measures_gradients_inside_is_told_nothing_of_the_scale() -> None:
 
 
 def test_the_share_of_peak_is_that_of_the_runs_own_format() -> None:
-    for technique_, wanted in ((MixedPrecision(), torch.bfloat16), (MixedPrecision("float16"), torch.float16)):
+    for technique_, wanted in ((MixedPrecision(), torch.bfloat16), (MixedPrecision(format="float16"), torch.float16)):
         assert _matrix_type(Recipe(techniques=(technique_,))) == wanted
     assert _matrix_type(Recipe()) == torch.float32

@@ -332,9 +332,9 @@ def test_it_teaches_a_frozen_model_a_continuation_that_as_long_a_prompt_does_not
 ) -> None:
     found = {}
     choices = {
-        "prefix": PrefixTuning(4, hidden=0, seed=seed),
-        "network": PrefixTuning(4, seed=seed),
-        "prompt": PromptTuning(4, seed=seed),
+        "prefix": PrefixTuning(tokens=4, hidden=0, seed=seed),
+        "network": PrefixTuning(tokens=4, seed=seed),
+        "prompt": PromptTuning(tokens=4, seed=seed),
     }
     rates = {"prefix": 0.1, "network": 1e-3, "prompt": 0.1}  # near the best of each
     for name, adapter in choices.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -161,7 +161,6 @@ def _gradient(backward: Backward, model: nn.Module, objective: Objective, batch:
     return float(backward(model, objective, batch).loss), gradients_of(model)
 
 
-@dataclass(frozen=True)
 class _UnequalParts(Technique):
     """The effective batch as its first third and the rest, where micro-batches are made."""
 

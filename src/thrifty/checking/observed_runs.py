@@ -83,7 +83,6 @@ class StepObservations:
         return {name: full_value(tensor) for name, tensor in self.state.tensors().items()}
 
 
-@dataclass(frozen=True)
 class GradientProbe(Technique):
     """Lets `see` look at the model after each backward pass, with the gradients of the step."""
 
@@ -136,7 +135,7 @@ def train_observed(
             nudge_gradients(model, nudge)
         trace.see(model)
 
-    watched = subject.composed((*techniques, GradientProbe(see, quiet)))
+    watched = subject.composed((*techniques, GradientProbe(see=see, quiet=quiet)))
     trace.state = watched.start()
     at(watched, trace.state)
     advance(watched, trace, subject.seed if seed is None else seed, steps, at)

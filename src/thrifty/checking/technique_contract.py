@@ -26,7 +26,7 @@ from thrifty.core.technique import Numerics, Technique
 
 LEARNING_STEPS = 40
 FIXES = {
-    "settings": "let settings be fields of a @dataclass(frozen=True), of plain types",
+    "settings": "annotate settings with plain types: rank: int = 8",
     "stage and numerics": "stage, numerics = Stage.…, Numerics.…; tolerance > 0 with Numerics.ROUNDING alone",
     "claims": "let claims, micro_batches, number_format and recomputation say the same",
     "seams": "return the argument itself where nothing is to be changed",

@@ -1,7 +1,6 @@
 """An optimizer of torch as a technique, so that its state and its step are counted as those of any other."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,7 +56,6 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
     return [value for value in state.values() if isinstance(value, Tensor)]
 
 
-@dataclass(frozen=True)
 class TorchOptimizer(Technique):
     """An optimizer of torch that `make` builds for named parameters: for counting, not for training."""
 

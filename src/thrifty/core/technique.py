@@ -6,9 +6,9 @@ same type, and is the identity until overridden. A technique never sees the trai
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform
 
 from torch import nn
 from torch.optim import Optimizer
@@ -36,8 +36,21 @@ class Numerics(Enum):
     DIFFERENT = "different"  # another algorithm: it must learn
 
 
+class FrozenValue:
+    """A value whose attributes are never assigned."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to field {name!r}")
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete field {name!r}")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
-class Technique:
+class Technique(FrozenValue):
+    """A technique: its subclasses are frozen dataclasses, whose annotated attributes are keyword-only settings."""
+
     name: ClassVar[str]
     stage: ClassVar[Stage]
     numerics: ClassVar[Numerics]
@@ -60,6 +73,8 @@ class Technique:
                 raise UsageError(
                     f"{cls.name}: there is no claim {claim!r}", fix="choose a member of thrifty.core.claims.Claim"
                 )
+        dataclass(frozen=True, kw_only=True)(cls)
+        del cls.__setattr__, cls.__delattr__  # those of FrozenValue: a class may be decorated as a dataclass as well
 
     def __post_init__(self) -> None:
         check_bounds(self, self.name)

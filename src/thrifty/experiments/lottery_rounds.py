@@ -239,7 +239,7 @@ class _Rounds:
         else:
             file = self.ticket(number)
             sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-            ticket = MaskFromFile(str(file), sha256, control, self.lottery.seed)  # type: ignore[arg-type]
+            ticket = MaskFromFile(file=str(file), sha256=sha256, control=control, seed=self.lottery.seed)  # type: ignore[arg-type]
             budget = Budget(steps=self.steps)
             recipe = replace(recipe, name=name, budget=budget, techniques=(*recipe.techniques, ticket))
             start = in_steps(self.lottery.rewind, self.steps)

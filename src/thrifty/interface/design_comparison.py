@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich.console import RenderableType
@@ -27,6 +27,9 @@ from thrifty.simulators.accelerator.simulation_result import SimulationResult, f
 from thrifty.training.evaluation import held_out_loss
 from thrifty.training.run_setup import open_examples
 from thrifty.training.trained_model import load_trained_model
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Filter = Literal["trace", "exact", "own"]
 COSTS = ("softmax kept", "output error")
@@ -93,7 +96,7 @@ class DesignComparison(PrintedResult):
     def has_mask_costs(self) -> bool:
         return self.loss is not None or self.filters != ("trace",)
 
-    def table(self) -> Any:
+    def table(self) -> "DataFrame":
         """Return a row for each design and filter as a `pandas.DataFrame`. Raises UsageError without pandas."""
         return frame([case.result for case in self.cases])
 

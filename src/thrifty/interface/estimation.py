@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import RenderableType
@@ -124,7 +124,7 @@ def estimate(
     optimizer: str | Technique | type | Optimizer = "adamw",
     techniques: Sequence[str | Technique | type[Technique]] = (),
     memory: str | float | None = None,
-    allow: str = "different",
+    allow: Literal["exact", "rounding", "different"] = "different",
     device: str | torch.device = "cpu",
     data: Any = None,
     length: int | None = None,
@@ -239,7 +239,7 @@ def _optimizer(optimizer: Any, model: Any, kind: str) -> Technique:
     if isinstance(optimizer, Optimizer) or (inspect.isclass(optimizer) and issubclass(optimizer, Optimizer)):
         if technique := getattr(optimizer, "technique", None):  # a class of thrifty.optim
             return technique_of(technique, {})
-        return TorchOptimizer(partial(_torch_optimizer, optimizer, _own_names(optimizer, model), kind))
+        return TorchOptimizer(make=partial(_torch_optimizer, optimizer, _own_names(optimizer, model), kind))
     chosen = technique_of(optimizer, {})
     if Claim.OPTIMIZER not in chosen.claims:
         raise UsageError(f"{chosen.name} is no optimizer", fix="optimizer='adamw', or a class of torch.optim")

@@ -1,10 +1,11 @@
 """The trainer on the user's own model, data, loss and metrics: `train`, `resume` and the run that they return."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.console import RenderableType
 from torch import nn
@@ -26,6 +27,9 @@ from thrifty.training.loop import Record
 from thrifty.training.rank_launch import on_ranks
 from thrifty.training.train_session import Observer
 from thrifty.training.trained_model import load_trained_model, stored_recipe
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
@@ -55,7 +59,7 @@ class RunResult(PrintedResult):
         """Write the page of the run, and return its key figures; see `thrifty.report`."""
         return report(self)
 
-    def records(self) -> Any:
+    def records(self) -> "DataFrame":
         """Return the records of all steps as a `pandas.DataFrame`. Raises UsageError without pandas."""
         try:
             import pandas
@@ -211,6 +215,7 @@ def resume(
 def steps(
     run: RunResult | Recipe | str | Path | None = None,
     *,
+    ranks: int = 1,
     runs: str | Path = "runs",
     quiet: bool = True,
     **arguments: Unpack[RecipeArguments],
@@ -219,9 +224,10 @@ def steps(
 
     `run` is a recipe (a value, a name or a file), which is started in the folder `runs`/name, or a run that is resumed.
     `arguments` are those of `thrifty.recipe`. A record has what observers of `thrifty.train` receive. A loop that is
-    left early leaves a run that is saved and can be resumed.
+    left early leaves a run that is saved and can be resumed. The loop runs in this process: several ranks are those of
+    torchrun or srun, of which each has the loop.
 
-    Raises UsageError where `train` or `resume` would.
+    Raises UsageError where `train` or `resume` would, and for `ranks` that are not there.
 
     Example::
 
@@ -229,6 +235,12 @@ def steps(
             if record.loss < 0.1:
                 break
     """
+    there = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks not in (1, there):
+        raise UsageError(
+            f"the loop of thrifty.steps runs in this process, and {ranks} ranks are {ranks} processes",
+            fix=f"torchrun --nproc-per-node {ranks} script.py, or thrifty.train(…, ranks={ranks}, observers=[…])",
+        )
     if isinstance(run, RunResult) or (isinstance(run, str | Path) and is_run_folder(Path(run))):
         passed = {name: arguments[name] for name in OBJECTS if name in arguments}  # type: ignore[literal-required]
         folder, chosen = _started(run, None, UserObjects.given(**passed))

@@ -7,7 +7,6 @@ Does not  change what is computed (numerics: rounding); rename any parameter.
 Avoid     on very short runs; needs a C++ compiler on CPUs (`thrifty doctor` tells).
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,7 +22,6 @@ from thrifty.machine.cpu_features import can_compile
 from thrifty.modeling.module_surgery import find_stacks
 
 
-@dataclass(frozen=True)
 class CompiledBlocks(Technique):
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.COMPILED_BLOCKS})

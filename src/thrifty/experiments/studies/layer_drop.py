@@ -43,7 +43,7 @@ def measure(
 ) -> dict[str, float]:
     """The held-out loss after the work of `full_steps` steps of all blocks."""
     steps = steps_for(full_steps * depth, depth) if dropping else full_steps
-    chosen = [RATES[rate], *([LayerDrop(THETA, SETTLE, seed=seed)] if dropping else [])]
+    chosen = [RATES[rate], *([LayerDrop(theta=THETA, time_constant=SETTLE, seed=seed)] if dropping else [])]
     return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
 
 

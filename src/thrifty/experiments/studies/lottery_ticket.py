@@ -46,7 +46,9 @@ def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ticket.safetensors")
         file.write_bytes(mask_file_bytes(masks, "a round of this study", {}))
-        ticket = MaskFromFile(str(file), hashlib.sha256(file.read_bytes()).hexdigest(), CONTROL[kind], seed)
+        ticket = MaskFromFile(
+            file=str(file), sha256=hashlib.sha256(file.read_bytes()).hexdigest(), control=CONTROL[kind], seed=seed
+        )
         plain = BaseRun(lambda: perceptron(width, seed), DigitEpochs("train", batch, seed), Classification())
         run = compose(plain, [*decayed_sgd(), ticket], steps)
         model, state = run_to_end(run, seed)

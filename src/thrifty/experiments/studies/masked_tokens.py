@@ -55,7 +55,7 @@ def composed(way: str, steps: int, lr: float, depth: int, width: int, length: in
     plain = BaseRun(partial(encoder, depth, width, length, seed), source, replace(HIDDEN, rate=RATES[way]))
     chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(warmup=0.1), GradientClipping()]
     if way in DECODERS:
-        chosen.append(DropMaskedTokens(max(1, depth // 6), DECODERS[way]))  # type: ignore[arg-type]
+        chosen.append(DropMaskedTokens(blocks=max(1, depth // 6), attend=DECODERS[way]))  # type: ignore[arg-type]
     return compose(plain, chosen, steps)
 
 

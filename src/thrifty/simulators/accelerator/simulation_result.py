@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thrifty.core.errors import UsageError
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.energy_model import EnergyEstimate
 from thrifty.simulators.accelerator.priced_operations import Operations, PricedOperation, add_up
 from thrifty.simulators.accelerator.station_timeline import StationTimeline
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def layer_rows(result: SimulationResult) -> list[dict[str, Any]]:
     ]
 
 
-def frame(results: list[SimulationResult]) -> Any:
+def frame(results: list[SimulationResult]) -> "DataFrame":
     """Results as a pandas DataFrame, a line each. Raises UsageError where pandas, which is optional, is not there."""
     try:
         import pandas

@@ -11,7 +11,6 @@ Avoid     for tasks that need more than a shift of features; the paper finds it 
 Note      it needs a larger learning rate than full tuning. The paper trains a classifier's fresh head too (`head`).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ def _plus_bias(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output + layer.added_bias.to(output.dtype)
 
 
-@dataclass(frozen=True)
 class BiasOnly(AdapterTechnique):
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
 

@@ -13,7 +13,6 @@ Note      The paper trains the norms, and a fresh classifier's head, too: here n
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -59,7 +58,6 @@ def _pass_bottleneck(writer: nn.Module, args: Any, output: Any) -> Any:
     return change_first(output, lambda x: apply_bottleneck(x, *(getattr(writer, name).to(x.dtype) for name in PARTS)))
 
 
-@dataclass(frozen=True)
 class BottleneckAdapter(AdapterTechnique):
     width: Positive = 64
     placement: Literal["both", "feed_forward"] = "both"

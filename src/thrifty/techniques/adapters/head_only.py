@@ -13,7 +13,6 @@ Note      MAE's probe standardises features over the batch in front of the head,
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
@@ -23,7 +22,6 @@ from thrifty.core.errors import RefusedError
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_only
 
 
-@dataclass(frozen=True)
 class HeadOnly(AdapterTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.PARAMETER_SHARDING: "they are gathered and freed by the gradient of what the model gives, which has none"

@@ -17,7 +17,6 @@ Note      P is scaled so that a weight moves as far as the numbers of z do (the 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -118,7 +117,6 @@ def subspace_backward(backward: Backward) -> Backward:
     return projected
 
 
-@dataclass(frozen=True)
 class IntrinsicDimension(AdapterTechnique):
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
     clashes: ClassVar[Mapping[Claim, str]] = {

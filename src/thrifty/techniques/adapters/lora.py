@@ -21,7 +21,6 @@ Note      A starts as Kaiming-uniform, B as zero (the paper says Gaussian A; ref
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -42,7 +41,6 @@ _READ_BY_OTHERS = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 """torch's own attention, and the last layer inside it."""
 
 
-@dataclass(frozen=True)
 class Lora(AdapterTechnique):
     rank: Positive = 8
     alpha: float = 16.0

@@ -22,7 +22,6 @@ Note      the network makes every block's keys and values of one table: E (p, d)
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -234,7 +233,6 @@ def _behind_cache(
     return output
 
 
-@dataclass(frozen=True)
 class PrefixTuning(AdapterTechnique):
     tokens: Positive = 5
     """Virtual tokens, p."""

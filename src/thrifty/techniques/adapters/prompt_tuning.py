@@ -15,7 +15,6 @@ Note      the learning rate is large: the paper has 0.3, constant, with Adafacto
           figures.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -124,7 +123,6 @@ def _cut(output: Any, count: int) -> Any:
     return output
 
 
-@dataclass(frozen=True)
 class PromptTuning(AdapterTechnique):
     tokens: Positive = 20
     """Virtual tokens, k."""

@@ -12,7 +12,6 @@ Note      first values are uniform in ±sqrt(6 / (3 · p · p + d)) for patches 
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -94,7 +93,6 @@ def patch_size(model: nn.Module) -> int:
     )
 
 
-@dataclass(frozen=True)
 class VisualPrompt(AdapterTechnique):
     tokens: Positive = 10
     """Prompts, k, in each block that has some."""

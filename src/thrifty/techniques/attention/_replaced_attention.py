@@ -6,7 +6,6 @@ found, which are plain numbers: the same on all ranks, and the same again when t
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -51,7 +50,6 @@ def decided_phase(model: nn.Module | None) -> Mapping[str, Any]:
     return PHASE.get(model) or {"phase": CHOSEN}
 
 
-@dataclass(frozen=True)
 class ReplacedAttention(Technique):
     """Another attention core from `from_step` on. A subclass says which, in `core`."""
 
@@ -174,7 +172,6 @@ class CalibrationBackward:
         return self.inner(model, objective, batch)
 
 
-@dataclass(frozen=True)
 class CalibratedAttention(ReplacedAttention):
     """A core that needs numbers of the trained model. A subclass says what is measured at each call, in `measure`, and
     what the means of that come to, in `settle`."""

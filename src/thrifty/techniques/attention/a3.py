@@ -12,7 +12,6 @@ Note      the paper sorts each column of keys and pops from heaps; here all prod
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -41,7 +40,6 @@ def _found(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float)
     return torch.ops.thrifty.a3_keep(q, k, visible, rounds, percent)
 
 
-@dataclass(frozen=True)
 class A3(ReplacedAttention):
     rounds: Fraction = 0.5
     """Rounds of the search, as a share of the keys that a query sees."""

@@ -16,7 +16,6 @@ Note      at density 1/8, float32, 4 heads of 64, two quiet cores, as the comman
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,6 @@ def scattered_attention(
     return block_attention(q, k, v, grid, mask)
 
 
-@dataclass(frozen=True)
 class BlockSparseAttention(ReplacedAttention):
     block: Positive = 64
     """Tokens of a block's side."""

@@ -23,7 +23,6 @@ Note      the detector's weights are parameters of the attention, (h, r, r) for 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -144,7 +143,6 @@ def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: A
         core.given = None
 
 
-@dataclass(frozen=True)
 class Dota(ReplacedAttention):
     claims = ReplacedAttention.claims | {Claim.AUXILIARY_LOSSES}
     clashes: ClassVar[Mapping[Claim, str]] = {

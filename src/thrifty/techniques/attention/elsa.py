@@ -20,7 +20,6 @@ Note      thresholds are learned block by block from p on training examples, in 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,7 +49,6 @@ def _keep(q: Tensor, k: Tensor, visible: Tensor, factors: tuple[Numbers, ...], b
     return elsa_keep(q, k, matrices, bias, threshold, visible)
 
 
-@dataclass(frozen=True)
 class Elsa(CalibratedAttention):
     p: Rate = 1.0
     """A key matters that softmax gives more than p / n; 0 keeps all."""

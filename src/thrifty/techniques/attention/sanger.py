@@ -16,7 +16,6 @@ Note      the paper fine-tunes a trained model; here attention is plain up to `f
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -33,7 +32,6 @@ UNKNOWN = (1.0, 1.0)
 """Ranges, where none are found yet and only work is counted."""
 
 
-@dataclass(frozen=True)
 class Sanger(CalibratedAttention):
     threshold: Probability = 0.02
     """Of the predicted softmax."""

@@ -22,7 +22,6 @@ Note      a decoder is trained on whole texts, so each query prunes by what it s
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -101,7 +100,6 @@ def in_backward() -> bool:
 CASCADE_HOOKS: ModuleNote[list[RemovableHandle]] = ModuleNote("cascade_hooks")
 
 
-@dataclass(frozen=True)
 class Spatten(ReplacedAttention):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.HEADS_AND_NEURONS: "heads are compared from block to block, and it takes some out of each",

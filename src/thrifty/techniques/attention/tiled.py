@@ -13,7 +13,6 @@ Does not  change what is computed (numerics: rounding).
 Avoid     without the technique `compile`, and on GPUs, where torch's own kernel is faster.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -38,7 +37,6 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     return flash_attention(q, k, v, tile=tile or TILE)
 
 
-@dataclass(frozen=True)
 class TiledAttention(Technique):
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.ATTENTION_CORE})

@@ -20,7 +20,6 @@ Note      the paper draws maps over all training images and then fine-tunes for 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -97,7 +96,6 @@ def fixed_attention(
     return attend_kept(q, k, v, keep)
 
 
-@dataclass(frozen=True)
 class Vitcod(CalibratedAttention):
     clashes: ClassVar[Mapping[Claim, str]] = {
         **CalibratedAttention.clashes,

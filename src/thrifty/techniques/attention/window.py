@@ -13,7 +13,6 @@ Note      on GPUs the same products run in torch; there is no kernel of their ow
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,6 @@ def window_attention(
     return block_attention(q, k, v, window_grid(q.shape[2], sight, block, q.device), mask)
 
 
-@dataclass(frozen=True)
 class WindowAttention(ReplacedAttention):
     window: Positive = 512
     """Tokens that one sees up to itself; in encoders as many from itself on."""

@@ -11,7 +11,6 @@ Note      nothing of the weights before `start` is in it: the first weights are 
           up as (1 + t) / (10 + t), or the mean is that of Adam's bias correction. Buffers are not averaged.
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from thrifty.core.claims import Claim
@@ -23,7 +22,6 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.weight_average import Beginning, EmaTransform
 
 
-@dataclass(frozen=True)
 class ExponentialMovingAverage(Technique):
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT
     claims = frozenset({Claim.AVERAGED_WEIGHTS})

@@ -14,7 +14,6 @@ Note      means are taken over what is there until `copies` are. Buffers are not
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -81,7 +80,6 @@ class LatestWeightsTransform(GradientTransform):
         return uniform_mean([slots[f"copy_{place}"] for place in range(there)])
 
 
-@dataclass(frozen=True)
 class LatestWeightAverage(Technique):
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT
     claims = frozenset({Claim.AVERAGED_WEIGHTS})

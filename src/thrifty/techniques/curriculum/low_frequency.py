@@ -13,7 +13,6 @@ Note      the paper's second half, augmentation that grows stronger, is a matter
           multiples of `multiple`: let it be the side of a patch, or a multiple of it.
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from thrifty.core.batches import BatchSource
@@ -28,7 +27,6 @@ from thrifty.kernels.low_pass import crop_spectrum
 from thrifty.modeling.image_sizes import resized_images
 
 
-@dataclass(frozen=True)
 class LowFrequencyCurriculum(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESOLUTION})

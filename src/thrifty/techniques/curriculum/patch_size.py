@@ -15,7 +15,6 @@ Note      for classifiers and two-tower models of ours, and what is read into th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -78,7 +77,6 @@ def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
         )
 
 
-@dataclass(frozen=True)
 class PatchSizeCurriculum(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.PATCH_SIZE})

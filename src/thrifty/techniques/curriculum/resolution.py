@@ -12,8 +12,6 @@ Avoid     where fine detail is all there is: images of a few pixels.
 Note      sides are multiples of `multiple`: let it be the side of a patch, or a multiple of it.
 """
 
-from dataclasses import dataclass
-
 from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -25,7 +23,6 @@ from thrifty.modeling.image_sizes import resized_images
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
-@dataclass(frozen=True)
 class ResolutionCurriculum(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESOLUTION})

@@ -8,8 +8,6 @@ Avoid     when tokens, not seconds, are the budget: early steps see fewer of the
 Note      lengths rise in equal steps and are multiples of `multiple`, so that few shapes are compiled.
 """
 
-from dataclasses import dataclass
-
 from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.claims import Claim
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -20,7 +18,6 @@ from thrifty.modeling.text_lengths import refuse_more_than_tokens, truncate_text
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
-@dataclass(frozen=True)
 class SequenceLengthWarmup(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.SEQUENCE_LENGTH})

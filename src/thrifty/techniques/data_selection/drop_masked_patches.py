@@ -12,8 +12,6 @@ Note      the positions of patches are added before some are taken away, so each
           here depends on the pixels of removed patches, nor does it in the plain run, where they are blank.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
@@ -39,7 +37,6 @@ class VisiblePatchObjective(WrappedObjective):
         return Prediction(given=reconstruct_patches(model, batch["inputs"], batch["visible"], batch["removed"]))
 
 
-@dataclass(frozen=True)
 class DropMaskedPatches(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.ENCODER_INPUT})

@@ -21,7 +21,6 @@ Note      `finish` drops the decoder. What is exported is an encoder to be fine-
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -155,7 +154,6 @@ class VisibleTokenObjective(WrappedObjective):
         return Prediction(hidden=hidden, head=model.head)
 
 
-@dataclass(frozen=True)
 class DropMaskedTokens(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.ENCODER_INPUT, Claim.TOKENS_OF_BLOCKS})

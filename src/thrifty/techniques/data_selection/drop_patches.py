@@ -17,7 +17,6 @@ Note      for models whose patches come from one convolution with positions adde
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -130,7 +129,6 @@ class PatchDropObjective(WrappedObjective):
             return super().predict(model, batch)
 
 
-@dataclass(frozen=True)
 class DropPatches(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.ENCODER_INPUT})

@@ -18,7 +18,7 @@ Note      scores are taken with dropout off (the model in evaluation), so that t
           cannot exceed the root of their number over all ranks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,6 @@ class GradientNormBackward:
         return replace(outcome, notes=outcome.notes | notes)
 
 
-@dataclass(frozen=True)
 class GradientNormSampling(Technique):
     stage, numerics = Stage.SELECT, Numerics.DIFFERENT
     claims = frozenset({Claim.SELECTED_EXAMPLES})

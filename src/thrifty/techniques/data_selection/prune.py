@@ -21,7 +21,6 @@ Note      order "random" is the control and needs no file. "auto" keeps the hard
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -109,7 +108,6 @@ def _read(file: str, sha256: str) -> ExampleScores:
     return read_scores(path)
 
 
-@dataclass(frozen=True)
 class PrunedExamples(Technique):
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 

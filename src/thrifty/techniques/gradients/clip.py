@@ -5,7 +5,6 @@ Promise   one odd batch cannot throw the parameters away.
 Cost      one pass over the gradients.
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from thrifty.core.gradient_transform import GradientTransform, chain
@@ -15,7 +14,6 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import ClipByGlobalNorm
 
 
-@dataclass(frozen=True)
 class GradientClipping(Technique):
     stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 

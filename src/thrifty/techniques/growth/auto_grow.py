@@ -130,7 +130,6 @@ class GrowthSearchBackward:
         return outcome
 
 
-@dataclass(frozen=True)
 class AutoGrow(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.DEPTH, Claim.SEQUENCE_LENGTH, Claim.RESOLUTION})

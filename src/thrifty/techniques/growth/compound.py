@@ -15,7 +15,6 @@ Note      "truncate" cuts texts off. "pool" feeds means of neighbouring embeddin
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -50,7 +49,6 @@ def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
     return min(first, 2 ** sum(1 for moment in at if moment > step))
 
 
-@dataclass(frozen=True)
 class CompoundGrowth(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.DEPTH, Claim.WIDTH, Claim.SEQUENCE_LENGTH})

@@ -19,7 +19,7 @@ Note      the gates of a step are a function of (seed, step, block), the same fo
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -112,7 +112,6 @@ def add_factor(writer: nn.Module, like: Tensor) -> None:
     writer.register_forward_hook(_times_factor)
 
 
-@dataclass(frozen=True)
 class LayerDrop(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.DROPPED_BLOCKS})

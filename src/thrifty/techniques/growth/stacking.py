@@ -14,7 +14,6 @@ Note      the optimizer starts afresh after each growth, the learning rate goes 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -44,7 +43,6 @@ def written_by(model: nn.Module) -> set[str]:
     return paths
 
 
-@dataclass(frozen=True)
 class ProgressiveStacking(Technique):
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.DEPTH})

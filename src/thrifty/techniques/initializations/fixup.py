@@ -19,7 +19,6 @@ Note      L counts branches, 2 per encoder and 3 per decoder block, at the depth
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -114,7 +113,6 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output + module.shift_after.to(output.dtype)
 
 
-@dataclass(frozen=True)
 class Fixup(NormFreeTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen",

@@ -11,7 +11,6 @@ Note      the start is 0.1 up to depth 18, 1e-5 at 24, 1e-6 deeper, as in the pa
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -44,7 +43,6 @@ def fold(model: nn.Module) -> nn.Module:
     return model
 
 
-@dataclass(frozen=True)
 class LayerScale(Technique):
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESIDUAL_GAINS})

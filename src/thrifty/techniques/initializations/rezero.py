@@ -13,7 +13,6 @@ Note      one α per block, shared by its branches, as in the authors' code; at 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -38,7 +37,6 @@ def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"
     return [zero(branch.last.weight) for branch in branches]
 
 
-@dataclass(frozen=True)
 class ReZero(NormFreeTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "its α would stay zero, and with them every block",

@@ -15,7 +15,6 @@ Note      the paper's analysis allows a start of at most 1 / sqrt(blocks); large
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -35,7 +34,6 @@ def largest_start(blocks: int) -> float:
     return 1 / math.sqrt(blocks)
 
 
-@dataclass(frozen=True)
 class SkipInit(NormFreeTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "its scalars would stay as small as they start",

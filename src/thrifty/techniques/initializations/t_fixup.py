@@ -16,7 +16,6 @@ Note      queries and keys are plain Xavier, each part of a fused matrix by its 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -75,7 +74,6 @@ def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
         add_note(f"what {name} gives is multiplied by {factor:.4g}")
 
 
-@dataclass(frozen=True)
 class TFixup(NormFreeTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen",

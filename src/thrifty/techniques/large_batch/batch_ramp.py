@@ -12,7 +12,6 @@ Note      phases have equally many steps (GPT-3 counts tokens). In place of deca
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 from thrifty.core.batches import BatchSource
@@ -37,7 +36,6 @@ def size_at(step: int, start: float, full: int, until: int, multiple: int, shape
     return min(first * 2 ** (doublings * step // until), full)
 
 
-@dataclass(frozen=True)
 class BatchRamp(Technique):
     stage, numerics = Stage.RESIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.BATCH_SIZE})

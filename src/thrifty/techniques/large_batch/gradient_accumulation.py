@@ -10,7 +10,7 @@ Avoid     when the whole batch fits: then it only adds launches; BatchNorm, whic
           compared with each other: large_batch.gradient_cache takes such a batch in parts.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -39,7 +39,6 @@ def accumulated(backward: Backward, micro_batches: int) -> Backward:
     return in_parts
 
 
-@dataclass(frozen=True)
 class GradientAccumulation(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})

@@ -14,7 +14,7 @@ Note      over ranks too: what other ranks' examples do to the gradient is known
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -88,7 +88,6 @@ def cached(backward: Backward, micro_batches: int) -> Backward:
     return in_parts
 
 
-@dataclass(frozen=True)
 class GradientCache(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})

@@ -11,7 +11,6 @@ Note      square_root for Adam and its relatives, linear for SGD. A schedule tha
           recipe's batch; set `batch` where the ramp ends at another.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 from thrifty.core.gradient_transform import GradientTransform, chain
@@ -38,7 +37,6 @@ def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
     return 1 + (factor - 1) * step / warmup
 
 
-@dataclass(frozen=True)
 class ScaleLearningRate(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
 

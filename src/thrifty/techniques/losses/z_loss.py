@@ -8,7 +8,6 @@ Cost      the loss's backward pass works through the vocabulary a second time.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -53,7 +52,6 @@ def _with_z_loss(
     return inner(logits, target) + (terms.sum() if criterion.reduction == "sum" else terms)
 
 
-@dataclass(frozen=True)
 class ZLoss(Technique):
     stage, numerics = Stage.OBJECTIVE, Numerics.DIFFERENT
 

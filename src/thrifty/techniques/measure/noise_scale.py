@@ -16,7 +16,7 @@ Note      it grows as the loss falls, so look at its curve, not at one number. T
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,6 @@ class NoiseScaleBackward:
         return (float(self.state["signal"]) + float(self.state["noise"]) / batch) / share if share > 0 else 0.0
 
 
-@dataclass(frozen=True)
 class NoiseScale(Technique):
     stage, numerics, tolerance = Stage.MEASURE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.HALF_BATCH_GRADIENTS})

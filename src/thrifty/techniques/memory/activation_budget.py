@@ -17,7 +17,7 @@ Note      costs are measured on this machine, operation by operation, or counted
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -208,7 +208,6 @@ def _planned_forward(model: nn.Module, inner: Callable[..., Any], *args: Any, **
     return objective.result
 
 
-@dataclass(frozen=True)
 class ActivationBudget(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.SAVED_TENSORS, Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES, Claim.RANK_WIDE_PLAN})

@@ -22,7 +22,7 @@ Note      every tensor that comes back has the saved one as its expectation, ran
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
 
@@ -151,7 +151,6 @@ class QuantizingBackward:
         return sensitivities(run, model, len(whole.numbers)), whole.numbers
 
 
-@dataclass(frozen=True)
 class CompressActivations(Technique):
     stage, numerics = Stage.COMPRESS, Numerics.DIFFERENT
     claims = frozenset({Claim.SAVED_TENSORS})

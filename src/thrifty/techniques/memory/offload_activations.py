@@ -14,7 +14,6 @@ Note      a processor has no second memory but the disk. On an H100 a step of GP
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,7 +106,6 @@ class OffloadingObjective(WrappedObjective):
             return super().predict(model, batch)
 
 
-@dataclass(frozen=True)
 class OffloadActivations(Technique):
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
     claims = frozenset({Claim.SAVED_TENSORS})

@@ -22,7 +22,6 @@ Note      `delay` lets each update reach the weights one step later, from step `
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -250,7 +249,6 @@ def offloaded(
     return whole
 
 
-@dataclass(frozen=True)
 class OffloadOptimizer(Technique):
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
 

@@ -16,7 +16,6 @@ Avoid     when the model already fits: then it keeps everything, and only gives 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -74,7 +73,6 @@ def _form(args: tuple, kwargs: dict) -> tuple:
     return *((tensor.shape, tensor.dtype) for tensor in tensors), casts
 
 
-@dataclass(frozen=True)
 class OptimalRecompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES})

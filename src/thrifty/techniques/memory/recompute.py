@@ -14,7 +14,6 @@ Avoid     when the model already fits: then it only costs time.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -75,7 +74,6 @@ def explain_other_tensors(backward: Backward) -> Backward:
     return explained
 
 
-@dataclass(frozen=True)
 class Recompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.RECOMPUTATION})

@@ -19,7 +19,6 @@ Note      the gradient of a shared parameter is the sum over its uses, and norms
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -131,7 +130,6 @@ class FactorizedHead(WrappedObjective):
         return prediction
 
 
-@dataclass(frozen=True)
 class ShareParameters(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.SHARED_PARAMETERS})

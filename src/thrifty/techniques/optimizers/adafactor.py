@@ -11,7 +11,6 @@ Note      as in torch, `lr` bounds the relative step min(lr, 1 / sqrt(step)), wh
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -128,7 +127,6 @@ def adafactor(
     )
 
 
-@dataclass(frozen=True)
 class Adafactor(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -7,8 +7,6 @@ Avoid     when optimizer memory is what does not fit.
 Note      decay follows torch's convention, lr · weight_decay; the paper multiplies by the schedule alone.
 """
 
-from dataclasses import dataclass
-
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Betas, Epsilon, Rate
@@ -24,7 +22,6 @@ def adamw(
     return chain(ScaleByAdam(*betas, eps), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 
-@dataclass(frozen=True)
 class AdamW(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -12,7 +12,6 @@ Note      decay is inside the update whose length is scaled; vectors, biases and
 """
 
 import math
-from dataclasses import dataclass
 
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
@@ -41,7 +40,6 @@ def lamb(
     )
 
 
-@dataclass(frozen=True)
 class Lamb(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

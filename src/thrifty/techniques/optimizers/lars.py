@@ -10,7 +10,6 @@ Note      vectors, biases and positions take the plain rate and no decay. Where 
           momentum. The paper has it inside (`rate = "inside"`), which differs only once the rate changes.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 from thrifty.core.claims import Claim
@@ -41,7 +40,6 @@ def lars(
     return chain(ratio, velocity, scale_by_learning_rate(lr), schedule)
 
 
-@dataclass(frozen=True)
 class Lars(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -18,7 +18,6 @@ Note      it is for a model that starts from a trained one (`model.folder`), and
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -105,7 +104,6 @@ class ScaleByParameterFactor(GradientTransform):
         return updates
 
 
-@dataclass(frozen=True)
 class LayerwiseLearningRateDecay(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -16,7 +16,6 @@ Note      Wen et al. 2025, Fantastic Pretraining Optimizers (arXiv 2509.02046), 
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -195,7 +194,6 @@ def muon(
     return partition(("hidden", is_hidden_matrix, hidden), ("rest", lambda name, parameter: True, rest))
 
 
-@dataclass(frozen=True)
 class Muon(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

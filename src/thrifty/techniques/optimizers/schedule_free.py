@@ -11,7 +11,6 @@ Note      gradients are taken at y, which the parameters hold while training; ev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -119,7 +118,6 @@ def schedule_free(
     )
 
 
-@dataclass(frozen=True)
 class ScheduleFreeAdamW(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER, Claim.SCHEDULE, Claim.AVERAGED_WEIGHTS})

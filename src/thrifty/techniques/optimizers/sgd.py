@@ -9,8 +9,6 @@ Note      decay is L2, added to the gradient before the momentum, and spares vec
           stands outside the momentum, so that a changing rate needs no momentum correction.
 """
 
-from dataclasses import dataclass
-
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Probability, Rate
@@ -31,7 +29,6 @@ def sgd(
     )
 
 
-@dataclass(frozen=True)
 class Sgd(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -16,7 +16,6 @@ Note      Wen et al. 2025 (arXiv 2509.02046) found SOAP and Muon ahead of tuned 
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -160,7 +159,6 @@ def soap(
     return chain(ScaleBySoap(*betas, eps, every, max_dim), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 
-@dataclass(frozen=True)
 class Soap(Technique):
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -31,7 +31,7 @@ Note      one micro-batch (`parts = 1` with gpipe) is the "vertical" or layer-wi
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -168,7 +168,6 @@ class ScheduledLossObjective(WrappedObjective):
         return LINE.of(self.model).train(self.inner, self.model, batch, self.parts).requires_grad_()
 
 
-@dataclass(frozen=True)
 class PipelineParallel(Technique):
     stage, numerics, tolerance = Stage.CUT, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.PIPELINE_PARALLELISM})

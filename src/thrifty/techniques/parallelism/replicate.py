@@ -11,7 +11,7 @@ Avoid     BatchNorm, which normalizes the examples of each rank by themselves: s
           Running statistics are those of the first rank, as in torch's DistributedDataParallel.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -84,7 +84,6 @@ def average_over(data: MeshAxis, model: nn.Module) -> None:
     broadcast_buffers(model, data.group)
 
 
-@dataclass(frozen=True)
 class ReplicatedDataParallel(Technique):
     stage, numerics, tolerance = Stage.REDUCE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.DATA_PARALLELISM})

@@ -23,7 +23,7 @@ Note      stage 1 without accumulation is stage 2: there is one micro-batch to s
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -104,7 +104,6 @@ class ShardingObjective(WrappedObjective):
         return result
 
 
-@dataclass(frozen=True)
 class ShardedDataParallel(Technique):
     stage, numerics, tolerance = Stage.SHARD, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.DATA_PARALLELISM, Claim.PARAMETER_SHARDING})

@@ -19,8 +19,6 @@ Note      a layer that holds several slices (queries, keys and values) is kept i
           are not.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -94,7 +92,6 @@ def is_divided(parameter: Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True)
 class TensorParallel(Technique):
     stage, numerics, tolerance = Stage.SPLIT, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.TENSOR_PARALLELISM})

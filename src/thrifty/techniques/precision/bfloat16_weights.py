@@ -17,7 +17,7 @@ Note      "nearest" is there to show why: 1 + 1e-3 is 1 in bfloat16, so that sma
 
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -200,7 +200,6 @@ class Bfloat16InputObjective(WrappedObjective):
         return super().predict(model, replace(batch, fields=fields))
 
 
-@dataclass(frozen=True)
 class Bfloat16Weights(Technique):
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({Claim.PRECISION})

@@ -21,7 +21,6 @@ Note      a delayed scale knows only the past: numbers that grow from one step t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
@@ -116,7 +115,6 @@ def rolled(backward: Backward, most_recent: bool = False) -> Backward:
     return whole_step
 
 
-@dataclass(frozen=True)
 class Float8(Technique):
     # a linear layer's own product, and so before adapters, which add to what a layer gives
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT

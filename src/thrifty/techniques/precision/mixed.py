@@ -152,7 +152,6 @@ def _with_autocast(model: nn.Module, inner: Callable[..., Any], *args: Any, **kw
     return tree_map_only(Tensor, lambda each: each.float() if each.dtype == torch.bfloat16 else each, result)
 
 
-@dataclass(frozen=True)
 class MixedPrecision(Technique):
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({Claim.PRECISION})

@@ -16,7 +16,6 @@ Note      rounded to the nearest, slow averages stall: in 8 bits with beta2 = 0.
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -183,7 +182,6 @@ def with_compact_state(
 FORMATS: dict[str, Callable[[], StateFormat]] = {"int8": Int8Format, "bfloat16": Bfloat16Format}
 
 
-@dataclass(frozen=True)
 class OptimizerState(Technique):
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_VECTORS: "there is no matrix whose moments it could store"}

@@ -1,7 +1,6 @@
 """What learning-rate schedules share: their place among techniques, and a linear warm-up before a shape."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
@@ -10,7 +9,6 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import ScaleBySchedule
 
 
-@dataclass(frozen=True)
 class ScheduleTechnique(Technique):
     """A technique that multiplies each update by a factor of its step."""
 

@@ -4,8 +4,6 @@ Paper     Hu et al. 2024, MiniCPM (arXiv 2404.06395), "warmup-stable-decay"; Hä
 Promise   one constant phase can serve runs of several lengths; fully decayed when the run ends.
 """
 
-from dataclasses import dataclass
-
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
@@ -19,7 +17,6 @@ def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> 
     return max(until - step, 0) / max(until - decay_from, 1)
 
 
-@dataclass(frozen=True)
 class ConstantThenDecay(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     decay_from: StepOrFraction = 0.8

@@ -6,7 +6,6 @@ Promise   a rate that is fully decayed when the run ends, which is what makes co
 """
 
 import math
-from dataclasses import dataclass
 
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.techniques.schedules._warmup import ScheduleTechnique, warmed_up
@@ -17,7 +16,6 @@ def cosine(progress: float, floor: float = 0.0) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-@dataclass(frozen=True)
 class CosineDecay(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     until: StepOrFraction = 1.0

@@ -5,8 +5,6 @@ Paper     Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), sec
 Promise   a run that may be prolonged: everything before `cooldown` does not depend on the length of the run.
 """
 
-from dataclasses import dataclass
-
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
@@ -21,7 +19,6 @@ def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> fl
     return factor
 
 
-@dataclass(frozen=True)
 class InverseSquareRoot(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     cooldown: StepOrFraction = 0.8

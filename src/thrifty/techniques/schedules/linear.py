@@ -5,13 +5,10 @@ Paper     the schedule of BERT (Devlin et al. 2019); the best simple one at a fi
 Promise   fully decayed when the run ends.
 """
 
-from dataclasses import dataclass
-
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.techniques.schedules._warmup import ScheduleTechnique, warmed_up
 
 
-@dataclass(frozen=True)
 class LinearDecay(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     until: StepOrFraction = 1.0

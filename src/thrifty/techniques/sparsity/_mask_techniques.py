@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
@@ -66,7 +66,6 @@ class DensityLogger:
         return kept
 
 
-@dataclass(frozen=True)
 class MaskTechnique(Technique):
     """A technique that is its own `MaskPolicy`; masks are at rest until a subclass says otherwise."""
 
@@ -99,7 +98,6 @@ class MaskTechnique(Technique):
         return iter(())
 
 
-@dataclass(frozen=True)
 class MatrixMaskTechnique(MaskTechnique):
     """Masks of the matrices that a pattern names, full at first."""
 
@@ -180,7 +178,6 @@ def _nonzero(tensors: Mapping[str, Tensor]) -> int:
     return sum(merge_over_stages(counts).values())
 
 
-@dataclass(frozen=True)
 class DynamicMaskTechnique(MatrixMaskTechnique):
     """Masks drawn at random, of which every so often a share moves: as many connections grow as are dropped."""
 
@@ -251,7 +248,6 @@ class SaliencyMaskedUpdate(MaskedUpdate):
         return updates
 
 
-@dataclass(frozen=True)
 class SaliencyMaskTechnique(MatrixMaskTechnique):
     """Masks chosen once, over all layers together, by scores of the gradients of the first steps."""
 

@@ -17,7 +17,6 @@ Note      a head is a group of columns of the layer that writes into the stream,
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -55,7 +54,6 @@ def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float
     return replace_connections(kept, worth, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
 
 
-@dataclass(frozen=True)
 class DynamicHeads(MaskTechnique):
     claims = frozenset({Claim.WEIGHT_MASKS, Claim.HEADS_AND_NEURONS})
     clashes: ClassVar[Mapping[Claim, str]] = {

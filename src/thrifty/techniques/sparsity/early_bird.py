@@ -19,7 +19,7 @@ Note      coefficients (1 at first, L1, no decay) multiply what each head and ne
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -136,7 +136,6 @@ class EarlyBirdBackward:
         return replace(outcome, notes=outcome.notes | notes)
 
 
-@dataclass(frozen=True)
 class EarlyBird(Technique):
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.HEADS_AND_NEURONS})

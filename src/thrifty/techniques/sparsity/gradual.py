@@ -13,7 +13,6 @@ Note      "global" has one threshold for all layers and may leave a layer with n
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -39,7 +38,6 @@ def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
     return weight.abs().masked_fill(~mask, -1.0)
 
 
-@dataclass(frozen=True)
 class GradualPruning(MatrixMaskTechnique):
     replaces_update: ClassVar[bool] = False
 

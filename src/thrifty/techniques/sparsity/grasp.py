@@ -17,7 +17,7 @@ Note      scores are signed: a weight is kept for a large w · (H g), and its ab
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 import torch
@@ -136,7 +136,6 @@ class GraspBackward:
         return outcome
 
 
-@dataclass(frozen=True)
 class Grasp(SaliencyMaskTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         **SaliencyMaskTechnique.clashes,

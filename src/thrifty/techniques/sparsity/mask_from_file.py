@@ -18,7 +18,6 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -149,7 +148,6 @@ def contents_of(file: str, sha256: str) -> MaskFileContents:
         return MaskFileContents({name: tuple(mask.shape) for name, mask in masks.items()}, counts_of(masks))
 
 
-@dataclass(frozen=True)
 class MaskFromFile(MaskTechnique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         **MaskTechnique.clashes,

@@ -24,7 +24,7 @@ Note      3 blocks of width 32 after 500 steps on bytes lose 0.037 and 0.031 nat
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -167,7 +167,6 @@ def fill_masks(layers: Iterable[nn.Module]) -> None:
             IS_DENSE.set(layer, True)
 
 
-@dataclass(frozen=True)
 class NOfM(Technique):
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.LINEAR_PRODUCTS})

@@ -15,7 +15,6 @@ Note      the paper's text anneals by cosine, its code's default is constant; th
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -30,7 +29,6 @@ def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) 
     return replace_connections(mask, weight.abs(), gradient.abs(), fraction)
 
 
-@dataclass(frozen=True)
 class Rigl(DynamicMaskTechnique):
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:

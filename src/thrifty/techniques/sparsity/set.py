@@ -12,7 +12,6 @@ Note      moves are sparsity.rigl's but for where connections grow: the smallest
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Ten
     return replace_connections(mask, weight.abs(), chance, fraction)
 
 
-@dataclass(frozen=True)
 class SparseEvolution(DynamicMaskTechnique):
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:

@@ -13,8 +13,6 @@ Note      gradients of all these steps are summed before the absolute value is t
           of a run, so a fork from a later one is refused; there sparsity.static and sparsity.gradual do.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
@@ -26,7 +24,6 @@ def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
     return (gradient * weight).abs()
 
 
-@dataclass(frozen=True)
 class Snip(SaliencyMaskTechnique):
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
         return snip_scores(weight, gradient)

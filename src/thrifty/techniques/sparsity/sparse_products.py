@@ -24,7 +24,7 @@ Note      a step that moves masks has the dense gradient, as growing needs; in a
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -163,7 +163,6 @@ class SparseProductCounter:
         return replace(outcome, notes={**outcome.notes, "sparse_products": float(sparse)})
 
 
-@dataclass(frozen=True)
 class SparseProducts(Technique):
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.LINEAR_PRODUCTS})

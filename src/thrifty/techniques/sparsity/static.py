@@ -11,7 +11,6 @@ Note      forked from a dense run, masks are chosen by the weights taken over: b
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -33,7 +32,6 @@ from thrifty.optim.weight_masks import check_masks
 from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
-@dataclass(frozen=True)
 class StaticMask(MatrixMaskTechnique):
     criterion: Literal["random", "magnitude"] = "random"
     """What decides which weights are kept: chance, or the size of their first values."""
