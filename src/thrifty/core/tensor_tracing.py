@@ -10,7 +10,8 @@ from math import inf
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -248,3 +249,22 @@ def untraced() -> Iterator[None]:
     finally:
         for trace in paused:
             trace.paused = False
+
+
+@contextmanager
+def track_running_module(model: nn.Module) -> Iterator[Callable[[], str]]:
+    """Yield a function that returns the name of the innermost module that runs, "" outside of all."""
+    names, running = {id(module): name for name, module in model.named_modules()}, [""]
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        running.append(names.get(id(module), running[-1]))
+
+    def leave(module: nn.Module, args: tuple, result: Any) -> None:
+        running.pop()
+
+    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    try:
+        yield lambda: running[-1]
+    finally:
+        for hook in hooks:
+            hook.remove()

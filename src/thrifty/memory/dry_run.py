@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
 from thrifty.core.randomness import preserved_draws
-from thrifty.core.tensor_tracing import StepTrace, storage_bytes, tensors_in, untraced
+from thrifty.core.tensor_tracing import StepTrace, storage_bytes, tensors_in, track_running_module, untraced
 from thrifty.memory.block_costs import counted_stage
 from thrifty.memory.op_trace import INPUT, Cost, OpTrace, Where, record
 from thrifty.memory.peak_intervals import PeakInterval, peak_intervals
@@ -106,25 +105,6 @@ def dry_run(model: nn.Module, cost: Cost, streams: bool = False) -> Iterator[Dry
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
-
-
-@contextmanager
-def track_running_module(model: nn.Module) -> Iterator[Where]:
-    """What gives the name of the model's module that runs at the moment."""
-    names, running = {id(module): name for name, module in model.named_modules()}, [""]
-
-    def enter(module: nn.Module, args: tuple) -> None:
-        running.append(names.get(id(module), running[-1]))
-
-    def leave(module: nn.Module, args: tuple, result: Any) -> None:
-        running.pop()
-
-    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-    try:
-        yield lambda: running[-1]
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def temporary_bytes(function: Callable[..., Any], args: tuple, kwargs: dict) -> int:

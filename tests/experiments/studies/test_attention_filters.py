@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from thrifty.experiments import studies
-from thrifty.experiments.studies.attention_filters import SETTINGS, density_of, label_of, measure, weights_of
+from thrifty.experiments.studies.attention_filters import SETTINGS, density_of, label_of, measure
 from thrifty.experiments.study import Cells
 from thrifty.experiments.study_summary import cells_of
 from thrifty.experiments.tasks.language_task import llama
-from thrifty.kernels.tiled_attention import causal_attention_reference
 from thrifty.techniques.attention.window import WindowAttention
 
 LOSSES = {"plain": 2.0, "wide": 2.01, "narrow": 2.02}
@@ -42,12 +41,6 @@ def test_density_is_what_a_window_leaves() -> None:
     pairs = sum(min(i + 1, 3) for i in range(12))
     assert density_of(model, torch.zeros(2, 12, dtype=torch.int64)) == pytest.approx(pairs / 78)
     assert density_of(llama(1, 16, 12, 0), torch.zeros(2, 12, dtype=torch.int64)) == 1.0
-
-
-def test_weights_are_read_off_values_that_each_mark_a_key() -> None:
-    q, k = torch.randn(2, 1, 2, 7, 3, generator=torch.Generator().manual_seed(0))
-    expected = (q @ k.mT * 3**-0.5).masked_fill(torch.ones(7, 7).triu(1).bool(), float("-inf")).softmax(-1)
-    torch.testing.assert_close(weights_of(causal_attention_reference, q, k), expected)
 
 
 @pytest.mark.parametrize("model", ["text", "images"])

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from thrifty.cli.trace import command
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.kernels.attention_filters.keep_masks import core_weights
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
 from thrifty.models.attention_layers import Attention, full_attention
 from thrifty.simulators.accelerator.synthetic_traces import PATTERNS
 from thrifty.simulators.accelerator.trace_file import load_trace
-from thrifty.simulators.accelerator.trace_recorder import probabilities_of, record_attention
+from thrifty.simulators.accelerator.trace_recorder import record_attention
 from thrifty.techniques.attention.window import WindowAttention
 
 TOKENS = 12
@@ -77,7 +78,7 @@ def test_a_sparse_core_is_asked_what_it_keeps(as_module: bool) -> None:
 @pytest.mark.parametrize("keys", [5, 8, 19])
 def test_unit_vectors_as_values_give_the_probabilities(keys: int) -> None:
     q, k = torch.randn(2, 3, 7, 8), torch.randn(2, 3, keys, 8)
-    found = probabilities_of(full_attention, q, k)
+    found = core_weights(full_attention, q, k)
     torch.testing.assert_close(found, (q @ k.mT / 8**0.5).softmax(-1))
 
 

@@ -36,7 +36,7 @@ def test_a_trace_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
     for name in ("q", "k", "v", "packed", "query_lengths", "key_lengths", "kept_counts"):
         assert np.array_equal(getattr(again, name), getattr(layer, name)), name
     assert np.array_equal(again.counts["candidates"], layer.counts["candidates"])
-    assert (again.bits, again.width, again.scores) == (8, 4, None)
+    assert (again.bits, again.width) == (8, 4)
     assert found.layers[1].heads == 3 and found.layers[1].q is None
 
 
@@ -68,7 +68,6 @@ def broken(**changes: object) -> dict:
     [
         (broken(q=np.full((2, 3, 5, 4), np.nan, np.float32)), r"q is nan at \(0, 0, 0, 0\)"),
         (broken(v=np.full((2, 3, 5, 4), np.inf, np.float32)), "v is inf at"),
-        (broken(scores=np.full((2, 3, 5, 5), np.nan, np.float32)), "scores is nan at"),
         (broken(k=np.zeros((2, 3, 4, 4), np.float32)), "k is .*expected.*\n.*pad all examples"),
         (broken(v=np.zeros((2, 2, 5, 4), np.float32)), "v is "),
         (broken(lengths=[5, 6]), "query_lengths are 5 to 6, of 5"),

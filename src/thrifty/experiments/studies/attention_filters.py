@@ -20,6 +20,7 @@ from thrifty.data.text.token_windows import HeldOutWindows
 from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.image_task import train_on_images
 from thrifty.experiments.tasks.language_task import decayed_adamw, source_text, train_llama
+from thrifty.kernels.attention_filters.keep_masks import core_weights
 from thrifty.modeling.attention_sites import ATTENTION_SITES
 from thrifty.techniques.attention.a3 import A3
 from thrifty.techniques.attention.block_sparse import BlockSparseAttention
@@ -59,19 +60,6 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def weights_of(core: Any, q: Tensor, k: Tensor) -> Tensor:
-    """The weights (b, h, t, s) that a core gives to keys: what it gives for values that each mark one key. A core that
-    hands something on to the next one is asked each time as if it had not been asked before."""
-    s, width = k.shape[2], k.shape[3]
-    relay, parts = getattr(core, "relay", None), []
-    handed = relay.standing if relay else None
-    for mark in torch.eye(s).split(width, dim=1):
-        parts.append(core(q, k, nn.functional.pad(mark, (0, width - mark.shape[1])).expand_as(k)))
-        if relay:
-            relay.standing = handed
-    return torch.cat(parts, -1)[..., :s]
-
-
 @torch.no_grad()
 def density_of(model: nn.Module, *inputs: Tensor) -> float:
     """The share of visible pairs that has a weight in one forward pass; 1 where no core was replaced."""
@@ -82,7 +70,7 @@ def density_of(model: nn.Module, *inputs: Tensor) -> float:
     def watching(core: Any, causal: bool) -> Any:
         def watch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal kept, visible
-            weights = weights_of(core, q, k)
+            weights = core_weights(core, q, k)
             kept += int((weights > 0).sum())
             pairs = weights[0, 0].numel() if not causal else weights.shape[2] * (weights.shape[2] + 1) // 2
             visible += pairs * weights.shape[0] * weights.shape[1]

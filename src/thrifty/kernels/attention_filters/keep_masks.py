@@ -1,6 +1,7 @@
 """Keep sets: masks of pairs (b or 1, h or 1, t, s), and attention over what they have."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -72,3 +73,18 @@ def refuse_other_lengths(t: int, s: int) -> None:
             f"{t} queries and {s} keys have no common order",
             fix="give whole texts, without a cache of earlier keys (use_cache=False)",
         )
+
+
+def core_weights(core: Callable[..., Tensor], q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """Return the weights (b, h, t, s) of an attention core: its outputs for values that mark one key each.
+
+    A core that takes something from the one before it, in its `relay`, computes each time as if it had not been called.
+    """
+    relay, width, parts = getattr(core, "relay", None), k.shape[3], []
+    standing = getattr(relay, "standing", None)
+    for mark in torch.eye(k.shape[2], dtype=k.dtype, device=k.device).split(width, dim=1):
+        values = F.pad(mark, (0, width - mark.shape[1])).expand_as(k)
+        parts.append(core(q, k, values, *rest, **named)[..., : mark.shape[1]])
+        if relay is not None:
+            relay.standing = standing
+    return torch.cat(parts, -1)

@@ -1,4 +1,4 @@
-"""What attention computes, layer by layer: operands, scores or only which pairs are kept; the workload of all designs.
+"""What attention computes, layer by layer: operands or only which pairs are kept; the workload of all designs.
 
 Masks are True for what is kept, and packed eight to a byte. (Published files differ: ViTCoD's are True for what is
 pruned.) Shapes: e examples, h heads, t queries, s keys, k head width, u = e·h units.
@@ -12,7 +12,7 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 
-_NUMBERS, _LENGTHS = ("q", "k", "v", "scores"), ("query_lengths", "key_lengths")
+_NUMBERS, _LENGTHS = ("q", "k", "v"), ("query_lengths", "key_lengths")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,6 @@ class AttentionLayer:
     """(e, h, s, k)"""
     v: np.ndarray | None = None
     """(e, h, s, k)"""
-    scores: np.ndarray | None = None
-    """(e, h, t, s)"""
     counts: Mapping[str, np.ndarray] = field(default_factory=dict)
     """(e, h, t) whole numbers that a filter tells beside its mask: "candidates", "iterations"."""
     bits: int = 16
@@ -49,7 +47,7 @@ class AttentionLayer:
     def __post_init__(self) -> None:
         self._check_kinds()
         e, h, t, s, d = self.examples, self.heads, self.queries, self.keys, self.width
-        wanted = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d), "scores": (e, h, t, s)}
+        wanted = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d)}
         wanted |= {"packed": (e, h, t, -(-s // 8)), "query_lengths": (e,), "key_lengths": (e,)}
         for name, shape in wanted.items():
             array = getattr(self, name)
@@ -60,11 +58,8 @@ class AttentionLayer:
                 )
         for name in _NUMBERS:
             array = getattr(self, name)
-            if array is None:
-                continue
-            wrong = np.isnan(array) if name == "scores" else ~np.isfinite(array)  # hidden scores may be -inf
-            if wrong.any():
-                place = tuple(map(int, np.argwhere(wrong)[0]))
+            if array is not None and not np.isfinite(array).all():
+                place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
                 raise UsageError(f"layer {self.name}: {name} is {array[place]} at {place}", fix="record it again")
         for name, most in zip(_LENGTHS, (t, s), strict=True):
             lengths = getattr(self, name)
@@ -188,25 +183,23 @@ def layer_of(
     q: np.ndarray | None = None,
     k: np.ndarray | None = None,
     v: np.ndarray | None = None,
-    scores: np.ndarray | None = None,
     lengths: Sequence[int] | np.ndarray | None = None,
     key_lengths: Sequence[int] | np.ndarray | None = None,
     counts: Mapping[str, np.ndarray] | None = None,
     width: int = 64,
     bits: int = 16,
 ) -> AttentionLayer:
-    """A layer of what there is of it: a mask or scores (e, h, t, s), or q (e, h, t, k) and k (e, h, s, k).
+    """A layer of what there is of it: a mask (e, h, t, s), or q (e, h, t, k) and k (e, h, s, k).
 
     `lengths` (e,) are of queries and, unless `key_lengths` are given, of keys too; `width` is that of a head where
     there is no q.
     """
-    pairs = mask if mask is not None else scores
-    if pairs is not None and pairs.ndim == 4:
-        examples, heads, queries, keys = pairs.shape
+    if mask is not None and mask.ndim == 4:
+        examples, heads, queries, keys = mask.shape
     elif q is not None and k is not None and q.ndim == k.ndim == 4:
         (examples, heads, queries, _), keys = q.shape, k.shape[2]
     else:
-        raise UsageError(f"layer {name} has neither a mask or scores (e, h, t, s), nor q and k (e, h, t, k)")
+        raise UsageError(f"layer {name} has neither a mask (e, h, t, s), nor q and k (e, h, t, k)")
     longest = np.full(examples, queries)
     query_lengths = longest if lengths is None else np.asarray(lengths)
     if key_lengths is None:
@@ -215,7 +208,7 @@ def layer_of(
     width = width if q is None else q.shape[-1]
     return AttentionLayer(
         name, examples, heads, queries, keys, width, query_lengths, np.asarray(key_lengths), bitmap,
-        q, k, v, scores, counts or {}, bits,
+        q, k, v, counts or {}, bits,
     )  # fmt: skip
 
 

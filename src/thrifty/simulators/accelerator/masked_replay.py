@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.tensor_tracing import track_running_module
 from thrifty.simulators.accelerator.attention_error import computed_pairs
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
 from thrifty.simulators.accelerator.trace_recorder import (
     Core,
     attention_arguments,
     replace_attention,
-    track_running_modules,
 )
 
 
@@ -34,9 +34,10 @@ def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]
     Raises UsageError where the model is given other examples, and RefusedError where it computes attention neither by
     torch's scaled_dot_product_attention nor in a core.
     """
-    replay = _Replay({layer.name: layer for layer in trace.layers})
-    with track_running_modules(model, replay.running), replace_attention(model, replay.plain), replay:
-        yield
+    with track_running_module(model) as where:
+        replay = _Replay({layer.name: layer for layer in trace.layers}, where)
+        with replace_attention(model, replay.plain), replay:
+            yield
     if missing := [name for name, layer in replay.layers.items() if replay.seen.get(name, 0) != layer.examples]:
         raise RefusedError(
             f"{missing[0]} of {type(model).__name__} did not compute its examples by torch's attention or a core",
@@ -47,7 +48,7 @@ def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]
 @dataclass
 class _Replay(TorchFunctionMode):
     layers: dict[str, AttentionLayer]
-    running: list[str] = field(default_factory=list)
+    where: Callable[[], str]
     seen: dict[str, int] = field(default_factory=dict)
     """Examples that each layer has computed."""
 
@@ -58,7 +59,7 @@ class _Replay(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         arguments = attention_arguments(args, kwargs)
-        kept = self.kept(self.running[-1] if self.running else "attention", arguments["query"], arguments)
+        kept = self.kept(self.where() or "attention", arguments["query"], arguments)
         mask, of_call = kept, arguments.get("attn_mask")
         if of_call is not None and of_call.dtype != torch.bool:  # visible pairs are in the trace, numbers are not
             mask = of_call.masked_fill(~kept, float("-inf"))

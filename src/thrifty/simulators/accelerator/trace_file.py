@@ -12,7 +12,7 @@ from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace, layer_of
 
 FORMAT = "thrifty attention trace, 1"
-_TENSORS = ("q", "k", "v", "scores", "packed", "query_lengths", "key_lengths")
+_TENSORS = ("q", "k", "v", "packed", "query_lengths", "key_lengths")
 _SIZES = ("name", "examples", "heads", "queries", "keys", "width", "bits")
 
 
@@ -85,7 +85,7 @@ def with_dtype(trace: AttentionTrace, dtype: str) -> AttentionTrace:
     """The trace with its numbers in "float16" or "float32"."""
     layers = []
     for layer in trace.layers:
-        arrays = {name: getattr(layer, name) for name in ("q", "k", "v", "scores")}
+        arrays = {name: getattr(layer, name) for name in ("q", "k", "v")}
         kept = {name: array.astype(dtype) for name, array in arrays.items() if array is not None}
         layers.append(replace(layer, **kept))
     return replace(trace, layers=tuple(layers))

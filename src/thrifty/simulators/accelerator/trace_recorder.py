@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from thrifty.core.errors import RefusedError
+from thrifty.core.tensor_tracing import track_running_module
+from thrifty.kernels.attention_filters.keep_masks import core_weights
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace, layer_of
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -43,8 +45,8 @@ class _AttentionCall:
 class _Recorder(TorchFunctionMode):
     """Notes calls of torch's attention by the name of the innermost module that runs."""
 
+    where: Callable[[], str]
     calls: dict[str, list[_AttentionCall]] = field(default_factory=dict)
-    running: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -64,8 +66,7 @@ class _Recorder(TorchFunctionMode):
         return sum(map(len, self.calls.values()))
 
     def note(self, call: _AttentionCall) -> None:
-        name = self.running[-1] if self.running else "attention"
-        self.calls.setdefault(name, []).append(call)
+        self.calls.setdefault(self.where() or "attention", []).append(call)
 
 
 def record_attention(
@@ -81,18 +82,15 @@ def record_attention(
     Keys that no query of an example sees at the end of its row count as padding. Raises RefusedError for a model of
     which no attention was seen.
     """
-    recorder = _Recorder()
     was_training = model.training
     model.eval()
     try:
-        with (
-            torch.no_grad(),
-            track_running_modules(model, recorder.running),
-            replace_attention(model, lambda core: _asked(core, recorder)),
-        ):
-            for batch in batches:
-                with recorder:
-                    forward(model, batch) if forward else model(batch)
+        with torch.no_grad(), track_running_module(model) as where:
+            recorder = _Recorder(where)
+            with replace_attention(model, lambda core: _asked(core, recorder)):
+                for batch in batches:
+                    with recorder:
+                        forward(model, batch) if forward else model(batch)
     finally:
         model.train(was_training)
     if not recorder.calls:
@@ -108,26 +106,6 @@ def record_attention(
 def attention_arguments(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """What torch's scaled_dot_product_attention was given, by name."""
     return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
-
-
-@contextmanager
-def track_running_modules(model: nn.Module, running: list[str]) -> Iterator[None]:
-    """Keeps `running` the names of the modules that are at work, the innermost last."""
-    hooks = []
-    for name, module in model.named_modules():
-
-        def enter(module: nn.Module, arguments: Any, name: str = name) -> None:
-            running.append(name)
-
-        def leave(module: nn.Module, arguments: Any, output: Any) -> None:
-            running.pop()
-
-        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -162,30 +140,14 @@ def _asked(core: Core, recorder: _Recorder) -> Core:
         if recorder.seen > before:
             return output
         left = getattr(relay, "standing", None)
-
-        def again(*given: Any, **named: Any) -> Tensor:
-            if relay is not None:
-                relay.standing = handed
-            return core(*given, **named)
-
-        recorder.note(_AttentionCall(q, k, v, probabilities_of(again, q, k, *rest, **named) > 0))
+        if relay is not None:
+            relay.standing = handed
+        recorder.note(_AttentionCall(q, k, v, core_weights(core, q, k, *rest, **named) > 0))
         if relay is not None:
             relay.standing = left
         return output
 
     return watched
-
-
-def probabilities_of(core: Core, q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """(b, h, t, s): what a core gives for unit vectors as values, in slices as wide as its heads."""
-    keys, width = k.shape[2], k.shape[3]
-    parts = []
-    for first in range(0, keys, width):
-        values = torch.zeros_like(k)
-        place = torch.arange(min(width, keys - first), device=k.device)
-        values[:, :, first + place, place] = 1
-        parts.append(core(q, k, values, *rest, **named)[..., : len(place)])
-    return torch.cat(parts, -1)
 
 
 def _visible(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
