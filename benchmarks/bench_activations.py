@@ -25,7 +25,8 @@ from thrifty.core.technique import Technique
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.experiments.tasks.language_task import BYTES, source_text
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.activation_budget import ActivationBudget

@@ -22,8 +22,9 @@ from steps import SameRows, whole_step
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.technique import Technique
 from thrifty.kernels.contrastive_loss import contrastive_losses, contrastive_losses_reference
+from thrifty.models.families import assemble
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import PRESETS, assemble
+from thrifty.models.model_presets import PRESETS
 from thrifty.models.transformer import initialize
 from thrifty.objectives.contrastive import Contrastive
 from thrifty.techniques.data_selection.drop_patches import DropPatches

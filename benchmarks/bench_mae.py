@@ -18,8 +18,9 @@ from steps import SameRows, whole_step
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.batches import Batch
 from thrifty.core.technique import Technique
+from thrifty.models.families import assemble
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
-from thrifty.models.model_presets import PRESETS, assemble
+from thrifty.models.model_presets import PRESETS
 from thrifty.models.transformer import initialize
 from thrifty.objectives.masked_reconstruction import MaskedReconstruction
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches

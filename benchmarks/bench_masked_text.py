@@ -20,7 +20,8 @@ from side_by_side import keep, side_by_side, tell
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.techniques.data_selection.drop_masked_tokens import DropMaskedTokens

@@ -18,7 +18,8 @@ from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
 from thrifty.memory.recompute_schedule import RecomputeSchedule
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.techniques.memory.optimal_recompute import OptimalRecompute
 from thrifty.techniques.memory.recompute import Recompute

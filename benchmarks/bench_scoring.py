@@ -21,8 +21,8 @@ from side_by_side import rows, side_by_side, tell, write
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.kernels.example_scores import Fields, el2n, grand
+from thrifty.models.families import assemble
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.classification import Classification
 from thrifty.techniques.data_selection.gradient_norm_sampling import GradientNormBackward

@@ -175,7 +175,8 @@ def test_a_folder_and_a_file_are_enough_to_plan_for() -> None:
 
 
 OWN = """
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 
 def build():

@@ -26,8 +26,9 @@ from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain, passes_of
 from thrifty.core.footprint import Footprint
 from thrifty.data.text.token_windows import PackedTokens
+from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.next_token import NextToken

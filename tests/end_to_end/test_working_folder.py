@@ -60,7 +60,8 @@ DEAR = [
 ENDS = {"board": 130, "data get": 1, "retrieve": 2}
 """Exit codes: the board is stopped, the registry is not reached, the run has no captions. All others are 0."""
 MODEL = """
-from thrifty.models.model_presets import PRESETS, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_presets import PRESETS
 from dataclasses import replace
 
 def build():

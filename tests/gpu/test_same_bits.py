@@ -8,7 +8,8 @@ from tiny_runs import VOCABULARY, advance, assert_same, corpus, snapshot, techni
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.deterministic_cumsum import running_sums
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.training.determinism import deterministic_kernels

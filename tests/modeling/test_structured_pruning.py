@@ -19,8 +19,9 @@ from thrifty.modeling.structured_pruning import (
     pad_with_zeros,
     prune_units,
 )
+from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 
 TOKENS = (torch.arange(24) * 7 % 60).view(2, 12)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import ModelSettings
-from thrifty.models.model_presets import PRESETS, assemble, build, shape_of
+from thrifty.models.families import assemble
+from thrifty.models.model_presets import PRESETS, shape_of
 from thrifty.models.transformer import EncoderDecoder, initialize
 
 PUBLISHED = {
@@ -61,7 +62,7 @@ OURS = {
 
 def count(preset: str) -> int:
     with torch.device("meta"):
-        model = build(ModelSettings(preset=preset))
+        model = assemble(shape_of(ModelSettings(preset=preset)))
     assert all(parameter.is_meta for parameter in model.parameters())
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -81,7 +82,7 @@ def test_every_preset_is_counted_here():
 
 
 def test_vocabulary_and_length_come_from_the_data_where_given():
-    model = build(ModelSettings(preset="gpt-nano"), vocabulary=100, length=8)
+    model = assemble(shape_of(ModelSettings(preset="gpt-nano"), vocabulary=100, length=8))
     assert model.head.weight.shape == (100, 128)
     assert model.embedding.position.weight.shape == (8, 128)
     assert model.head.weight is model.embedding.token.weight
@@ -103,7 +104,7 @@ def test_given_sizes_are_taken_as_they_are():
 
 def test_unknown_preset_names_the_nearest():
     with pytest.raises(UsageError, match="did you mean 'llama-nano'"):
-        build(ModelSettings(preset="lama-nano"))
+        assemble(shape_of(ModelSettings(preset="lama-nano")))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_unknown_preset_names_the_nearest():
 )
 def test_sizes_that_cannot_go_together_are_refused_with_a_fix(settings, message):
     with pytest.raises(UsageError, match=message) as refused:
-        build(settings)
+        assemble(shape_of(settings))
     assert refused.value.fix
 
 
@@ -143,7 +144,9 @@ def test_choices_that_a_style_does_not_have_are_refused(preset, changes, message
 
 def test_a_decoder_is_as_deep_as_the_encoder_unless_given():
     settings = ModelSettings(preset="t5-nano", depth=3)
-    assert [len(side.blocks) for side in (build(settings).encoder, build(settings).decoder)] == [3, 3]
+    assert [
+        len(side.blocks) for side in (assemble(shape_of(settings)).encoder, assemble(shape_of(settings)).decoder)
+    ] == [3, 3]
     uneven = assemble(dataclasses.replace(shape_of(settings), decoder_depth=1))
     assert [len(uneven.encoder.blocks), len(uneven.decoder.blocks)] == [3, 1]
 
@@ -159,7 +162,7 @@ def test_a_decoder_is_as_deep_as_the_encoder_unless_given():
 )
 def test_any_size_that_is_accepted_can_be_run(preset, heads, head_width, depth, vocabulary, length):
     settings = ModelSettings(preset=preset, heads=heads, kv_heads=heads, width=heads * head_width, depth=depth)
-    model = build(settings, vocabulary, length)
+    model = assemble(shape_of(settings, vocabulary, length))
     initialize(model, seed=0)
     tokens = torch.zeros(2, length, dtype=torch.long)
     logits = model.logits(*(tokens, tokens) if isinstance(model, EncoderDecoder) else (tokens,))

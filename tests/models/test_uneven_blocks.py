@@ -13,8 +13,9 @@ from torch import nn
 from thrifty.core.run_notes import collect_notes
 from thrifty.modeling.structured_pruning import find_units, prune_units
 from thrifty.models import export_model
+from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.models.weight_conversion import import_folder
 from thrifty.techniques.growth._width_growth import narrow_networks

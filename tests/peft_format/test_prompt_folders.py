@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.weight_conversion import import_folder
 from thrifty.peft_format import load_adapter, save_adapter
 from thrifty.techniques.adapters.prefix_tuning import PrefixTuning

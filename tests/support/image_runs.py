@@ -9,7 +9,8 @@ from torch import nn
 from thrifty.composition.compose import BaseRun
 from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.images.image_data import open_images
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.classification import Classification
 from thrifty.objectives.masked_reconstruction import MaskedReconstruction

@@ -11,7 +11,8 @@ from torch import nn
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core import mesh
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.planning.cost_estimates import count_footprint

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from thrifty.composition.compose import BaseRun
 from thrifty.data.epoch_sampler import EpochSource
 from thrifty.kernels.example_rng import example_keys
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.contrastive import Contrastive
 

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
+from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM, HuggingFaceMaskedLM, HuggingFaceModel, HuggingFaceSeq2Seq
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.classification import Classification
 from thrifty.objectives.masked_token import MaskedToken

@@ -29,7 +29,8 @@ from thrifty.core.shard_layout import local_tensors
 from thrifty.core.state import TrainState, full_value, read_log
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 
 VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH = 48, 32, 4, 64, 32

@@ -29,8 +29,9 @@ from thrifty.core.shard_layout import local_tensors, order_of
 from thrifty.core.state import TrainState, full_value
 from thrifty.distributed.tensor_parallel_model import split_model
 from thrifty.kernels import chunked_cross_entropy, vocab_parallel_cross_entropy
+from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.techniques.parallelism.tensor import SPLITTING, settle_gradients
 from thrifty.training import checkpoint

@@ -22,7 +22,8 @@ from thrifty.core.claims import Claim
 from thrifty.core.state import TrainState, fill_tensor, full_value, read_log
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.training.evaluation import held_out_loss

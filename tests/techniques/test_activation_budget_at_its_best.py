@@ -36,7 +36,8 @@ from thrifty.memory.planner.memory_plan import (
 from thrifty.memory.planner.plan_choice import AllowedActions, best_plan, least_peak, plan_from_numbers, plan_to_numbers
 from thrifty.memory.planner.plan_storage import stored_bits
 from thrifty.memory.recompute_schedule import RecomputeAction, ScheduledOperation
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.activation_budget import ACTIVATION_PLANNER

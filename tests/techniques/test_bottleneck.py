@@ -12,7 +12,8 @@ from torch import nn
 
 from thrifty.composition.compose import compose
 from thrifty.modeling.residual_branches import find_branches
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.techniques.adapters.bottleneck import PARTS, BottleneckAdapter, apply_bottleneck
 

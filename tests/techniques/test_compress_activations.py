@@ -32,7 +32,8 @@ from thrifty.core.tensor_tracing import StepTrace, tensor_bytes
 from thrifty.kernels.quantized_tensors import PackedMask, QuantizedTensor
 from thrifty.memory.quantized_store import QuantizedStore, few_values
 from thrifty.memory.saved_tensor_hooks import use_activation_store
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.techniques.memory._gradient_sensitivity import sensitivities
 from thrifty.techniques.memory.compress_activations import CompressActivations, QuantizingBackward, QuantizingObjective
 

@@ -22,7 +22,8 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder, initialize
 from thrifty.models.weight_conversion import export_folder, import_folder
 from thrifty.objectives.masked_token import MaskedToken

@@ -14,7 +14,8 @@ from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.state import TrainState, full_value
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.optim.mask_selection import global_count
 from thrifty.optim.torch_optimizer import TransformOptimizer

@@ -17,7 +17,8 @@ from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
 from thrifty.memory.recompute_schedule import RecomputeSchedule
 from thrifty.modeling.module_surgery import find_stacks
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.techniques.memory.optimal_recompute import OptimalRecompute, ScheduledRecompute
 
 SETTINGS: list[dict[str, Any]] = [

@@ -17,8 +17,9 @@ from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
 from thrifty.models.attention_layers import full_attention
+from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import initialize
 from thrifty.peft_format import save_adapter
 from thrifty.techniques.adapters.prefix_tuning import (

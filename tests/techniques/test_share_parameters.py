@@ -15,7 +15,8 @@ from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.modeling.module_surgery import find_stacks, tied_names
-from thrifty.models.model_presets import ModelConfig, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_config import ModelConfig
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.memory.share_parameters import ShareParameters, first_of_group
 

@@ -1,83 +1,23 @@
-"""Names that stored files of earlier versions use, and the names of today.
+"""Names that stored files of earlier versions use, and the names of today, from `old_names.toml`.
 
 Readers of run folders, stored recipes and results rename what they read. Everything else knows today's names only; an
 old name that somebody types is answered with the new one.
 """
 
+import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.resources import files
 from typing import Any
 
-TECHNIQUES = {
-    "large_batch.exponential_average": "averaging.ema",
-    "large_batch.latest_weight_average": "averaging.latest",
-    "large_batch.noise_scale": "measure.noise_scale",
-    "large_batch.accumulate": "large_batch.gradient_accumulation",
-    "optimizers.clip": "gradients.clip",
-    "optimizers.layer_decay": "optimizers.layerwise_lr_decay",
-    "growth.resolution": "curriculum.resolution",
-    "growth.patch_size": "curriculum.patch_size",
-    "growth.sequence_length": "curriculum.sequence_length",
-    "growth.low_frequency": "curriculum.low_frequency",
-    "sparsity.ticket": "sparsity.mask_from_file",
-    "adapters.intrinsic": "adapters.intrinsic_dimension",
-    "adapters.prefix": "adapters.prefix_tuning",
-    "adapters.prompt": "adapters.prompt_tuning",
-    "parallelism.share_parameters": "memory.share_parameters",
-}
-SETTINGS = {
-    "adapters.lora": {"stabilised": "rank_stabilized"},
-    "adapters.prompt_tuning": {"start": "initialization"},
-    "attention.block_sparse": {"near": "window_blocks", "first": "global_blocks", "drawn": "random_blocks"},
-    "attention.spatten": {"latest": "recent_fraction"},
-    "attention.vitcod": {"code": "autoencoder"},
-    "attention.window": {"first": "global_tokens"},
-    "averaging.ema": {"judge": "evaluate", "beginning": "ramp"},
-    "averaging.latest": {"judge": "evaluate"},
-    "curriculum.low_frequency": {"shares": "fractions"},
-    "data_selection.gradient_norm_sampling": {"times": "presample", "at_once": "scoring_batch"},
-    "data_selection.prune": {"floor": "min_class_share", "offset": "drop_hardest", "abundant": "abundant_from"},
-    "gradients.clip": {"largest": "max_norm"},
-    "growth.auto_grow": {"times": "time_source"},
-    "growth.layer_drop": {"settle": "time_constant", "spare_first": "keep_first_block"},
-    "initializations.layer_scale": {"start": "initial_value"},
-    "initializations.skip_init": {"start": "initial_value"},
-    "large_batch.gradient_accumulation": {"parts": "micro_batches"},
-    "large_batch.gradient_cache": {"parts": "micro_batches"},
-    "memory.activation_budget": {"costs": "cost_source"},
-    "memory.compress_activations": {"smallest": "min_elements"},
-    "memory.offload_activations": {"smallest": "min_elements", "ahead": "prefetch"},
-    "memory.optimal_recompute": {"costs": "cost_source"},
-    "optimizers.adafactor": {"least_root": "eps1", "least_size": "eps2", "clip": "clip_threshold"},
-    "optimizers.lamb": {"correct": "bias_correction"},
-    "optimizers.lars": {"coefficient": "trust_coefficient", "rate": "learning_rate_placement"},
-    "optimizers.layerwise_lr_decay": {"front": "embedding_pattern"},
-    "optimizers.muon": {
-        "steps": "newton_schulz_steps",
-        "rest_lr": "adamw_lr",
-        "rest_betas": "adamw_betas",
-        "rest_eps": "adamw_eps",
-    },
-    "optimizers.soap": {"largest": "max_dim"},
-    "parallelism.pipeline": {"parts": "micro_batches", "costs": "cost_source"},
-    "parallelism.shard": {"gathered": "gather_dtype"},
-    "parallelism.tensor": {"along_tokens": "sequence_parallel"},
-    "precision.float8": {"keep_ends": "skip_end_blocks"},
-    "precision.optimizer_state": {"smallest": "min_elements"},
-    "sparsity.early_bird": {"draw": "criterion"},
-    "sparsity.gradual": {"initial": "initial_density"},
-    "sparsity.static": {"by": "criterion"},
-}
+_TABLES = tomllib.loads((files("thrifty.core") / "old_names.toml").read_text(encoding="utf-8"))
+TECHNIQUES: dict[str, str] = _TABLES["techniques"]
+SETTINGS: dict[str, dict[str, str]] = _TABLES["settings"]
 """Renamed settings of each technique, by its name of today."""
-OBJECTIVES = {
-    "answer": "chat_answers",
-    "classify": "classification",
-    "contrast": "contrastive",
-    "reconstruct": "masked_reconstruction",
-}
-VALUES = {"objective.name": OBJECTIVES, "techniques.parallelism.shard.gather_dtype": {"as kept": "parameter"}}
-GONE = {"techniques.sparsity.sparse_products.costs": "measured"}
+OBJECTIVES: dict[str, str] = _TABLES["objectives"]
+VALUES: dict[str, dict[str, str]] = {"objective.name": OBJECTIVES, **_TABLES["values"]}
+GONE: dict[str, str] = _TABLES["gone"]
 """Removed settings, each with the value that is the only behaviour today; another one is refused as unknown."""
-RECIPE_KEYS = {"model": {"fresh": "reinitialize"}, "checkpoints": {"also": "extra_steps"}}
+RECIPE_KEYS: dict[str, dict[str, str]] = _TABLES["recipe_keys"]
 
 _OLD_TECHNIQUES = {new: old for old, new in TECHNIQUES.items()}
 

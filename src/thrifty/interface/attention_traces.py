@@ -13,7 +13,8 @@ from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.data.tokenizer import read_tokenizer
 from thrifty.interface.loaded_model import load_for_sampling
 from thrifty.interface.run_reports import run_folder
-from thrifty.models.model_presets import PRESETS, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_presets import PRESETS
 from thrifty.reporting.printed_result import PrintedResult, lines
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthetic_trace

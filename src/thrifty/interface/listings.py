@@ -82,7 +82,8 @@ def _studies() -> Mapping[str, str]:
 def _presets() -> Mapping[str, str]:
     import torch
 
-    from thrifty.models.model_presets import PRESETS, assemble
+    from thrifty.models.families import assemble
+    from thrifty.models.model_presets import PRESETS
 
     rows = {}
     for name, shape in PRESETS.items():

@@ -12,7 +12,8 @@ from rich.console import RenderableType
 from thrifty.core.errors import UsageError
 from thrifty.interface.run_reports import run_folder
 from thrifty.machine.throughput import measure_throughput
-from thrifty.models.model_presets import PRESETS, assemble
+from thrifty.models.families import assemble
+from thrifty.models.model_presets import PRESETS
 from thrifty.planning.published_laws import BEST, FITTED_FLOPS, PUBLISHED
 from thrifty.planning.scaling_law import check_amount, recommend
 from thrifty.planning.scaling_law_fit import COARSE_STARTS, PAPER_STARTS, TrainedRun, fit

@@ -18,8 +18,8 @@ from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.interface.optimizers import optimizer_class
 from thrifty.interface.own_loop import apply, technique_of
+from thrifty.models.families import assemble
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
 from thrifty.objectives.next_token import NextToken
 from thrifty.techniques.gradients.clip import GradientClipping

@@ -8,8 +8,8 @@ from torch import nn
 from thrifty.composition.compose import Run
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.state import TrainState
+from thrifty.models.families import assemble
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.model_presets import assemble
 from thrifty.models.transformer import initialize
 from thrifty.training.loop import Record, train
 
