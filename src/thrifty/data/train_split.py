@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+
 from thrifty.core.errors import UsageError
 
 SCARCE = 0.25
@@ -86,3 +88,9 @@ def _cut(text: str, held_out: float) -> int:
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+
+def label_entropy(train: np.ndarray, held_out: np.ndarray, labels: int) -> float:
+    """Nats per held-out label under the training frequencies, each label counted once more than it is there."""
+    share, tested = (np.bincount(each, minlength=labels) for each in (train, held_out))
+    return float(-(tested / tested.sum()) @ np.log((share + 1) / (share.sum() + labels)))

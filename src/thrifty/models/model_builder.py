@@ -105,15 +105,8 @@ def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "m
         weight_files(Path(settings.folder))
         if shape.style == "mae" and task == "classification":  # by its encoder
             return
-    kind = FAMILIES[shape.style].task
-    if task in PROBLEM_TYPES and kind in ("next_token", "masked_token"):
-        return
-    if task in PROBLEM_TYPES and task != "classification":
-        raise UsageError(
-            f"the model {settings.folder or settings.preset} cannot learn {task}: {_SEES[kind]}",
-            fix="take an encoder or a decoder of text, such as model.preset = bert-nano",
-        )
-    _refuse_another_kind(settings, shape, _KIND_FOR.get(task, task))
+    if task not in PROBLEM_TYPES or FAMILIES[shape.style].task not in ("next_token", "masked_token"):
+        _refuse_another_kind(settings, shape, _KIND_FOR.get(task, task))
 
 
 def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, task: str, values: bool) -> nn.Module:

@@ -28,7 +28,7 @@ from thrifty.data.images.image_previews import input_pictures, picture
 from thrifty.data.prepared_cache import read_manifest, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import image_metadata
-from thrifty.data.train_split import DataSplit
+from thrifty.data.train_split import DataSplit, label_entropy
 
 DIGITS = "digits"
 LABELS = "labels"
@@ -172,7 +172,7 @@ def open_images(
         ends=train.ends,
         identity={**identity, LABELS: "/".join(labels)},
         parts=parts,
-        frequencies_entropy=_entropy(train.labels, held_out.labels, len(labels)) if labels else None,
+        frequencies_entropy=label_entropy(train.labels, held_out.labels, len(labels)) if labels else None,
         left_out=said.get("left_out", 0),
         named=tuple(said.get("named", ())),
     )
@@ -222,12 +222,6 @@ def _digits(side: int | None) -> dict[DataSplit, ImageArrays]:
     return {
         part: ImageArrays(pixels[part], split.labels.numpy(), ends, digits.BRIGHTEST) for part, split in splits.items()
     }
-
-
-def _entropy(train: np.ndarray, held_out: np.ndarray, labels: int) -> float:
-    """Nats per held-out label under the training frequencies, each label counted once more than it is there."""
-    share, tested = (np.bincount(each, minlength=labels) for each in (train, held_out))
-    return float(-(tested / tested.sum()) @ np.log((share + 1) / (share.sum() + labels)))
 
 
 def _refuse_mixing(settings: DataSettings, labelled: bool) -> None:

@@ -42,7 +42,7 @@ from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import TEXT_LABELS, refuse_other_tokenizer, text_label_metadata
 from thrifty.data.text.labelled_rows import LabelledRow, dataset_table, open_tables, read_rows
 from thrifty.data.tokenizer import END_OF_TEXT, TOKENIZER, TextTokenizer, read_tokenizer, train_tokenizer
-from thrifty.data.train_split import DataSplit
+from thrifty.data.train_split import DataSplit, label_entropy
 
 FORMAT = 1
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
@@ -65,7 +65,7 @@ class PaddedTexts:
         )
         self.length, self.padding, self.names, self.form = length, padding, names, form
         self.begins = np.concatenate(([0], self.ends))[:-1]
-        self.has_words = form == "tags"
+        self.has_words, self.has_types = form == "tags", bool(self.types.any())
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -75,15 +75,15 @@ class PaddedTexts:
         keep = offsets < (self.ends - self.begins)[indices, None]
         places = np.where(keep, self.begins[indices, None] + offsets, 0)
         rows = {"inputs": np.where(keep, self.tokens[places].astype(np.int64), self.padding), "keep": keep}
-        if self.types.any():
+        if self.has_types:
             rows["types"] = np.where(keep, self.types[places], 0).astype(np.int64)
         rows["labels"] = np.where(keep, self.labels[places], NO_LABEL) if self.has_words else self.labels[indices]
         return {name: torch.from_numpy(values) for name, values in rows.items()}
 
     @property
-    def labelled(self) -> int:
-        """Words with a label, or texts."""
-        return int((self.labels != NO_LABEL).sum()) if self.has_words else len(self)
+    def classes(self) -> np.ndarray:
+        """The labels of all texts, or of all words."""
+        return self.labels[self.labels != NO_LABEL] if self.has_words else self.labels
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
         return [decode(self.tokens[self.begins[i] : self.ends[i]].tolist()) for i in indices]
@@ -125,7 +125,7 @@ class LabelledData:
     @property
     def example_unit(self) -> int:
         """Labels of a text on average."""
-        return max(1, round(self.contents.labelled / len(self.contents)))
+        return max(1, round(len(self.contents.classes) / len(self.contents)))
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -180,6 +180,7 @@ class LabelledTexts(DataKind):
         refuse_less_than_a_batch(settings, len(train), f"has {len(train)} texts")
         if cut := manifest["cut"]:
             request.say(f"{cut:,} texts are longer than data.length = {settings.length} and are cut")
+        is_class = form in ("class", "tags")
         files = {name: file["sha256"] for name, file in manifest["files"].items()}
         return objective.with_labels(names), LabelledData(
             train=EpochSource(train, settings.batch, recipe.seed),
@@ -188,7 +189,7 @@ class LabelledTexts(DataKind):
             ends=TextModelSpec(tokenizer.vocabulary, settings.length, names, padding),
             identity={**files, TEXT_LABELS: "/".join(names)},
             contents=train,
-            label_entropy=_entropy(train, held_out) if form in ("class", "tags") else None,
+            label_entropy=label_entropy(train.classes, held_out.classes, len(names)) if is_class else None,
         )
 
 
@@ -368,10 +369,3 @@ def _target(label: Any, number: Mapping[str, int], form: str) -> Any:
     if form == "number":
         return label
     return number[label] if form == "class" else [float(name in label) for name in number]
-
-
-def _entropy(train: PaddedTexts, held_out: PaddedTexts) -> float:
-    """Nats per held-out label under the training frequencies, each label counted once more than it is there."""
-    classes = len(train.names)
-    share, tested = (np.bincount(each.labels[each.labels != NO_LABEL], minlength=classes) for each in (train, held_out))
-    return float(-(tested / tested.sum()) @ np.log((share + 1) / (share.sum() + classes)))
