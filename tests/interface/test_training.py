@@ -43,6 +43,14 @@ def test_a_module_a_dataset_and_a_loss_are_trained_and_judged(tmp_path: Path) ->
     assert run.report().summary["status"] == "finished"
 
 
+def test_a_run_without_metrics_ends_with_its_loss_and_small_sizes_in_their_units(tmp_path: Path) -> None:
+    run = train(tmp_path, metrics={}, budget=3)
+    assert f"held-out loss {run.loss:.3f}" in repr(run)
+    assert "kB" in repr(thrifty.explain(**user_work.objects(), budget=3, quiet=True))
+    batch = {"x": torch.randn(4, 6), "y": torch.zeros(4).long()}
+    assert "kB" in repr(thrifty.estimate(user_work.build, batch, loss=user_work.loss))
+
+
 def test_a_module_that_exists_already_is_trained_as_a_copy(tmp_path: Path) -> None:
     model = user_work.build()
     before = [parameter.clone() for parameter in model.parameters()]

@@ -27,6 +27,10 @@ class NoisySums(Dataset[dict[str, Tensor]]):
         return {"x": x + noise, "y": (x.sum() > 0).long()}
 
 
+def some_sums() -> NoisySums:
+    return NoisySums(60)
+
+
 class Sentences(Dataset[Tensor]):
     """Token sequences of lengths from 3 to 11."""
 

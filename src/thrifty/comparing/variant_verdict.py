@@ -90,7 +90,10 @@ def judge(
     elif planned < least:
         pairs_are = "1 pair" if planned == 1 else f"{planned} pairs"
         more = spelled(f"--seeds {least} --name NAME", f'seeds={least}, name="…"')
-        word, said = "undecided", f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}: {more}"
+        word, said = (
+            "undecided",
+            f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}: compare again with {more}",
+        )
     elif test.p <= alpha and test.low > 0:
         word, said = "worse", _told(test, relative, judged, "higher" if is_lower_better else "lower")
     elif test.p <= alpha and test.high < 0:

@@ -33,6 +33,7 @@ from thrifty.machine.cpu_features import assume_bfloat16
 from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.planner import allowed_options
 from thrifty.planning.search_space import MICRO_BATCHES, PlanOption
+from thrifty.reporting.number_format import scaled
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 from thrifty.simulators.cluster.device_specs import DEVICES
 from thrifty.training.memory_meter import MemoryMeter
@@ -102,7 +103,7 @@ class StepEstimate(PrintedResult):
         return {**vars(self), "parts": dict(self.parts), "memory": memory, "fits": self.fits, "options": options}
 
     def __rich__(self) -> RenderableType:
-        head = f"{self.parameters:,} parameters, {self.flops / 1e9:,.3g} GFLOP a step, peak {write_size(self.peak)}"
+        head = f"{self.parameters:,} parameters, {scaled(self.flops, 'FLOP')} a step, peak {write_size(self.peak)}"
         parts = [f"  {name:<12}{write_size(value):>12}" for name, value in self.parts.items() if value]
         verdict = [] if self.memory == inf else [f"{'fits' if self.fits else 'does not fit'} {write_size(self.memory)}"]
         if self.process is not None:

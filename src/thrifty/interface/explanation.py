@@ -16,6 +16,7 @@ from thrifty.core.recipe import Recipe
 from thrifty.distributed.fake_ranks import fake_rank, ranks_of_stages
 from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.reporting.number_format import scaled
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.run_setup import mesh_sizes, prepare_run
@@ -141,7 +142,7 @@ def _without_refused(run: Run, look: Callable[[Run], Found]) -> tuple[Run, dict[
 
 
 def _table(facts: Mapping[str, Any]) -> RenderableType:
-    table = open_table("stage", "technique", "numerics", "touched", "memory", "activations", "GFLOP")
+    table = open_table("stage", "technique", "numerics", "touched", "memory", "activations", "FLOPs")
     table.add_row("", "plain run", "", "", *_amounts(facts["plain"]))
     for row in facts["techniques"]:
         touched = "; ".join(row["touched"])
@@ -150,7 +151,7 @@ def _table(facts: Mapping[str, Any]) -> RenderableType:
 
 
 def _amounts(footprint: Mapping[str, float]) -> tuple[str, str, str]:
-    return write_size(footprint["memory"]), write_size(footprint["activations"]), f"{footprint['flops'] / 1e9:,.1f}"
+    return write_size(footprint["memory"]), write_size(footprint["activations"]), scaled(footprint["flops"])
 
 
 def _in_words(data: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     if loss is not None and summary.get("label_entropy") is not None:
         frequencies = f"by the labels' frequencies {summary['label_entropy']:.3f}"
         told.append(f"held-out loss {loss:.3f} nats{measured}; {frequencies}")
-    elif loss is not None and (measured or "loss_in" in summary):
+    elif loss is not None and unigram is None:
         unit = f", {summary['loss_in']}" if "loss_in" in summary else " nats"
         told.append(f"held-out loss {loss:.3f}{unit}{measured}")
     if "unrepeatable" in summary:
