@@ -90,3 +90,10 @@ def test_two_hundred_steps_read_the_digits_of_the_test_split() -> None:
     test = DigitEpochs("test", 497).at(0)
     right = (objective.predict(learner, test).logits.argmax(1) == test["labels"]).float().mean()
     assert right > 0.93
+
+
+def test_accuracy_alone_is_measured_of_texts_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = Classification().with_labels(("negative", "positive"))
+    assert objective.metrics == ("accuracy", "f1_macro", "matthews", "f1")
+    monkeypatch.setattr("thrifty.objectives.classification.HAS_SCORES", False)
+    assert objective.metrics == ("accuracy",) and not objective.collected
