@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from thrifty.core.errors import UsageError, refuse_unknown
-from thrifty.simulators.cluster.device_specs import DEVICES, DeviceSpec
+from thrifty.simulators.cluster.device_specs import DEVICES, HARDWARE, DeviceSpec
 
 
 @dataclass(frozen=True)
@@ -25,45 +25,9 @@ class NetworkLink:
         return self.latency + size / self.bandwidth
 
 
-def _nvlink(generation: int, links: int, wire: float, arriving: float) -> NetworkLink:
-    source = (
-        f"{links} links of {wire:g} GB/s in each direction, of which NCCL counts {arriving:g} (src/graph/topo.h); "
-        "latency of a ring step with the LL128 protocol (src/graph/tuning.cc)"
-    )
-    return NetworkLink(f"nvlink{generation}", 1.9e-6, links * arriving * 1e9, source)
-
-
-def _network(name: str, gigabits: float, devices: int = 1, latency: float = 4.0e-6) -> NetworkLink:
-    shared = f", one port for {devices} devices" if devices > 1 else ""
-    source = f"{gigabits:g} Gb/s as named{shared}; latency of a ring step over a network (NCCL, src/graph/tuning.cc)"
-    return NetworkLink(name, latency, gigabits / 8 / devices * 1e9, source)
-
-
-_PCIE = (
-    "x16 as named, three quarters of it as in NCCL's 12 GB/s for generation 3 (src/graph/topo.h); latency: tuning.cc"
-)
-_XGMI = "7 links of 64 GB/s in each direction (AMD Instinct MI300X data sheet); latency as NVLink's (unverified)"
-_LOOPBACK = "gloo between two processes of one busy box with 2 cores, messages there and back, measured"
-
 LINKS: Mapping[str, NetworkLink] = {
-    link.name: link
-    for link in (
-        _nvlink(2, 6, 25.0, 20.0),
-        _nvlink(3, 12, 25.0, 20.0),
-        _nvlink(4, 18, 25.0, 20.6),
-        _nvlink(5, 18, 50.0, 40.1),
-        NetworkLink("infinity-fabric", 1.9e-6, 448e9, _XGMI),
-        NetworkLink("pcie3", 2.5e-6, 12e9, _PCIE),
-        NetworkLink("pcie4", 2.5e-6, 24e9, _PCIE),
-        NetworkLink("pcie5", 2.5e-6, 48e9, _PCIE),
-        _network("infiniband-edr", 100),
-        _network("infiniband-hdr", 200),
-        _network("infiniband-ndr", 400),
-        _network("roce-400", 400),
-        _network("ethernet-10", 10, latency=30e-6),
-        _network("ethernet-100", 100, latency=15e-6),
-        NetworkLink("gloo-loopback", 60e-6, 3.5e9, _LOOPBACK),
-    )
+    name: NetworkLink(name, row["latency"], 1e9 * row["gigabytes"], row["source"])
+    for name, row in HARDWARE["links"].items()
 }
 
 
@@ -132,18 +96,15 @@ class Cluster:
         return replace(self, nodes=ranks // self.per_node)
 
 
-CLUSTERS: Mapping[str, Cluster] = {
-    "dgx-1-v100": Cluster(DEVICES["v100-16gb"], 8, 1, LINKS["nvlink2"], _network("infiniband-edr", 100, devices=2)),
-    "dgx2h-v100": Cluster(DEVICES["v100-dgx2h"], 16, 32, LINKS["nvlink2"], _network("infiniband-edr", 100, devices=2)),
-    "selene-a100": Cluster(DEVICES["a100-80gb"], 8, 384, LINKS["nvlink3"], LINKS["infiniband-hdr"]),
-    "h100-roce": Cluster(DEVICES["h100"], 8, 2048, LINKS["nvlink4"], LINKS["roce-400"]),
-    "h100-box": Cluster(DEVICES["h100"], 8, 1, LINKS["nvlink4"], LINKS["infiniband-ndr"]),
-    "cpu-gloo": Cluster(DEVICES["cpu"], 4, 1, LINKS["gloo-loopback"], LINKS["ethernet-10"]),
-}
-"""dgx-1-v100: 8 V100 and 4 ports of 100 Gb/s a node. dgx2h-v100: the 512 V100 of Megatron-LM (Shoeybi et al. 2019), 16
-and 8 ports a node. selene-a100: the 3,072 A100 of Narayanan et al. 2021, 8 and 8 HDR ports a node. h100-roce: the 16K
-H100 of Llama 3 (2024), 8 and 8 ports of 400 Gb/s a node, without the 1:7
-oversubscription between pods of 3,072 (from memory)."""
+def _cluster(device: str, per_node: int, nodes: int, inside: str, between: str, sharing: int = 1) -> Cluster:
+    port = LINKS[between]
+    if sharing > 1:
+        shared = f"{port.source}; one port for {sharing} devices"
+        port = replace(port, bandwidth=port.bandwidth / sharing, source=shared)
+    return Cluster(DEVICES[device], per_node, nodes, LINKS[inside], port)
+
+
+CLUSTERS: Mapping[str, Cluster] = {name: _cluster(**row) for name, row in HARDWARE["clusters"].items()}
 
 
 def find_cluster(name: str) -> Cluster:
