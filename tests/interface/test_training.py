@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import user_models
 import user_work
 from command_line import CommandLine, assert_equal, write_corpus
 from torch import Tensor
@@ -286,3 +287,11 @@ def test_a_run_that_stops_early_does_so_at_the_same_step_when_it_was_interrupted
 def test_a_measure_that_is_not_there_is_refused(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         train(tmp_path, **changed)
+
+
+def test_the_model_of_a_run_has_the_adapters_that_no_weight_can_take(tmp_path: Path) -> None:
+    work = {name: value for name, value in user_models.language_work().items() if name != "metrics"}
+    run = thrifty.train(**work, techniques=["bottleneck"], budget=2, runs=tmp_path, quiet=True)
+    plain = {name for name, _ in work["model"]().named_parameters()}
+    names = {name for name, _ in run.model.named_parameters()}
+    assert plain < names and not run.model.training

@@ -13,9 +13,7 @@ from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.technique import Technique
 from thrifty.data.data_loading import dataset_of
 from thrifty.data.user_dataset import UserDataset
-from thrifty.modeling.image_sizes import IMAGES
 
-TEXT = "tokens"
 REBUILT = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
     "persistent_workers", "collate_fn", "generator",
@@ -88,48 +86,19 @@ class ChangedLoader:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
 
     def _change(self, batch: Any, number: int) -> Any:
-        tensors: list[Tensor] = []
-        _map_tensors(batch, lambda tensor: (tensors.append(tensor), tensor)[1])
-        images = [tensor for tensor in tensors if tensor.ndim == 4]
-        if images:
-            return self._resized(batch, number, images, tensors)
-        length = self._text_length(batch, tensors)
-        count = len(tensors[0]) if tensors else 0
-        places = {} if length is None else {TEXT: torch.arange(length + 1).expand(count, -1)}
-        kept = self._at(number, Batch(places, torch.full((count,), 1 / max(count, 1))))[TEXT].shape[1] - 1
-        return _map_tensors(batch, lambda tensor: tensor[:, :kept] if _is_text(tensor, length) else tensor)
-
-    def _resized(self, batch: Any, number: int, images: list[Tensor], tensors: list[Tensor]) -> Any:
-        sides = images[0].shape[-2:]
-        others = [tensor for tensor in tensors if tensor is not images[0] and tensor.shape[-2:] == sides]
-        if others or len(images) > 1:
+        tensors: dict[str, Tensor] = {}
+        _map_tensors(batch, lambda name, tensor: tensors.setdefault(name, tensor))
+        rows = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
+        count = len(next(iter(rows.values()), ()))
+        if any(len(tensor) != count for tensor in rows.values()):
+            shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in rows.items())
             raise RefusedError(
-                f"{self.technique.name}: a batch has several tensors of images, or maps of their size",
-                fix="leave one of them in the batch, (b, c, h, w)",
+                f"{self.technique.name}: tensors of a batch have different numbers of rows: {shapes}",
+                fix="let the loader return a row for each example, such as one label for each text",
             )
-        small = self._at(number, Batch({IMAGES: images[0]}, torch.ones(len(images[0]))))[IMAGES]
-        return _map_tensors(batch, lambda tensor: small if tensor is images[0] else tensor)
-
-    def _at(self, number: int, batch: Batch) -> Batch:
-        self._read.current = batch
-        return self._changed.at(number)
-
-    def _text_length(self, batch: Any, tensors: list[Tensor]) -> int | None:
-        """Tokens of each text; None for a batch without any. Raises RefusedError where cutting would be wrong."""
-        texts = [each for each in tensors if each.ndim == 2 and not each.is_floating_point()]
-        lengths = {each.shape[1] for each in texts}
-        rows = {len(each) for each in texts}
-        is_other = [each for each in tensors if each.ndim > 2 or (each.ndim == 1 and len(each) not in rows)]
-        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        if len(lengths) > 1 or (texts and is_other):
-            shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
-            raise RefusedError(
-                f"{self.technique.name}: texts to be cut are tensors (b, t) of one length, and a batch has {shapes}",
-                fix="let the loader return token ids, masks and labels (b, t), and one label per text (b,)",
-            )
-        if mask is not None and bool((mask[:, 0] < mask[:, -1]).any()):
-            raise RefusedError(f"{self.technique.name}: texts are padded on the left", fix="padding_side='right'")
-        return next(iter(lengths), None)
+        self._read.current = Batch(rows, torch.full((count,), 1 / max(count, 1)))
+        changed = self._changed.at(number).fields
+        return _map_tensors(batch, lambda name, tensor: changed.get(name, tensor))
 
 
 class RampSampler:
@@ -203,20 +172,16 @@ def _settings(loader: DataLoader) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in REBUILT}
 
 
-def _is_text(tensor: Tensor, length: int | None) -> bool:
-    return tensor.ndim == 2 and tensor.shape[1] == length
-
-
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return a batch of the same form with each tensor replaced."""
+def _map_tensors(value: Any, function: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
+    """Return a batch of the same form with each tensor replaced, by its name in the batch."""
     if isinstance(value, Tensor):
-        return function(value)
+        return function(name or "batch", value)
     if isinstance(value, MutableMapping):
         changed = copy(value)
         for key, item in value.items():
-            changed[key] = _map_tensors(item, function)
+            changed[key] = _map_tensors(item, function, f"{name}.{key}".strip("."))
         return changed
     if isinstance(value, list | tuple):
-        items = [_map_tensors(item, function) for item in value]
+        items = [_map_tensors(item, function, f"{name}.{place}".strip(".")) for place, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from rich.console import RenderableType
 from torch import nn
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.recipe import Argument, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
@@ -52,8 +52,12 @@ class RunResult(PrintedResult):
 
     @property
     def model(self) -> nn.Module:
-        """The trained model in evaluation mode, without what techniques had put on it."""
-        return load_trained_model(self.folder, objects=self.objects)[0]
+        """The trained model in evaluation mode, as the plain architecture. Parts that no weight can take, such as
+        bottleneck adapters, stay on it."""
+        try:
+            return load_trained_model(self.folder, objects=self.objects)[0]
+        except RefusedError:
+            return load_trained_model(self.folder, plain=False, objects=self.objects)[0]
 
     def report(self) -> RunReport:
         """Write the page of the run, and return its key figures; see `thrifty.report`."""

@@ -9,14 +9,28 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 
 IMAGES = "inputs"
-"""The field of a batch that has them: (b, c, h, w) or (b, h, w)."""
+"""The field of a batch that has them: (b, c, h, w) or (b, h, w); in the user's own data the only one (b, c, h, w)."""
+
+
+def _field_of_images(batch: Batch) -> str | None:
+    if IMAGES in batch.fields:
+        return IMAGES if batch[IMAGES].ndim in (3, 4) else None
+    images = [name for name, tensor in batch.fields.items() if tensor.ndim == 4]
+    sides = {batch[name].shape[-2:] for name in images}
+    maps = [name for name, tensor in batch.fields.items() if tensor.ndim > 1 and tensor.shape[-2:] in sides]
+    if len(maps) > 1:
+        raise RefusedError(
+            f"a batch has several tensors of images, or maps of their size: {', '.join(maps)}",
+            fix="leave one of them in the batch, (b, c, h, w)",
+        )
+    return images[0] if images else None
 
 
 def images_of(batch: Batch) -> Tensor | None:
     """The images of a batch, None where it has none. Raises RefusedError for images that are not floats."""
-    images = batch.fields.get(IMAGES)
-    if images is None or images.ndim not in (3, 4):
+    if (field := _field_of_images(batch)) is None:
         return None
+    images = batch[field]
     if not images.is_floating_point():
         raise RefusedError(
             f"the images are {images.dtype}, not floats", fix="give images as floats, 0 black and 1 white"
@@ -25,7 +39,7 @@ def images_of(batch: Batch) -> Tensor | None:
 
 
 def replace_images(batch: Batch, images: Tensor) -> Batch:
-    return Batch({**batch.fields, IMAGES: images}, batch.weight, batch.last)
+    return Batch({**batch.fields, _field_of_images(batch) or IMAGES: images}, batch.weight, batch.last)
 
 
 def resized_images(

@@ -14,7 +14,7 @@ from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import refuse_more_than_tokens, truncate_texts
+from thrifty.modeling.text_lengths import text_length, truncate_texts
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
@@ -30,8 +30,7 @@ class SequenceLengthWarmup(Technique):
 
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:
-            refuse_more_than_tokens(batch, self.name)
-            full = batch["tokens"].shape[1] - 1
+            full = text_length(batch, self.name)
             length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
             return truncate_texts(batch, length)
 

@@ -1,0 +1,70 @@
+"""Curricula in the trainer on the user's own data: shorter texts and smaller images in early steps, found by shape."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import thrifty
+
+
+class Pooled(nn.Module):
+    """Two classes of whatever is pooled; keeps the shapes that it was given in training."""
+
+    shapes: list[tuple[int, ...]] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.shapes.append(tuple(x.shape[1:]))
+        pooled = self.table(x).mean(1) if x.ndim == 2 else x.mean((1, 2, 3)).unsqueeze(1).expand(-1, 4)
+        return self.head(pooled)
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[-1], reduction="none")
+
+
+def trained(data: TensorDataset, technique: thrifty.Technique, folder: Path) -> set[tuple[int, ...]]:
+    Pooled.shapes.clear()
+    techniques = [thrifty.Sgd(lr=0.1), technique]
+    thrifty.train(Pooled, data, held_out=data, loss=loss, techniques=techniques, budget=4, batch=8, runs=folder,
+                  quiet=True)  # fmt: skip
+    return set(Pooled.shapes)
+
+
+TEXTS = TensorDataset(torch.randint(0, 20, (32, 16)), torch.ones(32, 16, dtype=torch.int64), torch.arange(32) % 2)
+IMAGES = TensorDataset(torch.rand(32, 3, 16, 16), torch.arange(32) % 2)
+
+
+def test_texts_are_short_at_first(tmp_path: Path) -> None:
+    shapes = trained(TEXTS, thrifty.SequenceLengthWarmup(start=4, until=3, phases=2, multiple=4), tmp_path)
+    assert {(4,), (16,)} <= shapes
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        thrifty.ResolutionCurriculum(until=3, phases=2),
+        thrifty.LowFrequencyCurriculum(fractions=(0.5,), until=(2,)),
+    ],
+)
+def test_images_are_small_at_first(technique: thrifty.Technique, tmp_path: Path) -> None:
+    assert {(3, 8, 8), (3, 16, 16)} <= trained(IMAGES, technique, tmp_path)
+
+
+def test_other_data_are_refused_with_their_shapes(tmp_path: Path) -> None:
+    with pytest.raises(thrifty.ThriftyError, match=r"a batch has 0 \(8, 3, 16, 16\)"):
+        trained(IMAGES, thrifty.SequenceLengthWarmup(), tmp_path / "texts")
+    with pytest.raises(thrifty.ThriftyError, match="needs batches of images"):
+        trained(TEXTS, thrifty.ResolutionCurriculum(), tmp_path / "images")
+    maps = TensorDataset(torch.rand(32, 3, 16, 16), torch.rand(32, 1, 16, 16), torch.arange(32) % 2)
+    with pytest.raises(thrifty.ThriftyError, match="several tensors of images, or maps of their size: 0, 1"):
+        trained(maps, thrifty.ResolutionCurriculum(), tmp_path / "maps")
