@@ -27,7 +27,7 @@ def command() -> None:
 @command.command(name="list")
 @AS_JSON
 def list_sets(as_json: bool) -> None:
-    """What can be named as a source, its size and licence, and whether it is on this machine."""
+    """Known data sources: name, size, licence, and whether each is on this machine."""
     import thrifty
 
     print_result(thrifty.datasets.known(), as_json)

@@ -14,7 +14,7 @@ FILTERS = ("trace", "exact", "own")
 
 @click.group(name="simulate")
 def command() -> None:
-    """What a training step, attention or a sparse product would cost on hardware that is not here."""
+    """Predicted cost of a training step, attention or a sparse product on hardware that is not here."""
 
 
 @command.command()

@@ -26,7 +26,7 @@ Entry = Mapping[str, Any]
 
 
 def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
-    """What a finished run says of itself, with the curve of a metric that is `judged`. `seconds` are of steps as they
+    """Summarize a finished run, with the curve of a metric that is `judged`. `seconds` are of steps as they
     are once it is under way; with what the first steps take to compile they are `seconds_with_starts`. FLOPs are
     counted, those of a step times the steps."""
     run = RunFolder(folder)

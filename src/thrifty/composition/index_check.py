@@ -78,7 +78,7 @@ def _other_errors_left() -> Iterator[None]:
         yield
     except IndexWithoutRow:
         raise
-    except Exception:  # of anybody's code; the run meets it again
+    except Exception:  # raised by the user's code; the run meets it again
         return
 
 

@@ -12,8 +12,8 @@ class TextModelSpec:
     length: int
     """Tokens of an example."""
     labels: tuple[str, ...] = ()
-    """Names of what texts or words are told apart by, or of the number that is predicted, in the order of the model's
-    outputs; none for a language model."""
+    """Names of the classes, or of the predicted number, in the order of the model's outputs; none for a language
+    model."""
     padding: int = 0
     """The token that fills rows; of labelled texts alone."""
 

@@ -125,11 +125,11 @@ class DataSettings:
     """Where a row of .jsonl or .parquet keeps its text; of images with captions, where their captions are, which are
     otherwise looked for under the usual names."""
     pair_column: str = ""
-    """Of labelled texts: where a row keeps the second text of a pair; looked for under the usual names unless given."""
+    """The column of the second text of a pair, for labelled texts; found by the usual names unless set."""
     label_column: str = ""
-    """Of labelled texts: where a row keeps its label; looked for under the usual names unless given."""
+    """The column of labels, for labelled texts; found by the usual names unless set."""
     held_out_source: str = ""
-    """Of labelled texts: a file of the held-out rows, in the place of a share of `source`."""
+    """A file of held-out rows, for labelled texts, in place of a share of `source`."""
     tokenizer: str = ""
     """A tokenizer.json to use; empty trains a byte-level BPE on the training documents."""
     vocabulary: int = 4096

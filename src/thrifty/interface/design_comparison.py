@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Filter = Literal["trace", "exact", "own"]
 COSTS = ("softmax kept", "output error")
-"""What a filter's masks cost, by their names in a trace's provenance."""
+"""Costs of a filter's masks, by their names in a trace's provenance."""
 RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "dense rate", "in and out",
                   "energy, modules", "energy, actions", "area")  # fmt: skip
 ABOUT_MASKS = (

@@ -1,4 +1,4 @@
-"""What objectives on labelled texts share: the call of a model on padded rows, and the scores of all predictions.
+"""Common base of objectives on labelled texts: the call of a model on padded rows, the scores of all predictions.
 
 Fields    "inputs" (b, t) tokens; "keep" (b, t), False where a row is only filled up; of pairs of texts also "types"
           (b, t), 1 for the second one; "labels".

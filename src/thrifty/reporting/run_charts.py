@@ -66,7 +66,7 @@ class ChartTheme:
 
 @dataclass(frozen=True)
 class _Plot:
-    """What is to be drawn of one quantity."""
+    """Curves of one quantity, to be drawn together."""
 
     id: str
     title: str
@@ -116,7 +116,7 @@ def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFig
 
 
 def _memory(curve: Curve, key: KeyFigures) -> _Plot:
-    """Memory in use against the predicted peak and the measured one; while a run goes on, the highest in use so far."""
+    """Memory in use against the predicted peak and the measured one; during a run, the highest in use so far."""
     highest = float(curve.values.max()) if len(curve) else None
     measured = ("measured peak", key.peak_memory) if key.peak_memory is not None else ("highest so far", highest)
     known = [(label, value) for label, value in (("predicted peak", key.predicted_memory), measured) if value]

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line on a terminal, a plain line now and then elsewhere."""
+"""Progress of a run: one live line on a terminal, otherwise a plain line now and then."""
 
 import time
 from collections.abc import Mapping

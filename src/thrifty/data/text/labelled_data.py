@@ -46,7 +46,7 @@ from thrifty.data.train_split import DataSplit, label_entropy
 
 FORMAT = 1
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-"""How tokenizers spell what fills rows."""
+"""Usual names of padding tokens."""
 NO_LABEL = -100
 """The label of a token without one, as transformers has it."""
 AT_ONCE = 1_000

@@ -27,7 +27,7 @@ WORDS = (("tokens",), ("words",), ("text",))
 LABELS = ("label", "labels", "class", "target", "score", "stars")
 TAGS = ("tags", "ner_tags", "pos_tags", "labels", "label")
 PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validation", "valid", "dev", "eval", "test")}
-"""How names of files and of splits begin, by part."""
+"""First words of the names of files and splits, by part."""
 FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and one of labels"
 Label = str | float | tuple[str, ...]
 

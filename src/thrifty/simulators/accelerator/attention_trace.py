@@ -1,4 +1,4 @@
-"""What attention computes, layer by layer: operands or only which pairs are kept; the workload of all designs.
+"""Layers of attention: operands, or only which pairs are kept; the workload of all designs.
 
 Masks are True for what is kept, and packed eight to a byte. (Published files differ: ViTCoD's are True for what is
 pruned.) Shapes: e examples, h heads, t queries, s keys, k head width, u = e·h units.

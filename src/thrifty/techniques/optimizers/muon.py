@@ -211,7 +211,7 @@ class Muon(Technique):
     slices: bool = False
     """Whether layers that share a matrix (queries, keys, values; gate, value) are orthogonalised apart."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the values between the products of the iterations."""
+    """The format of the values between the products of the iterations."""
     adamw_lr: Rate = 1e-3
     """AdamW's rate, for what is no hidden matrix."""
     adamw_betas: Betas = (0.9, 0.95)
