@@ -275,7 +275,7 @@ def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(re
         (("txt",), "there is no recipe 'txt'", "did you mean 'text'?"),
         (("szie", "--flops", "1e18"), "there is no recipe 'szie'", "did you mean 'size'?"),
         (("text", "--model", "no_such_module:build"), "no_such_module cannot be imported", "import"),
-        (("text", "--model", "json:dmps"), "json has no function 'dmps'", "dumps"),
+        (("text", "--model", "json:dmps"), "json has no 'dmps'", "dumps"),
         (("text", "--cluster", "h100-box", "--mesh", "tensor=2"), "the recipe has a mesh", "leave the mesh out"),
         (("text", "--cluster", "h100-box", "--out", "x.toml", "--export", "script"), "plans of one device", "--out"),
         (

@@ -132,11 +132,11 @@ def test_a_comparison_that_is_killed_goes_on(tmp_path: Path) -> None:
     ]
     file = tmp_path / "runs" / "race" / "comparison.json"
     process = thrifty.start(*words)
-    wait_until(lambda: file.is_file() and len(json.loads(file.read_bytes())["runs"]) >= 3, process, seconds=300)
+    wait_until(lambda: file.is_file() and len(json.loads(file.read_bytes())["runs"]) >= 2, process, seconds=300)
     kill(process)
     made = {entry["run"]: entry["elapsed"] for entry in json.loads(file.read_bytes())["runs"]}
     result = thrifty.json(*words, timeout=600)
-    assert result["status"] == "finished" and len(result["runs"]) == 8
+    assert result["status"] == "finished" and len(result["runs"]) == 4
     assert {entry["run"]: entry["elapsed"] for entry in result["runs"] if entry["run"] in made} == made
 
 

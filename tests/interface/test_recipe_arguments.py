@@ -1,6 +1,6 @@
 """Recipes from the arguments of `train`, and the objects that they hold."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,21 @@ def test_arguments_of_a_partial_function_are_part_of_the_fingerprint() -> None:
 
 def scaled(model: Any, batch: Any, factor: Any, name: Any = None) -> Any:
     return factor * user_work.loss(model, batch)
+
+
+@dataclass
+class Sizes:
+    """Fields without defaults are no attributes of the class."""
+
+    factor: float
+
+
+def sized(model: Any, batch: Any) -> Any:
+    return Sizes(0.5).factor * user_work.loss(model, batch)
+
+
+def test_a_class_that_a_function_uses_is_part_of_the_fingerprint() -> None:
+    assert any(name.endswith(":Sizes") for name in own(loss=sized).python.sources)
 
 
 def test_a_builder_that_lacks_an_argument_is_refused_with_those_that_it_takes() -> None:

@@ -136,8 +136,10 @@ def description(value: Any) -> str:
 
 
 def _functions(value: Any) -> list[Any]:
-    parts = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
-    return parts if not isinstance(value, type) and all(map(callable, parts)) else []
+    if isinstance(value, type) or not is_dataclass(value):
+        return []
+    parts = [getattr(value, each.name) for each in fields(value)]
+    return parts if all(map(callable, parts)) else []
 
 
 def _parts(value: Any) -> list[Any]:
