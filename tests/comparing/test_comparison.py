@@ -256,6 +256,12 @@ def test_a_rate_that_is_not_decayed_is_refused_before_anything_runs(change: str,
     assert 'techniques=[…, "schedules.linear"]' in error.value.fix
 
 
+@pytest.mark.parametrize("name", ["losses.z_loss", "data_selection.gradient_norm_sampling"])
+def test_a_rate_is_checked_without_the_objective_that_a_technique_needs(name: str, tmp_path: Path) -> None:
+    result = compare(arms(f"other: --with {name}"), SHORT, tmp_path, workers=[Simulated()])
+    assert result["status"] == "finished"
+
+
 def test_pilots_that_would_be_the_same_are_run_once(tmp_path: Path) -> None:
     pair = arms("batch 16: --set data.batch=16", steps=20)  # fewer than a pilot has
     assert len(by_kind(compare(pair, SHORT, tmp_path / "time", workers=[Simulated()]), "pilot")) == 2 * TIMED_PILOTS

@@ -86,7 +86,8 @@ def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
             continue
         plain = BaseRun(nn.Module, BatchSource(), Objective())
         plain.source.batch = variant.recipe.data.batch
-        update = compose(plain, variant.recipe.techniques, steps).transform()
+        updating = [each for each in variant.recipe.techniques if each.overrides("update")]  # others need the objective
+        update = compose(plain, updating, steps).transform()
         rates = [update.rate(update.scalars(step, step)) for step in range(steps)]
         if rates[-1] > DECAYED * max(rates):
             raise UsageError(
