@@ -11,6 +11,7 @@ import torch
 import user_work
 
 import thrifty
+from thrifty.cli.recipe_options import build_recipe
 from thrifty.core.errors import UsageError
 from thrifty.core.user_objects import UserObjects
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, write_recipe
@@ -148,3 +149,9 @@ def test_the_command_line_is_named_only_where_it_can_name_the_objects() -> None:
     assert own(**named).resume_line("runs/own") == (
         "thrifty.resume('runs/own', model=build, data=…, held_out=…, loss=loss, metrics=…)"
     )
+
+
+@pytest.mark.parametrize("name", ["hub:imdb", "hub:owner/name"])
+def test_a_set_of_the_hub_is_no_name_of_an_object(name: str) -> None:
+    typed = build_recipe("text", data=name).recipe()
+    assert typed.data.source == thrifty.recipe(data=name).data.source == name

@@ -19,6 +19,8 @@ from thrifty.core.secret_redaction import redact_text
 
 LONGEST = 200
 """Characters of the arguments of a partial function that a recipe records."""
+HUB = "hub:"
+"""Start of the name of a data set of the Hugging Face hub."""
 MOST = 500
 """Functions and classes whose source is looked at."""
 
@@ -39,6 +41,11 @@ def is_function_name(text: str | None) -> bool:
     """Return True if a text has the form package.module:function, and so names neither a preset nor a folder."""
     module, colon, name = (text or "").partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
+
+
+def is_dataset_name(text: str | None) -> bool:
+    """Return True if a text has the form package.module:name, and is no data set of the Hugging Face hub."""
+    return is_function_name(text) and not str(text).startswith(HUB)
 
 
 def import_function(name: str) -> Callable[..., Any]:

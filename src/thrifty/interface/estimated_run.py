@@ -239,7 +239,7 @@ def _of_recipe(
     model: Any, loss: UserFunction | str | None, count: int | None, data: Any, length: int | None
 ) -> EstimatedRun:
     """A model as `thrifty.train` trains it on data."""
-    held_out = None if isinstance(data, str | Path) and not names_object(data) else data
+    held_out = None if isinstance(data, str | Path) and not names_object(data, is_data=True) else data
     chosen = recipe(model, data, held_out=held_out, loss=loss, batch=count or EXAMPLES, device="cpu")
     if length is not None:
         chosen = replace(chosen, data=replace(chosen.data, length=length))

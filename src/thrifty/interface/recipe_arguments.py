@@ -15,7 +15,7 @@ from thrifty.core.plain_values import read_budget
 from thrifty.core.recipe import Argument, Budget, DataSettings, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
-from thrifty.core.user_sources import is_function_name
+from thrifty.core.user_sources import is_dataset_name, is_function_name
 from thrifty.data.chat.conversation_sources import holds_conversations
 from thrifty.data.data_loading import dataset_of
 from thrifty.experiments import studies
@@ -96,7 +96,7 @@ def recipe(
     if recipe is not None and not techniques and all(change is None for change in changes):
         return base
     given = {"model": model, "data": data, "held_out": held_out, "loss": loss}
-    typed = {key: value for key, value in given.items() if names_object(value)}
+    typed = {key: value for key, value in given.items() if names_object(value, key in ("data", "held_out"))}
     own = UserObjects.given(**typed)
     model, data, held_out, loss = (getattr(own, key) if key in typed else value for key, value in given.items())
     passed: dict[str, Any] = {"metrics": dict(metrics) if metrics else None, "collate": collate}
@@ -155,9 +155,10 @@ def stored_layers(run: str | Path) -> RecipeLayers:
     return RecipeLayers().override(f"run {path.name}", stored_recipe(path))
 
 
-def names_object(value: Any) -> bool:
+def names_object(value: Any, is_data: bool = False) -> bool:
     """Return True for the name of an object of the user's own; a path that exists is a path."""
-    return isinstance(value, str) and is_function_name(value) and not Path(value).exists()
+    is_name = is_dataset_name if is_data else is_function_name
+    return isinstance(value, str) and is_name(value) and not Path(value).exists()
 
 
 def _given(recipe: Recipe | str | Path | None) -> Recipe:

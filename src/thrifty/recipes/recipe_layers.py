@@ -16,7 +16,7 @@ from thrifty.core.mesh import USED_BY
 from thrifty.core.plain_values import DEEPEST, parse_toml
 from thrifty.core.recipe import Recipe
 from thrifty.core.user_objects import UserObjects
-from thrifty.core.user_sources import is_function_name
+from thrifty.core.user_sources import is_dataset_name, is_function_name
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, technique_tables
 
 
@@ -156,7 +156,8 @@ class RecipeLayers:
             ("loss", loss, ("objective", "name")),
         ):
             path = text if not text or name == "loss" or not Path(text).exists() else str(Path(text).resolve())
-            if is_function_name(path):
+            is_name = is_function_name if name == "loss" else is_dataset_name
+            if path is not None and is_name(path):
                 self.names[name] = path
             elif path is not None:
                 self.override(f"--{name.replace('_', '-')}", {section[0]: {section[1]: path}})

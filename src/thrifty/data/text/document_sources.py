@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, ClassVar, Protocol
 
 from thrifty.core.errors import IntegrityError, UsageError, did_you_mean, reason_of
+from thrifty.core.user_sources import HUB
 from thrifty.data.catalogue import PYTHON_STDLIB, CatalogueEntry, entries
 from thrifty.data.fetched_sets import DOCUMENTS, find_damage, read_origin
 from thrifty.data.skipped_files import SkippedFiles
@@ -29,7 +30,6 @@ from thrifty.data.text.text_readers import (
     whole_text,
 )
 
-HUB = "hub:"
 TABLES = {".jsonl": json_lines, ".parquet": parquet_rows}
 UNREAD = {".csv", ".tsv", ".json", ".arrow", ".gz", ".zst", ".zip", ".tar"}
 
