@@ -104,6 +104,11 @@ def test_arguments_of_a_partial_function_are_part_of_the_fingerprint() -> None:
     assert any("factor=torch:Tensor, whose value is not followed" in name for name in unstable)
 
 
+class WeightedLoss:
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return user_work.loss(model, batch)
+
+
 def scaled(model: Any, batch: Any, factor: Any, name: Any = None) -> Any:
     return factor * user_work.loss(model, batch)
 
@@ -146,6 +151,7 @@ def test_the_command_line_is_named_only_where_it_can_name_the_objects() -> None:
     assert words(**named).startswith("if you trust it, give it yourself, --model user_work:build --data user_work:some")
     assert "--model" not in words(model=user_work.build(), **named)
     assert "--data" not in words(data=user_work.NoisySums(20), held_out=user_work.NoisySums(20))
+    assert "--data" not in words(data=[1, 2], held_out=[3]) and "--data" not in words(**named, loss=WeightedLoss())
     assert own(**named).resume_line("runs/own") == (
         "thrifty.resume('runs/own', model=build, data=…, held_out=…, loss=loss, metrics=…)"
     )

@@ -302,21 +302,19 @@ class Recipe:
         """The options that name the objects on the command line, with a space before each; None where one has no name
         there: a module, an object of a class, metrics."""
         recorded = self._recorded
-        are_named = all(
-            is_function_name(text) and (name in ("model", "loss") or text.rpartition(":")[2][0].islower())
-            for name, text in recorded.items()
-        )
+        are_named = all(map(_is_named, (text for name, text in recorded.items() if name != "model")))
+        are_named &= is_function_name(self.model.build or "any:model")
         if self.model.weights or not are_named or recorded.keys() & {"metrics", "collate"}:
             return None
         return "".join(f" --{name.replace('_', '-')} {text}" for name, text in recorded.items())
 
     def resume_line(self, folder: object, fork: str = "") -> str:
         """Return the line that resumes the run of this recipe, as a command or as a call."""
-        named = {"model", "loss"} - ({"model"} if self.model.weights else set())
-        passed = {
-            name: text.rpartition(":")[2] if name in named and is_function_name(text) else "…"
-            for name, text in self._recorded.items()
-        }
+        passed = {name: "…" for name in self._recorded}
+        if is_function_name(self.model.build) and not self.model.weights:
+            passed["model"] = str(self.model.build).rpartition(":")[2]
+        if _is_named(self.python.loss):
+            passed["loss"] = self.python.loss.rpartition(":")[2]
         more = [f"{name}={word}" for name, word in passed.items()] + ([f'fork="{fork}"'] if fork else [])
         call = f"thrifty.resume({', '.join([repr(str(folder)), *more])})"
         command = f"thrifty resume {folder}{self.object_options}" + (f" --fork {fork}" if fork else "")
@@ -338,3 +336,9 @@ class Recipe:
             f"the recipe has {objects}, which a file never runs by itself",
             fix=f"if you trust it, give it yourself, {words}",
         )
+
+
+def _is_named(text: str) -> bool:
+    """Return True for the name of a function or a value. Of an object the class is recorded, which is none."""
+    is_class = text.startswith(("builtins:", "numpy:")) or text.rpartition(":")[2].rpartition(".")[2][:1].isupper()
+    return is_function_name(text) and not is_class
