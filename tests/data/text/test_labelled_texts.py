@@ -76,6 +76,7 @@ def test_texts_that_are_the_same_stay_on_one_side(tmp_path: Path) -> None:
         ([True, False], ("false", "true")),
         ([-1, 1], ("-1", "1")),
         (["ü", "a"], ("a", "ü")),
+        (["001", "1", "01"], ("001", "01", "1")),
     ],
 )
 def test_classes_are_names_or_whole_numbers_in_their_order(
@@ -99,6 +100,10 @@ def test_numbers_may_be_written_as_text(tmp_path: Path) -> None:
         ("good", "regression", "holds 'good', no number"),
         ("1e999", "regression", "no finite number"),
         (3, "multi_label_classification", "holds 3, no list"),
+        ([0.0, 1.0, 0.0], "multi_label_classification", r"holds \[0.0, 1.0, 0.0\], which indicates classes"),
+        ("1, 0, 1", "multi_label_classification", "which indicates classes and names none"),
+        (float("inf"), "classification", "holds inf, a number and no class"),
+        pytest.param(10**400, "regression", "holds 10+, no number", id="huge"),
     ],
 )
 def test_a_label_of_another_form_is_refused_by_its_line(tmp_path: Path, label: Any, objective: str, match: str) -> None:
@@ -143,6 +148,15 @@ def test_columns_of_other_names_are_given_and_missing_ones_are_named(tmp_path: P
     data = opened(path, column="body", pair_column="title", label_column="sentiment")
     batch = data.train.at(0)
     assert data.ends.labels == ("negative", "positive") and int(batch["types"].max()) == 1
+
+
+def test_a_second_column_alone_is_paired_with_the_one_that_is_found(tmp_path: Path) -> None:
+    rows = [{"sentence": row["text"], "other": "x", "label": row["label"]} for row in REVIEWS]
+    path = write_csv(tmp_path / "rows.csv", rows)
+    assert "types" not in opened(path).train.at(0).fields
+    assert int(opened(path, pair_column="other").train.at(0)["types"].max()) == 1
+    with pytest.raises(UsageError, match="no column 'others'; there are: sentence, other, label"):
+        opened(path, pair_column="others")
 
 
 def test_a_folder_brings_its_own_held_out_texts(tmp_path: Path) -> None:

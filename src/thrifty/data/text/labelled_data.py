@@ -260,7 +260,7 @@ def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, A
         names = own
     else:
         is_numbered = all(name.removeprefix("-").isdecimal() for name in there)
-        names = tuple(sorted(there, key=int) if is_numbered else sorted(there))
+        names = tuple(sorted(there, key=lambda name: (int(name), name)) if is_numbered else sorted(there))
     for row in rows.get(DataSplit.HELD_OUT, ()):
         if unknown := set(_classes(row)) - set(names):
             raise UsageError(

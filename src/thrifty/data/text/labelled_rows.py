@@ -28,6 +28,8 @@ LABELS = ("label", "labels", "class", "target", "score", "stars")
 TAGS = ("tags", "ner_tags", "pos_tags", "labels", "label")
 PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validation", "valid", "dev", "eval", "test")}
 """First words of the names of files and splits, by part."""
+INDICATORS = {"0", "1", "true", "false"}
+"""Values of a row with a one or a zero for each class."""
 FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and one of labels"
 Label = str | float | tuple[str, ...]
 
@@ -106,13 +108,16 @@ def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: st
     there = ", ".join(map(str, row))
     usual = WORDS if form == "tags" else TEXTS
     own = settings.column if settings.column in row or settings.column != "text" else ""
-    if own and (settings.column != "text" or settings.pair_column):
-        texts: tuple[str, ...] | None = (own, settings.pair_column) if settings.pair_column else (own,)
+    pair = (settings.pair_column,) if settings.pair_column else ()
+    if own and (settings.column != "text" or pair):
+        texts: tuple[str, ...] | None = (own, *pair)
     else:
-        texts = next((names for names in usual if all(each in row for each in names)), None)
+        likely = [names if names[1:] else (*names, *pair) for names in usual if not pair or names[1:] in ((), pair)]
+        texts = next((names for names in likely if all(each in row for each in names)), None)
     label = settings.label_column or next((each for each in (TAGS if form == "tags" else LABELS) if each in row), "")
-    if texts is None or (lost := next((each for each in texts if each not in row), None)):
-        what = f"no column {lost!r}" if texts else "no column of texts"
+    lost = next((each for each in texts or pair if each not in row), None)
+    if texts is None or lost:
+        what = f"no column {lost!r}" if lost else "no column of texts"
         raise UsageError(f"{name}: {what}; there are: {there}", fix="--set data.column=NAME, of the texts")
     if label not in row:
         what = f"no column {label!r}" if label else "no column of labels"
@@ -153,6 +158,11 @@ def _label(value: Any, form: str, names: Sequence[str], where: str) -> Label | N
     each = [_class(one, names, where) for one in value]
     if None in each:
         raise UsageError(f"{where} holds {value!r:.60}, of which one is no label", fix="give a label in its place")
+    if form == "classes" and len({*each}) < len(each) and {*each} <= INDICATORS:
+        raise UsageError(
+            f"{where} holds {value!r:.60}, which indicates classes and names none",
+            fix="give the names or numbers of the classes that the text has",
+        )
     return tuple(one for one in each if one is not None)
 
 
@@ -165,7 +175,7 @@ def _class(value: Any, names: Sequence[str], where: str) -> str | None:
         return value
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int | float) and value == int(value):
+    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         number = int(value)
         if names and not 0 <= number < len(names):
             return None  # as test sets without labels have it
@@ -183,7 +193,7 @@ def _number(value: Any, where: str) -> float | None:
         return None
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(
             f"{where} holds {value!r:.60}, no number",
             fix="--set objective.name=classification, or --set data.label_column",
