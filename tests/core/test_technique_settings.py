@@ -1,6 +1,6 @@
 """Settings of a technique: annotated attributes of its class, given by name, and never assigned."""
 
-from dataclasses import FrozenInstanceError, dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 
 import pytest
 
@@ -18,6 +18,31 @@ class ScaledTwice(Scaled):
     """Decorated as a dataclass is, which changes nothing."""
 
     again: float = 3.0
+
+
+def test_a_decorated_class_may_have_settings_that_are_made_for_each_value() -> None:
+    @dataclass(frozen=True)
+    class Named(Technique):
+        stage, numerics = Stage.ACCUMULATE, Numerics.DIFFERENT
+        factor: float = 2.0
+        names: dict[str, int] = field(default_factory=dict)
+
+    class Inherits(Named):
+        more: int = 1
+
+    assert Named().names == {} and Named().names is not Named().names
+    assert repr(Inherits(names={"a": 1})) == f"{Inherits.__qualname__}(factor=2.0, names={{'a': 1}}, more=1)"
+
+
+def test_a_decorated_class_may_have_slots() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Slotted(Technique):
+        stage, numerics = Stage.ACCUMULATE, Numerics.DIFFERENT
+        factor: float = 2.0
+
+    assert replace(Slotted(), factor=3.0) == Slotted(factor=3.0)
+    with pytest.raises(FrozenInstanceError):
+        Slotted().factor = 3.0  # type: ignore[misc]
 
 
 def test_settings_are_annotated_attributes_given_by_name() -> None:

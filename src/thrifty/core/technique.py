@@ -6,7 +6,7 @@ same type, and is the identity until overridden. A technique never sees the trai
 
 import re
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import MISSING, Field, FrozenInstanceError, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, dataclass_transform
 
@@ -73,8 +73,15 @@ class Technique(FrozenValue):
                 raise UsageError(
                     f"{cls.name}: there is no claim {claim!r}", fix="choose a member of thrifty.core.claims.Claim"
                 )
+        if "__dataclass_params__" in vars(cls):  # the copy with slots of a class that was decorated
+            return
+        made = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         dataclass(frozen=True, kw_only=True)(cls)
-        del cls.__setattr__, cls.__delattr__  # those of FrozenValue: a class may be decorated as a dataclass as well
+        # a class may be decorated as a dataclass as well, which needs these fields, and no methods but FrozenValue's
+        del cls.__setattr__, cls.__delattr__
+        for name, field in made.items():
+            if field.default_factory is not MISSING:
+                setattr(cls, name, field)
 
     def __post_init__(self) -> None:
         check_bounds(self, self.name)
