@@ -17,9 +17,11 @@ def classifier_inputs(
     """Return the arguments for tokens (b, t), of which those that `keep` (b, t) marks are no padding. `types` (b, t), 1
     in the second text of a pair, are for models with several types of tokens; no model keeps a cache."""
     takes = inspect.signature(model.forward).parameters
+    config = getattr(model, "config", None)  # of a model of the user's own, none or another
+    has_types = not hasattr(config, "model_type") or (getattr(config, "type_vocab_size", None) or 0) > 1
     inputs: dict[str, Any] = {"input_ids": tokens}
     if keep is not None:
         inputs["attention_mask"] = keep.long()
-    if types is not None and "token_type_ids" in takes and (getattr(model.config, "type_vocab_size", None) or 0) > 1:
+    if types is not None and has_types and "token_type_ids" in takes:
         inputs["token_type_ids"] = types
     return inputs | ({"use_cache": False} if "use_cache" in takes else {})

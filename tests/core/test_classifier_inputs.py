@@ -1,0 +1,31 @@
+"""Arguments of classifiers: types of tokens are for models that have any."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.classifier_inputs import classifier_inputs
+
+
+class Classifier(nn.Module):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:
+        return input_ids + attention_mask + token_type_ids
+
+
+@pytest.mark.parametrize(
+    ("config", "has_types"),
+    [
+        (None, True),
+        (SimpleNamespace(width=8), True),
+        (SimpleNamespace(model_type="bert", type_vocab_size=2), True),
+        (SimpleNamespace(model_type="gpt2"), False),
+    ],
+)
+def test_a_module_without_a_configuration_has_types_of_tokens_if_it_takes_them(config: object, has_types: bool) -> None:
+    model = Classifier()
+    if config:
+        model.config = config  # type: ignore[assignment]
+    tokens = torch.ones(1, 2, dtype=torch.long)
+    assert ("token_type_ids" in classifier_inputs(model, tokens, tokens > 0, tokens)) == has_types
