@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 import thrifty
+from thrifty.data.user_data import open_user_data
 
 
 class Pooled(nn.Module):
@@ -68,3 +70,12 @@ def test_other_data_are_refused_with_their_shapes(tmp_path: Path) -> None:
     maps = TensorDataset(torch.rand(32, 3, 16, 16), torch.rand(32, 1, 16, 16), torch.arange(32) % 2)
     with pytest.raises(thrifty.ThriftyError, match="several tensors of images, or maps of their size: 0, 1"):
         trained(maps, thrifty.ResolutionCurriculum(), tmp_path / "maps")
+
+
+def test_texts_of_different_lengths_are_cut_alike_however_a_batch_is_divided() -> None:
+    texts = [torch.ones(length, dtype=torch.int64) for length in (20, 90, 20, 300, 30, 100, 40, 250)]
+    opened = open_user_data(texts, texts, 8, 0, lambda examples: {"ids": pad_sequence(examples, batch_first=True)})
+    source = thrifty.SequenceLengthWarmup(start=16, until=100, phases=4).batches(opened.train)
+    for step in (0, 30, 100):
+        parts = [source.rows(step, start, start + 2)["ids"] for start in range(0, 8, 2)]
+        assert [int(row.sum()) for part in parts for row in part] == source.at(step)["ids"].sum(1).tolist()

@@ -14,7 +14,7 @@ from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import text_length, truncate_texts
+from thrifty.modeling.text_lengths import has_only_text, text_length, truncate_texts
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
@@ -31,6 +31,9 @@ class SequenceLengthWarmup(Technique):
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:
             full = text_length(batch, self.name)
+            is_part = len(batch.weight) < source.size(step) and not has_only_text(batch)
+            if is_part and step < int(self.until):  # padded to its own longest text
+                full = text_length(source.at(step), self.name)
             length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
             return truncate_texts(batch, length)
 
