@@ -3,6 +3,7 @@ runs pretend (see `simulated_runs`)."""
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from simulated_runs import Simulated, arms, by_kind
 from thrifty.comparing.comparison import MOST_PILOTS, TIMED_PILOTS, compare
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.comparison_summary import seconds_to_loss
-from thrifty.comparing.equal_budgets import StepCost, steady, steps_of_variants
+from thrifty.comparing.equal_budgets import StepCost, refuse_undecayed, steady, steps_of_variants
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, UsageError
+from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.interface.comparisons import ComparisonResult
 from thrifty.reporting.comparison_charts import charts, found_difference
@@ -260,6 +262,19 @@ def test_a_rate_that_is_not_decayed_is_refused_before_anything_runs(change: str,
 def test_a_rate_is_checked_without_the_objective_that_a_technique_needs(name: str, tmp_path: Path) -> None:
     result = compare(arms(f"other: --with {name}"), SHORT, tmp_path, workers=[Simulated()])
     assert result["status"] == "finished"
+
+
+def test_rates_of_a_long_run_are_looked_at_in_some_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+
+    def scalars(transform: GradientTransform, step: int, update: int) -> Mapping[str, float]:
+        looked_at.append(step)
+        return counted(transform, step, update)
+
+    counted = GradientTransform.scalars
+    monkeypatch.setattr(GradientTransform, "scalars", scalars)
+    refuse_undecayed(arms("batch 16: --set data.batch=16", steps=1_000_000), 1_000_000)
+    assert len(looked_at) < 10_000 and looked_at[0] == 0 and looked_at[-1] == 999_999
 
 
 def test_pilots_that_would_be_the_same_are_run_once(tmp_path: Path) -> None:

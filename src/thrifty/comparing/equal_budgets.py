@@ -31,6 +31,8 @@ WINDOW = 5
 ONCE = 2
 """How often something may take longer than the steps around it without counting as part of a step: compiling at the
 start, and again after an interrupt. What happens oftener, such as a preconditioner every tenth step, is a cost."""
+RATES = 1_000
+"""Steps of a run, evenly spread, whose learning rates are looked at."""
 DECAYED = 0.3
 """The last step's share of the largest rate up to which a schedule counts as decayed: in a pilot the last step of a
 decay over a fifth of the run is still at 0.2."""
@@ -88,7 +90,8 @@ def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
         plain.source.batch = variant.recipe.data.batch
         updating = [each for each in variant.recipe.techniques if each.overrides("update")]  # others need the objective
         update = compose(plain, updating, steps).transform()
-        rates = [update.rate(update.scalars(step, step)) for step in range(steps)]
+        seen = [*range(0, steps, -(-steps // RATES)), steps - 1]
+        rates = [update.rate(update.scalars(step, step)) for step in seen]
         if rates[-1] > DECAYED * max(rates):
             raise UsageError(
                 f"{variant.label}: its learning rate ends at {rates[-1] / max(rates):.0%} of the largest, and a rate "
