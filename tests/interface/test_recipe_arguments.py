@@ -161,3 +161,14 @@ def test_the_command_line_is_named_only_where_it_can_name_the_objects() -> None:
 def test_a_set_of_the_hub_is_no_name_of_an_object(name: str) -> None:
     typed = build_recipe("text", data=name).recipe()
     assert typed.data.source == thrifty.recipe(data=name).data.source == name
+
+
+def test_held_out_data_are_never_left_out_in_silence(tmp_path: Path) -> None:
+    assert own(data="train.csv", held_out="test.csv").data.held_out_source == "test.csv"
+    assert thrifty.recipe(held_out="test.csv").data.held_out_source == "test.csv"
+    assert thrifty.recipe(held_out=[1, 2], recipe=own()).objects.held_out == [1, 2]
+    for data, held_out in (([1], "test.csv"), ("train.csv", [1]), (None, [1]), ({"train.csv": 1}, [1])):
+        with pytest.raises(UsageError, match=r"held_out is a (path|dataset), and data"):
+            thrifty.recipe(data=data, held_out=held_out)
+    with pytest.raises(UsageError, match="held_out is a path, and data are a dataset"):
+        thrifty.recipe(held_out="test.csv", recipe=own())

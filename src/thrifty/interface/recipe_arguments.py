@@ -106,20 +106,30 @@ def recipe(
         passed |= {"model": model}
         build = UserObjects(model, names=typed).build
         base = replace(base, about="" if recipe is not None and base.model.build != build else base.about)
-    if isinstance(data, Mapping) and data and all(isinstance(each, int | float) for each in data.values()):
+    has_path = isinstance(held_out, str | Path)
+    is_own = bool(base.python.data) if data is None else not (isinstance(data, str | Path) or _is_mixture(data))
+    if held_out is not None and has_path == is_own:
+        raise UsageError(
+            f"held_out is {'a path' if has_path else 'a dataset'}, and data {'are a dataset' if is_own else 'a path'}",
+            fix="pass both as datasets, or both as paths",
+        )
+    if _is_mixture(data):
         sources = {str(name): float(weight) for name, weight in data.items()}
         base = replace(base.without_objects("data", "held_out"), data=replace(base.data, sources=sources))
     elif isinstance(data, str | Path):
-        sources = {"source": str(data), "held_out_source": str(held_out or "")}
-        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, **sources))
+        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, source=str(data)))
         if recipe is None:
             base = _fitting(base, loss is None)
     elif data is not None:
         if held_out is None:
             raise UsageError("data of your own need held-out data to be judged by", fix="held_out=a second dataset")
         batch_size = batch or dataset_of(data)[2]
-        passed |= {"data": data, "held_out": held_out}
+        passed |= {"data": data}
         base = _fitting(base, is_free=False) if recipe is None and isinstance(loss, str) else base
+    if has_path or not (is_own or data is None):
+        base = replace(base, data=replace(base.data, held_out_source=str(held_out) if has_path else ""))
+    elif held_out is not None:
+        passed |= {"held_out": held_out}
     if isinstance(loss, str):
         base = replace(base.without_objects("loss"), objective=ObjectiveSettings(loss))
     else:
@@ -159,6 +169,11 @@ def names_object(value: Any, is_data: bool = False) -> bool:
     """Return True for the name of an object of the user's own; a path that exists is a path."""
     is_name = is_dataset_name if is_data else is_function_name
     return isinstance(value, str) and is_name(value) and not Path(value).exists()
+
+
+def _is_mixture(data: Any) -> bool:
+    """Return True for several sources with their weights."""
+    return isinstance(data, Mapping) and bool(data) and all(isinstance(each, int | float) for each in data.values())
 
 
 def _given(recipe: Recipe | str | Path | None) -> Recipe:
