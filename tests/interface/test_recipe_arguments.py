@@ -14,6 +14,7 @@ import thrifty
 from thrifty.cli.recipe_options import build_recipe
 from thrifty.core.errors import UsageError
 from thrifty.core.user_objects import UserObjects
+from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, write_recipe
 
 
@@ -172,3 +173,13 @@ def test_held_out_data_are_never_left_out_in_silence(tmp_path: Path) -> None:
             thrifty.recipe(data=data, held_out=held_out)
     with pytest.raises(UsageError, match="held_out is a path, and data are a dataset"):
         thrifty.recipe(held_out="test.csv", recipe=own())
+
+
+def test_a_source_takes_the_place_of_a_mixture(tmp_path: Path) -> None:
+    mixed = thrifty.recipe(data={"a.txt": 1.0, "b.txt": 2.0})
+    file = tmp_path / "mixed.toml"
+    file.write_text(write_recipe(mixed))
+    for changed in (thrifty.recipe(data="c.txt", recipe=mixed), build_recipe(str(file), "c.txt").recipe()):
+        assert changed.data.source == "c.txt" and not changed.data.sources
+    kept = RecipeLayers.above("mixed", mixed).apply_objects("c.txt", None, None).recipe()
+    assert kept.data == replace(mixed.data, source="c.txt", sources={})

@@ -117,7 +117,7 @@ def recipe(
         sources = {str(name): float(weight) for name, weight in data.items()}
         base = replace(base.without_objects("data", "held_out"), data=replace(base.data, sources=sources))
     elif isinstance(data, str | Path):
-        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, source=str(data)))
+        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, source=str(data), sources={}))
         if recipe is None:
             base = _fitting(base, loss is None)
     elif data is not None:

@@ -161,12 +161,21 @@ class RecipeLayers:
                 self.names[name] = path
             elif path is not None:
                 self.override(f"--{name.replace('_', '-')}", {section[0]: {section[1]: path}})
+                if name == "data":
+                    self._drop_sources()
         if ("data" in self.names) != ("held_out" in self.names):
             raise UsageError(
                 "data of your own need held-out data to be judged by, both by name",
                 fix="--data package.module:name --held-out package.module:name",
             )
         return self
+
+    def _drop_sources(self) -> None:
+        """Leave out a mixture of sources, which would take the place of the one that was typed."""
+        if self.base is not None:
+            self.base = replace(self.base, data=replace(self.base.data, sources={}))
+        self._table(("data",)).pop("sources", None)
+        self._forget("data.sources")
 
     def recipe(self) -> Recipe:
         """The recipe with what `apply_model` and `apply_objects` named, which alone is imported."""
