@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import thrifty
 from thrifty.composition.index_check import IndexWithoutRow
@@ -101,6 +102,19 @@ def test_ignored_labels_and_indices_from_the_end_are_no_errors() -> None:
 def test_an_estimate_of_one_batch_refuses_it_too() -> None:
     with pytest.raises(UsageError, match="'token' has 20 rows"):
         thrifty.estimate(Reader(), {"tokens": torch.full((2, 8), 20)}, loss=next_token)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_no_verb_that_predicts_runs_the_model_on_real_tensors(device: str) -> None:
+    kinds: set[type] = set()
+
+    def watched(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        kinds.add(type(batch["tokens"]))
+        return next_token(model, batch)
+
+    thrifty.explain(**given(loss=watched), budget=2, quiet=True)
+    thrifty.estimate(Reader(), {"tokens": torch.zeros(2, 8, dtype=torch.long)}, loss=watched, device=device)
+    assert kinds == {FakeTensor}
 
 
 def test_a_rare_index_that_only_a_later_step_meets_is_named_there(tmp_path: Path) -> None:

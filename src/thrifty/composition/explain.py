@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thrifty.composition.compose import CPU, Run
+from thrifty.composition.compose import CPU, BaseRun, Run
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.composition.torch_update import TorchOptimizer
@@ -248,6 +248,11 @@ def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) ->
 
 def on_fakes(run: Run, fake: FakeTensorMode) -> Run:
     """The run with its model on fake tensors."""
+    return replace(run, plain=plain_on_fakes(run.plain, fake), device=CPU)
+
+
+def plain_on_fakes(plain: BaseRun, fake: FakeTensorMode) -> BaseRun:
+    """The run without techniques with its model on fake tensors."""
 
     def build() -> nn.Module:
         model: nn.Module | None = None
@@ -267,8 +272,7 @@ def on_fakes(run: Run, fake: FakeTensorMode) -> Run:
         with fake:
             return _faked(model, fake)
 
-    plain = run.plain
-    return replace(run, plain=replace(plain, build=build), device=CPU)
+    return replace(plain, build=build)
 
 
 class _FakeCopies(TorchFunctionMode):

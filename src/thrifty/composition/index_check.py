@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from thrifty.composition.compose import BaseRun, compose
-from thrifty.composition.explain import on_fakes, without_log
+from thrifty.composition.compose import BaseRun
+from thrifty.composition.explain import plain_on_fakes, without_log
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.fake_branches import causal_masks_of_plain_rows
@@ -52,7 +52,7 @@ def refuse_indices_without_row(plain: BaseRun, batches: Iterable[Batch]) -> None
                 continue
             passed = False
             with _other_errors_left():
-                model = model or on_fakes(compose(plain, (), 1), fake).build_model()
+                model = model or plain_on_fakes(plain, fake).build()
                 with fake:
                     _pass(plain, model, batch, fake.from_tensor)
                 passed = True
@@ -103,7 +103,9 @@ def _is_whole(tensor: Tensor) -> bool:
 
 def _pass(plain: BaseRun, model: nn.Module, batch: Batch, copied: Callable[[Tensor], Tensor]) -> None:
     watch = _IndexWatch(model, batch)
-    fields = {name: watch.know(copied(tensor), tensor.clone(), {name}) for name, tensor in batch.fields.items()}
+    with unset_fake_temporarily():
+        values = {name: tensor.clone() for name, tensor in batch.fields.items()}
+    fields = {name: watch.know(copied(batch[name]), value, {name}) for name, value in values.items()}
     examples = replace(batch, fields=fields, weight=copied(batch.weight))
     with watch:
         plain.objective.losses(plain.objective.predict(model.train(), examples), examples)
@@ -133,7 +135,8 @@ class _IndexWatch(EagerTrace):
             return device
         kwargs = kwargs or {}
         for what, indices, rows, ignored, counts_back in _uses(func, args, self.names):
-            self._refuse(what, indices, rows, ignored, counts_back)
+            with unset_fake_temporarily():
+                self._refuse(what, indices, rows, ignored, counts_back)
         result = call_operation(func, args, kwargs)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         if any(map(_is_whole, made)):
