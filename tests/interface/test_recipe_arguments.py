@@ -181,5 +181,6 @@ def test_a_source_takes_the_place_of_a_mixture(tmp_path: Path) -> None:
     file.write_text(write_recipe(mixed))
     for changed in (thrifty.recipe(data="c.txt", recipe=mixed), build_recipe(str(file), "c.txt").recipe()):
         assert changed.data.source == "c.txt" and not changed.data.sources
+    assert not thrifty.recipe(data=[1], held_out=[2], recipe=mixed).data.sources
     kept = RecipeLayers.above("mixed", mixed).apply_objects("c.txt", None, None).recipe()
     assert kept.data == replace(mixed.data, source="c.txt", sources={})

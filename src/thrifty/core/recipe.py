@@ -269,7 +269,7 @@ class Recipe:
         passed = {name: text for name, text in vars(self.objects.described).items() if text}
         object.__setattr__(self, "python", replace(self.python, **passed))
         if self.python.data:
-            object.__setattr__(self, "data", replace(self.data, source=""))
+            object.__setattr__(self, "data", replace(self.data, source="", sources={}))
             if self.python.loss:
                 object.__setattr__(self, "objective", ObjectiveSettings())
         if build := self.objects.build:
