@@ -170,6 +170,17 @@ def test_labels_keep_the_order_and_the_head_of_a_model_that_has_them(tmp_path: P
     assert torch.equal(prepared.run.plain.build().lm.classifier.weight, theirs.classifier.weight)
 
 
+def test_names_that_are_not_of_numbered_labels_are_not_taken_from_a_model(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "bert", AUTO["classification"])
+    config, chosen = json.loads((folder / "config.json").read_text()), recipe(folder, "classification")
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {"a": "positive", "b": "negative"}}))
+    assert prepare_run(chosen).data.ends.labels == ("negative", "positive")
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "negative", "1": "negative"}}))
+    write_jsonl(Path(chosen.data.source), [{**row, "label": "negative"} for row in labelled_texts.reviews()])
+    with pytest.raises(UsageError, match="every text has the label 'negative'"):
+        prepare_run(chosen)
+
+
 def test_a_head_for_other_labels_is_trained_beside_lora_and_merged_in_an_export(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "theirs", "bert", "AutoModelForMaskedLM")
     chosen = recipe(folder, "classification", techniques=["lora"])

@@ -255,12 +255,14 @@ def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, A
         return (settings.label_column or "score",)
     there = {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}
     known = config.get("id2label")
-    own = tuple(str(known[key]) for key in sorted(known, key=int)) if isinstance(known, dict) else ()
-    if there <= set(own):
+    own: tuple[str, ...] = ()
+    if isinstance(known, dict) and all(key.isdecimal() for key in known):
+        own = tuple(str(known[key]) for key in sorted(known, key=int))
+    if there <= set(own) and len(own) == len(set(own)):
         names = own
     else:
-        is_numbered = all(name.removeprefix("-").isdecimal() for name in there)
-        names = tuple(sorted(there, key=lambda name: (int(name), name)) if is_numbered else sorted(there))
+        are_numbers = all(name.removeprefix("-").isdecimal() for name in there)
+        names = tuple(sorted(there, key=lambda name: (int(name), name)) if are_numbers else sorted(there))
     for row in rows.get(DataSplit.HELD_OUT, ()):
         if unknown := set(_classes(row)) - set(names):
             raise UsageError(
