@@ -131,3 +131,17 @@ def test_a_rare_index_that_only_a_later_step_meets_is_named_there(tmp_path: Path
     with pytest.raises(IndexWithoutRow, match="has the value 20"):
         thrifty.train(**given(data=Late(), runs=tmp_path), budget=60, quiet=True)
     assert (tmp_path / "run" / "records.jsonl").read_text().count('"loss"') > 3
+
+
+@pytest.mark.parametrize("kind", [torch.uint16, torch.uint32, torch.bool, torch.int8])
+def test_tokens_may_be_whole_numbers_of_any_kind(kind: torch.dtype, tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return next_token(model, {"tokens": batch["tokens"].long()})
+
+    made = [{"tokens": row["tokens"].to(kind)} for row in rows()]
+    options = {**given(data=made, held_out=made, loss=loss), "budget": 1, "quiet": True}
+    assert thrifty.train(**options, runs=tmp_path).summary["steps"] == 1
+    wrong = [{"tokens": torch.full_like(row["tokens"], TOKENS + 5, dtype=kind)} for row in made]
+    if kind is not torch.bool:
+        with pytest.raises(IndexWithoutRow, match="'tokens' of the examples has the value 25"):
+            thrifty.train(**options | {"data": wrong, "held_out": wrong}, runs=tmp_path / "wrong")

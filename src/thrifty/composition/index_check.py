@@ -28,6 +28,8 @@ from thrifty.core.tensor_tracing import EagerTrace, one_thread, tensors_in
 
 LARGEST = 1 << 26
 """Elements of a tensor whose values are followed."""
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Whole numbers for which torch has no minimum."""
 ROWS = ("gather", "index_select", "scatter", "scatter_", "scatter_add", "scatter_add_")
 """Operations on (tensor, dimension, indices, …)."""
 CLASSES = ("nll_loss_forward", "nll_loss2d_forward")
@@ -94,7 +96,10 @@ def _extends(seen: dict[str, list[int]], batch: Batch) -> bool:
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:
-    return (int(tensor.min()), int(tensor.max())) if _is_whole(tensor) and tensor.numel() else (0, 0)
+    if not _is_whole(tensor) or not tensor.numel():
+        return 0, 0
+    tensor = tensor.long() if tensor.dtype in UNSIGNED else tensor
+    return int(tensor.min()), int(tensor.max())
 
 
 def _is_whole(tensor: Tensor) -> bool:
