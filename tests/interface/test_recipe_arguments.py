@@ -1,5 +1,6 @@
 """Recipes from the arguments of `train`, and the objects that they hold."""
 
+import shlex
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import user_work
 
 import thrifty
 from thrifty.cli.recipe_options import build_recipe
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import TYPED, UsageError
 from thrifty.core.user_objects import UserObjects
 from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, write_recipe
@@ -184,3 +185,8 @@ def test_a_source_takes_the_place_of_a_mixture(tmp_path: Path) -> None:
     assert not thrifty.recipe(data=[1], held_out=[2], recipe=mixed).data.sources
     kept = RecipeLayers.above("mixed", mixed).apply_objects("c.txt", None, None).recipe()
     assert kept.data == replace(mixed.data, source="c.txt", sources={})
+
+
+def test_the_command_that_resumes_a_run_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TYPED, "1")
+    assert shlex.split(thrifty.recipe(name="own").resume_line("my runs/own"))[-1] == "my runs/own"

@@ -5,6 +5,7 @@ The sections below are plain values. What they mean is known where they are used
 """
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated
@@ -317,7 +318,9 @@ class Recipe:
             passed["loss"] = self.python.loss.rpartition(":")[2]
         more = [f"{name}={word}" for name, word in passed.items()] + ([f'fork="{fork}"'] if fork else [])
         call = f"thrifty.resume({', '.join([repr(str(folder)), *more])})"
-        command = f"thrifty resume {folder}{self.object_options}" + (f" --fork {fork}" if fork else "")
+        command = f"thrifty resume {shlex.quote(str(folder))}{self.object_options}" + (
+            f" --fork {fork}" if fork else ""
+        )
         return call if self.object_options is None else spelled(command, call)
 
     def refuse_missing_objects(self, *names: str) -> None:
