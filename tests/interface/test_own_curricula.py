@@ -79,3 +79,10 @@ def test_texts_of_different_lengths_are_cut_alike_however_a_batch_is_divided() -
     for step in (0, 30, 100):
         parts = [source.rows(step, start, start + 2)["ids"] for start in range(0, 8, 2)]
         assert [int(row.sum()) for part in parts for row in part] == source.at(step)["ids"].sum(1).tolist()
+
+
+def test_labels_in_shares_are_no_map_of_an_image(tmp_path: Path) -> None:
+    shares = TensorDataset(torch.rand(32, 3, 8, 8), torch.eye(8).repeat(4, 1)[:, :2].softmax(1).repeat(1, 4))
+    assert shares.tensors[1].shape[1] == 8  # as many as a batch has examples, and an image rows
+    source = open_user_data(shares, shares, 8, 0).train
+    assert thrifty.ResolutionCurriculum(until=3, phases=2, multiple=2).batches(source).at(0)["0"].shape[2:] == (4, 4)

@@ -17,7 +17,7 @@ def _field_of_images(batch: Batch) -> str | None:
         return IMAGES if batch[IMAGES].ndim in (3, 4) else None
     images = [name for name, tensor in batch.fields.items() if tensor.ndim == 4]
     sides = {batch[name].shape[-2:] for name in images}
-    maps = [name for name, tensor in batch.fields.items() if tensor.ndim > 1 and tensor.shape[-2:] in sides]
+    maps = [name for name, tensor in batch.fields.items() if tensor.ndim > 2 and tensor.shape[-2:] in sides]
     if len(maps) > 1:
         raise RefusedError(
             f"a batch has several tensors of images, or maps of their size: {', '.join(maps)}",
