@@ -411,3 +411,9 @@ def test_what_cannot_be_estimated_is_refused_with_the_fix(
 @pytest.mark.parametrize("memory", ["24GB", "24 GB", 24e9, 24_000_000_000])
 def test_memory_is_read_in_every_spelling(memory: str | float) -> None:
     assert thrifty.estimate(encoder, TOKENS, loss=token_loss, memory=memory).memory == 24e9
+
+
+def test_a_mixture_of_sources_is_estimated(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"some words of {name}\n\n" * 400)
+    assert thrifty.estimate("gpt-nano", data={str(tmp_path / name): 1.0 for name in ("a.txt", "b.txt")}).peak

@@ -20,7 +20,7 @@ from thrifty.core.tensor_tracing import storage_bytes
 from thrifty.core.user_objects import UserObjects
 from thrifty.core.user_sources import import_function, is_function_name
 from thrifty.data.text.token_windows import PackedTokens
-from thrifty.interface.recipe_arguments import names_object, recipe
+from thrifty.interface.recipe_arguments import is_mixture, names_object, recipe
 from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.hf_folder import read_config, weight_files
 from thrifty.models.model_presets import PRESETS
@@ -239,7 +239,8 @@ def _of_recipe(
     model: Any, loss: UserFunction | str | None, count: int | None, data: Any, length: int | None
 ) -> EstimatedRun:
     """A model as `thrifty.train` trains it on data."""
-    held_out = None if isinstance(data, str | Path) and not names_object(data, is_data=True) else data
+    is_named = is_mixture(data) or (isinstance(data, str | Path) and not names_object(data, is_data=True))
+    held_out = None if is_named else data
     chosen = recipe(model, data, held_out=held_out, loss=loss, batch=count or EXAMPLES, device="cpu")
     if length is not None:
         chosen = replace(chosen, data=replace(chosen.data, length=length))

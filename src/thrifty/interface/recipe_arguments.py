@@ -107,13 +107,13 @@ def recipe(
         build = UserObjects(model, names=typed).build
         base = replace(base, about="" if recipe is not None and base.model.build != build else base.about)
     has_path = isinstance(held_out, str | Path)
-    is_own = bool(base.python.data) if data is None else not (isinstance(data, str | Path) or _is_mixture(data))
+    is_own = bool(base.python.data) if data is None else not (isinstance(data, str | Path) or is_mixture(data))
     if held_out is not None and has_path == is_own:
         raise UsageError(
             f"held_out is {'a path' if has_path else 'a dataset'}, and data {'are a dataset' if is_own else 'a path'}",
             fix="pass both as datasets, or both as paths",
         )
-    if _is_mixture(data):
+    if is_mixture(data):
         sources = {str(name): float(weight) for name, weight in data.items()}
         base = replace(base.without_objects("data", "held_out"), data=replace(base.data, sources=sources))
     elif isinstance(data, str | Path):
@@ -171,7 +171,7 @@ def names_object(value: Any, is_data: bool = False) -> bool:
     return isinstance(value, str) and is_name(value) and not Path(value).exists()
 
 
-def _is_mixture(data: Any) -> bool:
+def is_mixture(data: Any) -> bool:
     """Return True for several sources with their weights."""
     return isinstance(data, Mapping) and bool(data) and all(isinstance(each, int | float) for each in data.values())
 
