@@ -620,14 +620,12 @@ def transformers_step(draw: random.Random) -> Family:
         width = 96
         config = _config(
             kind, hidden_size=width, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-            conv_dim=[64] * 7, d_model=width, encoder_layers=2, decoder_layers=2,
+            conv_dim=[64] * (13 if kind.startswith("sew") else 7), d_model=width, encoder_layers=2, decoder_layers=2,
             encoder_attention_heads=4, decoder_attention_heads=4,
             encoder_ffn_dim=256, decoder_ffn_dim=256, num_mel_bins=64 if kind != "whisper" else 40, max_length=128,
             max_source_positions=100, num_conv_pos_embedding_groups=8, num_labels=12, squeeze_factor=2,
             apply_spec_augment=False, mask_time_prob=0.0, pad_token_id=0, vocab_size=1000, classifier_proj_size=64,
         )  # fmt: skip
-        if kind == "sew":
-            config.conv_dim = (64,) * len(config.conv_stride)
         auto = transformers.AutoModelForAudioClassification
         if kind == "whisper":
             values = {"input_features": torch.randn(count, 40, 200)}
