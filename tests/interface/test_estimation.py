@@ -415,5 +415,7 @@ def test_memory_is_read_in_every_spelling(memory: str | float) -> None:
 
 def test_a_mixture_of_sources_is_estimated(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(f"some words of {name}\n\n" * 400)
-    assert thrifty.estimate("gpt-nano", data={str(tmp_path / name): 1.0 for name in ("a.txt", "b.txt")}).peak
+        words = (f"text {number} of {name}: {number**3} words" for number in range(800))
+        (tmp_path / name).write_text("\n\n".join(words))
+    mixture = {str(tmp_path / name): 1.0 for name in ("a.txt", "b.txt")}
+    assert thrifty.estimate("gpt-nano", data=mixture, length=32).peak
