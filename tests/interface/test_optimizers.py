@@ -151,6 +151,21 @@ def test_a_step_compiled_by_torch_is_the_plain_one_and_a_closure_runs_once_with_
     assert calls == [True]
 
 
+def test_a_scheduler_of_torch_reaches_what_muon_leaves_to_adamw() -> None:
+    def moved(rate: float, scheduled: bool) -> Tensor:
+        model = network()
+        before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+        optimizer = thrifty.optim.Muon(model, lr=1e-2, adamw_lr=3e-3)
+        if scheduled:
+            schedulers.LambdaLR(optimizer, lambda step: rate)
+        else:
+            optimizer.param_groups[0].update(lr=1e-2 * rate, adamw_lr=3e-3 * rate)
+        return train(model, optimizer, range(3)) - before
+
+    assert not moved(0.0, scheduled=True).any()
+    torch.testing.assert_close(moved(0.5, scheduled=True), moved(0.5, scheduled=False))
+
+
 def test_a_plateau_lowers_the_rate() -> None:
     model = network()
     optimizer = thrifty.optim.AdamW(model, lr=1e-2)

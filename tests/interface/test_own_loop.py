@@ -180,33 +180,58 @@ def test_a_copy_of_a_model_that_a_technique_is_bound_to_evaluates_and_refuses_to
         copied.train()(x)
 
 
+Loop = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def steps_by_hand(loop: Loop, steps: range) -> list[float]:
+    plain = plain_run(depth=2, style="gpt")
+    model, optimizer = loop
+    losses = []
+    for step in steps:
+        batch = plain.source.at(step)
+        loss = plain.objective.losses(plain.objective.predict(model, batch), batch).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_a_restart_changes_nothing(begin: Callable[[], Loop], stopped: int) -> None:
+    first = begin()
+    steps_by_hand(first, range(stopped))
+    second = begin()
+    second[0].load_state_dict(first[0].state_dict())
+    second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    assert steps_by_hand(first, range(stopped, 8)) == steps_by_hand(second, range(stopped, 8))
+
+
 @pytest.mark.parametrize("kind", [thrifty.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("name", ["attention.spatten", "attention.elsa"])
 def test_a_change_at_a_step_is_where_it_was_after_a_restart(name: str, kind: type[torch.optim.Optimizer]) -> None:
-    plain, chosen = plain_run(depth=2, style="gpt"), technique(name, from_step=4)
-
-    def begin() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = plain.build().train()
-        return thrifty.apply((model, kind(model.parameters(), lr=1e-2)), chosen)
-
-    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            batch = plain.source.at(step)
-            loss = plain.objective.losses(plain.objective.predict(model, batch), batch).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
+    def begin() -> Loop:
+        model = plain_run(depth=2, style="gpt").build().train()
+        return thrifty.apply((model, kind(model.parameters(), lr=1e-2)), technique(name, from_step=4))
 
     for stopped in (2, 6):
-        first = begin()
-        train(*first, range(stopped))
-        second = begin()
-        second[0].load_state_dict(first[0].state_dict())
-        second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
-        assert train(*first, range(stopped, 8)) == train(*second, range(stopped, 8))
+        assert_a_restart_changes_nothing(begin, stopped)
+
+
+@pytest.mark.parametrize("kind", [thrifty.optim.AdamW, thrifty.optim.Muon])
+@pytest.mark.parametrize("other", [None, "averaging.ema", "gradients.clip", "averaging.latest", "schedules.cosine"])
+@pytest.mark.parametrize("mask", ["sparsity.rigl", "sparsity.set", "sparsity.static", "sparsity.gradual"])
+def test_masks_in_company_are_where_they_were_after_a_restart(mask: str, other: str | None, kind: type) -> None:
+    def begin(names: list[str]) -> Loop:
+        model = plain_run(depth=2, style="gpt").build().train()
+        loop = model, kind(model, lr=1e-2)
+        for name in names:
+            settings = {"every": 2, "density": 0.5} if name in ("sparsity.rigl", "sparsity.set") else {}
+            loop = thrifty.apply(loop, name, total_steps=8, **settings)
+        return loop
+
+    names = [mask, *filter(None, [other])]
+    for order in (names, names[::-1]):
+        assert_a_restart_changes_nothing(lambda order=order: begin(order), 4)
 
 
 def test_an_activation_budget_leaves_what_was_applied_before() -> None:

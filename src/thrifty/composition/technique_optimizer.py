@@ -22,6 +22,10 @@ from thrifty.optim.transform_elements import AddDecayedWeights
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 DECAYS_ALL = "decays_all"
 """Key of a parameter group: True if weight decay applies to each of its parameters, vectors included."""
+FOLLOWING_RATES = ("adamw_lr",)
+"""Settings that follow "lr" in proportion once a scheduler of torch changes it, which changes "lr" alone."""
+BUILT_RATE = "built_lr"
+"""Key of a parameter group: the rate that those settings are in proportion to."""
 _GROUP = re.compile(r"(^|\.)partition(#\d+)?\.group\d+(@\d+)?\.")
 
 
@@ -87,6 +91,8 @@ class TechniqueOptimizer(TransformOptimizer):
         super().add_param_group({**own, **names, "params": members})
         group = self.param_groups[-1]
         group.update(vars(self._technique(self._settings(group))))
+        if group.keys() & {*FOLLOWING_RATES}:
+            group.setdefault(BUILT_RATE, group["lr"])
         self._steps.extend([0] * len(members))
 
     @property
@@ -174,7 +180,11 @@ class TechniqueOptimizer(TransformOptimizer):
         self._counts: list[Tensor] = []
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return {field.name: _plain(group[field.name]) for field in fields(self.technique)}
+        settings = {field.name: _plain(group[field.name]) for field in fields(self.technique)}
+        if "initial_lr" in group and group.get(BUILT_RATE):  # a scheduler's key
+            for name in settings.keys() & {*FOLLOWING_RATES}:
+                settings[name] *= settings["lr"] / group[BUILT_RATE]
+        return settings
 
     def _locate(self, active: list[int]) -> None:
         """Prepare the update of these parameters, by index; parameters that joined later have an age of their own."""
@@ -204,7 +214,11 @@ class TechniqueOptimizer(TransformOptimizer):
                 for label, (_, each) in self._chains.items()
             )
         self.transform = self._with_added(inner)
+        # a fresh state puts weights under its first masks, which those of a state that is there are not under
+        values = [each.detach().clone() for each in own] if self.updates and self.added else []
         self.site = self.located(names, own)
+        for parameter, value in zip(own, values, strict=bool(values)):
+            parameter.data.copy_(value)
         self._tuned = settings
         self._fill(own, labels, is_known)
         self._key = key
@@ -250,6 +264,8 @@ class TechniqueOptimizer(TransformOptimizer):
             if stored:
                 restored = True
                 for slot, (name, tensor) in slots.items():
+                    if slot not in stored and not self.updates:
+                        continue  # of a technique that was added later
                     _check_fits(tensor, stored.get(slot), slot)
                     if is_known and name in self.site.state:
                         self.site.state[name][place] = stored[slot]
@@ -262,7 +278,8 @@ class TechniqueOptimizer(TransformOptimizer):
             self.state[parameter] = {"step": counts[label], **{slot: tensor for slot, (_, tensor) in current.items()}}
         self._counts = list(counts.values())
         if restored:
-            self.site.apply_constraints(parameters)
+            with torch.no_grad():
+                self.site.apply_constraints(parameters)
 
 
 class LateChain(TransformChain):
