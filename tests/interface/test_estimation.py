@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import thrifty
 from thrifty.core.errors import UsageError
+from thrifty.core.plain_values import write_size
 
 TOKENS = torch.randint(200, (8, 32), generator=torch.Generator().manual_seed(0))
 IMAGES = torch.randn(20, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -376,7 +377,7 @@ def test_the_process_holds_what_is_stated() -> None:
     assert fit.process is not None
     low, high = fit.process
     assert low < psutil.Process().memory_info().rss < high
-    assert f"{low / 1e6:,.0f} to {high / 1e6:,.0f} MB" in str(fit)
+    assert f"{write_size(low)} to {write_size(high)}" in str(fit)
 
 
 @pytest.mark.parametrize(

@@ -190,3 +190,22 @@ def test_a_source_takes_the_place_of_a_mixture(tmp_path: Path) -> None:
 def test_the_command_that_resumes_a_run_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TYPED, "1")
     assert shlex.split(thrifty.recipe(name="own").resume_line("my runs/own"))[-1] == "my runs/own"
+
+
+def test_a_technique_is_named_with_its_settings_as_options_and_plans_print_it() -> None:
+    chosen = own(techniques=["adamw:lr=3e-3,betas=[0.9,0.99]", "large_batch.gradient_accumulation:micro_batches=2"])
+    assert (
+        chosen.techniques
+        == own(
+            techniques=[thrifty.AdamW(lr=3e-3, betas=(0.9, 0.99)), thrifty.GradientAccumulation(micro_batches=2)]
+        ).techniques
+    )
+    with pytest.raises(UsageError, match="is not name:key=value"):
+        own(techniques=["adamw:3e-3"])
+
+
+@pytest.mark.parametrize("call", [thrifty.export, thrifty.summary, thrifty.report])
+def test_an_object_of_another_kind_is_refused_in_words(call: Any, tmp_path: Path) -> None:
+    more = (tmp_path / "out",) if call is thrifty.export else ()
+    with pytest.raises(UsageError, match=r"is no run|a summary is of a model"):
+        call(3, *more)

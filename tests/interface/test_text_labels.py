@@ -194,6 +194,16 @@ def test_a_head_for_other_labels_is_trained_beside_lora_and_merged_in_an_export(
     assert transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").num_labels == 2
 
 
+def test_an_export_names_the_class_that_was_trained_and_can_be_trained_again(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "theirs", "bert", "AutoModelForSequenceClassification")
+    run = thrifty.train(recipe=recipe(folder, "token_classification"), runs=tmp_path / "runs", quiet=True)
+    thrifty.export(run, tmp_path / "exported")
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert config["architectures"] == ["BertForTokenClassification"]
+    again = thrifty.recipe(tmp_path / "exported", tmp_path / "token_classification.jsonl")
+    assert again.objective.name == "token_classification"
+
+
 def test_a_preset_of_ours_becomes_a_classifier(tmp_path: Path) -> None:
     chosen = recipe(save_model(tmp_path / "unused", "bert", "AutoModel"), "classification")
     sizes = thrifty.recipe("llama-nano").model

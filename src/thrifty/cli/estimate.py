@@ -49,8 +49,8 @@ def command(
         _with_arguments(model, ",".join(model_arguments)),
         options.pop("batch"),
         loss=loss,
-        optimizer=_technique(optimizer),
-        techniques=[_technique(words) for words in additions],
+        optimizer=optimizer,
+        techniques=additions,
         **options,
     )
     print_result(fit, as_json)
@@ -61,11 +61,3 @@ def _with_arguments(model: str, words: str) -> Any:
     from thrifty.recipes.recipe_layers import toml_table
 
     return partial(import_function(model), **toml_table(words, words, "--model-arg", "")) if words else model
-
-
-def _technique(words: str) -> Any:
-    from thrifty.interface.own_loop import technique_of
-    from thrifty.recipes.recipe_layers import toml_table
-
-    name, _, settings = words.partition(":")
-    return technique_of(name, toml_table(settings, words))

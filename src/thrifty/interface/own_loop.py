@@ -22,6 +22,7 @@ from thrifty.core.run_relative_settings import refuse_shares, refuse_unknown_bat
 from thrifty.core.technique import Technique
 from thrifty.interface.changed_loader import change_data
 from thrifty.modeling.module_surgery import refuse_copies
+from thrifty.recipes.recipe_layers import toml_table
 
 T = TypeVar("T")
 
@@ -103,7 +104,11 @@ def _is_pair(target: object) -> TypeGuard[tuple[nn.Module, Optimizer]]:
 
 
 def technique_of(technique: str | Technique | type[Technique], settings: dict[str, Any]) -> Technique:
-    """Return a technique by name, class or object, with these settings. Raises UsageError for unknown ones."""
+    """Return a technique by name, class or object, with these settings; a name may have its own, as in
+    "lora:rank=8,alpha=16". Raises UsageError for unknown ones."""
+    if isinstance(technique, str):
+        technique, colon, typed = technique.partition(":")
+        settings = {**(toml_table(typed, f"{technique}:{typed}", "technique") if colon else {}), **settings}
     if isinstance(technique, Technique):
         base, kind = technique, type(technique)
     else:
@@ -292,6 +297,8 @@ def summary(model: nn.Module) -> ModelSummary:
 
         print(thrifty.summary(thrifty.apply(model, "lora", rank=4)))
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"a summary is of a model, not of a {type(model).__name__}", fix="thrifty.summary(model)")
     parameters = list(model.parameters())
     trainable = sum(each.numel() for each in parameters if each.requires_grad)
     return ModelSummary(sum(each.numel() for each in parameters), trainable, APPLIED.get(model) or ())

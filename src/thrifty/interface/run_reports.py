@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from thrifty.core.errors import UsageError
 from thrifty.reporting.key_figures import KeyFigures, key_figures, verdict
 from thrifty.reporting.notebook_view import run_html
 from thrifty.reporting.printed_result import PrintedResult, lines
@@ -107,4 +108,10 @@ def track(
 
 def run_folder(run: Any) -> Path:
     """Return the folder of a run: one that was returned by a function, a path, or a name under ./runs."""
-    return find_run(getattr(run, "folder", run))
+    place = getattr(run, "folder", run)
+    if not isinstance(place, str | Path):
+        raise UsageError(
+            f"a {type(run).__name__} is no run",
+            fix='pass what thrifty.train returned, a run folder, or its name: "mine"',
+        )
+    return find_run(place)

@@ -144,6 +144,7 @@ def export_wrapped(
         for name, value in _untied(model.lm).items()
     }
     config = deepcopy(model.lm.config)
+    config.architectures = [type(model.lm).__name__]  # a folder of another kind may have been loaded
     with written_aside(folder) as aside:
         model.lm.save_pretrained(aside, state_dict=values)
         config.dtype = dtype
