@@ -180,6 +180,12 @@ def test_a_copy_of_a_model_that_a_technique_is_bound_to_evaluates_and_refuses_to
         copied.train()(x)
 
 
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = (plain_run(depth=2, style="gpt").build() for _ in range(2))
+    with pytest.raises(UsageError, match="updates no parameter of the model"):
+        thrifty.apply((model, thrifty.optim.AdamW(other)), "rigl", total_steps=8)
+
+
 Loop = tuple[nn.Module, torch.optim.Optimizer]
 
 

@@ -47,7 +47,7 @@ def refuse_shares(value: object, name: str) -> None:
             steps = 1000 if hint == StepOrFraction else (1000,) * len(moments)
             raise UsageError(
                 f"{name}: {field.name} is {current}, a share of a run whose steps are not known here",
-                fix=f"give a number of steps, such as {field.name}={steps}",
+                fix=f"pass total_steps=…, the steps of your loop, or a number of steps, such as {field.name}={steps}",
             )
 
 

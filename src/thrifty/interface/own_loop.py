@@ -73,6 +73,8 @@ def apply(
             f"thrifty.apply takes a model, an optimizer, a pair of both or data, and {type(target).__name__!r} is none",
             fix=f"thrifty.apply(model, {chosen.name!r})",
         )
+    if model is not None and optimizer is not None:
+        _refuse_stranger(model, optimizer)
     _refuse_trainer_only(chosen)
     _refuse_other_target(chosen, model is not None, optimizer is not None, is_data)
     batch = (getattr(target, "batch_size", None) or 0) if is_data else 0
@@ -114,6 +116,14 @@ def technique_of(technique: str | Technique | type[Technique], settings: dict[st
     else:
         base, kind = None, techniques.find(technique) if isinstance(technique, str) else technique
     return build(kind, settings, kind.name, base)
+
+
+def _refuse_stranger(model: nn.Module, optimizer: Optimizer) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise UsageError(
+            "the optimizer updates no parameter of the model", fix=f"{type(optimizer).__name__}(model.parameters(), …)"
+        )
 
 
 def _refuse_trainer_only(chosen: Technique) -> None:
