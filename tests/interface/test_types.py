@@ -58,16 +58,17 @@ th.simulate.attention("trace.safetensors", ["elsa"], filters=["none"])
 @pytest.fixture
 def errors(tmp_path: Path) -> Any:
     """Checks a file of a project without a configuration of ours; returns its output."""
-    site, project = tmp_path / "site", tmp_path / "project"
-    site.mkdir(), project.mkdir()
-    (site / "thrifty").symlink_to(ROOT / "src" / "thrifty")
-    settings = f'preset = "strict"\nsite-package-path = ["{site}"]\npython-interpreter-path = "{sys.executable}"\n'
+    project = tmp_path / "project"
+    project.mkdir()
+    settings = f'preset = "strict"\nsearch-path = ["{ROOT / "src"}"]\npython-interpreter-path = "{sys.executable}"\n'
     (project / "pyrefly.toml").write_text(settings)
 
     def check(text: str) -> str:
         (project / "user.py").write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", "pyrefly", "check", "--output-format", "min-text", "user.py"]
         plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # files of the package have the repository's configuration, for which the checker looks for an interpreter here
+        plain |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{plain['PATH']}", "VIRTUAL_ENV": sys.prefix}
         done = subprocess.run(command, cwd=project, env=plain, capture_output=True, text=True)
         return "\n".join(line for line in done.stdout.splitlines() if line.startswith("ERROR"))
 

@@ -39,6 +39,6 @@ def test_a_store_that_rank_0_keeps_does_so_too(address: str, monkeypatch: pytest
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", str(port))
     before = listening()
-    kept = rendezvous._connect(host=True)
-    rendezvous._connect(host=False).set("key", "value")
+    kept = rendezvous.connect(host=True)
+    rendezvous.connect(host=False).set("key", "value")
     assert kept.get("key") == b"value" and listening() == before | {"127.0.0.1"}
