@@ -186,6 +186,7 @@ class TechniqueOptimizer(TransformOptimizer):
                 settings[name] *= settings["lr"] / group[BUILT_RATE]
         return settings
 
+    @torch._disable_dynamo
     def _locate(self, active: list[int]) -> None:
         """Prepare the update of these parameters, by index; parameters that joined later have an age of their own."""
         parameters = self.parameters
