@@ -18,8 +18,8 @@ from thrifty.techniques.optimizers.adamw import adamw
 from thrifty.techniques.optimizers.lion import lion
 
 
-def model() -> nn.Module:
-    module = build_model(ModelSettings(preset="llama-mini", depth=12, width=448, heads=7), 8192, 512, seed=0)
+def model(depth: int = 12) -> nn.Module:
+    module = build_model(ModelSettings(preset="llama-mini", depth=depth, width=448, heads=7), 8192, 512, seed=0)
     for parameter in module.parameters():
         parameter.grad = torch.randn_like(parameter) * 1e-3
     return module

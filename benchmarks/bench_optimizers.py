@@ -132,9 +132,10 @@ class Contender:
 
     make: Make
     fresh: list[Tensor]
+    depth: int
 
     def __post_init__(self) -> None:
-        named = list(model().named_parameters())
+        named = list(model(self.depth).named_parameters())
         self.parameters = [p for _, p in named]
         self.optimizer = self.make(named)
 
@@ -156,14 +157,14 @@ def ours(make: Callable[[], GradientTransform]) -> Make:
     return lambda named: TransformOptimizer(named, make())
 
 
-def memory(make: Make, fresh: list[Tensor], threads: int) -> dict[str, int]:
+def memory(make: Make, fresh: list[Tensor], threads: int, depth: int) -> dict[str, int]:
     """Bytes of state, and of the most that is alive beside parameters, gradients and state in a step.
 
     Counted on one thread, which sees every allocation; where ours computes with several, each may hold as much.
     """
     here = torch.get_num_threads()
     torch.set_num_threads(1)
-    contender = Contender(make, fresh)
+    contender = Contender(make, fresh, depth)
     contender.step()  # torch's optimizers make their state in the first step
     contender.refresh()
     known: Iterable[Tensor] = [*contender.parameters, *(p.grad for p in contender.parameters), *contender.state()]
@@ -174,11 +175,11 @@ def memory(make: Make, fresh: list[Tensor], threads: int) -> dict[str, int]:
     return {"state": sum(map(tensor_bytes, contender.state())), "extra": live.peak * several}
 
 
-def race(name: str, fresh: list[Tensor], rounds: int) -> dict[str, object]:
+def race(name: str, fresh: list[Tensor], rounds: int, depth: int) -> dict[str, object]:
     make, rivals = RACES[name]
     makers = {"ours": ours(make), **rivals}
-    held = {label: memory(maker, fresh, torch.get_num_threads()) for label, maker in makers.items()}
-    contenders = {label: Contender(maker, fresh) for label, maker in makers.items()}
+    held = {label: memory(maker, fresh, torch.get_num_threads(), depth) for label, maker in makers.items()}
+    contenders = {label: Contender(maker, fresh, depth) for label, maker in makers.items()}
     steps = {label: contender.step for label, contender in contenders.items()}
     timings = side_by_side(steps, rounds, 2, {label: contender.refresh for label, contender in contenders.items()})
     fastest = min(rivals, key=lambda label: timings[label].median)
@@ -195,10 +196,11 @@ def main() -> None:
     parser.add_argument("path", nargs="?", type=Path, help="where to keep the figures")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=RACES, nargs="+", default=list(RACES))
+    parser.add_argument("--depth", type=int, default=12, help="blocks; fewer where torch's Muon takes minutes a step")
     options = parser.parse_args()
     torch.manual_seed(0)
-    fresh = [parameter.grad.clone() for parameter in model().parameters()]
-    found = {name: race(name, fresh, options.rounds) for name in options.only}
+    fresh = [parameter.grad.clone() for parameter in model(options.depth).parameters()]
+    found = {name: race(name, fresh, options.rounds, options.depth) for name in options.only}
     if options.path:
         parameters = sum(gradient.numel() for gradient in fresh)
         write(options.path, {"benchmark": "optimizers", "parameters": parameters, "races": found})

@@ -52,6 +52,13 @@ def test_a_run_without_metrics_ends_with_its_loss_and_small_sizes_in_their_units
     assert "kB" in repr(thrifty.estimate(user_work.build, batch, loss=user_work.loss))
 
 
+def test_a_run_says_how_many_of_its_own_held_out_examples_are_judged(tmp_path: Path) -> None:
+    for count, is_said in ((64, False), (80, True)):
+        run = train(tmp_path, held_out=user_work.NoisySums(count, 1000), budget=2, name=f"of-{count}")
+        records = (run.folder / "records.jsonl").read_text()
+        assert ("64 of 80 held-out examples are judged" in records) is is_said
+
+
 def test_a_module_that_exists_already_is_trained_as_a_copy(tmp_path: Path) -> None:
     model = user_work.build()
     before = [parameter.clone() for parameter in model.parameters()]

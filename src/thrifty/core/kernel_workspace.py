@@ -64,6 +64,8 @@ def _may_copy(func: Any, args: tuple) -> bool:
     """Return True for an operation with an operand that is not contiguous, which its kernel may copy."""
     if func.namespace != "aten" or func.is_view or torch.Tag.nondeterministic_seeded in func.tags:
         return False
+    if "linalg" in func.name():  # decompositions take too long to be done once more
+        return False
     operands = [each for each in args if isinstance(each, Tensor) and each.layout is torch.strided]
     readable = (each.is_contiguous() or (func in PRODUCTS and each.mT.is_contiguous()) for each in operands)
     return bool(operands) and operands[0] is args[0] and not all(readable)
@@ -106,12 +108,13 @@ class _OperandShape(tuple):
     def of(cls, tensor: Tensor) -> "_OperandShape":
         return cls((tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
-    def ones(self, rows: int | None = None) -> Tensor:
-        """Make a tensor of ones, with fewer rows if so many are passed."""
+    def made(self, rows: int | None = None) -> Tensor:
+        """Make a tensor of ones, or of the index 0, which every table has; with fewer rows if so many are passed."""
         shape, stride, dtype = self
         shape = shape if rows is None else (min(rows, shape[0]), *shape[1:])
         elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        return torch.ones(max(elements, 1), dtype=dtype).as_strided(shape, stride)
+        value = 1 if dtype.is_floating_point or dtype.is_complex else 0
+        return torch.full((max(elements, 1),), value, dtype=dtype).as_strided(shape, stride)
 
 
 @cache
@@ -126,11 +129,11 @@ def _measured(
         if func is RECURRENT_BACKWARD:  # gates of all steps, and of one more
             fewer[len(described) - 1] = 2 * described[-1][0][0] * count // rows
         operands = [
-            each.ones(fewer.get(place)) if isinstance(each, _OperandShape) else each
+            each.made(fewer.get(place)) if isinstance(each, _OperandShape) else each
             for place, each in enumerate(described)
         ]
         args, kwargs = tree_unflatten(operands, structure)
-        with suppress(RuntimeError, IndexError):  # of one that does not take fewer rows, nothing is known
+        with suppress(Exception):  # of one that does not take fewer rows, or these values, nothing is known
             func(*args, **kwargs)  # the first call prepares the kernel
             found.append(_memory_of(lambda: func(*args, **kwargs)))
 

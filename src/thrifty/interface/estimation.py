@@ -43,8 +43,8 @@ STEPS = 1000
 COUNTING = 120.0
 """Seconds in which options are counted; what is not counted by then is not offered."""
 RESERVE = 1.02
-"""Factor of the predicted peak that must fit, since a prediction can be a little too low: by 0.2 % at most over the
-models of `benchmarks/bench_estimate.py`."""
+"""Factor of the predicted peak that must fit, since a prediction can be a little too low: by 0.02 % at most over the 90
+random models of `results/benchmarks/estimate-cpu.json`, whose kinds other models need not be of."""
 HELD_LOW, HELD_HIGH, PROCESS_LOW, PROCESS_HIGH = 0.9, 1.15, 0.5, 1.1
 """Bounds of what a process holds, as factors of the tensors' peak and of what it holds before the step."""
 MOVED = 80e6

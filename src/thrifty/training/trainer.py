@@ -269,7 +269,7 @@ def _run(
             state = run.start() if log is None else run.init_state(log)
             source = run.plain.source
             told = [folder.notice, *source.notices, source.unrepeatable]
-            notices = [*fill(state), *_lost_updates(run, state), *filter(None, told)]
+            notices = [*fill(state), *_lost_updates(run, state), *_partly_judged(prepared), *filter(None, told)]
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:
             folder.write_text("recipe.toml", write_recipe(recipe))
@@ -314,6 +314,14 @@ def _run(
     if rank() == 0:
         run_ledger.record_run(folder.path, summary)
     return summary
+
+
+def _partly_judged(prepared: PreparedRun) -> list[str]:
+    """Return a notice if the user's own held-out examples are more than those that are judged."""
+    judged, there = prepared.recipe.evaluation.examples, len(prepared.data.held_out)
+    if prepared.recipe.objects.data is None or there <= judged:
+        return []
+    return [f"{judged:,} of {there:,} held-out examples are judged: evaluation.examples"]
 
 
 def _lost_updates(run: Run, state: TrainState) -> list[str]:

@@ -4,7 +4,7 @@ Paper     Jordan et al. 2024, Muon: An optimizer for hidden layers in neural net
           (kellerjordan.github.io/posts/muon); a size of step that fits AdamW's rates after Liu et al. 2025, Muon is
           Scalable for LLM Training (arXiv 2502.16982).
 Promise   one moment instead of AdamW's two for hidden matrices, and fewer steps: the second paper claims half of
-          AdamW's compute. Equal to torch.optim.Muon.
+          AdamW's compute. Equal to torch.optim.Muon up to the rounding of bfloat16.
 Cost      15 matrix products for each hidden matrix a step, of bfloat16 values: with r the smaller of its dims and c the
           other, 20 r² c + 10 r³ FLOPs. Little beside a large batch, much beside a small one.
 Avoid     where most parameters are embeddings: they, the head, vectors and convolutions are left to AdamW.
