@@ -180,7 +180,7 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
 
     monkeypatch.setattr("thrifty.experiments.lottery_rounds._Rounds.to_the_end", look)
     assert run_lottery(replace(recipe, objects=UserObjects(model=build)), LOTTERY, tmp_path, quiet=True) == {"kept": []}
-    assert len(built) == 1
+    assert len(built) == 2  # one is on fake tensors: indices without a row are looked for
 
 
 def test_runs_that_belong_to_no_known_lottery_are_not_taken_for_its_rounds(recipe: Recipe, tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ from fast_techniques import WITHOUT_FAST
 from thrifty.cli.main import ABOUT
 from thrifty.core.child_python import SAFE, child_environment
 
-SMALL = (
-    *("--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2"),
-    *("--set", "evaluation.examples=4", "--set", "data.vocabulary=300", "--set", "data.length=32"),
-)
-COMPILED = ("text", "--data", "my.txt", "--budget", "4steps", *SMALL)
+SHORT = ("text", "--data", "my.txt", "--budget", "4steps")
+SHORT += ("--set", "evaluation.examples=4", "--set", "data.vocabulary=300", "--set", "data.length=32")
+COMPILED = (*SHORT, "--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=2")
 TEXT = (*COMPILED, *WITHOUT_FAST)
 DIGITS = ("vit-digits", "--budget", "4steps", "--set", "model.width=16", "--set", "model.depth=1")
 CHEAP = [
@@ -55,7 +53,7 @@ DEAR = [
     ("compare", *TEXT, "--variant", "--without gradients.clip", "--seeds", "1", "--equal-budget", "flops"),
     ("check", *TEXT, "--mesh", "replicate=2"),
     ("plan", *TEXT),
-    ("plan", *TEXT, "--model", "my_model:build"),
+    ("plan", *SHORT, *WITHOUT_FAST, "--model", "my_model:build"),
 ]
 ENDS = {"board": 130, "data get": 1, "retrieve": 2}
 """Exit codes: the board is stopped, the registry is not reached, the run has no captions. All others are 0."""
