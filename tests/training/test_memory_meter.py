@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -25,12 +26,14 @@ def test_the_process_of_a_run_is_in_its_summary_and_on_its_line(tmp_path: Path) 
     summary = train(tiny_recipes.text(tmp_path), tmp_path, quiet=True)
     whole = summary["process_memory"] + summary["peak_memory"]
     assert whole > 2e8 and abs(whole / psutil.Process().memory_info().rss - 1) < 0.3
-    progress = StepProgress(1, 2, 0.5, None, 10.0, None, 1.5e9, 1.25e9, 3.0, process=0.5e9)
-    assert " · 1.50 GB (predicted 1.25 GB), process 2.00 GB · " in line(progress)
+    progress = StepProgress(1, 2, 0.5, None, None, 10.0, None, 1.5e9, 1.25e9, 3.0, process=0.5e9)
+    assert " · process 2.00 GB, grown by 1.50 GB · " in line(progress)
+    assert " · 1.50 GB (predicted 1.25 GB) · " in line(replace(progress, process=0.0))
     (remark,) = (
         remark for label, _, remark in tiles(key_figures(read_run(tmp_path / "text"))) if label == "Peak memory"
     )
-    assert re.search(r"; with its process [\d.]+ [MG]B$", remark)
+    assert re.fullmatch(r"growth of the process, to [\d.]+ [MG]B; tensors are predicted to take [\d.]+ [kMG]B", remark)
+    assert key_figures(read_run(tmp_path / "text")).memory_error is None  # tensors are not compared with a process
 
 
 def test_an_explanation_prints_the_process_next_to_its_tensors(tmp_path: Path) -> None:

@@ -61,8 +61,9 @@ class KeyFigures:
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the prediction: negative when too little memory was predicted."""
-        ratio = _ratio(self.predicted_memory, self.peak_memory)
+        """Relative error of the prediction: negative when too little memory was predicted. None on a processor, where
+        the growth of the process was measured, and tensors were predicted."""
+        ratio = None if self.process_memory else _ratio(self.predicted_memory, self.peak_memory)
         return None if ratio is None else ratio - 1
 
     @property

@@ -116,10 +116,12 @@ def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFig
 
 
 def _memory(curve: Curve, key: KeyFigures) -> _Plot:
-    """Memory in use against the predicted peak and the measured one; during a run, the highest in use so far."""
+    """Memory in use with the predicted peak and the measured one; during a run, the highest in use so far. On a
+    processor what was measured is the growth of the process, more than the tensors that were predicted."""
     highest = float(curve.values.max()) if len(curve) else None
     measured = ("measured peak", key.peak_memory) if key.peak_memory is not None else ("highest so far", highest)
-    known = [(label, value) for label, value in (("predicted peak", key.predicted_memory), measured) if value]
+    predicted = "predicted peak of tensors" if key.process_memory else "predicted peak", key.predicted_memory
+    known = [(label, value) for label, value in (predicted, measured) if value]
     size, prefix = prefix_for(max([highest or 0.0, *(value for _, value in known)]))
     references = [(value / size, f"{label} {scaled(value, 'B')}") for label, value in known]
     shown, look = Curve(curve.steps, curve.values / size), ChartTheme(from_zero=True)

@@ -62,9 +62,8 @@ def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
         name, stage, *others = (_text(technique.get(key)) for key in TOLD)
         changes = _change(before, after, "memory", "B"), _change(before, after, "flops", "FLOP")
         rows.append((name, stage.replace("_", " "), *others, *changes))
-    note = f"Whole run: {scaled(key.predicted_memory, 'B')} predicted, {scaled(key.peak_memory, 'B')} measured"
-    error = f", the prediction is {_error(key)}." if key.memory_error is not None else "."
-    return TextTable("Techniques in the order in which they act", columns, rows, note=note + error)
+    note = f"Whole run: {scaled(key.peak_memory, 'B')} at the peak; {_memory_remark(key)}."
+    return TextTable("Techniques in the order in which they act", columns, rows, note=note)
 
 
 def predicted_parts(record: RunRecord) -> TextTable:
@@ -124,10 +123,11 @@ def curve_table(
 def _memory_remark(key: KeyFigures) -> str:
     if key.predicted_memory is None:
         return "no prediction"
-    error = "" if key.memory_error is None else f", {_error(key)}"
-    whole = (key.process_memory or 0.0) + (key.peak_memory or 0.0)
-    process = f"; with its process {scaled(whole, 'B')}" if key.process_memory and key.peak_memory else ""
-    return f"predicted {scaled(key.predicted_memory, 'B')}{error}{process}"
+    predicted = scaled(key.predicted_memory, "B")
+    if key.process_memory and key.peak_memory:
+        whole = scaled(key.process_memory + key.peak_memory, "B")
+        return f"growth of the process, to {whole}; tensors are predicted to take {predicted}"
+    return f"predicted {predicted}" + ("" if key.memory_error is None else f", {_error(key)}")
 
 
 def _error(key: KeyFigures) -> str:

@@ -19,9 +19,12 @@ class StepProgress:
     steps: int
     loss: float
     held_out: float | None
+    evaluated_step: int | None
+    """Step after which `held_out` and `measured` were found."""
     tokens_per_second: float
     of_peak: float | None
     memory: float
+    """Bytes of tensors on a GPU; on a processor those by which the process has grown."""
     predicted_memory: float | None
     seconds_left: float
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -29,20 +32,23 @@ class StepProgress:
     unit: str = "tokens"
     """What examples are counted in."""
     process: float = 0.0
-    """Bytes that the process holds besides, on a processor."""
+    """Bytes that the process held before, on a processor."""
 
 
 def line(p: StepProgress) -> str:
     parts = [f"step {p.step:,}/{p.steps:,}", f"loss {p.loss:.3f}"]
     if p.held_out is not None:
-        parts.append(f"held-out {p.held_out:.3f}")
-    parts += [f"{name} {value:.4g}" for name, value in p.measured.items()]
+        measured = "".join(f", {name} {value:.4g}" for name, value in p.measured.items())
+        when = "" if p.evaluated_step == p.step else f" after step {p.evaluated_step:,}"
+        parts.append(f"held-out {p.held_out:.3f}{measured}{when}")
     parts.append(f"{p.tokens_per_second:,.0f} {p.unit}/s")
     if p.of_peak is not None:
         parts.append(f"{p.of_peak:.0%} of peak")
-    predicted = f" (predicted {write_size(p.predicted_memory)})" if p.predicted_memory else ""
-    process = f", process {write_size(p.process + p.memory)}" if p.process else ""
-    parts.append(f"{write_size(p.memory)}{predicted}{process}")
+    if p.process:  # which holds more than the tensors that are predicted
+        parts.append(f"process {write_size(p.process + p.memory)}, grown by {write_size(p.memory)}")
+    else:
+        predicted = f" (predicted {write_size(p.predicted_memory)})" if p.predicted_memory else ""
+        parts.append(f"{write_size(p.memory)}{predicted}")
     parts.append(f"{duration(p.seconds_left)} left")
     return " · ".join(parts)
 

@@ -108,7 +108,7 @@ class _Observer:
         self.saved_step = state.step if state.step else None
         self.evaluated_step: int | None = None
         self.status = "running"
-        self.rate = 0.0
+        self.rate, self.memory = 0.0, 0.0
         self.also = {in_steps(moment, session.run.steps) for moment in self.recipe.checkpoints.extra_steps}
         self._ending, self._has_ended = Lock(), False
 
@@ -128,6 +128,7 @@ class _Observer:
                 self.evaluate(by_plan=True)
                 early = reason_to_stop(self.recipe.evaluation, self.state.counters)
                 record = replace(record, held_out_loss=self.held_out, metrics=self.measured)
+            self.show(record, now=done or bool(early))
             if any([_says_stop(observer(record)) for observer in self.session.observers]):
                 stop.ask()
             yield record
@@ -170,7 +171,7 @@ class _Observer:
         rate = record.tokens / record.seconds
         self.rate = 0.9 * self.rate + 0.1 * rate if self.rate else rate
         flops = self.session.facts.get("flops_per_step")
-        memory = self.meter.now()
+        self.memory = self.meter.now()
         self.note(
             "step",
             loss=_finite(record.loss),
@@ -181,16 +182,15 @@ class _Observer:
             step_seconds=round(record.seconds, 5),
             tokens_per_second=round(rate, 1),
             flops_per_second=flops / record.seconds if flops else None,
-            memory=memory,
+            memory=self.memory,
             skipped=record.skipped,
             notes=record.notes,
         )
         if record.skipped:
             self.say(f"step {record.step} skipped: loss {record.loss}, gradient norm {record.gradient_norm}")
-        self.show(record, flops, memory)
 
-    def show(self, record: Record, flops: float | None, memory: float) -> None:
-        peak = self.session.facts.get("peak_flops_per_second")
+    def show(self, record: Record, now: bool) -> None:
+        flops, peak = (self.session.facts.get(name) for name in ("flops_per_step", "peak_flops_per_second"))
         left = self.session.run.steps - record.step
         self.display.update(
             StepProgress(
@@ -198,16 +198,17 @@ class _Observer:
                 steps=self.session.run.steps,
                 loss=record.loss,
                 held_out=self.held_out,
+                evaluated_step=self.evaluated_step,
                 measured=self.measured,
                 unit=self.session.facts.get("unit", "tokens"),
                 tokens_per_second=self.rate,
                 of_peak=flops / record.tokens * self.rate / peak if flops and peak else None,
-                memory=memory,
+                memory=self.memory,
                 predicted_memory=self.session.facts.get("predicted_memory"),
                 process=self.meter.process,
                 seconds_left=left * record.tokens / self.rate,
             ),
-            now=left == 0,
+            now=now,
         )
 
     def evaluate(self, by_plan: bool = False) -> None:
@@ -316,6 +317,7 @@ class _Observer:
             "seconds": counters.get("seconds", 0.0),
             "loss": _finite(self.last.loss) if self.last else None,
             "held_out_loss": _finite(self.held_out),
+            "evaluated_step": self.evaluated_step,
             **({"held_out": {name: _finite(value) for name, value in self.measured.items()}} if self.measured else {}),
             "held_out_loss_at_start": _finite(counters.get("held_out_loss_at_start")),
             "best_held_out_loss": _finite(counters.get("best_held_out_loss")),
