@@ -170,6 +170,28 @@ def test_labels_keep_the_order_and_the_head_of_a_model_that_has_them(tmp_path: P
     assert torch.equal(prepared.run.plain.build().lm.classifier.weight, theirs.classifier.weight)
 
 
+@pytest.mark.parametrize("objective", ["classification", "multi_label_classification"])
+def test_numbered_labels_keep_the_names_of_a_model_that_has_as_many(tmp_path: Path, objective: str) -> None:
+    names = {"0": "negative", "1": "positive"}
+    folder = save_model(tmp_path / "theirs", "bert", AUTO["classification"], id2label=names, label2id={})
+    chosen = recipe(folder, objective)
+    for numbers, expected in (((0, 1), ("negative", "positive")), ((1, 2), ("1", "2")), ((0, 2), ("0", "2"))):
+        labels = [numbers, numbers[:1]] if objective.startswith("multi") else numbers
+        rows = [{**row, "label": labels[n % 2]} for n, row in enumerate(labelled_texts.reviews())]
+        write_jsonl(Path(chosen.data.source), rows)
+        prepared = prepare_run(chosen)
+        assert prepared.data.ends.labels == expected
+        assert {*prepared.data.contents.label_of(0).split(", ")} <= {*expected}
+
+
+def test_the_usual_names_of_numbered_labels_are_their_numbers(tmp_path: Path) -> None:
+    names = {"0": "LABEL_0", "1": "LABEL_1"}
+    folder = save_model(tmp_path / "theirs", "bert", AUTO["classification"], id2label=names, label2id={})
+    chosen = recipe(folder, "classification")
+    write_jsonl(Path(chosen.data.source), [{**row, "label": n % 2} for n, row in enumerate(labelled_texts.reviews())])
+    assert prepare_run(chosen).data.ends.labels == ("0", "1")
+
+
 def test_names_that_are_not_of_numbered_labels_are_not_taken_from_a_model(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "bert", AUTO["classification"])
     config, chosen = json.loads((folder / "config.json").read_text()), recipe(folder, "classification")

@@ -77,6 +77,7 @@ def test_texts_that_are_the_same_stay_on_one_side(tmp_path: Path) -> None:
         ([-1, 1], ("-1", "1")),
         (["ü", "a"], ("a", "ü")),
         (["001", "1", "01"], ("001", "01", "1")),
+        (["1.0", "0.0", 1], ("0", "1")),
     ],
 )
 def test_classes_are_names_or_whole_numbers_in_their_order(
@@ -96,6 +97,7 @@ def test_numbers_may_be_written_as_text(tmp_path: Path) -> None:
     ("label", "objective", "match"),
     [
         (0.5, "classification", r"line 1: column 'label' holds 0.5, a number and no class"),
+        ("0.37", "classification", r"line 1: column 'label' holds 0.37, a number and no class"),
         (["a", "b"], "classification", r"holds \['a', 'b'\], a list and no single label"),
         ("good", "regression", "holds 'good', no number"),
         ("1e999", "regression", "no finite number"),

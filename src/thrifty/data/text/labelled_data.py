@@ -168,6 +168,7 @@ class LabelledTexts(DataKind):
         settings = use_model_tokenizer(recipe.data, recipe.model)
         config, form = request.model_config(), objective.label_form
         rows = _read(recipe.objects, settings, form, request.say)
+        rows = _with_names_of_numbers(rows, form, config)
         names = _names(rows, settings, form, config)
         if DataSplit.HELD_OUT not in rows:
             rows = _split(rows[DataSplit.TRAIN], settings)
@@ -247,6 +248,27 @@ def _classes(row: LabelledRow) -> tuple[str, ...]:
     return row.label if isinstance(row.label, tuple) else (str(row.label),)
 
 
+def _model_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the model's labels in their order, or none."""
+    known = config.get("id2label")
+    if not isinstance(known, dict) or not all(key.isdecimal() for key in known):
+        return ()
+    return tuple(str(known[key]) for key in sorted(known, key=int))
+
+
+def _with_names_of_numbers(rows: Rows, form: str, config: Mapping[str, Any]) -> Rows:
+    """Name the classes 0 to n - 1 as the model does, if it has n labels with names."""
+    names = {str(number): name for number, name in enumerate(_model_labels(config)) if name != f"LABEL_{number}"}
+    if form == "number" or names.keys() != {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}:
+        return rows
+
+    def named(row: LabelledRow) -> LabelledRow:
+        label = tuple(names.get(name, name) for name in _classes(row))
+        return row._replace(label=label if isinstance(row.label, tuple) else label[0])
+
+    return {part: [named(row) for row in each] for part, each in rows.items()}
+
+
 def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the classes: whole numbers in their order, others in that of the alphabet; those of the model
     in its own order, where it has all. Of a number, the name of its column. Raises UsageError for a held-out label that
@@ -254,10 +276,7 @@ def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, A
     if form == "number":
         return (settings.label_column or "score",)
     there = {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}
-    known = config.get("id2label")
-    own: tuple[str, ...] = ()
-    if isinstance(known, dict) and all(key.isdecimal() for key in known):
-        own = tuple(str(known[key]) for key in sorted(known, key=int))
+    own = _model_labels(config)
     if there <= set(own) and len(own) == len(set(own)):
         names = own
     else:

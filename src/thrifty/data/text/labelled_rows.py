@@ -4,6 +4,7 @@ on and one that is held out, and from data sets of the Hugging Face library or o
 import csv
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validati
 """First words of the names of files and splits, by part."""
 INDICATORS = {"0", "1", "true", "false"}
 """Values of a row with a one or a zero for each class."""
+DECIMAL = re.compile(r"-?\d+\.\d+")
+"""A number as tables of text write it."""
 FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and one of labels"
 Label = str | float | tuple[str, ...]
 
@@ -148,6 +151,7 @@ def _label(value: Any, form: str, names: Sequence[str], where: str) -> Label | N
     if form == "number":
         return _number(value, where)
     if form == "class":
+        value = float(value) if isinstance(value, str) and DECIMAL.fullmatch(value) else value
         return _class(value, names, where)
     if isinstance(value, str):
         value = value.split() if form == "tags" else [each.strip() for each in value.split(",") if each.strip()]
