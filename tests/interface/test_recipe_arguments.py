@@ -143,17 +143,22 @@ def test_names_of_objects_are_never_redacted_and_secrets_among_arguments_are() -
     assert "hunter2" not in write_recipe(own(loss=partial(scaled, factor=1, name="password=hunter2")))
 
 
-def test_the_command_line_is_named_only_where_it_can_name_the_objects() -> None:
-    def words(**changed: Any) -> str:
+def test_the_command_line_is_named_only_where_it_can_name_the_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TYPED, "1")
+
+    def words(*names: str, **changed: Any) -> str:
         with pytest.raises(UsageError) as error:
-            recipe_from_data(recipe_to_data(own(metrics={}, **changed))).refuse_missing_objects()
+            recipe_from_data(recipe_to_data(own(metrics={}, **changed))).refuse_missing_objects(*names)
         return error.value.fix
 
     named = dict.fromkeys(("data", "held_out"), "user_work:some_sums")
-    assert words(**named).startswith("if you trust it, give it yourself, --model user_work:build --data user_work:some")
+    assert words(**named).startswith("if you trust it, add --model user_work:build --data user_work:some_sums --held")
+    assert words("model") == "if you trust it, add --model user_work:build"
     assert "--model" not in words(model=user_work.build(), **named)
     assert "--data" not in words(data=user_work.NoisySums(20), held_out=user_work.NoisySums(20))
     assert "--data" not in words(data=[1, 2], held_out=[3]) and "--data" not in words(**named, loss=WeightedLoss())
+    monkeypatch.delenv(TYPED)
+    assert words("model") == "if you trust it, pass model=… in Python"
     assert own(**named).resume_line("runs/own") == (
         "thrifty.resume('runs/own', model=build, data=…, held_out=…, loss=loss, metrics=…)"
     )

@@ -245,6 +245,16 @@ def test_what_is_no_recipe_file_is_refused_with_a_reason(tmp_path: Path) -> None
         load_recipe(str(tmp_path), "it")
 
 
+def test_the_name_of_a_run_in_place_of_a_recipe_is_refused_with_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "recipe.toml").write_text("")
+    with pytest.raises(UsageError, match=r"(?s)'mine' is a run.*give runs/mine/recipe.toml"):
+        load_recipe("mine", "it")
+
+
 def test_differences_name_each_value_that_changed() -> None:
     old, new = (recipe_to_data(r) for r in (Recipe(), dataclasses.replace(RECIPES["kjv"](), name="run", about="")))
     lines = differences(old, new)

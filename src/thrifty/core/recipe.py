@@ -302,10 +302,12 @@ class Recipe:
     def object_options(self) -> str | None:
         """The options that name the objects on the command line, with a space before each; None where one has no name
         there: a module, an object of a class, metrics."""
-        recorded = self._recorded
+        return self._options_of(self._recorded)
+
+    def _options_of(self, recorded: Mapping[str, str]) -> str | None:
         are_named = all(map(_is_named, (text for name, text in recorded.items() if name != "model")))
-        are_named &= is_function_name(self.model.build or "any:model")
-        if self.model.weights or not are_named or recorded.keys() & {"metrics", "collate"}:
+        are_named &= is_function_name(recorded.get("model", "any:model"))
+        if ("model" in recorded and self.model.weights) or not are_named or recorded.keys() & {"metrics", "collate"}:
             return None
         return "".join(f" --{name.replace('_', '-')} {text}" for name, text in recorded.items())
 
@@ -325,19 +327,17 @@ class Recipe:
 
     def refuse_missing_objects(self, *names: str) -> None:
         """Raise UsageError if an object that the recipe names (one of `names`, by default any) was not passed."""
-        recorded = self._recorded
+        recorded = {name: text for name, text in self._recorded.items() if name in (names or self._recorded)}
         passed = {"model": self.objects.build, **vars(self.objects.described)}
-        missing = {name: of for name, of in recorded.items() if not passed[name] and name in (names or recorded)}
+        missing = {name: of for name, of in recorded.items() if not passed[name]}
         if not missing:
             return
-        arguments = ", ".join(f"{name}=…" for name in recorded)
-        words = f"from Python: thrifty.train or thrifty.resume(…, {arguments})"
-        if self.object_options:
-            words = f"{self.object_options.strip()}, or {words}"
-        objects = ", ".join(f"{name} from Python ({of})" for name, of in missing.items())
+        call = f"pass {', '.join(f'{name}=…' for name in recorded)} in Python"
+        options = self._options_of(recorded)
         raise UsageError(
-            f"the recipe has {objects}, which a file never runs by itself",
-            fix=f"if you trust it, give it yourself, {words}",
+            f"the recipe has {', '.join(f'{name} from Python ({of})' for name, of in missing.items())}, which a file"
+            " never runs by itself",
+            fix=f"if you trust it, {call if options is None else spelled(f'add{options}', call)}",
         )
 
 

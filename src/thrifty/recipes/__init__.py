@@ -55,4 +55,7 @@ def load_recipe(name_or_path: str, origin: str, studies: Collection[str] = ()) -
         return RecipeLayers().override(origin, read_tables(path))
     if name_or_path in studies:
         raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty study {name_or_path}")
+    of_run = Path("runs", name_or_path, "recipe.toml")
+    if of_run.is_file():
+        raise UsageError(f"{name_or_path!r} is a run and no recipe", fix=f"give {of_run}")
     raise UsageError(f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies]))
