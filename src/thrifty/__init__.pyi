@@ -29,6 +29,7 @@ from .interface.listings import list_names as list
 from .interface.lotteries import lottery as lottery
 from .interface.own_loop import activation_budget as activation_budget
 from .interface.own_loop import apply as apply
+from .interface.own_loop import merge as merge
 from .interface.own_loop import summary as summary
 from .interface.plans import RecipePlan as RecipePlan
 from .interface.plans import plan as plan

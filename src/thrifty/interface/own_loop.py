@@ -1,4 +1,4 @@
-"""Techniques in a training loop of the user's own: `apply` and `summary`."""
+"""Techniques in a training loop of the user's own: `apply`, `merge` and `summary`."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +21,7 @@ from thrifty.core.run_notes import collect_notes
 from thrifty.core.run_relative_settings import refuse_shares, refuse_unknown_batch, resolve_moments
 from thrifty.core.technique import Technique
 from thrifty.interface.changed_loader import change_data
+from thrifty.modeling.adapter_base import AdapterTechnique
 from thrifty.modeling.module_surgery import refuse_copies
 from thrifty.recipes.recipe_layers import toml_table
 
@@ -229,6 +230,35 @@ def _train_new_parameters(model: nn.Module, optimizer: Optimizer) -> None:
     if new := [pair for pair in model.named_parameters() if pair[1].requires_grad and id(pair[1]) not in known]:
         is_named = "param_names" in optimizer.param_groups[0]
         optimizer.add_param_group({"params": new if is_named else [parameter for _, parameter in new]})
+
+
+def merge(model: nn.Module) -> nn.Module:
+    """Merge the adapters of a trained model into its weights, and return the same model: its `state_dict` then has the
+    names and shapes that it had before `apply`, and all its parameters are trainable.
+
+    Outputs stay the same but for rounding. Other techniques stay applied. An optimizer made before still holds the
+    removed parameters: make a new one to train on.
+
+    Raises UsageError for a model without adapters, and RefusedError for one that no weight can take, such as prompts or
+    bottleneck networks.
+
+    Example::
+
+        model = thrifty.apply(model, "lora", rank=4)
+        weights = thrifty.merge(model).state_dict()
+    """
+    inner = getattr(model, "module", None)
+    if isinstance(inner, nn.Module) and APPLIED.get(model) is None and APPLIED.get(inner):
+        raise UsageError(f"the adapters are in the model inside {type(model).__name__}", fix="merge(model.module)")
+    applied = APPLIED.get(model) or ()
+    adapters = [each for each in applied if isinstance(each.technique, AdapterTechnique)]
+    if not adapters:
+        raise UsageError("the model has no adapters to merge", fix='model = thrifty.apply(model, "lora")')
+    for each in adapters:
+        each.technique.finish(model)
+        applied = tuple(other for other in applied if other is not each)
+        APPLIED.set(model, applied)
+    return model
 
 
 @contextmanager
