@@ -12,10 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_recipes
 import transformers
 from click.testing import CliRunner, Result
 from command_line import TINY, write_corpus
 
+import thrifty
 from thrifty import techniques
 from thrifty.cli.explain import command as explain
 from thrifty.cli.plan.plan_verb import command
@@ -329,3 +331,10 @@ def test_of_several_comparisons_the_longest_in_which_nothing_else_changed_is_tol
     several = [compared("long", True, 300), compared("short", True, 100), compared("with others", False, 900)]
     monkeypatch.setattr("thrifty.experiments.past_results.evidence", lambda: several)
     assert _evidence(["growth.stacking"]) == {"growth.stacking": "long"}
+
+
+def test_a_plan_for_images_counts_images() -> None:
+    said = repr(thrifty.plan(tiny_recipes.digits(budget=Budget(epochs=2)), memory="4GB", probe=False, quiet=True))
+    assert "images/s" in said and "tokens/s" not in said and " images\n" in said
+    steps = -(-2 * 1300 // 64)
+    assert f"for {steps} steps, " in said

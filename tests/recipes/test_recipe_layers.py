@@ -193,6 +193,8 @@ def test_a_value_is_toml_or_else_text() -> None:
         ("1e7tokens", {"tokens": 1e7}),
         ("1.5e6 Tokens", {"tokens": 1.5e6}),
         ("10_000 tokens", {"tokens": 10_000.0}),
+        ("3epochs", {"epochs": 3.0}),
+        ("0.5 epoch", {"epochs": 0.5}),
         ("90s", {"seconds": 90.0}),
         ("90 sec", {"seconds": 90.0}),
         ("10min", {"seconds": 600.0}),
@@ -208,4 +210,4 @@ def test_a_budget_is_an_amount_with_its_unit(text: str, budget: dict[str, float]
 def test_an_amount_without_sense_is_refused_with_examples(text: str) -> None:
     with pytest.raises(UsageError, match="is not an amount") as error:
         read_budget(text)
-    assert "500steps, 1e7tokens, 90s, 10min or 2h" in error.value.fix
+    assert "500steps, 1e7tokens, 3epochs, 90s, 10min or 2h" in error.value.fix

@@ -1,6 +1,7 @@
 """Data opened for a run: once in each process, by the kind of data that the objective and the source decide."""
 
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,13 @@ from rank_processes import on_ranks
 from safetensors import safe_open
 from tiny_recipes import digits, text
 
-from thrifty.core.errors import UsageError
+from thrifty.comparing.equal_budgets import step_cost, steps_of_baseline
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.user_objects import UserObjects
 from thrifty.models import export_model, hf_folder, model_shape
 from thrifty.techniques.adapters.lora import Lora
+from thrifty.techniques.large_batch.batch_ramp import BatchRamp
 from thrifty.techniques.memory.recompute import Recompute
 from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 from thrifty.training.run_setup import prepare_run
@@ -124,3 +128,50 @@ def test_each_file_of_a_folder_that_only_transformers_knows_is_read_once_before_
     tuned = replace(tuned, techniques=(*tuned.techniques, Lora(), Recompute()))
     assert train(tuned, tmp_path / "runs", quiet=True)["status"] == "finished"
     assert set(opened.values()) == {1} and opened.keys() >= {"config.json", "model.safetensors"}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["text", "text_pairs", "chats", "images"])
+def test_a_budget_in_epochs_goes_through_every_example_as_often(kind: str, tmp_path: Path) -> None:
+    recipe = replace(recipe_of(kind, tmp_path), budget=Budget(epochs=1.5))
+    prepared = prepare_run(recipe, quiet=True)
+    source = prepared.run.source
+    assert source.examples is not None
+    assert prepared.run.steps == -(-3 * source.examples // (2 * source.batch))
+    assert prepared.recipe_in_steps.budget == Budget(steps=prepared.run.steps)
+    ramped = replace(recipe, techniques=(*recipe.techniques, BatchRamp(start=0.25, multiple=1)))
+    growing = prepare_run(ramped, quiet=True).run
+    seen = [growing.source.size(step) for step in range(growing.steps)]
+    assert seen[0] < seen[-1] and 1.5 * source.examples <= sum(seen) < 1.5 * source.examples + 2 * source.batch
+
+
+def test_an_epoch_of_a_comparison_is_that_of_its_pilots(tmp_path: Path) -> None:
+    train(digits(), tmp_path, quiet=True)
+    cost = step_cost(tmp_path / "digits")
+    steps = prepare_run(digits(budget=Budget(epochs=2)), quiet=True).run.steps
+    assert steps_of_baseline(Budget(epochs=2), cost) == steps
+    with pytest.raises(UsageError, match="needs data whose examples are counted"):
+        steps_of_baseline(Budget(epochs=2), replace(cost, epoch_steps=None))
+
+
+def test_sources_without_epochs_refuse_a_budget_in_them(tmp_path: Path) -> None:
+    recipe = replace(text(tmp_path), budget=Budget(epochs=1))
+    sources = {recipe.data.source: 1.0, textwrap.__file__: 2.0}
+    with pytest.raises(UsageError, match="several sources in one run") as error:
+        prepare_run(replace(recipe, data=replace(recipe.data, sources=sources)), quiet=True)
+    assert "500 steps" in error.value.fix
+
+
+def test_a_loss_of_ones_own_on_a_text_file_counts_its_tokens(tmp_path: Path) -> None:
+    recipe = text(tmp_path)
+    own = replace(recipe, objects=UserObjects(loss=lambda model, batch: model(batch["tokens"]).mean((1, 2))))
+    counted = [prepare_run(each, quiet=True).run for each in (recipe, own)]
+    first, second = (run.plain.objective.tokens(run.plain.source.at(0)) for run in counted)
+    assert first == second == recipe.data.batch * recipe.data.length
+
+
+@pytest.mark.parametrize(("source", "unit"), [("digits", "images"), ("text", "tokens")])
+def test_a_budget_that_fits_no_step_names_what_is_counted(source: str, unit: str, tmp_path: Path) -> None:
+    recipe = replace(digits() if source == "digits" else text(tmp_path), budget=Budget(tokens=3))
+    with pytest.raises(InfeasibleError, match=f"a budget of 3 {unit} does not fit"):
+        prepare_run(recipe, quiet=True)

@@ -62,7 +62,7 @@ recipe_options = together(
     LOSS,
     click.option("--model", help="Preset name, folder in Hugging Face layout, or package.module:function of your own."),
     MODEL_ARGUMENTS,
-    click.option("--budget", help="How long: 500steps, 1e7tokens, 90s, 10min or 2h."),
+    click.option("--budget", help="How long: 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h."),
     click.option("--seed", type=int),
     click.option("--name", help="Name of the run and its folder under runs/."),
     click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),

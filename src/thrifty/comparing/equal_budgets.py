@@ -48,6 +48,8 @@ class StepCost:
     """Counted on a traced step at the run's full structure."""
     flops_vary: bool
     """Whether batches or the structure change over the run, so that no single step stands for all."""
+    epoch_steps: float | None = None
+    """Steps of an epoch, where the data have epochs."""
 
     def of(self, equal: Equal) -> float:
         return {"time": self.seconds, "flops": self.flops, "tokens": self.tokens, "steps": 1.0}[equal]
@@ -78,6 +80,7 @@ def step_cost(folder: Path) -> StepCost:
         tokens=fmean(tokens),
         flops=run.read_json("explanation")["footprint"]["flops"],
         flops_vary=len(set(tokens)) > 1 or any(record["kind"] == "change" for record in records),
+        epoch_steps=run.read_json("summary").get("epoch_steps"),
     )
 
 
@@ -110,6 +113,8 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
     """Raises UsageError for no budget and InfeasibleError for one that pays for no step."""
     if budget.steps is not None:
         return budget.steps
+    if budget.epochs is not None:
+        return budget.in_epochs_of(cost.epoch_steps)
     if budget.seconds is not None:
         steps = int(budget.seconds / cost.seconds)
     elif budget.tokens is not None:

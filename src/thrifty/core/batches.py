@@ -87,6 +87,8 @@ class BatchSource:
     batch: int = 0
     """Examples in the effective batch, over all ranks and micro-batches; the largest one where it varies. 0 where there
     are no data, as when a finished model is restored."""
+    examples: int | None = None
+    """Examples in one epoch; None where there are no epochs, as of a stream."""
     notices: tuple[str, ...] = ()
     """Sentences about how examples are read, for a run's records."""
     unrepeatable: str = ""
@@ -175,6 +177,10 @@ class WrappedSource(BatchSource):
     @property
     def loading(self) -> Mapping[str, Any]:
         return self.source.loading
+
+    @property
+    def examples(self) -> int | None:  # type: ignore[override]
+        return self.source.examples
 
     def amount(self, step: int) -> float:
         return self.source.amount(step)

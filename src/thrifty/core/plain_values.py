@@ -206,13 +206,17 @@ def read_size(text: str, option: str = "--memory") -> float:
 
 
 def read_budget(text: str, option: str = "--budget") -> dict[str, float]:
-    """Return `500steps`, `1e7 tokens`, `90s`, `10min` or `2h` as the recipe's budget table."""
+    """Return `500steps`, `1e7 tokens`, `3 epochs`, `90s`, `10min` or `2h` as the recipe's budget table."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if unit in ("step", "steps") and number.is_integer():
         return {"steps": int(number)}
     if unit in ("token", "tokens"):
         return {"tokens": number}
+    if unit in ("epoch", "epochs"):
+        return {"epochs": number}
     if unit in _SECONDS:
         return {"seconds": number * _SECONDS[unit]}
-    raise UsageError(f"{option} {text!r} is not an amount", fix="for example 500steps, 1e7tokens, 90s, 10min or 2h")
+    raise UsageError(
+        f"{option} {text!r} is not an amount", fix="for example 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h"
+    )

@@ -189,15 +189,28 @@ class Budget:
 
     steps: int | None = None
     tokens: float | None = None
+    """In the unit that the data are counted in: tokens of plain text, images, examples of a dataset of one's own."""
+    epochs: float | None = None
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        limits = [name for name in ("steps", "tokens", "seconds") if getattr(self, name) is not None]
+        limits = [name for name in ("steps", "tokens", "epochs", "seconds") if getattr(self, name) is not None]
         if len(limits) > 1:
             raise UsageError(f"budget: {' and '.join(limits)} are both set", fix=f"keep one, such as {limits[0]}")
         for name in limits:
             if not (0 < getattr(self, name) < math.inf):
                 raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="give a positive, finite amount")
+
+    def in_epochs_of(self, amount: float | None) -> int:
+        """Return what its epochs come to where each has this amount, rounded up. Raises UsageError for None."""
+        assert self.epochs is not None
+        if amount is None:
+            raise UsageError(
+                f"a budget in epochs ({self.epochs:g}) needs data whose examples are counted: a stream, or several "
+                "sources in one run, have no epochs",
+                fix=spelled("--budget 500steps or --budget 10min", 'budget="500 steps" or budget="10min"'),
+            )
+        return math.ceil(self.epochs * amount)
 
 
 @dataclass(frozen=True)

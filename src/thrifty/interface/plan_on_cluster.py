@@ -42,7 +42,7 @@ def plan_on_cluster(
     cluster = cluster if ranks is None else cluster.of(ranks)
     prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     return ClusterPlanner(
-        recipe=recipe,
+        recipe=prepared.recipe_in_steps,
         plain=prepared.run.plain,
         workload=_workload(prepared),
         cluster=cluster,

@@ -69,12 +69,13 @@ def plan_on_machine(
     known = {*techniques.own_names(), *(technique.name for technique in recipe.techniques)}
     catalogue = {name: techniques.find(name) for name in sorted(known)}
     plan = Planner(
-        recipe=recipe,
+        recipe=prepared.recipe_in_steps,
         plain=run.plain,
         catalogue=catalogue,
         wanted=wanted,
         device=run.device,
         tokens=prepared.data.example_unit,
+        unit=prepared.unit,
         data=_prepared_bytes(prepared),
         rate=measure_throughput(0.4).sustained,
         time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, seconds) if probe else None,

@@ -51,9 +51,9 @@ def format_plan(plan: Plan) -> list[str]:
         f"change   {changes}",
         f"memory   {memory}",
         f"step     {step}",
-        f"rate     {_between(forecast.tokens_per_second, lambda rate: scaled(rate, 'tokens/s'))}",
+        f"rate     {_between(forecast.tokens_per_second, lambda rate: scaled(rate, f'{forecast.unit}/s'))}",
         f"budget   {_between(forecast.seconds, duration)} for {_between(forecast.steps, '{:,.0f}'.format)} steps, "
-        f"{scaled(forecast.tokens.value)} tokens",
+        f"{scaled(forecast.tokens.value)} {forecast.unit}",
     ]
     disk = ", ".join(f"{_bytes(size)} of {name}" for name, size in forecast.disk.items())
     lines.append(f"disk     {_bytes(sum(forecast.disk.values()))} at most: {disk}")
@@ -84,8 +84,9 @@ def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 
 def _alternatives(plan: Plan) -> Table:
+    rate = f"{plan.forecast.unit}/s"
     table = open_table(
-        "", "what was tried, from the fastest", "memory of the process", "step", "tokens/s", "time to the budget"
+        "", "what was tried, from the fastest", "memory of the process", "step", rate, "time to the budget"
     )
     for candidate, forecast in plan.alternatives:
         mark = "→" if candidate.ways == plan.chosen.ways else ""

@@ -1,6 +1,5 @@
 """A recipe from the user's own model, data, loss and metrics: `recipe`."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +11,7 @@ from torch import nn
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.plain_values import read_budget
-from thrifty.core.recipe import Argument, Budget, DataSettings, ModelSettings, ObjectiveSettings, Recipe
+from thrifty.core.recipe import Argument, Budget, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.core.user_sources import is_dataset_name, is_function_name
@@ -151,7 +150,7 @@ def recipe(
     )
     if model_arguments:
         base = replace(base, model=replace(base.model, arguments={**(base.model.arguments or {}), **model_arguments}))
-    return base if budget is None else replace(base, budget=_budget(budget, objects.data, base.data))
+    return base if budget is None else replace(base, budget=_budget(budget))
 
 
 def layers_of(recipe: str | Path) -> RecipeLayers:
@@ -209,15 +208,5 @@ def _with_optimizer(chosen: tuple[Technique, ...]) -> tuple[Technique, ...]:
     return (*chosen, *(find(name)() for claim, name in defaults.items() if claim not in claims))
 
 
-def _budget(budget: int | str, data: Any, settings: DataSettings) -> Budget:
-    if isinstance(budget, int):
-        return Budget(steps=budget)
-    number, _, unit = budget.strip().partition(" ")
-    if unit.strip() in ("epoch", "epochs"):
-        if data is None or not dataset_of(data).is_map_style:
-            raise UsageError(f"the budget {budget!r} needs a dataset whose examples are counted", fix='"1e7 tokens"')
-        try:
-            return Budget(steps=math.ceil(float(number) * len(dataset_of(data)[0]) / settings.batch))
-        except ValueError:
-            raise UsageError(f"the budget {budget!r} is not an amount", fix='"3 epochs"') from None
-    return Budget(**read_budget(budget, "the budget"))  # type: ignore[arg-type]
+def _budget(budget: int | str) -> Budget:
+    return Budget(steps=budget) if isinstance(budget, int) else Budget(**read_budget(budget, "the budget"))  # type: ignore[arg-type]

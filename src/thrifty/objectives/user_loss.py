@@ -33,16 +33,21 @@ class UserLoss(Objective):
     parts and not examples count alike. A mean is taken for what it is: micro-batches of unequal size and examples of
     unequal weight are refused, and an evaluation leaves out a last batch that is smaller.
 
-    `metrics` are functions of the same arguments and results, or metrics of all examples together.
+    `metrics` are functions of the same arguments and results, or metrics of all examples together. A budget counts an
+    example as `example_unit`, such as the tokens of a text.
     """
 
     learns_from = ()
     may_weigh_parts = True
 
     def __init__(
-        self, loss: UserFunction, assembled: Callable[[Batch], Any], metrics: Mapping[str, UserMetric] | None = None
+        self,
+        loss: UserFunction,
+        assembled: Callable[[Batch], Any],
+        metrics: Mapping[str, UserMetric] | None = None,
+        example_unit: int = 1,
     ):
-        self.loss, self.assembled = loss, assembled
+        self.loss, self.assembled, self.example_unit = loss, assembled, example_unit
         for name in metrics or {}:
             if not name.isidentifier() or name in RESERVED:
                 raise UsageError(
@@ -88,6 +93,9 @@ class UserLoss(Objective):
                     )
                 found |= {key: torch.as_tensor(each) for key, each in zip(_rows_of(name), rows, strict=True)}
         return found
+
+    def tokens(self, batch: Batch) -> int:
+        return len(batch) * self.example_unit
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         scores: dict[str, Any] = {}

@@ -59,8 +59,11 @@ class PlanRequest:
         )
 
 
-def refuse_no_step(budget: Budget, steps: float, step: float, tokens: float, startup: float = 0.0) -> None:
-    """Raises InfeasibleError where a budget does not pay for one step of so many seconds and tokens."""
+def refuse_no_step(
+    budget: Budget, steps: float, step: float, tokens: float, startup: float = 0.0, unit: str = "tokens"
+) -> None:
+    """Raises InfeasibleError where a budget does not pay for one step of so many seconds and tokens, or what examples
+    are counted in."""
     if steps >= 1:
         return
     if budget.seconds is not None:
@@ -70,7 +73,7 @@ def refuse_no_step(budget: Budget, steps: float, step: float, tokens: float, sta
             fix=f"--hours {(startup + 10 * step) / 3600:.2g} or more",
         )
     raise InfeasibleError(
-        f"a budget of {budget.tokens or 0:,.0f} tokens does not fit one step of {tokens:,.0f}",
+        f"a budget of {budget.tokens or 0:,.0f} {unit} does not fit one step of {tokens:,.0f}",
         fix=f"--tokens {tokens:.0f} or more, or a smaller data.batch",
     )
 
@@ -102,6 +105,8 @@ class Forecast:
     """... and how many there are."""
     process: float = 0.0
     """Bytes that the process holds before the model is built, on a processor: with `memory` it is all of it."""
+    unit: str = "tokens"
+    """What examples are counted in."""
 
     def as_dict(self) -> dict[str, Any]:
         plain = {name: value.as_dict() for name, value in vars(self).items() if isinstance(value, Estimate)}
@@ -110,6 +115,7 @@ class Forecast:
         return {
             "counted": self.counted,
             "process": self.process,
+            "unit": self.unit,
             "cost": None,
             **plain,
             "dominant": dominant,
@@ -126,6 +132,8 @@ class Forecaster:
     wanted: PlanRequest
     device: torch.device
     tokens: int
+    unit: str = "tokens"
+    """What examples are counted in; `tokens` are of it."""
     data: float = 0.0
     rate: float = 1e12
     process: float = 0.0
@@ -178,6 +186,7 @@ class Forecaster:
             others=timing.others if timing and timing.is_disturbed else 0.0,
             cores=timing.cores if timing else 1,
             process=timing.process if timing else self.process,
+            unit=self.unit,
         )
 
     def disk(self, candidate: PlanCandidate) -> dict[str, float]:

@@ -143,7 +143,8 @@ class Planner(Forecaster):
         slowdown = median([c.step / c.least_step for c in search.tried if c.timing] or [1.0])
         forecasts = {c.ways: self.forecast(c, budget, records[c.ranks], slowdown) for c in search.tried}
         forecast = forecasts[chosen.ways]
-        refuse_no_step(budget, forecast.steps.value, forecast.step.value, chosen.batch * self.tokens, forecast.startup)
+        per_step = chosen.batch * self.tokens
+        refuse_no_step(budget, forecast.steps.value, forecast.step.value, per_step, forecast.startup, self.unit)
         self.wanted.refuse_late(forecast.seconds)
         told = ChoiceExplainer(
             search,

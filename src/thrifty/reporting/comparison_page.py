@@ -52,7 +52,9 @@ def render(data: Comparison) -> str:
 def about(data: Comparison) -> str:
     """What was compared, in a sentence."""
     terms, variants = data["definition"]["terms"], len(data["definition"]["arms"]) - 1
-    equal = {"flops": "counted FLOPs", "time": "seconds in training steps"}.get(terms["equal"], terms["equal"])
+    equal = {"flops": "counted FLOPs", "time": "seconds in training steps", "tokens": _unit(data)}.get(
+        terms["equal"], terms["equal"]
+    )
     tried = f"each at the best of {terms['trials']} learning rates" if terms["trials"] > 1 else "rates not tuned"
     others = "one variant" if variants == 1 else f"{variants} variants"
     judged = "" if judged_of(data) == "loss" else f", judged by held-out {judged_of(data)}"
@@ -72,7 +74,7 @@ def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
 def cautions(data: Comparison) -> list[str]:
     """What a reader should know before believing a verdict."""
     variants, terms = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
-    equal = {"flops": "FLOPs", "time": "seconds"}.get(terms["equal"], terms["equal"])
+    equal = {"flops": "FLOPs", "time": "seconds", "tokens": _unit(data)}.get(terms["equal"], terms["equal"])
     said = [*data.get("cautions", [])]
     said += [
         f"{label} used {significant(variant['used'])} times the baseline's {equal}, which were to be equal"
@@ -152,7 +154,7 @@ def _time_to_quality(variant: Mapping[str, Any]) -> str:
 
 def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     variants, budgets = data.get("outcome", {}).get("arms", {}), data.get("budgets", {})
-    head = ["variant", "held-out loss", "steps", "tokens", "FLOPs", "seconds", "planned", "with starts", "elapsed"]
+    head = ["variant", "held-out loss", "steps", _unit(data), "FLOPs", "seconds", "planned", "with starts", "elapsed"]
     rows = [
         [
             label,
@@ -172,6 +174,11 @@ def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         "starts they include compiling, and elapsed is from start to end, evaluations and saving included."
     )
     return "What was used", note, head, rows
+
+
+def _unit(data: Comparison) -> str:
+    """What examples are counted in."""
+    return next((entry["judged_on"].get("unit", "tokens") for entry in data["runs"] if "judged_on" in entry), "tokens")
 
 
 def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
@@ -224,7 +231,7 @@ def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for label, each in data.get("budgets", {}).items()
     ]
     note = "From pilots of a few steps in turn; schedules are decayed to the end of each variant's own budget."
-    return "Budgets", note, ["variant", "steps", "step time", "tokens a step", "FLOPs a step"], rows
+    return "Budgets", note, ["variant", "steps", "step time", f"{_unit(data)} a step", "FLOPs a step"], rows
 
 
 def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:

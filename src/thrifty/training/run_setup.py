@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,12 +26,11 @@ from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.objective import Objective
 from thrifty.core.out_of_memory import explain_out_of_memory
 from thrifty.core.ranks import rank, ranks
-from thrifty.core.recipe import Recipe
+from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.stages import Stage
 from thrifty.data.catalogue import refuse_model_to_be_fetched
 from thrifty.data.chat.chat_data import Chats
 from thrifty.data.data_kind import DataKind, DataRequest
-from thrifty.data.epoch_sampler import EpochSource
 from thrifty.data.images.image_data import Images
 from thrifty.data.pairs.pair_data import ImagesWithCaptions
 from thrifty.data.run_data import RunData
@@ -69,6 +68,25 @@ class PreparedRun:
     recipe: Recipe
     data: RunData
     run: Run
+
+    @property
+    def unit(self) -> str:
+        """What examples are counted in."""
+        return self.data.facts.get("unit", "tokens")
+
+    @property
+    def epoch_steps(self) -> float | None:
+        """Steps of an epoch, in the largest batch; None where the data have no epochs."""
+        source = self.run.source
+        return source.examples / (source.batch * mesh.axis("data").size) if source.examples else None
+
+    @property
+    def recipe_in_steps(self) -> Recipe:
+        """The recipe, with a budget in epochs as one in steps."""
+        if self.recipe.budget.epochs is None:
+            return self.recipe
+        steps = _steps(self.recipe, self.run.plain, self.run.device, self.data)
+        return replace(self.recipe, budget=Budget(steps=steps))
 
 
 @contextmanager
@@ -150,7 +168,7 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
         process_group_sync().run_first(
             lambda: refuse_indices_without_row(plain, _examples_to_look_at(recipe, data, objective))
         )
-    steps = steps or _steps(recipe, plain, device, data.example_unit)
+    steps = steps or _steps(recipe, plain, device, data)
     return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
 
 
@@ -159,7 +177,7 @@ def _examples_to_look_at(recipe: Recipe, data: RunData, objective: Objective) ->
     training examples spread over an epoch, each for a moment."""
     yield from _for_a_moment(data.held_out.batches(recipe.evaluation.examples, EXAMPLES))
     source = data.train
-    epoch = -(-source.examples // source.batch) if isinstance(source, EpochSource) else 1
+    epoch = -(-source.examples // source.batch) if source.examples else 1
     rows, steps = min(source.batch, EXAMPLES), range(0, epoch, -(-epoch // MOST_BATCHES))
     for batch in _for_a_moment(source.rows(step, 0, rows) for step in steps):
         if isinstance(data.ends, TextModelSpec) and "tokens" in batch.fields:  # the largest token may be a rare one
@@ -222,7 +240,8 @@ def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective
                     fix="leave metrics out, or pass loss=, a function of (model, batch)",
                 )
             objective, data = open_examples(recipe, say)
-            return (UserLoss(objects.loss, _fields, objects.metrics) if objects.loss else objective), data
+            own = UserLoss(objects.loss, _fields, objects.metrics, data.example_unit) if objects.loss else objective
+            return own, data
         settings = recipe.data
         judged = recipe.evaluation.examples
         data = open_user_data(objects.data, objects.held_out, settings.batch, recipe.seed, objects.collate, judged)
@@ -256,21 +275,25 @@ def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
     return sizes
 
 
-def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, example_unit: int) -> int:
-    """The number of steps that the budget pays for, each example going as so many tokens; raises InfeasibleError when
-    it is none."""
+def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, data: RunData) -> int:
+    """The number of steps that the budget pays for; raises InfeasibleError when it is none."""
     budget = recipe.budget
     if budget.steps is not None:
         return budget.steps
     if budget.seconds is not None:
         return _steps_in_seconds(budget.seconds, recipe, plain, device)
+    source = _sizes_fixed(recipe, plain, device).source
+    # some techniques look at more than they train on
+    per_step = source.batch * mesh.axis("data").size * data.example_unit
+    if budget.epochs is not None:
+        whole = budget.in_epochs_of(source.examples and source.examples * data.example_unit)
+        return 1 + _steps_in_tokens(whole - 1, per_step, recipe, plain, device)  # the fewest that go through all
     if budget.tokens is None:
         raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
-    batch = _sizes_fixed(recipe, plain, device).source.batch
-    per_step = batch * mesh.axis("data").size * example_unit  # some techniques look at more than they train on
     if budget.tokens < per_step:
+        unit = data.facts.get("unit", "tokens")
         raise InfeasibleError(
-            f"a budget of {budget.tokens:,.0f} tokens does not fit one step of {per_step:,}",
+            f"a budget of {budget.tokens:,.0f} {unit} does not fit one step of {per_step:,}",
             fix=f"--budget {per_step}tokens or more, or a smaller data.batch",
         )
     return _steps_in_tokens(budget.tokens, per_step, recipe, plain, device)

@@ -289,6 +289,7 @@ def _run(
         **({"measured": list(run.eval_objective.metrics)} if run.eval_objective.metrics else {}),
         **({"unrepeatable": source.unrepeatable} if source.unrepeatable else {}),
         **({"loss_in": plain.loss_in} if (plain := run.plain.objective).loss_in != "nats" else {}),
+        **({"epoch_steps": prepared.epoch_steps} if prepared.epoch_steps else {}),
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
         "predicted_memory": predicted,
         "flops_per_step": explained["plain"]["flops"],
