@@ -1,6 +1,7 @@
 """Techniques in a loop of the user's own do what they do in the trainer, or are refused in words."""
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -246,3 +247,28 @@ def test_an_activation_budget_leaves_what_was_applied_before() -> None:
     with thrifty.activation_budget(model, "50%"):
         model(x).float().sum().backward()
     assert torch.equal(model(x), before) and not torch.equal(before, network()(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "is_idle"),
+    [
+        ("rigl", {"total_steps": 50}, True),
+        ("rigl", {"total_steps": 1000}, False),
+        ("rigl", {"total_steps": 50, "until": 5000}, True),
+        ("rigl", {"until": 50}, True),
+        ("set", {"total_steps": 1000, "alpha": 0.0}, True),
+        ("snip", {"total_steps": 5, "scoring_steps": 9}, True),
+        ("gradual", {"total_steps": 50}, False),
+        ("static", {}, False),
+    ],
+)
+def test_masks_that_never_move_in_the_steps_of_a_loop_are_named_when_they_are_applied(
+    name: str, settings: dict[str, float], is_idle: bool
+) -> None:
+    model = plain_run(depth=2, style="gpt").build()
+    optimizer = thrifty.optim.AdamW(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thrifty.apply((model, optimizer), name, density=0.5, **settings)
+    said = [str(each.message) for each in caught if "never move" in str(each.message)]
+    assert bool(said) is is_idle and all(f"sparsity.{name}: masks never move in" in each for each in said)

@@ -1,5 +1,6 @@
 """Techniques in a training loop of the user's own: `apply`, `merge` and `summary`."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from thrifty.interface.changed_loader import change_data
 from thrifty.modeling.adapter_base import AdapterTechnique
 from thrifty.modeling.module_surgery import refuse_copies
 from thrifty.recipes.recipe_layers import toml_table
+from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 T = TypeVar("T")
 
@@ -42,6 +44,9 @@ class AppliedTechnique:
     notes: tuple[str, ...]
 
 
+MANY_STEPS = 1_000_000
+"""Steps of a loop that does not say how many it has."""
+
 APPLIED: ModuleNote[tuple[AppliedTechnique, ...]] = ModuleNote("applied")
 
 
@@ -55,8 +60,8 @@ def apply(
     required where a setting is a fraction of the run; of a DataLoader it counts batches. The parameters of the model
     keep their names. Apply before `torch.compile`, `DistributedDataParallel` and `fully_shard`.
 
-    Raises NeedsTrainer for a technique that works only in the trainer, UsageError for an unknown name or setting, and
-    RefusedError where the technique does not fit the model.
+    Warns of masks that never move in so many steps. Raises NeedsTrainer for a technique that works only in the trainer,
+    UsageError for an unknown name or setting, and RefusedError where the technique does not fit the model.
 
     Example::
 
@@ -99,6 +104,9 @@ def apply(
                 refuse_copies(model, chosen.name)
     if Claim.WEIGHT_MASKS in chosen.claims and isinstance(optimizer, TechniqueOptimizer):
         optimizer.apply_constraints()  # the first forward pass is under the masks
+    if isinstance(chosen, MaskTechnique) and chosen.is_idle(total_steps or MANY_STEPS):
+        loop = f"a loop of {total_steps:,} steps" if total_steps else "any loop"
+        warnings.warn(f"{chosen.name}: masks never move in {loop} with {chosen}", stacklevel=2)
     return target
 
 

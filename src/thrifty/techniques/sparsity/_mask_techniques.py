@@ -94,6 +94,10 @@ class MaskTechnique(Technique):
     def moves_at(self, step: int) -> bool:
         return False
 
+    def is_idle(self, steps: int) -> bool:
+        """Return True if masks that are made to move, or to be chosen, stay as they are in a run of so many steps."""
+        return type(self).moves_at is not MaskTechnique.moves_at and not any(map(self.moves_at, range(steps)))
+
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         return iter(())
 
