@@ -83,7 +83,7 @@ def test_micro_batches_of_norms_over_the_batch_are_not_the_batch_with_dropout_or
     plain = replace(plain_run(), build=build)
     found = check_run(lambda: plain, with_optimizer([technique("large_batch.gradient_accumulation")]))
     outcomes = {verdict.promise: verdict.outcome for verdict in found}
-    assert (outcomes["rounding"], outcomes["one big batch"]) == ("broken", "broken")
+    assert "rounding" not in outcomes and outcomes["one big batch"] == "broken"
 
 
 @pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1 + 1e-6, "broken")])

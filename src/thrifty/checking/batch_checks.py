@@ -11,6 +11,7 @@ from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_a
 from thrifty.checking.observed_runs import DRAWING, CheckSubject, farthest, gradients_of, relative, without_dropout
 from thrifty.composition.compose import Run
 from thrifty.core.backward import Backward, BackwardResult
+from thrifty.core.batch_norms import normalized_apart
 from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.stages import Stage
@@ -51,6 +52,8 @@ def data_order(subject: CheckSubject) -> PromiseVerdict:
 def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseVerdict:
     """Whether a step's gradient is that of the whole effective batch at once, examples weighing differently."""
     promise, model = "one big batch", _model(state)
+    if subject.batch_norms and _is_at_once(run):
+        return not_applicable(promise, "gradients", normalized_apart(subject.batch_norms))
     batch, allowed = unequal(run.source, subject), _allowed(run)
     with _held_still(model, run, batch):
         wanted = _gradient(_at_once(run).backward, model, run.objective, batch)
@@ -64,6 +67,9 @@ def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseV
     text = f"{about}, weights unequal: {_distance(actual, wanted)}; {allowed:g} allowed"
     if _is_near(actual, wanted, allowed):
         return holds(promise, "gradients", text)
+    if subject.batch_norms:
+        fix = _blame("backward", subject, "norms of each example, such as GroupNorm and LayerNorm")
+        return broken(promise, "gradients", f"{text}; {normalized_apart(subject.batch_norms)}", fix)
     fix = _blame("backward", subject, "sum weighted losses, never average means of micro-batches")
     return broken(promise, "gradients", text, fix)
 
@@ -72,6 +78,8 @@ def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> Promise
     """Whether a run that answers a lack of memory by smaller micro-batches still trains on its effective batch, in that
     step and in the next."""
     promise, model = "batch when memory is short", _model(state)
+    if subject.batch_norms:
+        return not_applicable(promise, "gradients", normalized_apart(subject.batch_norms))
     nobody = not_applicable(promise, "gradients", "no technique answers it: the run would end with an error")
     batch = unequal(run.source, subject)
     if _is_at_once(run):

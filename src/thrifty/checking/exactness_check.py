@@ -17,6 +17,7 @@ from thrifty.checking.observed_runs import (
     train_observed,
 )
 from thrifty.checking.rounding import IN_16_BITS, compare_rounding, loss_sensitivity
+from thrifty.core.batch_norms import effective_numerics
 from thrifty.core.errors import UsageError
 from thrifty.core.technique import Numerics, Technique
 
@@ -24,7 +25,8 @@ from thrifty.core.technique import Numerics, Technique
 def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[PromiseVerdict]:
     """A verdict for each technique that promises values, and one for all of them together. `whole` is the run as it is
     to be, which need not be trained again."""
-    promising = [one for one in subject.alone if one.numerics is not Numerics.DIFFERENT]
+    norms = subject.batch_norms
+    promising = [one for one in subject.alone if effective_numerics(one, norms) is not Numerics.DIFFERENT]
     if not promising:
         yield not_applicable("values", "techniques", "none of them promises the plain run's values")
         return
@@ -40,7 +42,8 @@ class _References:
 
     def __init__(self, subject: CheckSubject, whole: StepObservations):
         self.subject, self.whole = subject, whole
-        different = [one for one in subject.alone if one.numerics is Numerics.DIFFERENT]
+        norms = subject.batch_norms
+        different = [one for one in subject.alone if effective_numerics(one, norms) is Numerics.DIFFERENT]
         self.settled = [one for one in different if one.stage not in DRAWING]
         self.rounded = [one for one in self.settled if not _enlarges(one)]
         self.known: dict[tuple[str, ...], tuple[StepObservations, bool]] = {}

@@ -8,11 +8,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from thrifty.composition.compose import CPU, BaseRun, Run, compose
+from thrifty.composition.explain import trained_batch_norms
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError
@@ -47,6 +49,11 @@ class CheckSubject:
     @property
     def dividing(self) -> tuple[Technique, ...]:
         return tuple(technique for technique in self.techniques if technique.divides_ranks)
+
+    @cached_property
+    def batch_norms(self) -> list[str]:
+        """Names of layers that normalize over the batch."""
+        return trained_batch_norms(self.open())
 
     def composed(self, techniques: Iterable[Technique]) -> Run:
         return compose(self.open(), tuple(techniques), self.steps, self.device)

@@ -24,6 +24,7 @@ from thrifty.checking.observed_runs import CheckSubject, one_line_error, train_o
 from thrifty.checking.rank_check import PROMISE, Start, across_ranks, smaller_mesh
 from thrifty.checking.resume_check import StateSaver, check_resume
 from thrifty.composition.compose import BaseRun, Run
+from thrifty.composition.explain import trained_batch_norms
 from thrifty.core.batches import Batch, BatchSource, WrappedSource
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.recipe import Recipe
@@ -182,12 +183,16 @@ def _made_smaller(
         data = replace(data, length=length)
     _, count = smaller_mesh(recipe)
     size = min(-(-examples // count) * count, data.batch)  # as many for each rank
+    parts = max((one.micro_batches for one in recipe.techniques), default=1)
+    least = min(2 * count * parts, data.batch)  # of one example there is no variance
     while True:
         small = replace(recipe, data=replace(data, batch=size))
         try:
             prepared = prepare_run(replace(small, techniques=_alone(small.techniques)), steps, quiet=True)
             _ = prepared.run.source.at(0)
-            break
+            if size >= least or not trained_batch_norms(prepared.run.plain):
+                break
+            size = least
         except UsageError:
             if size == recipe.data.batch:
                 raise

@@ -23,6 +23,7 @@ from torch import Tensor
 from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_applicable
 from thrifty.checking.observed_runs import DRAWING, CheckSubject, StepObservations, one_line_error, train_observed
 from thrifty.checking.rounding import IN_16_BITS, compare_rounding, loss_sensitivity
+from thrifty.core.batch_norms import explain_divided_norms
 from thrifty.core.child_python import child_environment
 from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
@@ -97,6 +98,8 @@ def _compared(
     text = f"{count} ranks against 1: {compared.text}"
     if compared.within:
         return holds(PROMISE, ABOUT, text)
+    if norms := explain_divided_norms(subject.batch_norms, subject.dividing):
+        return broken(PROMISE, ABOUT, f"{text}; {norms}", f"{fix}; or norms of each example, such as LayerNorm")
     ratio = _ratio(seen.gradients, alone.first)
     return broken(
         PROMISE, ABOUT, f"{text}; gradients are {ratio:.2g} times as long, worst {compared.whose or 'none'}", fix

@@ -30,13 +30,14 @@ from thrifty.composition.compose import CPU, BaseRun, Run
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.composition.torch_update import TorchOptimizer
+from thrifty.core.batch_norms import batch_norms, effective_numerics
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
-from thrifty.core.randomness import GeneratorStates
+from thrifty.core.randomness import GeneratorStates, preserved_draws
 from thrifty.core.run_notes import add_note, collect_notes
 from thrifty.core.shard_layout import local_tensors
-from thrifty.core.technique import Technique
+from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import StepTrace, gc_frozen, one_thread, tensor_bytes, untraced
 from thrifty.machine.machine_info import free_memory
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -55,12 +56,14 @@ class TechniqueFootprint:
     technique: Technique
     before: Footprint
     after: Footprint
+    numerics: Numerics
+    """What the technique promises of this model's values."""
 
     def as_dict(self, touched: Sequence[str]) -> dict[str, Any]:
         return {
             "name": self.technique.name,
             "stage": self.technique.stage.label,
-            "numerics": self.technique.numerics.value,
+            "numerics": self.numerics.value,
             "settings": asdict(self.technique),
             "touched": list(touched),
             "before": self.before.as_dict(),
@@ -111,7 +114,7 @@ def _explained(run: Run) -> Explanation:
         after = counted
         for claimed in so_far:
             after = claimed.footprint(after)
-        rows.append(TechniqueFootprint(technique, before, after))
+        rows.append(TechniqueFootprint(technique, before, after, effective_numerics(technique, counts.batch_norms)))
         before = after
     return Explanation(parameters, plain, tuple(rows), tuple(counts.decisions))
 
@@ -133,6 +136,10 @@ class _RunCounts:
         self._fake: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
         """None once the model has turned out to need real tensors."""
         self._key: tuple[tuple[Technique, ...], int] | None = None
+
+    @property
+    def batch_norms(self) -> list[str]:
+        return batch_norms(self._passes.model)
 
     def of(self, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
         with collect_notes() as said:
@@ -273,6 +280,12 @@ def plain_on_fakes(plain: BaseRun, fake: FakeTensorMode) -> BaseRun:
             return _faked(model, fake)
 
     return replace(plain, build=build)
+
+
+def trained_batch_norms(plain: BaseRun) -> list[str]:
+    """Return the names of layers that normalize by the statistics of a batch while the model trains."""
+    with preserved_draws(), without_log():
+        return batch_norms(plain_on_fakes(plain, FakeTensorMode(allow_non_fake_inputs=True)).build().train())
 
 
 class _FakeCopies(TorchFunctionMode):

@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 from thrifty.composition.compose import BaseRun, compose
-from thrifty.composition.explain import count
+from thrifty.composition.explain import count, trained_batch_norms
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
 from thrifty.core.tensor_tracing import gc_frozen
@@ -80,11 +80,11 @@ def allowed_options(
         offers |= {RANKS: tuple(options_over_ranks(ranks, batch, device))}
     if plain.is_trained:
         offers |= {"adapters": ADAPTER_OPTIONS}
-    most = NUMERICS_ORDER.index(allow)
+    most, norms = NUMERICS_ORDER.index(allow), trained_batch_norms(plain)
     free: dict[str, list[PlanOption]] = {}
     barred: dict[str, list[PlanOption]] = {}
     for axis, some in offers.items():
-        for way in options_along(axis, some, recipe.techniques, catalogue, device):
+        for way in options_along(axis, some, recipe.techniques, catalogue, device, norms):
             where = free if NUMERICS_ORDER.index(way.numerics) <= most else barred
             where.setdefault(axis, []).append(way)
     return free, barred

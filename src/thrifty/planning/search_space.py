@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from thrifty.core.batch_norms import effective_numerics
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import Mesh
 from thrifty.core.technique import Numerics, Technique
@@ -146,15 +147,21 @@ def micro_batches(batch: int, joint: bool) -> tuple[OptionTemplate, ...]:
 
 
 def options_along(
-    axis: str, offers: Sequence[OptionTemplate], present: Sequence[Technique], catalogue: Catalogue, device: str
+    axis: str,
+    offers: Sequence[OptionTemplate],
+    present: Sequence[Technique],
+    catalogue: Catalogue,
+    device: str,
+    norms: Sequence[str] = (),
 ) -> Iterator[PlanOption]:
-    """The ways along an axis for a run with these techniques: what is offered, and without what is there."""
+    """The ways along an axis for a run with these techniques, of a model whose layers `norms` normalize over the
+    batch: what is offered, and without what is there."""
     named = {name for offer in offers for name in offer.techniques}
     there = {technique.name: technique for technique in present if technique.name in named}
     own = [offer for offer in offers if offer.techniques.keys() == there.keys()]
     usual = min((offer.factor_on(device) for offer in own), default=1.0)
     if there:
-        loosest = max((technique.numerics for technique in there.values()), key=NUMERICS_ORDER.index)
+        loosest = _loosest(there.values(), norms)
         yield PlanOption(axis, (), frozenset(there), 1 / usual, loosest, "without " + " and ".join(there))
     for offer in offers:
         if offer.lacks(device) or not offer.techniques.keys() <= catalogue.keys():
@@ -168,11 +175,15 @@ def options_along(
         touched = {*made} ^ {*there.values()}
         if not touched:
             continue
-        numerics = max((technique.numerics for technique in touched), key=NUMERICS_ORDER.index)
+        numerics = _loosest(touched, norms)
         label = " + ".join(_label(technique) for technique in made)
         if offer.mesh != ONE_RANK:
             label = f"{offer.mesh.label} with {label}"
         yield PlanOption(axis, made, frozenset(there), offer.factor_on(device) / usual, numerics, label, offer.mesh)
+
+
+def _loosest(techniques: Iterable[Technique], norms: Sequence[str]) -> Numerics:
+    return max((effective_numerics(technique, norms) for technique in techniques), key=NUMERICS_ORDER.index)
 
 
 def missing_requirements(catalogue: Catalogue, device: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch
 
 from thrifty.composition.compose import Run, compose, refuse_trained_start
 from thrifty.composition.explain import explain, resident_bytes
+from thrifty.core.batch_norms import batch_norms, explain_divided_norms
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError, refuse_unknown
 from thrifty.core.mesh import AXES, axis
@@ -268,7 +269,9 @@ def _run(
         with explain_out_of_memory(predicted, remedy):
             state = run.start() if log is None else run.init_state(log)
             source = run.plain.source
-            told = [folder.notice, *source.notices, source.unrepeatable]
+            assert state.model is not None
+            divided = explain_divided_norms(batch_norms(state.model.train()), run.techniques)
+            told = [folder.notice, *source.notices, source.unrepeatable, divided]
             notices = [*fill(state), *_lost_updates(run, state), *_partly_judged(prepared), *filter(None, told)]
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:

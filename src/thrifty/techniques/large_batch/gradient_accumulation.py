@@ -5,8 +5,9 @@ Promise   activation memory of one micro-batch at the statistics of the whole ba
           effective batch, so unequal micro-batches (the last may be smaller) weigh what they should.
 Cost      less work per kernel launch; nothing else.
 Does not  change the result beyond the order of summation (numerics: rounding).
-Avoid     when the whole batch fits: then it only adds launches; BatchNorm, which normalizes each micro-batch by itself,
-          so that the result is another one. Refused for a contrastive loss, whose examples are
+Avoid     when the whole batch fits: then it only adds launches. A BatchNorm layer normalizes each micro-batch by its
+          own statistics: on a model with one the numerics are "different", and explain, plan, check and the run
+          name the layers. Refused for a contrastive loss, whose examples are
           compared with each other: large_batch.gradient_cache takes such a batch in parts.
 """
 
