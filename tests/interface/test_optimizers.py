@@ -385,3 +385,21 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is(name: str, present: lis
     optimizer.step()
     for parameter, old in zip(parameters, before, strict=True):
         assert torch.equal(parameter, old) == (parameter.grad is None or not parameter.grad.any())
+
+
+def test_the_rate_of_the_next_step_is_known_before_the_first_one_and_under_a_scheduler() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = thrifty.optim.AdamW(model, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    twin = copy.deepcopy(model)
+    unasked = thrifty.optim.AdamW(twin, lr=0.1)
+    other = torch.optim.lr_scheduler.StepLR(unasked, 1, 0.5)
+    for _ in range(3):
+        assert optimizer.learning_rate() == optimizer.param_groups[0]["lr"]
+        assert optimizer.scalars()["scale_by_learning_rate.factor"] == -optimizer.param_groups[0]["lr"]
+        for each, schedule, own in ((optimizer, scheduler, model), (unasked, other, twin)):
+            own(torch.ones(2, 4)).sum().backward()
+            each.step()
+            schedule.step()
+            each.zero_grad()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))

@@ -122,6 +122,11 @@ class TechniqueOptimizer(TransformOptimizer):
             count += 1
 
     @torch.no_grad()
+    def scalars(self) -> dict[str, float]:
+        self._locate(self._active or list(range(len(self._steps))))  # a scheduler may have changed the groups
+        return super().scalars()
+
+    @torch.no_grad()
     def eval_weights(self) -> list[Tensor] | None:
         stepped = [index for index, count in enumerate(self._steps) if count]
         if not stepped:
@@ -175,6 +180,7 @@ class TechniqueOptimizer(TransformOptimizer):
     def _forget(self) -> None:
         """Make the next step decide anew how it is run."""
         self._key: object = None
+        self._active: list[int] = []
         self._chains: dict[str, tuple[int, TransformChain]] = {}
         self._tuned: list[dict[str, Any]] = []
         self._counts: list[Tensor] = []
@@ -194,6 +200,7 @@ class TechniqueOptimizer(TransformOptimizer):
         key = [(id(parameters[index]), groups[index], self.updates - self._steps[index]) for index in active]
         settings = [self._settings(group) for group in self.param_groups]
         own = [parameters[index] for index in active]
+        self._active = active
         if key == self._key:
             if settings != self._tuned:
                 self._tune(settings)

@@ -122,6 +122,10 @@ class Technique(FrozenValue):
         """True if the optimizer state is outside the device's memory between updates."""
         return False
 
+    def idle_in(self, steps: int) -> str:
+        """Return what never happens in a run of so many steps although the technique is made for it; "" for nothing."""
+        return ""
+
     def overrides(self, *methods: str) -> bool:
         """Return whether it changes any of these methods."""
         return any(getattr(type(self), method) is not getattr(Technique, method) for method in methods)

@@ -25,7 +25,6 @@ from thrifty.interface.changed_loader import change_data
 from thrifty.modeling.adapter_base import AdapterTechnique
 from thrifty.modeling.module_surgery import refuse_copies
 from thrifty.recipes.recipe_layers import toml_table
-from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 T = TypeVar("T")
 
@@ -104,9 +103,9 @@ def apply(
                 refuse_copies(model, chosen.name)
     if Claim.WEIGHT_MASKS in chosen.claims and isinstance(optimizer, TechniqueOptimizer):
         optimizer.apply_constraints()  # the first forward pass is under the masks
-    if isinstance(chosen, MaskTechnique) and chosen.is_idle(total_steps or MANY_STEPS):
+    if idle := chosen.idle_in(total_steps or MANY_STEPS):
         loop = f"a loop of {total_steps:,} steps" if total_steps else "any loop"
-        warnings.warn(f"{chosen.name}: masks never move in {loop} with {chosen}", stacklevel=2)
+        warnings.warn(f"{chosen.name}: {idle} in {loop} with {chosen}", stacklevel=2)
     return target
 
 

@@ -140,7 +140,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def learning_rate(self) -> float:
         """The factor that the next update will be multiplied by, sign removed: the product of all schedules."""
-        return self.transform.rate(self.scalars())
+        numbers = self.scalars()
+        return self.transform.rate(numbers)
 
     @torch.no_grad()
     def eval_weights(self) -> list[Tensor] | None:

@@ -94,9 +94,9 @@ class MaskTechnique(Technique):
     def moves_at(self, step: int) -> bool:
         return False
 
-    def is_idle(self, steps: int) -> bool:
-        """Return True if masks that are made to move, or to be chosen, stay as they are in a run of so many steps."""
-        return type(self).moves_at is not MaskTechnique.moves_at and not any(map(self.moves_at, range(steps)))
+    def idle_in(self, steps: int) -> str:
+        is_static = type(self).moves_at is MaskTechnique.moves_at
+        return "" if is_static or any(map(self.moves_at, range(steps))) else "masks never move"
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         return iter(())
