@@ -7,6 +7,8 @@ import own_gpt
 import pytest
 from command_line import CommandLine, write_corpus
 
+import thrifty as th
+
 GPT, ARGUMENT = ("--model", "own.gpt:build"), ("--model-arg", "width=16")
 SIZES = {
     "data.vocabulary": 320, "data.length": 32, "data.batch": 8, "evaluation.examples": 8, "checkpoints.every": 2,
@@ -126,6 +128,25 @@ def test_data_and_a_loss_of_ones_own_have_names_on_the_command_line(tmp_path: Pa
     thrifty("resume", "mine", *OBJECTS, "--fork", "more", "--set", "budget.steps=6", "--quiet")
     (tmp_path / "work.py").write_text(WORK.replace("cross_entropy(", "cross_entropy(0.5 * "))
     assert "python.sources.work:loss: " in thrifty("resume", "more", *OBJECTS, exit_code=2).stderr
+
+
+@pytest.mark.parametrize("technique", ["", "lion:lr=2e-4", "gradients.clip"])
+def test_the_same_objects_are_the_same_run_on_the_command_line_and_in_python(
+    technique: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work.py").write_text(WORK.replace("torch.randn(6)", "torch.full((6,), number / 32)"))
+    thrifty = CommandLine(tmp_path)
+    words = ("--with", technique) if technique else ()
+    thrifty("train", *OBJECTS, *words, "--budget", "3steps", "--set", "data.batch=8", "--name", "typed", "--quiet")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {name.lstrip("-").replace("-", "_"): text for name, text in zip(OBJECTS[::2], OBJECTS[1::2], strict=True)}
+    chosen = [technique] if technique else []
+    th.train(**names, techniques=chosen, budget="3 steps", batch=8, name="called", quiet=True)
+    ran = [(thrifty.run(name) / "recipe.toml").read_text().replace(name, "NAME") for name in ("typed", "called")]
+    assert ran[0] == ran[1] and "compile" not in ran[0]
+    losses = [[record["loss"] for record in thrifty.records(name)] for name in ("typed", "called")]
+    assert losses[0] == losses[1] and losses[0]
 
 
 def test_a_path_that_exists_is_a_path_and_halves_of_own_data_are_refused(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ PROTOCOL = ("equal_budget", "seeds", "rate_trials", "rate_factor", "min_effect",
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON at the end.")
 def command(
-    recipe: str,
+    recipe: str | None,
     variants: tuple[str, ...],
     name: str | None,
     workers: tuple[str, ...],

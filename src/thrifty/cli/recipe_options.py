@@ -56,7 +56,7 @@ DATA_HELP = (
 )
 
 recipe_options = together(
-    click.argument("recipe", default="text"),
+    click.argument("recipe", required=False),
     click.option("--data", help=DATA_HELP),
     HELD_OUT,
     LOSS,
@@ -74,7 +74,7 @@ recipe_options = together(
 
 
 def build_recipe(
-    recipe: str,
+    recipe: str | None = None,
     data: str | None = None,
     held_out: str | None = None,
     loss: str | None = None,
@@ -88,12 +88,22 @@ def build_recipe(
     assignments: tuple[str, ...] = (),
     mesh: str | None = None,
 ) -> "RecipeLayers":
-    """The layers of a recipe as the command line describes it."""
-    from thrifty.interface.recipe_arguments import layers_of
+    """The layers of a recipe as the command line describes it. Without a name it is "text"; around a model, data or a
+    loss of the user's own it is what `thrifty.recipe` returns for them."""
+    from thrifty.interface.recipe_arguments import layers_of, names_object
+    from thrifty.interface.recipe_arguments import recipe as recipe_of
+    from thrifty.recipes.recipe_layers import RecipeLayers
 
-    layers = layers_of(recipe)
-    layers.apply_objects(data, held_out, loss)
-    layers.apply_model(model, model_arguments)
+    sources = {"data": data, "held_out": held_out}
+    is_own = any(map(names_object, (model, loss))) or any(names_object(each, True) for each in sources.values())
+    if recipe is None and is_own:
+        own = recipe_of(model, **sources, loss=loss, techniques=() if removals else additions)
+        layers = RecipeLayers.above("the command line", own).apply_model(None, model_arguments)
+        additions = additions if removals else ()
+    else:
+        layers = layers_of(recipe or "text")
+        layers.apply_objects(data, held_out, loss)
+        layers.apply_model(model, model_arguments)
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
     for option, value in (("seed", seed), ("name", name)):

@@ -15,7 +15,8 @@ from thrifty.cli.recipe_options import RANKS, build_recipe, recipe_options
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
 def command(runs: Path, ranks: int, quiet: bool, as_json: bool, **chosen: Any) -> None:
-    """Train by RECIPE: the name of a recipe (`thrifty list recipes`) or a TOML file. Default: text.
+    """Train by RECIPE: the name of a recipe (`thrifty list recipes`) or a TOML file. Default: text;
+    around a --model, --data or --loss of your own that of `thrifty.train` in Python.
 
     The run is kept in runs/NAME; a name that exists is refused, never overwritten.
     """

@@ -52,7 +52,7 @@ PROBING = ("probe", "probe_seconds", "probed_candidates", "seconds")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def plan_recipe(
-    recipe: str,
+    recipe: str | None,
     out: Path | None,
     exports: tuple[str, ...],
     as_json: bool,
@@ -75,7 +75,7 @@ def plan_recipe(
         raise UsageError("--export needs --out, beside which it writes", fix="--out plan.toml")
     wanted: Any = {name: options.pop(name) for name in WANTED}
     probing: Any = {name: value for name in PROBING if (value := options.pop(name)) is not None}
-    _refuse_misspelled_command(recipe)
+    _refuse_misspelled_command(recipe or "")
     if cluster is not None:
         _refuse_on_cluster(probing, exports)
     with units_of(cluster):
