@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from command_line import free_port
 import thrifty
 from thrifty.core.errors import UsageError
 from thrifty.training.rendezvous import take_srun_ranks
+from thrifty.training.sent_objects import can_be_sent, write_value
 
 SCRIPT = """
 import sys
@@ -69,6 +71,23 @@ def test_objects_that_cannot_be_sent_are_refused_by_name(name: str, value: Any, 
     with pytest.raises(UsageError, match=f"{name} .*cannot be sent to other processes") as error:
         thrifty.train(**{**user_work.objects(), **changed}, budget=2, batch=16, ranks=2, runs=tmp_path, quiet=True)
     assert "top level of a module" in error.value.fix and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>"])
+def test_functions_of_a_prompt_or_of_standard_input_are_refused_before_a_process_starts(
+    file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(model: Any, batch: Any) -> None: ...
+
+    main: Any = ModuleType("__main__")
+    loss.__module__, loss.__qualname__, main.loss = "__main__", "loss", loss
+    if file is not None:
+        main.__file__ = file
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert not can_be_sent(main.loss)
+    with pytest.raises(UsageError, match="at a prompt or on standard input") as error:
+        write_value(main.loss, tmp_path / "value")
+    assert "top level of a module" in error.value.fix
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ def write_value(value: Any, path: Path) -> None:
     except Exception as error:
         raise _unsendable(value, error) from error
     main = get_preparation_data("rank") if b"__main__" in content else {}
-    with suppress(AttributeError):  # of a notebook, whose functions no other process can import
-        if b"__main__" in content and not any(main.get(name) for name in MAIN):
-            raise _unsendable(value, UsageError("it was defined in a notebook or at a prompt"))
+    script = main.get("init_main_from_path")
+    can_import = os.path.isfile(script) if script else main.get("init_main_from_name")
+    if b"__main__" in content and not can_import:  # no other process can import it
+        raise _unsendable(value, UsageError("it was defined in a notebook, at a prompt or on standard input"))
     main = {name: main[name] for name in (*MAIN, "sys_argv") if name in main}
     about = {"path": list(sys.path), "main": main, "content": content}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -9,7 +9,7 @@ from torch import nn
 
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import BatchSource
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import UsageError, spelled
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import fill_tensor, read_log
@@ -100,7 +100,8 @@ def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
     recipe.refuse_missing_objects("model")
     if recipe.model.build != stored.model.build:
         trained = stored.model.build or stored.model.folder or stored.model.preset
-        fix = f"--model {trained}" if is_function_name(trained) else "leave --model out, or pass what it trained"
+        typed, call = f"--model {trained}", f"model={trained.rpartition(':')[2]}"
+        fix = spelled(typed, call) if is_function_name(trained) else spelled("leave --model out", "leave model out")
         raise UsageError(f"{folder} trained {trained}, not {recipe.model.build}", fix)
     before = stored.python.sources
     for name, digest in recipe.python.sources.items() if recipe.objects.model is not None else ():

@@ -8,7 +8,7 @@ import labelled_texts
 import pytest
 from labelled_texts import write_csv, write_jsonl
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import TYPED, UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings, Recipe
 from thrifty.data.text.labelled_data import LabelledData
 from thrifty.training.run_setup import open_examples
@@ -112,6 +112,19 @@ def test_a_label_of_another_form_is_refused_by_its_line(tmp_path: Path, label: A
     rows = [{"text": row["text"], "label": label} for row in REVIEWS]
     with pytest.raises(UsageError, match=match):
         opened(write_jsonl(tmp_path / "rows.jsonl", rows), objective)
+
+
+@pytest.mark.parametrize(("typed", "fix"), [(True, "--loss regression"), (False, 'loss="regression"')])
+def test_numbers_that_are_no_classes_have_a_fix_in_the_words_of_the_reader(
+    typed: bool, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TYPED, raising=False)
+    if typed:
+        monkeypatch.setenv(TYPED, "1")
+    rows = [{"text": row["text"], "label": 0.5} for row in REVIEWS]
+    with pytest.raises(UsageError) as error:
+        opened(write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert error.value.fix == fix
 
 
 def test_rows_without_a_text_or_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
