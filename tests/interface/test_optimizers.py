@@ -403,3 +403,38 @@ def test_the_rate_of_the_next_step_is_known_before_the_first_one_and_under_a_sch
             schedule.step()
             each.zero_grad()
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+class UnusualNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+        self.to_logits = nn.Linear(16, 50)
+
+
+def test_muon_leaves_embeddings_and_heads_of_any_name_to_adamw_and_a_summary_names_both_halves() -> None:
+    summary = thrifty.summary(thrifty.optim.Muon(UnusualNames()))
+    (parts,) = summary.groups
+    halves = {key.partition(":")[0]: set(names) for key, names in parts.items()}
+    matrices = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
+    assert halves["hidden"] == {f"blocks.{block}.{name}" for block in (0, 1) for name in matrices}
+    assert {"tok.weight", "to_logits.weight"} < halves["rest"]
+    said = repr(summary)
+    assert "hidden: scale_by_momentum, orthogonalize, " in said and "blocks.N.linear1.weight" in said
+    perceptron = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    (parts,) = thrifty.summary(thrifty.optim.Muon(perceptron)).groups
+    assert [names for key, names in parts.items() if key.startswith("hidden")] == [("0.weight", "2.weight")]
+
+
+def test_a_summary_of_any_optimizer_has_its_groups_rates_and_added_techniques() -> None:
+    model = nn.Linear(4, 3)
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
+    optimizer = thrifty.apply(thrifty.optim.AdamW(groups, lr=0.2), "optimizer_state", format="int8")
+    summary = thrifty.summary(optimizer)
+    assert summary.learning_rates == (0.1, 0.2) and summary.elements == (12, 3)
+    assert summary.added == ("precision.optimizer_state",) and "scale_by_adam" in repr(summary)
+    plain = thrifty.summary(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert plain.groups == ({"SGD": ("parameter0", "parameter1")},) and "SGD of 15 elements" in repr(plain)
+    with pytest.raises(UsageError, match="a summary is of a model or an optimizer"):
+        thrifty.summary(groups)  # type: ignore[call-overload]

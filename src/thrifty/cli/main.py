@@ -116,9 +116,12 @@ def _is_first_to_tell() -> bool:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Unwind and exit with the usual code, at once if asked again; while it trains, a run has its own way to end."""
+    """Say so, unwind and exit with the usual code, at once if asked again; while it trains, a run has its own way to
+    end."""
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_DFL)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.write(2, f"thrifty: stopped by signal {number}\n".encode())  # a print may have been interrupted
     sys.exit(128 + number)
 
 

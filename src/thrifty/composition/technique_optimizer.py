@@ -15,6 +15,7 @@ from thrifty.core.old_names import order_key
 from thrifty.core.run_relative_settings import refuse_shares, resolve_moments
 from thrifty.core.stages import HOW
 from thrifty.core.technique import Technique
+from thrifty.modeling.parameter_kinds import marks_of
 from thrifty.optim.parameter_partition import ParameterPartition
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.transform_elements import AddDecayedWeights
@@ -107,6 +108,18 @@ class TechniqueOptimizer(TransformOptimizer):
         self.added = (*self.added, technique)
         self._forget()
 
+    def algorithms(self, group: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Return the names of a group's parameters by the steps of the update that each goes through."""
+        parts: dict[str, list[str]] = {}
+        elements = self._chain(group, 0).elements
+        split = next((each for each in elements.values() if isinstance(each, ParameterPartition)), None)
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            label = split.label_of(name, parameter) if split else ""
+            inner = split.rules[label][1] if split else None
+            steps = inner.elements if isinstance(inner, TransformChain) else elements
+            parts.setdefault((f"{label}: " if label else "") + ", ".join(steps), []).append(name)
+        return parts
+
     def make_update(self) -> None:
         parameters = self.parameters
         active = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
@@ -171,10 +184,12 @@ class TechniqueOptimizer(TransformOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in ("total_steps", "added", "updates", "born", "births", "_steps")}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "marks": [marks_of(each) for each in self.parameters]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({name: value for name, value in state.items() if name != "marks"})
+        for parameter, marks in zip(self.parameters, state.get("marks", ()), strict="marks" in state):
+            vars(parameter).update(marks)
         self._forget()
 
     def _forget(self) -> None:

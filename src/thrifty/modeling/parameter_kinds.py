@@ -1,10 +1,11 @@
 """What optimizers must know of a parameter, told from names and shapes alone: whether it is decayed, whether it is a
-hidden matrix, and whether it is several layers in one. And what only the model could tell: its own learning rate, and
-which side of it is the input's."""
+hidden matrix, and whether it is several layers in one. And what only the model could tell: its own learning rate,
+which side of it is the input's, and that it is an embedding or a head."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -27,11 +28,11 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix that maps activations to activations: no embedding, no head, nothing of a
-    position, no convolution kernel."""
+    """Whether a parameter is a matrix that maps activations to activations: no embedding and no head, by name or by
+    `mark_end`, nothing of a position, no convolution kernel."""
     module = name.removesuffix(".weight")
     at_an_end = any(_END.fullmatch(word) for word in module.lower().split(".")) or _LAST.fullmatch(module)
-    return parameter.ndim == 2 and is_matrix(name, parameter) and not at_an_end
+    return parameter.ndim == 2 and is_matrix(name, parameter) and not (at_an_end or is_marked_end(parameter))
 
 
 def set_learning_rate_factor(parameter: Tensor, factor: float) -> None:
@@ -44,6 +45,16 @@ def learning_rate_factor(parameter: Tensor) -> float | None:
     return getattr(parameter, "own_factor", None)
 
 
+def mark_end(parameter: Tensor) -> None:
+    """Mark a parameter as one of the model's two ends: an embedding, or a layer that produces outputs."""
+    parameter.is_model_end = True  # type: ignore[attr-defined]
+
+
+def is_marked_end(parameter: Tensor) -> bool:
+    """Return True if a parameter was marked by `mark_end`."""
+    return getattr(parameter, "is_model_end", False)
+
+
 def set_transposed(parameter: Tensor) -> None:
     """Mark a matrix as stored (in, out), unlike the weight of `nn.Linear`."""
     parameter.is_kept_transposed = True  # type: ignore[attr-defined]
@@ -54,12 +65,15 @@ def is_kept_transposed(parameter: Tensor) -> bool:
     return getattr(parameter, "is_kept_transposed", False)
 
 
+def marks_of(parameter: Tensor) -> dict[str, Any]:
+    """Return what a parameter was marked with, which a deep copy of it has lost."""
+    marks = ("own_factor", "is_kept_transposed", "is_model_end")
+    return {name: getattr(parameter, name) for name in marks if hasattr(parameter, name)}
+
+
 def stand_in_for(parameter: Tensor, copy: Tensor) -> Tensor:
     """The same copy, which an optimizer is given in a parameter's place: it knows what the parameter knows."""
-    if (factor := learning_rate_factor(parameter)) is not None:
-        set_learning_rate_factor(copy, factor)
-    if is_kept_transposed(parameter):
-        set_transposed(copy)
+    vars(copy).update(marks_of(parameter))
     return tag_order(copy, order_of(parameter))
 
 

@@ -33,6 +33,16 @@ class ParameterPartition(GradientTransform):
     def reach(self) -> TransformScope:  # type: ignore[override]
         return max(transform.reach for _, transform in self.rules.values())
 
+    def label_of(self, name: str, parameter: Tensor) -> str:
+        """Return the label of the first rule that a parameter meets. Raises UsageError if it meets none."""
+        for label, (rule, _) in self.rules.items():
+            if rule(name, parameter):
+                return label
+        raise UsageError(
+            f"partition: no rule covers parameter {name!r} of shape {tuple(parameter.shape)}",
+            fix='add a last rule ("rest", lambda name, parameter: True, …)',
+        )
+
     def scalars(self, step: int, age: int) -> dict[str, float]:
         numbers: dict[str, float] = {}
         for label, (_, transform) in self.rules.items():
@@ -42,13 +52,7 @@ class ParameterPartition(GradientTransform):
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         self.members = {label: [] for label in self.rules}
         for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-            label = next((label for label, (rule, _) in self.rules.items() if rule(name, parameter)), None)
-            if label is None:
-                raise UsageError(
-                    f"partition: no rule covers parameter {name!r} of shape {tuple(parameter.shape)}",
-                    fix='add a last rule ("rest", lambda name, parameter: True, …)',
-                )
-            self.members[label].append(index)
+            self.members[self.label_of(name, parameter)].append(index)
         slots: Slots = {}
         for label, (_, transform) in self.rules.items():
             own = self.members[label]

@@ -11,7 +11,8 @@ Avoid     where most parameters are embeddings: they, the head, vectors and conv
 Note      Wen et al. 2025, Fantastic Pretraining Optimizers (arXiv 2509.02046), tuned everything and found Muon and SOAP
           ahead of AdamW, by 1.4 times at 0.1B parameters and 1.1 times at 1.2B. A matrix is taken as it is kept:
           queries, keys and values in one count as one unless `slices = true`. Sharded matrices are gathered one by one
-          and every rank orthogonalises all of them.
+          and every rank orthogonalises all of them. Given a model, embeddings and heads are found by structure; given
+          named parameters alone, by their usual names (`thrifty.summary(optimizer)` lists both halves).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +31,13 @@ from thrifty.core.shard_layout import order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.machine.cpu_features import has_fast_bfloat16
+from thrifty.modeling.embeddings import output_layers
 from thrifty.modeling.parameter_kinds import (
     FusedSlices,
     fused_slices,
     is_hidden_matrix,
     is_kept_transposed,
+    mark_end,
     set_transposed,
 )
 from thrifty.modeling.residual_branches import is_transposed
@@ -218,6 +221,10 @@ class Muon(Technique):
     adamw_eps: Epsilon = 1e-8
 
     def model(self, model: nn.Module) -> nn.Module:
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        for layer in (*tables, *output_layers(model).values()):
+            for parameter in layer.parameters():
+                mark_end(parameter)
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         hidden = [name for name, p in model.named_parameters() if p.requires_grad and is_hidden_matrix(name, p)]
         for layer in filter(is_transposed, model.modules()):
