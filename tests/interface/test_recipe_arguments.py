@@ -214,3 +214,10 @@ def test_an_object_of_another_kind_is_refused_in_words(call: Any, tmp_path: Path
     more = (tmp_path / "out",) if call is thrifty.export else ()
     with pytest.raises(UsageError, match=r"is no run|a summary is of a model"):
         call(3, *more)
+
+
+@pytest.mark.parametrize("verb", [thrifty.explain, thrifty.check, thrifty.plan, thrifty.compare])
+def test_a_model_in_the_place_of_a_recipe_is_told_its_name(verb: Any) -> None:
+    with pytest.raises(UsageError, match="the recipe is of the type 'Linear'") as error:
+        verb(torch.nn.Linear(2, 2), quiet=True)
+    assert "model=…, data=…" in error.value.fix

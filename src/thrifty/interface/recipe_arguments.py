@@ -176,7 +176,12 @@ def is_mixture(data: Any) -> bool:
 
 
 def _given(recipe: Recipe | str | Path | None) -> Recipe:
-    """Return a recipe by its value, its name or its file."""
+    """Return a recipe by its value, its name or its file. Raises UsageError for a model, or another value."""
+    if not isinstance(recipe, Recipe | str | Path | None):
+        raise UsageError(
+            f"the recipe is of the type {type(recipe).__name__!r}, and no thrifty.Recipe, name or file",
+            fix="pass objects by name: model=…, data=…, held_out=…, loss=…",
+        )
     return layers_of(recipe).recipe() if isinstance(recipe, str | Path) else recipe or Recipe()
 
 
