@@ -11,10 +11,10 @@ import pytest
 import torch
 import user_work
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import thrifty
-from thrifty.core.errors import ThriftyError
+from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.data.prefetch import prefetch
 from thrifty.data.user_data import UserData, open_user_data
 from thrifty.training import checkpoint
@@ -252,6 +252,7 @@ class Exhausted(IterableDataset[Any]):
         ((X.numpy(), Y.numpy()[:3]), "3 and 40 rows"),
         ([], "no examples"),
         (Numbers(0), "no examples"),
+        (ChainDataset([Numbers(0)]), "no examples"),
         ([{"text": "a"}] * 9, r"part 'text\.0' of a batch is a str \('a'\)"),
         ([{"x": torch.ones(number)} for number in range(1, 10)], "cannot be collated"),
         ([{"x": X[0]}, {"x": X[0]}, {"z": X[0]}] * 9, "cannot be collated|differ in form"),
@@ -263,6 +264,37 @@ def test_what_is_no_dataset_is_refused_with_the_fix(data: Any, words: str) -> No
     with pytest.raises(ThriftyError, match=words) as error:
         opened(data, None if isinstance(data, list) else ROWS).train.at(0)
     assert error.value.fix
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return user_work.build()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (on_meta, "torch's meta device: '.*' has no values"),
+        (lambda: nn.LazyLinear(2), "lazy layers without weights, such as 'weight'"),
+        (Complex, "'weight' is complex"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_as_it_is_is_refused_with_the_fix(
+    build: Any, words: str, tmp_path: Path
+) -> None:
+    objects = {**user_work.objects(), "model": build, "loss": lambda model, batch: next(model.parameters()).abs().sum()}
+    with pytest.raises(UsageError, match=words) as error:
+        thrifty.train(**objects, batch=8, budget=2, runs=tmp_path, quiet=True)
+    assert error.value.fix
+    if build is not on_meta:
+        with pytest.raises(UsageError, match=words):
+            thrifty.estimate(build(), X[:8], loss=lambda model, batch: next(model.parameters()).abs().sum())
 
 
 def test_a_model_of_transformers_learns_from_batches_of_its_tokenizers_kind(tmp_path: Path) -> None:

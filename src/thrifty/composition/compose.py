@@ -118,6 +118,11 @@ class Run:
             if change := technique.changes(entry.step, TrainState(step=entry.step, log=list(log))):
                 model = change.restructure(model)
         if any(parameter.device != self.device for parameter in model.parameters()):
+            if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+                raise UsageError(
+                    f"the model was built on torch's meta device: {empty[0]!r} has no values",
+                    fix="build it on the CPU, or load its weights with load_state_dict(weights, assign=True)",
+                )
             model = model.to(self.device)
         for technique in self.techniques:
             with collect_notes() as notes, _named(technique):

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from thrifty.core.errors import ThriftyError, UsageError, did_you_mean, spelled
 from thrifty.core.out_of_memory import is_out_of_memory
@@ -82,10 +83,17 @@ class UserObjects:
 
     def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
         """Return the model that the user's function builds, or a copy of their module. Raises UsageError where the
-        function fails, or returns no module."""
-        if isinstance(self.model, nn.Module):
-            return copy.deepcopy(self.model)
-        assert self.model is not None
+        function fails, or returns no module, or one with lazy layers."""
+        model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self._called(arguments)
+        if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise UsageError(
+                f"{self.build} has lazy layers without weights, such as {lazy[0]!r}",
+                fix="run a batch through the model where it is built: model(inputs)",
+            )
+        return model
+
+    def _called(self, arguments: Mapping[str, Any] | None) -> nn.Module:
+        assert self.model is not None and not isinstance(self.model, nn.Module)
         _refuse_arguments(self.build, self.model, arguments or {})
         try:
             model = self.model(**(arguments or {}))

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from thrifty.core.errors import RefusedError, UsageError
 
@@ -27,7 +27,8 @@ class DataParts(NamedTuple):
 
     @property
     def is_map_style(self) -> bool:
-        return hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
+        is_iterable = isinstance(self.dataset, IterableDataset)  # torch's Dataset has a __getitem__ that only raises
+        return hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__") and not is_iterable
 
 
 def dataset_of(data: Any) -> DataParts:

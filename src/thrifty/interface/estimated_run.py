@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thrifty.composition.compose import BaseRun
@@ -142,7 +143,7 @@ def _plain(batch: Any) -> Any:
 
 
 def _is_shape_alone(tensor: Tensor) -> bool:
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
+    return is_lazy(tensor) or tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _present(leaf: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thrifty.core.errors import UsageError
 from thrifty.core.gradient_transform import (
     MASK_MOVE,
     Content,
@@ -89,6 +90,17 @@ class TransformOptimizer(torch.optim.Optimizer):
         self.births: dict[str, int] = {}
         self.transform = transform if type(transform) is TransformChain else chain(transform)
         self.site = self.located(self.names, self.parameters)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False):
+            if parameter.is_complex():
+                raise UsageError(
+                    f"the parameter {name!r} is complex ({parameter.dtype}), and updates are of real numbers",
+                    fix="train torch.view_as_real(weight) as the parameter, and take torch.view_as_complex of it in "
+                    "forward",
+                )
 
     def located(self, names: Sequence[str], parameters: list[Tensor]) -> UpdateLocation:
         return (self.transform.site or UpdateLocation)(self.transform, names, parameters)
