@@ -434,3 +434,16 @@ def test_without_time_the_recipe_alone_is_run() -> None:
     run: list[PlanCandidate] = []
     search = searching(math.inf, Numerics.DIFFERENT, time=holding(0.0, 0.0, run), allowance=lambda step: 0.0)
     assert search.run().ways == () and len(run) == 1 and search.stopped
+
+
+def test_less_memory_than_a_process_without_its_model_is_refused_before_options_are_counted() -> None:
+    def process(candidate: PlanCandidate, bar: float) -> StepTiming:
+        return replace(by_expectation(candidate), process=900 * MB)
+
+    for how in (dict(time=process), dict(process=900 * MB)):
+        search = searching(5.0, **how)
+        with pytest.raises(
+            InfeasibleError, match="no combination fits in 5 MB: a process holds 900 MB before"
+        ) as refusal:
+            search.run()
+        assert not search.singles and "seconds" not in str(refusal.value)

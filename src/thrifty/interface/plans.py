@@ -1,5 +1,6 @@
 """`plan`: which techniques to switch on under a budget, and why not the rest."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import inf, isinf
@@ -115,9 +116,9 @@ def plan(
     flops: float | None = None,
     allow: Literal["exact", "rounding", "different"] = "exact",
     price_per_hour: float | None = None,
-    probe: bool = True,
-    probe_seconds: float = 20.0,
-    probed_candidates: int = 4,
+    probe: bool | None = None,
+    probe_seconds: float | None = None,
+    probed_candidates: int | None = None,
     seconds: float | None = None,
     cluster: str | None = None,
     ranks: int | None = None,
@@ -131,9 +132,10 @@ def plan(
     prepared data. `hours` is the time to spend, or, beside `tokens` or `flops`, the longest that these may take.
     `allow` limits changes to those that keep all values ("exact"), only round them ("rounding"), or any ("different").
 
-    `probe=False` runs no steps; those of one of the `probed_candidates` take `probe_seconds`. Planning takes `seconds`,
-    by default a fifth of the run and at least 60. `cluster` is the name or file of one that is not here, planned for by
-    simulation; `ranks` are devices of this machine or of the cluster. `price_per_hour` adds the cost.
+    `probe=False` runs no steps; those of one of the `probed_candidates` (4) take `probe_seconds` (20). Planning takes
+    `seconds`, by default a fifth of the run and at least 60. `cluster` is the name or file of one that is not here,
+    planned for by simulation, so that none of these four is taken; `ranks` are devices of this machine or of the
+    cluster. `price_per_hour` adds the cost.
 
     Raises InfeasibleError where nothing fits.
 
@@ -157,16 +159,30 @@ def plan(
         flops=flops,
         price=price_per_hour,
     )
+    asked = {"probe": probe, "probe_seconds": probe_seconds, "probed_candidates": probed_candidates, "seconds": seconds}
+    probing: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if cluster is not None:
+        _refuse_on_cluster(probing, wanted)
     with units_of(cluster):
         chosen = recipe_of(recipe=recipe, **arguments)
     if cluster is None:
-        probing = {"probe": probe, "probe_seconds": probe_seconds, "probed_candidates": probed_candidates}
-        return RecipePlan(plan_on_machine(chosen, wanted, **probing, seconds=seconds, ranks=ranks or 1, quiet=quiet))
+        return RecipePlan(plan_on_machine(chosen, wanted, **probing, ranks=ranks or 1, quiet=quiet))
+    return RecipePlan(plan_on_cluster(chosen, wanted, cluster, ranks, quiet=quiet))
+
+
+def _refuse_on_cluster(probing: Mapping[str, Any], wanted: PlanRequest) -> None:
+    """Raises UsageError for options about steps that are run, of which a plan for a cluster has none, and disks."""
+    if probing:
+        name, value = next(iter(probing.items()))
+        option = "--no-probe" if value is False else f"--{name.replace('_', '-')}"
+        raise UsageError(
+            f"{option} is for plans of this machine: steps on a cluster are simulated, and none is run",
+            fix=f"leave {option} out",
+        )
     if not isinf(wanted.disk):
         raise UsageError(
             "--disk is for plans of one device", fix="leave it out: a cluster is planned without its disks"
         )
-    return RecipePlan(plan_on_cluster(chosen, wanted, cluster, ranks, quiet=quiet))
 
 
 def units_of(cluster: str | None) -> AbstractContextManager[None]:

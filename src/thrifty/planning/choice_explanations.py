@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from thrifty.composition.compose import compose
+from thrifty.composition.explain import touched_modules
 from thrifty.core.claims import PARALLELISM
 from thrifty.core.errors import ThriftyError, reason_of
 from thrifty.core.stages import Stage
@@ -135,7 +136,10 @@ class ChoiceExplainer:
     def _refusal(self, technique: Technique) -> str:
         others = [each for each in self.search.base if each.name != technique.name]
         try:
-            compose(self.search.plain, [*others, technique], self.search.steps, self.search.device)
+            run = compose(self.search.plain, [*others, technique], self.search.steps, self.search.device)
+            if technique.overrides("batches"):
+                run.source.at(0)
+            touched_modules(run)
         except Exception as refusal:  # a bug of one option is no reason to end the plan
             return reason_of(refusal)
         return ""

@@ -92,6 +92,7 @@ class PlanSearch(SingleOptionCosts):
         the time, one candidate is run, and nothing is said not to fit before the leanest was."""
         self.say(f"the recipe as it is: {self.plainest.memory / 1e6:,.0f} MB counted")
         self._try_recipe()
+        self._refuse_less_than_a_process()
         self.look_at_singles()
         self.counts = 0
         for candidate in self._promising():
@@ -358,6 +359,17 @@ class PlanSearch(SingleOptionCosts):
     def noise(self, candidate: PlanCandidate) -> float:
         spread = candidate.timing.spread if candidate.timing else 0.0
         return max(NO_DIFFERENCE, spread / 2)
+
+    def _refuse_less_than_a_process(self) -> None:
+        """Raises InfeasibleError where not even a process without a model fits, so that no option is of help."""
+        before = self.processes.get(1, 0.0 if self.time else self.process)
+        if before > self.memory and self.needs:
+            needed, _ = min(self.needs.values())
+            raise InfeasibleError(
+                f"no combination fits in {self.memory / 1e6:,.4g} MB: "
+                f"a process holds {before / 1e6:,.0f} MB before it builds the model",
+                fix=f"--memory {ceil(needed / 1e6)}MB, which the recipe as it is requires",
+            )
 
     def _raise_infeasible(self) -> NoReturn:
         if failures := [why for ways, why in self.misfits.items() if ways in self.failed]:

@@ -76,8 +76,11 @@ def plan_recipe(
     wanted: Any = {name: options.pop(name) for name in WANTED}
     probing: Any = {name: value for name in PROBING if (value := options.pop(name)) is not None}
     _refuse_misspelled_command(recipe or "")
-    if cluster is not None:
-        _refuse_on_cluster(probing, exports)
+    if cluster is not None and exports:
+        raise UsageError(
+            "--export is for plans of one device",
+            fix="write the plan with --out, and export it with thrifty plan PLAN.toml without --cluster",
+        )
     with units_of(cluster):
         chosen = build_recipe(recipe, **options).recipe()
     if chosen.model.build and "script" in exports:
@@ -93,22 +96,6 @@ def plan_recipe(
                 plan.export(name, export_path(name, out))  # type: ignore[arg-type]
     finally:  # a plan that took minutes is told, whatever becomes of its exports
         print_result(plan, as_json)
-
-
-def _refuse_on_cluster(probing: dict[str, Any], exports: tuple[str, ...]) -> None:
-    """Raises UsageError for options about steps that are run, of which a plan for a cluster has none, and exports."""
-    if probing:
-        name, value = next(iter(probing.items()))
-        option = "--no-probe" if value is False else f"--{name.replace('_', '-')}"
-        raise UsageError(
-            f"{option} is for plans of this machine: steps on a cluster are simulated, and none is run",
-            fix=f"leave {option} out",
-        )
-    if exports:
-        raise UsageError(
-            "--export is for plans of one device",
-            fix="write the plan with --out, and export it with thrifty plan PLAN.toml without --cluster",
-        )
 
 
 def _refuse_misspelled_command(word: str) -> None:

@@ -1,0 +1,32 @@
+"""Plans of a model and data of the user's own: what refuses them is named, and nothing is ignored."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import thrifty
+from thrifty.core.errors import UsageError
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def test_techniques_that_refuse_the_model_or_its_batches_are_refused_in_the_plan() -> None:
+    inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))
+    work: Any = dict(model=model, data=data, held_out=data, loss=loss, budget=4, batch=32, quiet=True)
+    rejected = thrifty.plan(**work, techniques=[thrifty.AdamW()], allow="different", probe=False).rejected
+    for name in ("attention.a3", "curriculum.resolution", "growth.layer_drop"):
+        assert rejected[name].startswith(f"refused: {name}"), rejected[name]
+    assert "only a race can say" in rejected["averaging.ema"]
+
+
+@pytest.mark.parametrize("probing", [{"probe": True}, {"probe": False}, {"seconds": 9.0}, {"probed_candidates": 4}])
+def test_a_plan_for_a_cluster_refuses_settings_of_probes(probing: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="steps on a cluster are simulated, and none is run"):
+        thrifty.plan("text", cluster="h100-box", **probing)
