@@ -129,8 +129,9 @@ class PlanSearch(SingleOptionCosts):
         return True
 
     def _is_late(self) -> bool:
-        """Return True if no time is left for another probe. Before the first probe there always is."""
-        begun = self.tried or self.probes or self.counts >= FINALISTS
+        """Return True if no time is left for another probe. There always is for the first one beside the recipe as it
+        is: what is expected to be fastest is run before what is leanest."""
+        begun = self.tried or self.probes > 1 or self.counts >= FINALISTS
         if not begun or self.seconds_left > (self.longest_probe if self.time else 0.0):
             return False
         self.stopped = "combinations that were not tried"
@@ -273,20 +274,22 @@ class PlanSearch(SingleOptionCosts):
             self.tried.append(timed)
 
     def _try_leanest(self) -> None:
-        """Run the combinations whose processes are expected to hold least, though they were counted not to fit: two,
-        since the first shows what its kind of process holds beyond its tensors, and then what may fit if it holds as
-        little as that. Raises InfeasibleError where nothing fits."""
+        """Run two combinations that were counted not to fit: the fastest that fits if its process holds as little as
+        any of its kind did, and that whose process is expected to hold least. The first shows what its kind of process
+        holds beyond its tensors, and then what may fit if it holds as little as that. Raises InfeasibleError where
+        nothing fits."""
         waiting = [c for c in self.combinations() if c.ways not in {*self.needs, *self.failed}]
         runs = 0
         while waiting and not self.tried:
-            leanest = min(waiting, key=self._expected_least)
-            least = self._expected_least(leanest)
+            fitting = [c for c in waiting if not runs and self._expected_least(c) <= self.memory]
+            chosen = min(fitting, key=lambda c: c.relative) if fitting else min(waiting, key=self._expected_least)
+            least = self._expected_least(chosen)
             if least >= min(self.needs.values(), default=(inf,))[0]:
                 break
             if runs and ((runs > 1 and least > self.memory) or self._is_late()):
                 break
-            waiting.remove(leanest)
-            if counted := self._counted(leanest):
+            waiting.remove(chosen)
+            if counted := self._counted(chosen):
                 runs += 1
                 self._run_if_possible(counted)
         if not self.tried:

@@ -62,15 +62,18 @@ class SingleOptionCosts:
 
     def look_at_singles(self) -> None:
         """The footprint of every way by itself, or why it is refused."""
-        cutting = sorted((way for way in self.ways.get(MICRO_BATCHES, ()) if way.techniques), key=self._rows)
-        inner = cutting[1:-1]
+        cutting = [way for way in self.ways.get(MICRO_BATCHES, ()) if way.techniques]
+        cutting.sort(key=lambda way: way.parts, reverse=True)
+        # a joint loss is computed in another manner where its batch is cut
+        last = cutting.pop() if self.plain.objective.joint and len(cutting) > 1 else None
+        inner = cutting[1:]
         # in turns, so that each axis has its share where time is short; on each what saves most memory stands last,
         # and what only takes techniques out stands first
         axes = [some if self.fits() else sorted(some[::-1], key=_leanest_first) for some in self.ways.values()]
         in_turns = (way for turn in zip_longest(*axes) for way in turn if way is not None)
         self._look_at(way for way in in_turns if way not in inner)
         if inner:
-            self._tell(inner, cutting[0], cutting[-1])
+            self._tell(inner, cutting[0], last)
 
     def fits(self) -> bool:
         """Return True if the unchanged recipe fits, so that faster options rank before leaner ones."""
@@ -91,20 +94,24 @@ class SingleOptionCosts:
             except Exception as refusal:  # a bug of one option is no reason to end the plan
                 self.refused[way] = reason_of(refusal)
 
-    def _tell(self, ways: Sequence[PlanOption], most: PlanOption, fewest: PlanOption) -> None:
-        """Of ways between two: what depends on the examples of a micro-batch does so on a straight line. All are
-        counted where one of the two is refused."""
-        span = self._rows(fewest) - self._rows(most)
-        if not span or not {most, fewest} <= self.singles.keys():
+    def _tell(self, ways: Sequence[PlanOption], leanest: PlanOption, last: PlanOption | None) -> None:
+        """Estimate ways between the leanest and `last`, or the recipe as it is: what depends on the examples of a
+        micro-batch does so on a straight line. Count them if one of the two is refused."""
+        if not {leanest, last} <= {*self.singles, None}:
             return self._look_at(ways)
+        parts = last.parts if last else max((each.micro_batches for each in self.base), default=1)
+        few, many = self._rows(leanest.parts), self._rows(parts)
+        if few == many:
+            return self._look_at(ways)
+        end = self.singles[last] if last else self.plainest
         for way in ways:
-            share = (self._rows(way) - self._rows(most)) / span
-            self.singles[way] = interpolate_footprint(self.singles[most], self.singles[fewest], share)
+            share = (self._rows(way.parts) - few) / (many - few)
+            self.singles[way] = interpolate_footprint(self.singles[leanest], end, share)
             self.told.add(way)
 
-    def _rows(self, way: PlanOption) -> int:
-        """Examples of a micro-batch."""
-        return -(-self.plain.source.batch // way.parts)
+    def _rows(self, parts: int) -> int:
+        """Return the examples of a micro-batch."""
+        return -(-self.plain.source.batch // parts)
 
     def alone(self, way: PlanOption) -> Footprint:
         """The footprint of a way by itself, counted. Raises as counting does."""
