@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command_line import CommandLine
+from labelled_texts import save_model, text
 
 from thrifty import techniques
 from thrifty.cli.main import ABOUT
@@ -41,6 +42,10 @@ def commands() -> list[list[str]]:
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("desk")
     (folder / "my.txt").write_text("\n\n".join(Path(subprocess.__file__).read_text(encoding="utf-8").split("\n\n")))
+    classifier = {"id2label": {"0": "negative", "1": "positive"}, "label2id": {"negative": 0, "positive": 1}}
+    save_model(folder / "bert-folder", "bert", "AutoModelForSequenceClassification", **classifier)
+    rows = [f'"{text(n, n % 2)}",{n % 2}' for n in range(80)]
+    (folder / "reviews.csv").write_text("\n".join(["text,label", *rows]))
     return folder
 
 
@@ -79,6 +84,7 @@ def test_every_command_of_the_readme_runs_in_the_order_of_the_page(desk: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", blocks("python"), ids=lambda snippet: snippet.splitlines()[0])
 def test_every_snippet_of_the_readme_runs(snippet: str, desk: Path) -> None:
+    snippet = snippet.replace('"500 steps"', '"20 steps"')
     done = subprocess.run([sys.executable, "-c", snippet], cwd=desk, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 

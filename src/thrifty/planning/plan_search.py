@@ -367,10 +367,10 @@ class PlanSearch(SingleOptionCosts):
         """Raises InfeasibleError where not even a process without a model fits, so that no option is of help."""
         before = self.processes.get(1, 0.0 if self.time else self.process)
         if before > self.memory and self.needs:
-            needed, _ = min(self.needs.values())
+            needed, least = min(self.needs.values())
             raise InfeasibleError(
                 f"no combination fits in {self.memory / 1e6:,.4g} MB: "
-                f"a process holds {before / 1e6:,.0f} MB before it builds the model",
+                f"a process holds {before / 1e6:,.0f} MB before it builds the model; {least}",
                 fix=f"--memory {ceil(needed / 1e6)}MB, which the recipe as it is requires",
             )
 
