@@ -114,5 +114,5 @@ def test_a_name_that_is_set_by_an_option_of_values_is_not_run(trained: Path, tmp
     thrifty = copied(trained, tmp_path)
     (tmp_path / "trap.py").write_text(TRAP)
     done = thrifty(*thrifty.recipe("set", "--set", "model.build=trap:build"), exit_code=2)
-    assert "'trap:build' builds the model" in done.stderr
+    assert "fix: --model package.module:name" in done.stderr
     assert not (tmp_path / "imported").exists()

@@ -10,6 +10,7 @@ from own_loop_ranks import difference_by_hand, refusals_by_hand
 from rank_processes import on_ranks
 from tiny_runs import advance, plain_run, technique, with_optimizer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import thrifty
 from thrifty import techniques
@@ -247,6 +248,21 @@ def test_an_activation_budget_leaves_what_was_applied_before() -> None:
     with thrifty.activation_budget(model, "50%"):
         model(x).float().sum().backward()
     assert torch.equal(model(x), before) and not torch.equal(before, network()(x))
+
+
+def test_a_ramp_of_batches_that_are_always_full_is_named_when_it_is_applied() -> None:
+    data = TensorDataset(torch.arange(64.0))
+    for batch, is_idle in ((8, True), (32, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            thrifty.apply(DataLoader(data, batch_size=batch), "batch_ramp", total_steps=100)
+        assert [f"batches of {batch} are never smaller" in str(each.message) for each in caught] == [True] * is_idle
+
+
+def test_a_mask_without_a_file_is_named_when_it_is_applied() -> None:
+    model = plain_run(depth=2, style="gpt").build()
+    with pytest.warns(UserWarning, match="without a file no weight is masked"):
+        thrifty.apply((model, thrifty.optim.AdamW(model)), "mask_from_file")
 
 
 @pytest.mark.parametrize(

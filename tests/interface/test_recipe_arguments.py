@@ -209,6 +209,29 @@ def test_a_technique_is_named_with_its_settings_as_options_and_plans_print_it() 
         own(techniques=["adamw:3e-3"])
 
 
+def test_settings_are_values_of_the_recipe_by_their_paths() -> None:
+    chosen = own(settings={"evaluation.examples": 9, "checkpoints": {"every": 5}, "data.batch": 8})
+    assert (chosen.evaluation.examples, chosen.checkpoints.every, chosen.data.batch) == (9, 5, 8)
+    assert chosen.objects.loss is user_work.loss
+    assert own(settings={"budget.seconds": 3}).budget.steps is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"evaluation.example": 3}, "(?s)unknown key 'evaluation.example'.*did you mean 'examples'"),
+        ({"evaluation.examples": "many"}, "evaluation.examples must be a whole number, not 'many'"),
+        ({"python.loss": "os:system"}, "(?s)python.loss names an object.*loss=…"),
+        ({"model.build": "os:system"}, "(?s)model.build names an object.*model=…"),
+        ({3: 4}, "not values by path"),
+        ([1], "not values by path"),
+    ],
+)
+def test_settings_that_a_recipe_does_not_have_are_refused(settings: Any, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        own(settings=settings)
+
+
 @pytest.mark.parametrize("call", [thrifty.export, thrifty.summary, thrifty.report])
 def test_an_object_of_another_kind_is_refused_in_words(call: Any, tmp_path: Path) -> None:
     more = (tmp_path / "out",) if call is thrifty.export else ()

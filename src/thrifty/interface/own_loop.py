@@ -60,8 +60,9 @@ def apply(
     required where a setting is a fraction of the run; of a DataLoader it counts batches. The parameters of the model
     keep their names. Apply before `torch.compile`, `DistributedDataParallel` and `fully_shard`.
 
-    Warns of masks that never move in so many steps. Raises NeedsTrainer for a technique that works only in the trainer,
-    UsageError for an unknown name or setting, and RefusedError where the technique does not fit the model.
+    Warns of what never happens in so many steps, such as masks that do not move. Raises NeedsTrainer for a technique
+    that works only in the trainer, UsageError for an unknown name or setting, and RefusedError where the technique does
+    not fit the model.
 
     Example::
 
@@ -88,6 +89,9 @@ def apply(
         refuse_shares(chosen, chosen.name)
     chosen = resolve_moments(chosen, total_steps or 0, batch)
     refuse_unknown_batch(chosen, chosen.name)
+    if idle := chosen.idle_in(total_steps or MANY_STEPS):
+        loop = f"a loop of {total_steps:,} steps" if total_steps else "any loop"
+        warnings.warn(f"{chosen.name}: {idle} in {loop} with {chosen}", stacklevel=2)
     if is_data:
         return change_data(target, chosen)
     if model is not None:
@@ -104,9 +108,6 @@ def apply(
                 refuse_copies(model, chosen.name)
     if Claim.WEIGHT_MASKS in chosen.claims and isinstance(optimizer, TechniqueOptimizer):
         optimizer.apply_constraints()  # the first forward pass is under the masks
-    if idle := chosen.idle_in(total_steps or MANY_STEPS):
-        loop = f"a loop of {total_steps:,} steps" if total_steps else "any loop"
-        warnings.warn(f"{chosen.name}: {idle} in {loop} with {chosen}", stacklevel=2)
     return target
 
 

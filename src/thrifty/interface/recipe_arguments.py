@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from torch import nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, spelled
 from thrifty.core.plain_values import read_budget
 from thrifty.core.recipe import Argument, Budget, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
@@ -48,6 +48,7 @@ class RecipeArguments(TypedDict, total=False):
     name: str | None
     seed: int | None
     device: str | None
+    settings: Mapping[str, Any] | None
 
 
 def recipe(
@@ -65,6 +66,7 @@ def recipe(
     name: str | None = None,
     seed: int | None = None,
     device: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     recipe: Recipe | str | Path | None = None,
 ) -> Recipe:
     """Return the recipe of a run: a value that `train`, `check`, `explain`, `compare` and `plan` take.
@@ -78,8 +80,9 @@ def recipe(
     classifier of texts its own. Functions in `metrics` have the same form, or are a `DatasetMetric` or
     `ModelMetric`. `budget` is "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps; `batch`
     is the effective batch in examples. Without an optimizer among
-    `techniques` it is AdamW with a linear decay. `recipe`, a value, a name (`thrifty.list("recipes")`) or a TOML file,
-    gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
+    `techniques` it is AdamW with a linear decay. `settings` are other values by their paths in a recipe, such as
+    {"evaluation.examples": 1000, "checkpoints.every": 500}. `recipe`, a value, a name (`thrifty.list("recipes")`) or a
+    TOML file, gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
 
     Model, data, held-out data and loss may also be names, "package.module:name", which are imported; data are then a
     dataset, or a function that returns one. The objects are in the recipe and in no file: TOML records their names.
@@ -91,7 +94,21 @@ def recipe(
         run = thrifty.train(recipe=mine)
     """
     base, batch_size = _given(recipe), batch
-    changes = (model, model_arguments, data, held_out, loss, metrics, budget, batch, collate, name, seed, device)
+    changes = (
+        model,
+        model_arguments,
+        data,
+        held_out,
+        loss,
+        metrics,
+        budget,
+        batch,
+        collate,
+        name,
+        seed,
+        device,
+        settings,
+    )
     if recipe is not None and not techniques and all(change is None for change in changes):
         return base
     given = {"model": model, "data": data, "held_out": held_out, "loss": loss}
@@ -121,7 +138,13 @@ def recipe(
             base = _fitting(base, loss is None)
     elif data is not None:
         if held_out is None:
-            raise UsageError("data of your own need held-out data to be judged by", fix="held_out=a second dataset")
+            split = "train, held_out = torch.utils.data.random_split(data, [0.9, 0.1])"
+            raise UsageError(
+                "data of your own need held-out data to be judged by",
+                fix=spelled(
+                    "--held-out package.module:name, of a second dataset", f"{split}; pass data=train, held_out=…"
+                ),
+            )
         batch_size = batch or dataset_of(data)[2]
         passed |= {"data": data}
         base = _fitting(base, is_free=False) if recipe is None and isinstance(loss, str) else base
@@ -150,7 +173,18 @@ def recipe(
     )
     if model_arguments:
         base = replace(base, model=replace(base.model, arguments={**(base.model.arguments or {}), **model_arguments}))
-    return base if budget is None else replace(base, budget=_budget(budget))
+    if budget is not None:
+        base = replace(base, budget=_budget(budget))
+    if not settings:
+        return base
+    if not isinstance(settings, Mapping) or not all(isinstance(path, str) for path in settings):
+        raise UsageError(
+            f"settings are {settings!r:.60}, not values by path", fix='settings={"evaluation.examples": 100}'
+        )
+    layers = RecipeLayers.above("the recipe", base)
+    for path, value in settings.items():
+        layers.assign("settings", path, value)
+    return layers.recipe()
 
 
 def layers_of(recipe: str | Path) -> RecipeLayers:

@@ -131,6 +131,7 @@ def train(
     name: str | None = None,
     seed: int | None = None,
     device: str | None = None,
+    settings: Mapping[str, Any] | None = None,
     recipe: Recipe | str | Path | None = None,
     memory: str | float | None = None,
     observers: Sequence[Observer] = (),
@@ -170,6 +171,7 @@ def train(
         name=name,
         seed=seed,
         device=device,
+        settings=settings,
         recipe=recipe,
     )
     if memory is not None:

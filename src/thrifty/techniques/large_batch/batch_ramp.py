@@ -50,10 +50,14 @@ class BatchRamp(Technique):
     batch: EffectiveBatch = 0
     """The full batch; 0 for the run's own effective batch."""
 
+    def sizes(self, full: int) -> list[int]:
+        """Return the size of each batch up to the first full one."""
+        until = int(self.until)
+        return [size_at(step, self.start * full, full, until, self.multiple, self.shape) for step in range(until + 1)]
+
+    def idle_in(self, steps: int) -> str:
+        ramps = not self.batch or min(self.sizes(self.batch)[:steps]) < self.batch
+        return "" if ramps else f"batches of {self.batch} are never smaller"
+
     def batches(self, source: BatchSource) -> BatchSource:
-        full, until = self.batch or source.batch, int(self.until)
-
-        def size(step: int) -> int:
-            return size_at(step, self.start * full, full, until, self.multiple, self.shape)
-
-        return source.with_batch_size([size(step) for step in range(until + 1)])
+        return source.with_batch_size(self.sizes(self.batch or source.batch))

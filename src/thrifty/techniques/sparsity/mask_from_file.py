@@ -168,6 +168,9 @@ class MaskFromFile(MaskTechnique):
     def contents(self) -> MaskFileContents:
         return contents_of(self.file, self.sha256) if self.file else MaskFileContents({}, {})
 
+    def idle_in(self, steps: int) -> str:
+        return "" if self.file else "without a file no weight is masked"
+
     def model(self, model: nn.Module) -> nn.Module:
         parameters, drawn = dict(model.named_parameters()), self.contents
         for name, shape in drawn.shapes.items():
