@@ -6,6 +6,7 @@ from typing import Any, Literal
 from rich.console import RenderableType
 from rich.markup import escape
 
+from thrifty.core.errors import for_reader
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 
 Outcome = Literal["holds", "broken", "not applicable"]
@@ -64,7 +65,7 @@ class CheckReport(PrintedResult):
     def __rich__(self) -> RenderableType:
         table = open_table("promise", "of", "verdict", "measured")
         for verdict in self.verdicts:
-            text = verdict.measured + (f"\nfix: {verdict.fix}" if verdict.fix else "")
+            text = verdict.measured + (f"\nfix: {for_reader(verdict.fix)}" if verdict.fix else "")
             colour = COLOURS[verdict.outcome]
             outcome = f"[{colour}]{verdict.outcome}[/{colour}]"
             table.add_row(escape(verdict.promise), escape(verdict.about), outcome, escape(text))

@@ -164,4 +164,4 @@ def _refuse(options: dict[str, Any], when: str, why: str) -> None:
     for option, value in options.items():
         if value is not None:
             name = option.replace("_", "-")
-            raise UsageError(f"--{name} means nothing {when}: {why}", fix=f"leave --{name} out")
+            raise UsageError(f"--{name} means nothing {when}: {why}", fix=f"leave out --{name}")

@@ -25,7 +25,7 @@ from thrifty.comparing.comparison_workers import run_on_workers
 from thrifty.comparing.equal_budgets import StepCost, mean_cost, refuse_undecayed, step_cost, steps_of_variants
 from thrifty.comparing.run_launchers import RunLauncher, SameProcess, Worker
 from thrifty.comparing.variants import Variant
-from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError, spelled
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, Recipe
@@ -72,8 +72,7 @@ def compare(
     for variant in variants:
         variant.recipe.refuse_missing_objects()
     if protocol.trials > 1 and (without := [variant.label for variant in variants if variant.rate is None]):
-        fix = spelled("--rate-trials 1", "rate_trials=1")
-        raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix=fix)
+        raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--rate-trials 1")
     refuse_undecayed(variants, variants[0].recipe.budget.steps or protocol.pilot)
     with claim_folder(folder, variants, protocol) as opened:
         race = _Race(variants, protocol, opened, workers or (Worker(),), say, retry)
@@ -154,8 +153,7 @@ class _Race:
         turn, wanted = 0, self.least_pilots
         while turn < wanted or self.apart(costs_by_arm):
             if turn == MOST_PILOTS:
-                other = spelled("--equal-budget flops", 'equal_budget="flops"')
-                raise InfeasibleError(self.apart(costs_by_arm), fix=f"end other processes, or {other}")
+                raise InfeasibleError(self.apart(costs_by_arm), fix="end other processes, or --equal-budget flops")
             for variant in _turned(self.variants, turn):
                 costs_by_arm[variant.label].append(self.pilot(variant, turn, steps))
             self.check_judged(f"pilot-{turn}")

@@ -17,7 +17,7 @@ from thrifty.comparing.variants import Variant
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
-from thrifty.core.errors import InfeasibleError, UsageError, spelled
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import Budget
 from thrifty.training.run_folder import RunFolder
@@ -99,8 +99,7 @@ def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
             raise UsageError(
                 f"{variant.label}: its learning rate ends at {rates[-1] / max(rates):.0%} of the largest, and a rate "
                 "not decayed to the end of its budget makes a variant look worse than it is",
-                fix=spelled("--with schedules.linear", 'techniques=[…, "schedules.linear"]')
-                + ", with moments of the schedule as fractions of the run",
+                fix="--with schedules.linear, with moments of the schedule as fractions of the run",
             )
 
 
@@ -122,7 +121,7 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
     else:
         raise UsageError(
             "the recipe has no budget",
-            fix=spelled("--budget 10min, --budget 500steps or --budget 1e7tokens", 'budget="10min"'),
+            fix="--budget 10min, --budget 500steps or --budget 1e7tokens",
         )
     if steps < 1:
         raise InfeasibleError("the budget pays for no step", fix="give a larger budget")
@@ -138,7 +137,7 @@ def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost]
         if equal == "flops" and costs[variant.label].flops_vary:
             raise UsageError(
                 f"{variant.label}: its FLOPs change over the run, and are counted for its last steps",
-                fix=spelled("--equal-budget time", 'equal_budget="time"'),
+                fix="--equal-budget time",
             )
     budget = steps_of_baseline(variants[0].recipe.budget, costs[variants[0].label])
     amount = budget * costs[variants[0].label].of(equal)

@@ -89,7 +89,7 @@ class Worker:
         if self._stopped.is_set():
             return STOPPED
         if self.launcher and recipe.objects.is_passed:
-            raise UsageError("objects from Python are not sent to other machines", fix="leave --worker out")
+            raise UsageError("objects from Python are not sent to other machines", fix="leave out --worker")
         wait_for_release(runs / recipe.name / "lock")
         began, whole = time.monotonic(), not summary_of(runs / recipe.name)
         alone = not self.launcher and not self.threads

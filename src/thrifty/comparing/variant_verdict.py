@@ -14,7 +14,7 @@ from thrifty.comparing.paired_statistics import (
     paired,
     pairs_for,
 )
-from thrifty.core.errors import spelled
+from thrifty.core.errors import for_reader, spelled
 from thrifty.reporting.comparison_page import UNEQUAL
 from thrifty.reporting.number_format import percent, significant
 
@@ -89,7 +89,7 @@ def judge(
         word, said = "undecided", f"{failed} of {planned} pairs failed, and pairs are not dropped"
     elif planned < least:
         pairs_are = "1 pair" if planned == 1 else f"{planned} pairs"
-        more = spelled(f"--seeds {least} --name NAME", f'seeds={least}, name="…"')
+        more = for_reader(f"--seeds {least} --name NAME")
         word, said = (
             "undecided",
             f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}: compare again with {more}",

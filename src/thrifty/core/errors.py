@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 from collections.abc import Collection, Iterable
 
 
@@ -13,7 +14,7 @@ class ThriftyError(Exception):
     """Whether the user has been told, by this process or by another of the same run."""
 
     def __init__(self, what: str, fix: str = ""):
-        super().__init__(f"{what}\n  fix: {fix}" if fix else what)
+        super().__init__(f"{what}\n  fix: {for_reader(fix)}" if fix else what)
         self.what, self.fix = what, fix
 
 
@@ -63,6 +64,45 @@ TYPED = "THRIFTY_TYPED"
 def spelled(command: str, python: str) -> str:
     """Return a fix for the reader of a message: who typed a command, or who called a function."""
     return command if TYPED in os.environ else python
+
+
+WORDS_BETWEEN = "and|another|are|for|in|is|looks|of|or|that|to|with"
+"""Words of a text that are no value of the option before them."""
+OPTION = re.compile(
+    rf"(?<![\w-])--(?:(no-[a-z-]+)|([a-z][a-z-]*)(?:[ =](?!\"|(?:{WORDS_BETWEEN})\b)(\S*[^\s,;:.()]))?)"
+)
+"""An option of the command line with its value: one that switches something off, or the name and the value."""
+
+
+def for_reader(text: str) -> str:
+    """Return a text whose options are arguments where the reader called a function: `--set data.batch=16` is
+    `settings={"data.batch": 16}` there. A text with a whole command stays as it is."""
+    is_command = "thrifty " in text or "torchrun " in text
+    return text if TYPED in os.environ or is_command else OPTION.sub(_argument, text)
+
+
+def _argument(option: re.Match[str]) -> str:
+    off, name, value = option.groups("")
+    if off:
+        return f"{off.removeprefix('no-').replace('-', '_')}=False"
+    if name == "with":
+        return f'techniques=[…, "{value}"]' if value else "techniques=[…]"
+    if name == "without":
+        return f'techniques without "{value}"'
+    if name == "set":
+        path, _, value = value.partition("=")
+        return f'settings={{"{path}": {_literal(value)}}}'
+    return f"{name.replace('-', '_')}={_literal(value)}"
+
+
+def _literal(value: str) -> str:
+    """Return a value of the command line as Python has it; one in capitals, such as FILE, stands for another."""
+    value = value.strip('"')
+    if not value or (value.isalpha() and value.isupper()):
+        return '"…"' if value else "…"
+    if value in ("true", "false"):
+        return value.capitalize()
+    return value if re.fullmatch(r"[-\d.]+(e[-+]?\d+)?", value) else f'"{value}"'
 
 
 def did_you_mean(word: str, options: Iterable[str], otherwise: str = "") -> str:

@@ -208,7 +208,7 @@ class Budget:
             raise UsageError(
                 f"a budget in epochs ({self.epochs:g}) needs data whose examples are counted: a stream, or several "
                 "sources in one run, have no epochs",
-                fix=spelled("--budget 500steps or --budget 10min", 'budget="500 steps" or budget="10min"'),
+                fix="--budget 500steps or --budget 10min",
             )
         return math.ceil(self.epochs * amount)
 

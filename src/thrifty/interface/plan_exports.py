@@ -53,7 +53,7 @@ def _write_script(prepared: "PreparedRun", run: "PortableRecipe", folder: Path) 
     if prepared.recipe.objective.name != "next_token" or not isinstance(source, PackedTokens):
         raise RefusedError(
             f"script: {prepared.recipe.objective.name} on {prepared.recipe.data.source} is not plain text read forward",
-            fix="leave --export script out; the other exports work",
+            fix="leave out --export script; the other exports work",
         )
     functions = (
         keyed_permutation._round_keys,

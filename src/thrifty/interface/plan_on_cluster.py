@@ -66,7 +66,7 @@ def _workload(prepared: PreparedRun) -> Workload:
         raise RefusedError(
             f"steps on a cluster are simulated for models of text, and {recipe.objective.name} learns from "
             f"{prepared.run.plain.objective.learns_from[0]}",
-            fix="leave --cluster out",
+            fix="leave out --cluster",
         )
 
     dtype = torch.bfloat16 if any(t.is_low_precision for t in recipe.techniques) else torch.float32

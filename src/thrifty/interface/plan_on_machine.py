@@ -54,7 +54,7 @@ def plan_on_machine(
     if recipe.mesh.least_ranks > 1:
         raise UsageError(
             "the recipe has a mesh, and a plan looks for one",
-            fix=f"leave the mesh out: --ranks {recipe.mesh.least_ranks} for this machine, --cluster for another",
+            fix=f"leave out the mesh: --ranks {recipe.mesh.least_ranks} for this machine, --cluster for another",
         )
     if ranks > 1:
         _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty import techniques
-from thrifty.core.errors import UsageError, did_you_mean, spelled
+from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.mesh import USED_BY
 from thrifty.core.plain_values import DEEPEST, parse_toml
 from thrifty.core.recipe import Recipe
@@ -69,8 +69,8 @@ class RecipeLayers:
         """Put a value above that of a path such as `data.batch`. Raises UsageError for the name of an object."""
         if path == "model.build" or path.split(".")[0] == "python":
             name = path.rpartition(".")[2].replace("build", "model").replace("python", "loss")
-            option = f"--{name.replace('_', '-')} package.module:name"
-            raise UsageError(f"{path} names an object, which is passed and not set", fix=spelled(option, f"{name}=…"))
+            fix = f"--{name.replace('_', '-')} package.module:name"
+            raise UsageError(f"{path} names an object, which is passed and not set", fix)
         if path.startswith("budget."):  # its amounts exclude each other: the new one takes the place of the old
             return self.replace(origin, "budget", {path.removeprefix("budget."): value})
         return self.override(origin, _nested(path, value))

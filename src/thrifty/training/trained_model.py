@@ -101,7 +101,7 @@ def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
     if recipe.model.build != stored.model.build:
         trained = stored.model.build or stored.model.folder or stored.model.preset
         typed, call = f"--model {trained}", f"model={trained.rpartition(':')[2]}"
-        fix = spelled(typed, call) if is_function_name(trained) else spelled("leave --model out", "leave model out")
+        fix = spelled(typed, call) if is_function_name(trained) else "leave out --model"
         raise UsageError(f"{folder} trained {trained}, not {recipe.model.build}", fix)
     before = stored.python.sources
     for name, digest in recipe.python.sources.items() if recipe.objects.model is not None else ():

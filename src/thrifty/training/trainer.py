@@ -16,7 +16,7 @@ from thrifty.composition.compose import Run, compose, refuse_trained_start
 from thrifty.composition.explain import explain, resident_bytes
 from thrifty.core.batch_norms import batch_norms, explain_divided_norms
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, UsageError, refuse_unknown, spelled
+from thrifty.core.errors import IntegrityError, UsageError, for_reader, refuse_unknown
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
@@ -325,7 +325,7 @@ def _partly_judged(prepared: PreparedRun) -> list[str]:
     judged, there = prepared.recipe.evaluation.examples, len(prepared.data.held_out)
     if prepared.recipe.objects.data is None or there <= judged:
         return []
-    more = spelled(f"--set evaluation.examples={there}", f'settings={{"evaluation.examples": {there}}}')
+    more = for_reader(f"--set evaluation.examples={there}")
     return [f"{judged:,} of {there:,} held-out examples are judged; {more} judges all"]
 
 

@@ -86,7 +86,7 @@ def plan_recipe(
     if chosen.model.build and "script" in exports:
         raise UsageError(
             f"--export script writes a model of Thrifty's, and {chosen.model.build} is one of your own",
-            fix="leave --export script out; the other exports work",
+            fix="leave out --export script; the other exports work",
         )
     plan = thrifty.plan(chosen, cluster=cluster, ranks=ranks, quiet=as_json, **wanted, **probing)
     try:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from thrifty.core.errors import UsageError, spelled
+from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.text.document_sources import HUB, HubSource, SavedDataset, is_saved_dataset
 from thrifty.data.text.text_readers import LONGEST_LINE, check_characters, json_rows, open_parquet
@@ -185,9 +185,7 @@ def _class(value: Any, names: Sequence[str], where: str) -> str | None:
             return None  # as test sets without labels have it
         return names[number] if names else str(number)
     if isinstance(value, float):
-        raise UsageError(
-            f"{where} holds {value!r}, a number and no class", fix=spelled("--loss regression", 'loss="regression"')
-        )
+        raise UsageError(f"{where} holds {value!r}, a number and no class", fix="--loss regression")
     raise UsageError(
         f"{where} holds {value!r:.60}, a {type(value).__name__} and no single label",
         fix="--set objective.name=multi_label_classification or token_classification",
