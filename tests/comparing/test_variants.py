@@ -7,7 +7,7 @@ import pytest
 from simulated_runs import arms
 
 from thrifty.comparing.variants import Change, variants_of
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import TYPED, UsageError
 from thrifty.recipes import load_recipe
 from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.recipes.typed_variants import read_variants
@@ -82,7 +82,8 @@ def test_a_rate_is_changed_alone() -> None:
         ("--set mesh.replicate=2 --with parallelism.replicate", "has a mesh"),
     ],
 )
-def test_what_is_no_arm_is_refused_with_what_to_do(text: str, said: str) -> None:
+def test_what_is_no_arm_is_refused_with_what_to_do(text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TYPED, "1")
     with pytest.raises(UsageError, match=said) as refused:
         arms(text)
     assert refused.value.fix
