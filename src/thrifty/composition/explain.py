@@ -57,7 +57,7 @@ class TechniqueFootprint:
     before: Footprint
     after: Footprint
     numerics: Numerics
-    """What the technique promises of this model's values."""
+    """The promise of the technique on values of this model."""
 
     def as_dict(self, touched: Sequence[str]) -> dict[str, Any]:
         return {

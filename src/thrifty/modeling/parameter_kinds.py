@@ -28,7 +28,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix that maps activations to activations: no embedding and no head, by name or by
+    """Return True for a matrix that maps activations to activations: no embedding and no head, by name or by
     `mark_end`, nothing of a position, no convolution kernel."""
     module = name.removesuffix(".weight")
     at_an_end = any(_END.fullmatch(word) for word in module.lower().split(".")) or _LAST.fullmatch(module)

@@ -106,7 +106,7 @@ class Forecast:
     process: float = 0.0
     """Bytes that the process holds before the model is built, on a processor: with `memory` it is all of it."""
     unit: str = "tokens"
-    """What examples are counted in."""
+    """Unit of examples, such as tokens or images."""
 
     def as_dict(self) -> dict[str, Any]:
         plain = {name: value.as_dict() for name, value in vars(self).items() if isinstance(value, Estimate)}
@@ -133,7 +133,7 @@ class Forecaster:
     device: torch.device
     tokens: int
     unit: str = "tokens"
-    """What examples are counted in; `tokens` are of it."""
+    """The unit of examples, in which `tokens` are counted."""
     data: float = 0.0
     rate: float = 1e12
     process: float = 0.0

@@ -177,7 +177,7 @@ def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
 
 
 def _unit(data: Comparison) -> str:
-    """What examples are counted in."""
+    """Unit of examples, such as tokens or images."""
     return next((entry["judged_on"].get("unit", "tokens") for entry in data["runs"] if "judged_on" in entry), "tokens")
 
 

@@ -43,7 +43,7 @@ class KeyFigures:
     label_entropy: float | None = None
     """Nats per image for who answers by how frequent labels are."""
     unit: str = "tokens"
-    """What examples are counted in."""
+    """Unit of examples, such as tokens or images."""
     loss_in: str = "nats"
     budget_seconds: float | None = None
     """The budget, if it is one in seconds."""

@@ -30,7 +30,7 @@ class StepProgress:
     measured: Mapping[str, float] = field(default_factory=dict)
     """Shares that were measured on held-out data beside the loss, by name."""
     unit: str = "tokens"
-    """What examples are counted in."""
+    """Unit of examples, such as tokens or images."""
     process: float = 0.0
     """Bytes that the process held before, on a processor."""
 

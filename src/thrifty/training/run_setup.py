@@ -71,7 +71,7 @@ class PreparedRun:
 
     @property
     def unit(self) -> str:
-        """What examples are counted in."""
+        """Unit of examples, such as tokens or images."""
         return self.data.facts.get("unit", "tokens")
 
     @property
