@@ -550,10 +550,10 @@ IMAGES: dict[str, dict[str, Any]] = {
     "resnet": {"depths": [1, 1, 1, 1], "hidden_sizes": [32, 64, 96, 128], "embedding_size": 24},
     "regnet": {"depths": [1, 1, 2, 1], "hidden_sizes": [32, 64, 96, 128], "embedding_size": 24, "groups_width": 16},
     "swin": {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
-    "segformer": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 96]},
+    "segformer": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 96], "num_attention_heads": [1, 2, 4, 8]},
     "poolformer": {"depths": [1, 1, 2, 1], "hidden_sizes": [24, 48, 64, 96]}, "mobilenet_v2": {"depth_multiplier": 0.5},
     "mobilenet_v1": {"depth_multiplier": 0.5}, "vit_msn": {}, "siglip": {},
-    "pvt": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 96]},
+    "pvt": {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 96], "num_attention_heads": [1, 2, 4, 8]},
 }  # fmt: skip
 SPEECH = ("wav2vec2", "hubert", "sew", "wavlm", "unispeech-sat", "whisper", "audio-spectrogram-transformer")
 
@@ -581,7 +581,8 @@ def transformers_step(draw: random.Random) -> Family:
     if task in ("causal", "masked"):
         auto = transformers.AutoModelForCausalLM if task == "causal" else transformers.AutoModelForMaskedLM
         kind, own = draw.choice([*(CAUSAL if task == "causal" else MASKED).items()])
-        config = _config(kind, **sizes | own)
+        stages = transformers.CONFIG_MAPPING[kind].attribute_map if own else {}  # of those, `own` has the sizes
+        config = _config(kind, **{name: size for name, size in sizes.items() if name not in stages} | own)
         batch: dict[str, Tensor] = {"input_ids": tokens, "labels": tokens}
         if draw.random() < 0.4 and kind not in ("mamba", "fnet"):
             mask = torch.ones_like(tokens)
@@ -602,10 +603,11 @@ def transformers_step(draw: random.Random) -> Family:
     elif task == "images":
         kind, own = draw.choice([*IMAGES.items()])
         side = draw.choice([64, 96])
-        config = _config(
-            kind, hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, image_size=side,
-            patch_size=4 if kind == "swin" else 8, num_labels=50, **own,
-        )  # fmt: skip
+        sizes = {
+            "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4,
+            "image_size": side, "patch_size": 4 if kind == "swin" else 8, "num_labels": 50,
+        }  # fmt: skip
+        config = _config(kind, **sizes | own)
         if kind == "siglip":
             config.vision_config = type(config.vision_config)(
                 hidden_size=96, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, image_size=side,
