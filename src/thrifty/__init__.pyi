@@ -30,7 +30,6 @@ from .interface.lotteries import lottery as lottery
 from .interface.own_loop import activation_budget as activation_budget
 from .interface.own_loop import apply as apply
 from .interface.own_loop import merge as merge
-from .interface.own_loop import summary as summary
 from .interface.plans import RecipePlan as RecipePlan
 from .interface.plans import plan as plan
 from .interface.promises import check as check
@@ -43,6 +42,7 @@ from .interface.samples import sample as sample
 from .interface.scaling import fit_scaling_law as fit_scaling_law
 from .interface.scaling import recommend_size as recommend_size
 from .interface.studies import study as study
+from .interface.summaries import summary as summary
 from .interface.technique_profiles import TechniqueProfile as TechniqueProfile
 from .interface.technique_profiles import show as show
 from .interface.training import RunInterrupted as RunInterrupted

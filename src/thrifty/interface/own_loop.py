@@ -1,11 +1,10 @@
-"""Techniques in a training loop of the user's own: `apply`, `merge` and `summary`."""
+"""Techniques in a training loop of the user's own: `apply`, `merge` and `activation_budget`."""
 
-import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeGuard, TypeVar, overload
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -319,89 +318,3 @@ def _amount(budget: str | float) -> float:
     else:
         return float(budget)
     raise UsageError(f"the budget {budget!r} is no amount", fix='"50%", "2GB" or 0.5')
-
-
-@dataclass(frozen=True)
-class ModelSummary:
-    """Parameters of a model, and what each technique touched and skipped."""
-
-    parameters: int
-    trainable: int
-    applied: tuple[AppliedTechnique, ...]
-
-    def __str__(self) -> str:
-        share = self.trainable / self.parameters if self.parameters else 0.0
-        lines = [f"{self.parameters:,} parameters, {self.trainable:,} trainable ({share:.2%})"]
-        for each in self.applied:
-            lines += [each.technique.name, *(f"  {note}" for note in each.notes)]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-@dataclass(frozen=True)
-class OptimizerSummary:
-    """Parameter groups of an optimizer, the algorithm that updates each parameter, and the techniques added to it."""
-
-    optimizer: str
-    groups: tuple[dict[str, tuple[str, ...]], ...]
-    """For each group the names of its parameters by algorithm: the elements of the update in their order."""
-    elements: tuple[int, ...]
-    """Elements of each group."""
-    learning_rates: tuple[float, ...]
-    added: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.optimizer} of {sum(self.elements):,} elements"]
-        lines += [f"{name} is added" for name in self.added]
-        for number, (parts, count, rate) in enumerate(
-            zip(self.groups, self.elements, self.learning_rates, strict=True)
-        ):
-            lines.append(f"group {number}: {sum(map(len, parts.values()))} parameters, {count:,} elements, lr {rate:g}")
-            for algorithm, names in parts.items():
-                alike = dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)|(?<=^parameter)\d+$", "N", name) for name in names)
-                lines += [f"  {algorithm}: {len(names)} parameters", f"    {', '.join(alike)}"]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-@overload
-def summary(target: nn.Module) -> ModelSummary: ...
-@overload
-def summary(target: Optimizer) -> OptimizerSummary: ...
-def summary(target: nn.Module | Optimizer) -> ModelSummary | OptimizerSummary:
-    """Return of a model the number of parameters, the trainable ones, and what each applied technique touched and
-    skipped; of an optimizer its groups, and the algorithm that each parameter gets.
-
-    Example::
-
-        print(thrifty.summary(thrifty.apply(model, "lora", rank=4)))
-        print(thrifty.summary(thrifty.optim.Muon(model)))
-    """
-    if isinstance(target, Optimizer):
-        return _optimizer_summary(target)
-    if not isinstance(target, nn.Module):
-        raise UsageError(
-            f"a summary is of a model or an optimizer, not of a {type(target).__name__}", fix="thrifty.summary(model)"
-        )
-    parameters = list(target.parameters())
-    trainable = sum(each.numel() for each in parameters if each.requires_grad)
-    return ModelSummary(sum(each.numel() for each in parameters), trainable, APPLIED.get(target) or ())
-
-
-def _optimizer_summary(optimizer: Optimizer) -> OptimizerSummary:
-    kind, groups = type(optimizer).__name__, optimizer.param_groups
-    own = isinstance(optimizer, TechniqueOptimizer)
-    return OptimizerSummary(
-        kind,
-        tuple(
-            {key: tuple(names) for key, names in optimizer.algorithms(group).items()}
-            if own
-            else {kind: tuple(group.get("param_names", [f"parameter{n}" for n in range(len(group["params"]))]))}
-            for group in groups
-        ),
-        tuple(sum(each.numel() for each in group["params"]) for group in groups),
-        tuple(float(group["lr"]) for group in groups),
-        tuple(each.name for each in optimizer.added) if own else (),
-    )
