@@ -1,4 +1,4 @@
-"""Running a chain in pieces changes where its arithmetic happens and nothing else."""
+"""A chunked update computes the same values as the whole chain."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,7 +26,7 @@ from thrifty.techniques.optimizers.lion import lion
 
 
 class DivideByNorm(GradientTransform):
-    """Right only when it sees the whole of a tensor."""
+    """An element that is right only if it sees a whole tensor."""
 
     name = "divide_by_norm"
     reach = TransformScope.TENSOR
@@ -36,7 +36,7 @@ class DivideByNorm(GradientTransform):
 
 
 class DivideByLargest(GradientTransform):
-    """Right only when it sees all tensors."""
+    """An element that is right only if it sees all tensors."""
 
     name = "divide_by_largest"
 
@@ -79,68 +79,70 @@ def tensors(shapes: Sequence[tuple[int, ...]], seed: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def whole(transform: GradientTransform, held: list[Tensor], steps: int) -> list[Tensor]:
-    slots = transform.init([f"p{i}" for i in range(len(held))], held)
+def whole(transform: GradientTransform, parameters: list[Tensor], steps: int) -> list[Tensor]:
+    slots = transform.init([f"p{i}" for i in range(len(parameters))], parameters)
     for step in range(steps):
-        updates = transform.update(tensors([t.shape for t in held], step), slots, held, transform.scalars(step, step))
-        torch._foreach_add_(held, updates)
-    return held
+        updates = transform.update(
+            tensors([t.shape for t in parameters], step), slots, parameters, transform.scalars(step, step)
+        )
+        torch._foreach_add_(parameters, updates)
+    return parameters
 
 
-def in_pieces(transform: GradientTransform, held: list[Tensor], steps: int) -> list[Tensor]:
-    for tensor in held:
+def in_pieces(transform: GradientTransform, parameters: list[Tensor], steps: int) -> list[Tensor]:
+    for tensor in parameters:
         tensor.requires_grad_()
-    optimizer = TransformOptimizer([(f"p{i}", tensor) for i, tensor in enumerate(held)], transform)
+    optimizer = TransformOptimizer([(f"p{i}", tensor) for i, tensor in enumerate(parameters)], transform)
     for step in range(steps):
-        for tensor, gradient in zip(held, tensors([t.shape for t in held], step), strict=True):
+        for tensor, gradient in zip(parameters, tensors([t.shape for t in parameters], step), strict=True):
             tensor.grad = gradient
         optimizer.step()
-    return [tensor.detach() for tensor in held]
+    return [tensor.detach() for tensor in parameters]
 
 
 @pytest.mark.parametrize("name", CHAINS)
 @settings(max_examples=25)
 @given(shapes=st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5))
-def test_a_chain_in_pieces_is_the_chain(name: str, shapes: list[tuple[int, ...]]) -> None:
-    found = in_pieces(CHAINS[name](), tensors(shapes, 99), 3)
-    wanted = whole(CHAINS[name](), tensors(shapes, 99), 3)
-    for one, other in zip(found, wanted, strict=True):
+def test_chunked_update_equals_whole_chain(name: str, shapes: list[tuple[int, ...]]) -> None:
+    result = in_pieces(CHAINS[name](), tensors(shapes, 99), 3)
+    expected = whole(CHAINS[name](), tensors(shapes, 99), 3)
+    for one, other in zip(result, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_every_number_is_in_exactly_one_piece() -> None:
-    held = tensors([(7, 5), (3,), (2, 2), (0, 4), (), (40,), (1, 30)], 0)
-    counts = [torch.zeros_like(tensor) for tensor in held]
+def test_each_element_is_in_exactly_one_piece() -> None:
+    parameters = tensors([(7, 5), (3,), (2, 2), (0, 4), (), (40,), (1, 30)], 0)
+    counts = [torch.zeros_like(tensor) for tensor in parameters]
     assert lion().reach is TransformScope.ROWS
-    found = ChunkedUpdate(lion(), chain(), held).pieces
-    assert len(found) == 6
-    for piece in found:
+    chunks = ChunkedUpdate(lion(), chain(), parameters).pieces
+    assert len(chunks) == 6
+    for piece in chunks:
         for part in piece.of(counts):
             part.add_(1)
     assert all(torch.equal(count, torch.ones_like(count)) for count in counts)
 
 
-def test_large_tensors_go_by_rows_through_what_needs_no_more() -> None:
-    (held,) = tensors([(9, 4)], 0)
-    (piece,) = ChunkedUpdate(chain(lion(), DivideByNorm()), chain(), [held]).pieces
-    assert [len(stretch.pieces) for stretch in piece.work.stretches] == [3, 1]
+def test_row_wise_elements_split_large_tensors_by_rows() -> None:
+    (parameters,) = tensors([(9, 4)], 0)
+    (piece,) = ChunkedUpdate(chain(lion(), DivideByNorm()), chain(), [parameters]).pieces
+    assert [len(segment.pieces) for segment in piece.work.segments] == [3, 1]
 
 
-def test_what_must_see_everything_runs_first_and_the_rest_in_pieces() -> None:
+def test_elements_of_scope_all_run_before_the_chunked_tail() -> None:
     head, tail = split_chain(chain(DivideByLargest(), lion(1e-2)), tensors([(4, 4)], 0))
     assert list(head.elements) == ["divide_by_largest"] and isinstance(tail, ChunkedUpdate)
     head, tail = split_chain(chain(lion(1e-2), DivideByLargest()), tensors([(4, 4)], 0))
     assert isinstance(head, TransformChain) and len(head.elements) == 4 and isinstance(tail, ChunkedUpdate)
 
 
-def test_every_thread_of_the_pool_is_there_before_the_rest_of_the_program_goes_on() -> None:
+def test_thread_pool_is_complete_before_main_thread_continues() -> None:
     torch.set_num_threads(3)
-    chunked_update._pool(5, -1)  # a pool of its own
+    chunked_update._pool(5, -1)  # a new pool
     with chunked_update.ThreadPoolExecutor(1) as fresh:
         assert fresh.submit(torch.get_num_threads).result() == 3
 
 
-def test_the_threads_of_the_rest_of_the_program_stay() -> None:
+def test_thread_count_of_main_program_is_unchanged() -> None:
     in_pieces(lion(), tensors([(30, 30)], 0), 1)
     assert torch.get_num_threads() == 2
     with chunked_update.ThreadPoolExecutor(1) as fresh:

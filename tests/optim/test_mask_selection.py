@@ -1,4 +1,4 @@
-"""How a density is spread over layers, and the masks."""
+"""Layer densities, random masks and selection by score."""
 
 import pytest
 import torch
@@ -24,31 +24,31 @@ SHAPES = some.lists(some.tuples(some.integers(1, 64), some.integers(1, 64)), min
 
 
 @given(shapes=SHAPES, density=some.floats(0.01, 1.0), distribution=some.sampled_from(["erk", "uniform"]))
-def test_the_kept_weights_are_the_wanted_share_of_all_and_no_layer_exceeds_one(
+def test_layer_densities_sum_to_total_density_and_stay_below_one(
     shapes: dict[str, tuple[int, int]], density: float, distribution: str
 ) -> None:
-    found = layer_densities(shapes, density, distribution)
+    densities = layer_densities(shapes, density, distribution)
     sizes = {name: rows * columns for name, (rows, columns) in shapes.items()}
-    assert all(0 < share <= 1 for share in found.values())
-    assert sum(found[n] * sizes[n] for n in shapes) == pytest.approx(density * sum(sizes.values()))
+    assert all(0 < each <= 1 for each in densities.values())
+    assert sum(densities[n] * sizes[n] for n in shapes) == pytest.approx(density * sum(sizes.values()))
 
 
-def test_erk_keeps_more_of_small_layers_in_proportion_to_dims_over_size() -> None:
+def test_erk_density_is_proportional_to_dims_over_size() -> None:
     shapes = {"small": (10, 10), "large": (100, 100)}
-    found = layer_densities(shapes, 0.2, "erk")
-    assert found["small"] == 1.0  # its share would be above 1
+    densities = layer_densities(shapes, 0.2, "erk")
+    assert densities["small"] == 1.0  # its density would be above 1
     shapes = {"a": (40, 60), "b": (100, 50)}
-    found = layer_densities(shapes, 0.2, "erk")
-    assert found["a"] / found["b"] == pytest.approx((100 / 2400) / (150 / 5000))
+    densities = layer_densities(shapes, 0.2, "erk")
+    assert densities["a"] / densities["b"] == pytest.approx((100 / 2400) / (150 / 5000))
 
 
-def test_an_unknown_distribution_is_refused() -> None:
+def test_unknown_distribution_is_refused() -> None:
     with pytest.raises(UsageError, match="unknown distribution 'erdos'"):
         layer_densities({"a": (2, 2)}, 0.5, "erdos")
 
 
 @given(rows=some.integers(1, 20), columns=some.integers(1, 20), density=some.floats(0, 1), key=some.text(max_size=5))
-def test_a_mask_has_its_number_of_places_and_depends_on_its_key_alone(
+def test_random_mask_has_exact_density_and_depends_only_on_key(
     rows: int, columns: int, density: float, key: str
 ) -> None:
     weight = torch.zeros(rows, columns)
@@ -59,7 +59,7 @@ def test_a_mask_has_its_number_of_places_and_depends_on_its_key_alone(
     assert torch.equal(random_mask(torch.ones_like(weight), density, key), mask)
 
 
-def test_different_keys_give_different_masks_spread_over_all_places() -> None:
+def test_random_masks_differ_by_key_and_cover_all_positions() -> None:
     weight = torch.zeros(50, 50)
     masks = [random_mask(weight, 0.5, str(key)) for key in range(40)]
     assert not torch.equal(masks[0], masks[1])
@@ -75,17 +75,17 @@ def test_counts_are_rounded_densities() -> None:
     assert masked_shapes(weights) == {"a": (3, 5)}
 
 
-def test_a_table_of_positions_is_no_matrix_even_inside_a_block() -> None:
+def test_position_table_inside_a_block_is_not_masked() -> None:
     names = ("block.0.layer.0.SelfAttention.relative_attention_bias.weight", "block.0.layer.0.SelfAttention.q.weight")
     assert list(masked_shapes({name: torch.zeros(8, 4) for name in names})) == [names[1]]
 
 
 @given(scores=some.lists(some.integers(-3, 3), min_size=1, max_size=30), share=some.floats(0, 1))
-def test_the_largest_are_those_of_a_stable_sort(scores: list[int], share: float) -> None:
+def test_largest_equals_stable_sort(scores: list[int], share: float) -> None:
     count = round(share * len(scores))
     kept = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
-    found = largest(torch.tensor(scores, dtype=torch.float32), count)
-    assert found.nonzero().flatten().tolist() == sorted(kept)
+    mask = largest(torch.tensor(scores, dtype=torch.float32), count)
+    assert mask.nonzero().flatten().tolist() == sorted(kept)
 
 
 @given(
@@ -93,21 +93,19 @@ def test_the_largest_are_those_of_a_stable_sort(scores: list[int], share: float)
     share=some.floats(0, 1),
     seed=some.integers(0, 999),
 )
-def test_over_all_layers_the_largest_do_not_depend_on_the_order_of_layers(
-    sizes: list[tuple[int, int]], share: float, seed: int
-) -> None:
+def test_global_largest_is_independent_of_layer_order(sizes: list[tuple[int, int]], share: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = {f"{i}": torch.randint(-2, 3, size, generator=generator).float() for i, size in enumerate(sizes)}
     count = round(share * sum(values.numel() for values in scores.values()))
-    found = largest_of_all(scores, count)
+    masks = largest_of_all(scores, count)
     ranked = [(-float(x), name, i) for name in sorted(scores) for i, x in enumerate(scores[name].flatten())]
-    kept = {(name, place) for name, mask in found.items() for place in mask.flatten().nonzero().flatten().tolist()}
+    kept = {(name, place) for name, mask in masks.items() for place in mask.flatten().nonzero().flatten().tolist()}
     assert kept == {(name, place) for _, name, place in sorted(ranked)[:count]}
     backwards = largest_of_all(dict(reversed(scores.items())), count)
-    assert all(torch.equal(mask, backwards[name]) for name, mask in found.items())
+    assert all(torch.equal(mask, backwards[name]) for name, mask in masks.items())
 
 
-def test_a_full_mask_stays_full_and_nothing_moved_is_the_same_mask() -> None:
+def test_full_mask_or_zero_moves_return_the_same_mask() -> None:
     full, some_of_it = torch.ones(3, 3, dtype=torch.bool), torch.eye(3, dtype=torch.bool)
     worth = torch.rand(3, 3)
     assert replace_connections(full, worth, worth, 0.5) is full

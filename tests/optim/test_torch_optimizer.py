@@ -1,4 +1,4 @@
-"""Transforms as a `torch.optim.Optimizer` in a loop that is not ours."""
+"""Transforms as a `torch.optim.Optimizer` in a plain torch training loop."""
 
 import copy
 
@@ -20,26 +20,26 @@ def network(width: int = 8) -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    found = []
+    losses = []
     for step in steps:
         x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        losses.append(loss.item())
+    return losses
 
 
-def test_it_trains_in_a_foreign_loop() -> None:
+def test_optimizer_trains_in_a_plain_torch_loop() -> None:
     model = network()
     optimizer = TransformOptimizer(model.named_parameters(), adamw(1e-2))
     assert isinstance(optimizer, torch.optim.Optimizer)
-    found = train(model, optimizer, range(200))
-    assert found[-1] < found[0] / 10
+    losses = train(model, optimizer, range(200))
+    assert losses[-1] < losses[0] / 10
 
 
-def test_a_closure_gives_its_loss_and_has_gradients() -> None:
+def test_step_returns_loss_of_closure_run_with_gradients() -> None:
     model = network()
     optimizer = TransformOptimizer(model.named_parameters(), lion(1e-3))
 
@@ -57,7 +57,7 @@ def test_a_closure_gives_its_loss_and_has_gradients() -> None:
     assert all(not torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
 
 
-def test_a_parameter_without_a_gradient_counts_as_zero_and_one_that_is_frozen_is_left_alone() -> None:
+def test_missing_gradient_is_zero_and_frozen_weight_is_skipped() -> None:
     model = network()
     model[0].weight.requires_grad_(False)
     optimizer = TransformOptimizer(model.named_parameters(), lion(1e-1, weight_decay=0.0))
@@ -69,7 +69,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero_and_one_that_is_frozen_is
     assert changed == {"2.bias"}
 
 
-def test_the_learning_rate_is_the_product_of_all_factors() -> None:
+def test_learning_rate_is_product_of_all_factors() -> None:
     model = network()
     optimizer = TransformOptimizer(
         model.named_parameters(), chain(adamw(0.5), ScaleBySchedule(lambda step: 0.1 * (step + 1)))
@@ -79,8 +79,8 @@ def test_the_learning_rate_is_the_product_of_all_factors() -> None:
     assert optimizer.learning_rate() == pytest.approx(0.1)
 
 
-def test_a_fresh_state_is_as_young_as_its_birth_says() -> None:
-    """After a growth the moments start again while the schedule goes on: the bias correction must start again too."""
+def test_bias_correction_restarts_at_birth_of_state() -> None:
+    """After growth, the moments restart while the schedule continues, so that the bias correction must restart too."""
     young, old = network(), network()
     first = TransformOptimizer(young.named_parameters(), adamw(1e-2))
     second = TransformOptimizer(old.named_parameters(), adamw(1e-2))

@@ -41,10 +41,10 @@ def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def applied(transform: GradientTransform, steps: int, born: int = 0) -> list[list[Tensor]]:
-    """What a transform makes of the gradients of each step, the parameters standing still."""
-    held = parameters()
-    values = [parameter.detach() for parameter in held.values()]
-    slots = transform.init(list(held), values)
+    """Return the updates of each step, with fixed parameters."""
+    named = parameters()
+    values = [parameter.detach() for parameter in named.values()]
+    slots = transform.init(list(named), values)
     return [
         transform.update([g.clone() for g in gradients(step)], slots, values, transform.scalars(step, step - born))
         for step in range(steps)
@@ -54,37 +54,37 @@ def applied(transform: GradientTransform, steps: int, born: int = 0) -> list[lis
 def trained(
     transform: GradientTransform, steps: int, compiled: bool = False, dtype: torch.dtype = torch.float32
 ) -> dict[str, nn.Parameter]:
-    held = parameters(dtype=dtype)
-    optimizer = TransformOptimizer(held.items(), transform)
+    named = parameters(dtype=dtype)
+    optimizer = TransformOptimizer(named.items(), transform)
     if compiled:
         optimizer.compile(backend="aot_eager", fullgraph=True)
     for step in range(steps):
-        for parameter, gradient in zip(held.values(), gradients(step, dtype), strict=True):
+        for parameter, gradient in zip(named.values(), gradients(step, dtype), strict=True):
             parameter.grad = gradient
         optimizer.step()
-    return held
+    return named
 
 
-def assert_close(found: dict[str, nn.Parameter], wanted: dict[str, nn.Parameter], tolerance: float) -> None:
-    for name in wanted:
-        assert (found[name] - wanted[name]).abs().max() <= tolerance, name
+def assert_close(actual: dict[str, nn.Parameter], expected: dict[str, nn.Parameter], tolerance: float) -> None:
+    for name in expected:
+        assert (actual[name] - expected[name]).abs().max() <= tolerance, name
 
 
 class Unfusable(ScaleByAdam):
-    """The same element, which the fused kernel does not recognise."""
+    """A subclass of the element, which the fused kernel does not match."""
 
 
 class UnfusableMomentum(ScaleByMomentum):
-    """The same element, which the fused kernel does not recognise."""
+    """A subclass of the element, which the fused kernel does not match."""
 
 
-def test_chains_inside_chains_are_opened_and_the_identity_is_left_out() -> None:
+def test_nested_chains_are_flattened_without_identity() -> None:
     a, b, c = ScaleByAdam(), AddDecayedWeights(0.1), scale_by_learning_rate(1.0)
     assert list(chain(chain(a, b), GradientTransform(), c).elements.values()) == [a, b, c]
     assert list(chain(chain(a), chain(b, chain(c))).elements) == list(chain(a, b, c).elements)
 
 
-def test_two_elements_of_one_name_keep_their_own_state() -> None:
+def test_elements_of_one_name_have_separate_state() -> None:
     twice = chain(ScaleByLion(0.9, 0.99), ScaleByLion(0.5, 0.5))
     assert list(twice.elements) == ["scale_by_lion", "scale_by_lion#2"]
     slots = twice.init(["x"], [torch.zeros(2)])
@@ -93,65 +93,65 @@ def test_two_elements_of_one_name_keep_their_own_state() -> None:
     assert slots["scale_by_lion.momentum"][0][0] != slots["scale_by_lion#2.momentum"][0][0]
 
 
-def test_adam_is_algorithm_one_of_its_paper() -> None:
+def test_adam_equals_algorithm_1_of_paper() -> None:
     mean = [torch.zeros(s, dtype=torch.float64) for s in SHAPES.values()]
     square = [torch.zeros(s, dtype=torch.float64) for s in SHAPES.values()]
-    for step, found in enumerate(applied(ScaleByAdam(0.8, 0.95, 1e-6), 5)):
+    for step, updates in enumerate(applied(ScaleByAdam(0.8, 0.95, 1e-6), 5)):
         for i, g in enumerate(gradients(step, torch.float64)):
             mean[i] = 0.8 * mean[i] + 0.2 * g
             square[i] = 0.95 * square[i] + 0.05 * g * g
-            wanted = (mean[i] / (1 - 0.8 ** (step + 1))) / ((square[i] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-6)
-            torch.testing.assert_close(found[i].double(), wanted, rtol=1e-5, atol=1e-6)
+            expected = (mean[i] / (1 - 0.8 ** (step + 1))) / ((square[i] / (1 - 0.95 ** (step + 1))).sqrt() + 1e-6)
+            torch.testing.assert_close(updates[i].double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_lion_is_program_one_of_its_paper() -> None:
+def test_lion_equals_program_1_of_paper() -> None:
     momentum = [torch.zeros(s, dtype=torch.float64) for s in SHAPES.values()]
-    for step, found in enumerate(applied(ScaleByLion(0.7, 0.9), 5)):
+    for step, updates in enumerate(applied(ScaleByLion(0.7, 0.9), 5)):
         for i, g in enumerate(gradients(step, torch.float64)):
-            assert torch.equal(found[i].double(), (0.7 * momentum[i] + 0.3 * g).sign())
+            assert torch.equal(updates[i].double(), (0.7 * momentum[i] + 0.3 * g).sign())
             momentum[i] = 0.9 * momentum[i] + 0.1 * g
 
 
-def test_decay_is_added_to_matrices_and_spares_vectors() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     held = list(parameters().values())
-    (found,) = applied(AddDecayedWeights(0.1), 1)
-    for update, gradient, parameter in zip(found, gradients(0), held, strict=True):
-        wanted = gradient.double() + (0.1 * parameter.double() if parameter.ndim > 1 else 0.0)
-        torch.testing.assert_close(update.double(), wanted.detach(), rtol=1e-6, atol=1e-6)
+    (updates,) = applied(AddDecayedWeights(0.1), 1)
+    for update, gradient, parameter in zip(updates, gradients(0), held, strict=True):
+        expected = gradient.double() + (0.1 * parameter.double() if parameter.ndim > 1 else 0.0)
+        torch.testing.assert_close(update.double(), expected.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_schedule_multiplies_by_its_factor_of_the_step() -> None:
-    for step, found in enumerate(applied(ScaleBySchedule(lambda step: 0.5**step), 4)):
-        assert all(torch.equal(f, g * 0.5**step) for f, g in zip(found, gradients(step), strict=True))
+def test_schedule_multiplies_by_factor_of_step() -> None:
+    for step, updates in enumerate(applied(ScaleBySchedule(lambda step: 0.5**step), 4)):
+        assert all(torch.equal(f, g * 0.5**step) for f, g in zip(updates, gradients(step), strict=True))
 
 
 @pytest.mark.parametrize("largest", [0.5, 1e6])
-def test_clipping_bounds_the_joint_norm_and_leaves_small_gradients_alone(largest: float) -> None:
-    (found,) = applied(ClipByGlobalNorm(largest), 1)
+def test_clipping_bounds_global_norm_and_keeps_small_gradients(largest: float) -> None:
+    (updates,) = applied(ClipByGlobalNorm(largest), 1)
     norm = math.sqrt(sum(float(g.square().sum()) for g in gradients(0, torch.float64)))
     factor = min(1.0, largest / norm)
-    for f, g in zip(found, gradients(0, torch.float64), strict=True):
+    for f, g in zip(updates, gradients(0, torch.float64), strict=True):
         torch.testing.assert_close(f.double(), g * factor, rtol=1e-5, atol=1e-7)
     assert float(global_norm(gradients(0))) == pytest.approx(norm, rel=1e-6)
 
 
-def test_partition_gives_each_parameter_to_its_first_rule() -> None:
+def test_partition_sends_each_parameter_to_its_first_rule() -> None:
     split = partition(
         ("matrices", is_matrix, ScaleByLion()),
         ("rest", lambda name, parameter: True, chain(ScaleByAdam(), ScaleBySchedule(lambda step: 2.0))),
     )
     by_lion, by_adam = applied(ScaleByLion(), 3), applied(ScaleByAdam(), 3)
-    for step, found in enumerate(applied(split, 3)):
-        assert torch.equal(found[0], by_lion[step][0]) and torch.equal(found[2], by_lion[step][2])
-        assert torch.equal(found[1], by_adam[step][1] * 2)
+    for step, updates in enumerate(applied(split, 3)):
+        assert torch.equal(updates[0], by_lion[step][0]) and torch.equal(updates[2], by_lion[step][2])
+        assert torch.equal(updates[1], by_adam[step][1] * 2)
 
 
-def test_partition_refuses_to_leave_a_parameter_out() -> None:
+def test_partition_refuses_a_parameter_without_rule() -> None:
     with pytest.raises(UsageError, match=r"no rule covers parameter 'one.bias' of shape \(5,\)"):
         TransformOptimizer(parameters().items(), partition(("matrices", is_matrix, ScaleByLion())))
 
 
-def test_every_slot_of_a_partition_has_one_entry_per_parameter() -> None:
+def test_partition_slots_have_one_entry_per_parameter() -> None:
     split = partition(("matrices", is_matrix, ScaleByLion()), ("rest", lambda n, p: True, ScaleByAdam()))
     slots = split.init(list(SHAPES), list(parameters().values()))
     assert {slot: [len(tensor) for tensor in tensors] for slot, tensors in slots.items()} == {
@@ -159,7 +159,7 @@ def test_every_slot_of_a_partition_has_one_entry_per_parameter() -> None:
     }  # fmt: skip
 
 
-def test_adamw_fused_element_wise_and_torchs_own_are_one_optimizer() -> None:
+def test_adamw_fused_equals_element_wise_and_torch() -> None:
     rate = ScaleBySchedule(lambda step: 1 - step / 200)
     fused = chain(adamw(1e-2, (0.9, 0.95), 1e-8, 0.1), rate)
     plain = chain(Unfusable(0.9, 0.95), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2), rate)
@@ -182,7 +182,7 @@ def test_adamw_fused_element_wise_and_torchs_own_are_one_optimizer() -> None:
     assert_close(*exact, 1e-12)
 
 
-def test_what_stands_before_the_fused_tail_still_acts() -> None:
+def test_elements_before_fused_tail_still_apply() -> None:
     clipped = chain(ClipByGlobalNorm(0.1), adamw(1e-2))
     plain = chain(ClipByGlobalNorm(0.1), Unfusable(0.9, 0.95), AddDecayedWeights(0.1), scale_by_learning_rate(1e-2))
     head, _ = fused_tail(clipped)
@@ -203,12 +203,12 @@ def test_what_stands_before_the_fused_tail_still_acts() -> None:
         (ScaleByMomentum(), ScaleByLion(), scale_by_learning_rate(0.1)),
     ],
 )
-def test_only_the_exact_tails_of_adamw_and_sgd_are_fused(elements: tuple[GradientTransform, ...]) -> None:
+def test_only_exact_adamw_and_sgd_tails_are_fused(elements: tuple[GradientTransform, ...]) -> None:
     assert fused_tail(chain(*elements)) is None
 
 
 @pytest.mark.parametrize("kind", ["scale_by_adam", "scale_by_momentum"])
-def test_a_kernel_that_nothing_multiplies_adds_its_direction(kind: str) -> None:
+def test_kernel_without_factors_adds_its_direction(kind: str) -> None:
     elements = {"scale_by_adam": (ScaleByAdam, Unfusable), "scale_by_momentum": (ScaleByMomentum, UnfusableMomentum)}
     fusable, plain = (chain(scale_by_learning_rate(0.1), element()) for element in elements[kind])
     assert fused_tail(fusable) and not fused_tail(plain)
@@ -216,30 +216,30 @@ def test_a_kernel_that_nothing_multiplies_adds_its_direction(kind: str) -> None:
 
 
 @pytest.mark.parametrize("decay", [(), (AddDecayedWeights(0.1),)], ids=["plain", "decayed"])
-def test_a_plain_gradient_fused_is_a_plain_gradient(decay: tuple[GradientTransform, ...]) -> None:
+def test_fused_plain_gradient_equals_gradient_descent(decay: tuple[GradientTransform, ...]) -> None:
     fused = chain(*decay, scale_by_learning_rate(0.1))
     assert isinstance(fused_tail(fused)[1], FusedSGDUpdate)
-    wanted = parameters(dtype=torch.float64)
+    expected = parameters(dtype=torch.float64)
     for step in range(5):
-        for parameter, gradient in zip(wanted.values(), gradients(step, torch.float64), strict=True):
+        for parameter, gradient in zip(expected.values(), gradients(step, torch.float64), strict=True):
             shrunk = 0.1 * parameter.detach() if decay and parameter.ndim > 1 else 0.0
             parameter.detach().sub_(0.1 * (gradient + shrunk))
-    assert_close(trained(fused, 5, dtype=torch.float64), wanted, 1e-12)
+    assert_close(trained(fused, 5, dtype=torch.float64), expected, 1e-12)
 
 
 @pytest.mark.parametrize("beta1", [0.0, 0.9])
-def test_adam_in_front_of_other_elements_is_adam_by_a_kernel(beta1: float) -> None:
+def test_adam_before_other_elements_runs_as_kernel(beta1: float) -> None:
     kinds = (ScaleByAdam, Unfusable)
     chains = [chain(adam(beta1, 0.95), ScaleByTrustRatio(), scale_by_learning_rate(0.1)) for adam in kinds]
     assert [type(fuse_elements(each).elements["scale_by_adam"]) for each in chains] == [FusedAdamTransform, Unfusable]
     assert_close(*(trained(each, 20, dtype=torch.float64) for each in chains), 1e-12)
 
 
-def test_without_a_first_momentum_none_is_kept() -> None:
+def test_adam_with_beta1_of_0_has_no_first_moment() -> None:
     assert ScaleByAdam(0.0).init(list(SHAPES), list(parameters().values())).keys() == {"square"}
 
 
-def test_each_member_of_a_partition_gets_its_own_kernel() -> None:
+def test_each_partition_member_has_its_own_kernel() -> None:
     members = partition(
         ("matrices", is_matrix, chain(ScaleByLion(), AddDecayedWeights(0.1), scale_by_learning_rate(0.1))),
         ("rest", lambda name, parameter: True, chain(ScaleByAdam(), scale_by_learning_rate(0.1))),
@@ -250,7 +250,7 @@ def test_each_member_of_a_partition_gets_its_own_kernel() -> None:
     assert isinstance(lion_tail, ChunkedUpdate) and isinstance(adam_tail, FusedAdamWUpdate)
 
 
-def test_partitions_inside_partitions_and_among_other_elements_act_as_if_run_at_once() -> None:
+def test_nested_partitions_equal_running_all_elements_at_once() -> None:
     def nested(adam: type[ScaleByAdam]) -> GradientTransform:
         inner = partition(
             ("one", lambda name, parameter: name.startswith("one"), chain(adam(), AddDecayedWeights(0.1))),
@@ -259,19 +259,19 @@ def test_partitions_inside_partitions_and_among_other_elements_act_as_if_run_at_
         outer = partition(("matrices", is_matrix, inner), ("rest", lambda name, parameter: True, adam()))
         return chain(AddDecayedWeights(0.2), outer, ScaleByTrustRatio(), scale_by_learning_rate(0.1))
 
-    held = parameters(dtype=torch.float64)
-    values = [parameter.detach() for parameter in held.values()]
+    named = parameters(dtype=torch.float64)
+    values = [parameter.detach() for parameter in named.values()]
     whole = nested(Unfusable)
-    slots = whole.init(list(held), values)
+    slots = whole.init(list(named), values)
     for step in range(10):
         torch._foreach_add_(
             values, whole.update(gradients(step, torch.float64), slots, values, whole.scalars(step, step))
         )
-    assert_close(trained(nested(ScaleByAdam), 10, dtype=torch.float64), held, 1e-12)
+    assert_close(trained(nested(ScaleByAdam), 10, dtype=torch.float64), named, 1e-12)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_fused_element_wise_and_torchs_own_are_one_optimizer(nesterov: bool) -> None:
+def test_momentum_fused_equals_element_wise_and_torch(nesterov: bool) -> None:
     fused = chain(AddDecayedWeights(0.1), ScaleByMomentum(0.9, nesterov), scale_by_learning_rate(1e-2))
     assert isinstance(fused_tail(fused)[1], FusedSGDUpdate)
     plain = chain(AddDecayedWeights(0.1), UnfusableMomentum(0.9, nesterov), scale_by_learning_rate(1e-2))
@@ -289,7 +289,7 @@ def test_momentum_fused_element_wise_and_torchs_own_are_one_optimizer(nesterov: 
         assert_close(trained(transform, 50, dtype=torch.float64), theirs, 1e-12)
 
 
-def test_lion_is_lion_pytorch() -> None:
+def test_lion_equals_lion_pytorch() -> None:
     theirs = parameters(dtype=torch.float64)
     groups = [
         {"params": [p for p in theirs.values() if p.ndim > 1], "weight_decay": 0.5},
@@ -313,12 +313,12 @@ def test_lion_is_lion_pytorch() -> None:
     ],
     ids=["adamw", "clipped lion", "partition"],
 )
-def test_a_compiled_update_is_the_eager_one_and_is_traced_once(transform: GradientTransform) -> None:
+def test_compiled_update_equals_eager_and_traces_once(transform: GradientTransform) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert_close(trained(transform, 20, compiled=True), trained(transform, 20), 1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_compiled_fused_optimizer_is_the_same_too() -> None:
+def test_compiled_fused_optimizer_equals_eager() -> None:
     assert_close(trained(adamw(1e-2), 20, compiled=True), trained(adamw(1e-2), 20), 1e-6)

@@ -1,4 +1,4 @@
-"""What weights under masks have in common: nothing outside them, whatever the optimizer, and whoever has set values."""
+"""Masked weights: no optimizer and no loaded value leaves nonzero values outside the masks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -24,7 +24,7 @@ from thrifty.techniques.precision.optimizer_state import with_compact_state
 
 
 class Halves:
-    """A quarter of the first matrix; in the second step a mask of the left half."""
+    """A policy: initially a quarter of the first matrix, in the second step the left half of it."""
 
     def __init__(self, instead: bool = True):
         self.replaces_update = instead
@@ -66,7 +66,7 @@ def step(optimizer: TransformOptimizer, named: Mapping[str, nn.Parameter], seed:
 
 
 @pytest.mark.parametrize("instead", [True, False])
-def test_gradients_updates_and_moments_stay_inside_masks_that_move(instead: bool) -> None:
+def test_updates_and_moments_stay_inside_moving_masks(instead: bool) -> None:
     named, masking = weights(), Halves(instead)
     whole = {name: parameter.detach().clone() for name, parameter in named.items()}
     optimizer = TransformOptimizer(named.items(), MaskedUpdate(chain(adamw(0.1)), masking))
@@ -82,13 +82,13 @@ def test_gradients_updates_and_moments_stay_inside_masks_that_move(instead: bool
         assert not named["a"][~mask].any()
         if at == 1:
             (seen,) = masking.seen
-            assert torch.equal(seen.gradient, gradients["a"])  # dense: nobody has masked it
+            assert torch.equal(seen.gradient, gradients["a"])  # dense, not masked
             assert torch.equal(seen.mask, old) and torch.equal(seen.weight, before)
             assert mask[:, :8].all() and not mask[:, 8:].any()
             assert torch.equal(named["a"], before * mask) == instead
 
 
-def test_a_parameter_knows_its_mask_which_changes_in_place() -> None:
+def test_mask_of_parameter_changes_in_place() -> None:
     named = weights()
     optimizer = TransformOptimizer(named.items(), MaskedUpdate(chain(adamw(0.1)), Halves()))
     mask = mask_of(named["a"])
@@ -120,7 +120,7 @@ def test_a_parameter_knows_its_mask_which_changes_in_place() -> None:
     ],
     ids=["alone", "chain", "partition", "stored", "in float32", "on copies", "delayed", "on a disk"],
 )
-def test_what_others_have_filled_in_is_brought_under_the_masks_by_every_wrapper(
+def test_every_wrapper_applies_masks_to_loaded_values(
     wrap: Callable[[GradientTransform], GradientTransform], request: pytest.FixtureRequest
 ) -> None:
     low = "in float32" in request.node.name
@@ -154,29 +154,29 @@ def sparse_state(*others: str) -> tuple[Run, TrainState]:
 
 
 @pytest.mark.parametrize("slot", ["mean", "square", "exponential_average.mean"])
-def test_anything_of_the_optimizer_outside_a_mask_is_noticed(slot: str) -> None:
+def test_optimizer_state_outside_a_mask_is_detected(slot: str) -> None:
     run, state = sparse_state("averaging.ema")
     name = next(iter(masks_in(state)))
     assert state.optimizer is not None
-    (found,) = [key for key in state.optimizer.slots if key.endswith(slot if "." in slot else f"adam.{slot}")]
-    tensor = state.optimizer.slots[found][state.optimizer.names.index(name)]
+    (key,) = [key for key in state.optimizer.slots if key.endswith(slot if "." in slot else f"adam.{slot}")]
+    tensor = state.optimizer.slots[key][state.optimizer.names.index(name)]
     tensor[~masks_in(state)[name]] = 1e-9
     with pytest.raises(IntegrityError, match=rf"sparsity\.static: .*{slot} of {name} has \d+ values outside the mask"):
         run.verify(state)
 
 
-def test_more_weights_than_allowed_are_noticed_and_a_state_without_masks_is_not_asked() -> None:
+def test_more_weights_than_allowed_are_detected() -> None:
     _, state = sparse_state()
     name = next(iter(masks_in(state)))
-    found = int(masks_in(state)[name].sum())
-    with pytest.raises(IntegrityError, match=f"{name} has {found} non-zero weights, at most {found - 1} promised"):
-        check_masks("mine", state, {name: found - 1})
+    count = int(masks_in(state)[name].sum())
+    with pytest.raises(IntegrityError, match=f"{name} has {count} non-zero weights, at most {count - 1} promised"):
+        check_masks("mine", state, {name: count - 1})
     plain = compose(plain_run(), with_optimizer([]), 2).start()
     check_masks("mine", plain, {})
     assert masks_in(plain) == {}
 
 
-def test_averages_that_start_afresh_after_a_growth_are_under_the_masks_carried_along() -> None:
+def test_averages_restarted_after_growth_respect_masks() -> None:
     chosen = [technique(name) for name in ("sparsity.rigl", "growth.stacking", "averaging.ema")]
     run = compose(plain_run(), with_optimizer(chosen), 5)
     state = run.start()
@@ -189,8 +189,8 @@ SPARSE = ["sparsity.rigl", "sparsity.set", "sparsity.static", "sparsity.gradual"
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_weights_of_a_dense_run_are_brought_under_masks_of_a_sparse_one(name: str) -> None:
-    """What a fork does: values by name, an optimizer begun with them, then what its state demands."""
+def test_masks_of_a_sparse_run_apply_to_weights_of_a_dense_run(name: str) -> None:
+    """Follow the steps of a fork: load values by name, create an optimizer, apply the constraints of its state."""
     dense = compose(plain_run(), with_optimizer([]), 4)
     state = dense.start()
     advance(dense, state, 2)
@@ -212,12 +212,12 @@ def test_weights_of_a_dense_run_are_brought_under_masks_of_a_sparse_one(name: st
     advance(sparse, state, 3)
 
 
-def test_a_pattern_that_is_none_is_refused() -> None:
+def test_invalid_name_pattern_is_refused() -> None:
     with pytest.raises(UsageError, match=r"sparsity\.static: where is no pattern"):
         technique("sparsity.static", where="(")
 
 
-def test_an_embedding_in_a_numbered_list_is_not_masked_by_default() -> None:
+def test_embedding_in_a_numbered_list_is_not_masked_by_default() -> None:
     def model() -> nn.Module:
         model = nn.Module()
         model.layers = nn.ModuleList([nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
@@ -228,10 +228,10 @@ def test_an_embedding_in_a_numbered_list_is_not_masked_by_default() -> None:
     where = refused.value.fix.partition("'")[2].removesuffix("'")
     one = technique("sparsity.static", where=where)
     assert one.masked(masked_shapes(dict(model().named_parameters()))) == ["layers.1.weight", "layers.2.weight"]
-    technique("sparsity.static", where="weight").model(model())  # who names it means it
+    technique("sparsity.static", where="weight").model(model())  # an explicit pattern may name an embedding
 
 
-def test_what_stays_dense_is_told_by_name() -> None:
+def test_dense_weights_are_reported_by_name() -> None:
     model = tiny_model(depth=2, tied=False)
     model.blocks[0].experts = nn.Parameter(torch.zeros(2, 4, 4))
     with collect_notes() as notes:
@@ -240,5 +240,5 @@ def test_what_stays_dense_is_told_by_name() -> None:
     assert notes[0].endswith("and embedding.token.weight, blocks.N.experts, head.weight")
 
 
-def test_a_full_mask_keeps_all() -> None:
+def test_full_mask_is_all_true() -> None:
     assert full_mask(torch.zeros(2, 3)).all()

@@ -1,6 +1,6 @@
 """Optimizers: transform elements, torch optimizer, fused and chunked updates, partition, weight masks.
 
-The optimizers of techniques are attributes too, such as `thrifty.optim.AdamW`, made when they are first used.
+The optimizers of techniques are attributes too, such as `thrifty.optim.AdamW`. Each is built on its first use.
 """
 
 from importlib import import_module
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    made = import_module("thrifty.interface.optimizers").optimizer_named(name)
-    globals()[name] = made
-    return made
+    optimizer = import_module("thrifty.interface.optimizers").optimizer_named(name)
+    globals()[name] = optimizer
+    return optimizer
 
 
 def __dir__() -> list[str]:

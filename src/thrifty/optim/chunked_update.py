@@ -1,10 +1,10 @@
-"""A transform run on a processor piece by piece, so that what one element leaves is still in the cache for the next.
+"""Chunked optimizer updates: run a chain on pieces of the parameters, so that intermediate results stay in the cache.
 
-Run over all parameters, every element of a chain is a pass over main memory, and its temporary results are as large as
-the model. Elements that look no further than rows can be run on pieces of a megabyte instead, each by one thread:
-the same arithmetic, two to three times faster, with temporaries of a few pieces. Where an element must see a whole
-parameter, that parameter is a piece, and the elements before and behind it go through it in rows. On other devices,
-where launching counts for more, pieces are larger.
+A chain over all parameters passes over main memory once per element, with temporaries as large as the model. Elements
+whose scope is a row can run on pieces of a megabyte instead, one piece per thread. The arithmetic is the same, two to
+three times faster, and the temporaries have the size of a few pieces. If an element requires a whole parameter, that
+parameter is one piece; the elements before and after it process the parameter in rows. Devices other than the CPU get
+larger pieces, because each kernel launch costs more there.
 """
 
 import math
@@ -26,19 +26,20 @@ from thrifty.core.shard_layout import local_tensors
 from thrifty.machine.cpu_features import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
 
 Span = tuple[int, slice | None]
-"""A parameter's index and the rows of it that belong to a piece, None for all."""
+"""Index of a parameter and the rows of it in a piece; None for all rows."""
 
 
 class UpdateExecutor(Protocol):
-    """Turns gradients into updates and adds them to the parameters, or leaves them in the gradients."""
+    """A callable that turns gradients into updates. It adds them to the parameters or writes them over the
+    gradients."""
 
     def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None: ...
 
 
 @dataclass(frozen=True)
 class WholeUpdate:
-    """A chain on all its tensors together; the result is added to the parameters, or without `factors` left in the
-    updates."""
+    """A chain run on all its tensors at once. The result is added to the parameters; if `factors` is None, it
+    overwrites the updates."""
 
     chain: TransformChain
     factors: TransformChain | None
@@ -57,13 +58,13 @@ class WholeUpdate:
 
 @dataclass(frozen=True)
 class SequentialUpdate:
-    """The stretches of a chain that look equally far, one after the other."""
+    """Segments of a chain, each with elements of one scope, run one after the other."""
 
-    stretches: tuple["ChunkedUpdate", ...]
+    segments: tuple["ChunkedUpdate", ...]
 
     def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
-        for stretch in self.stretches:
-            stretch.run(iter(stretch.pieces), updates, slots, parameters, numbers)
+        for segment in self.segments:
+            segment.run(iter(segment.pieces), updates, slots, parameters, numbers)
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,10 @@ class UpdateChunk:
 
 
 class ChunkedUpdate:
-    """A chain in pieces that are as small as the reach of its elements allows. The result, times `factors`, is added
-    to the parameters; without them it is left in the gradients."""
+    """A chain run on pieces that are as small as the scopes of its elements allow.
+
+    The result times `factors` is added to the parameters; if `factors` is None, it overwrites the gradients.
+    """
 
     def __init__(self, chain: TransformChain, factors: TransformChain | None, parameters: Sequence[Tensor]):
         self.keys = tuple(f"{key}." for key in chain.elements)
@@ -87,8 +90,8 @@ class ChunkedUpdate:
         self.pieces = []
         for spans in _spans(here, self.local, CHUNK_ELEMENTS if on_cpu else GPU_CHUNK_ELEMENTS):
             own = [i for i, _ in spans]
-            self.pieces.append(UpdateChunk(tuple(spans), _work(chain.subset(own), factors, [here[i] for i in own])))
-        # collectives of sharded tensors must be met in one order by all ranks
+            self.pieces.append(UpdateChunk(tuple(spans), _executor(chain.subset(own), factors, [here[i] for i in own])))
+        # all ranks must start the collectives of sharded tensors in the same order
         sharded = not self.local and any(is_dtensor(tensor) for tensor in here)
         self.threads = torch.get_num_threads() if on_cpu and not sharded else 1
 
@@ -97,7 +100,7 @@ class ChunkedUpdate:
         if self.threads == 1 or len(self.pieces) == 1:
             self.run(queue, updates, slots, parameters, numbers)
             return
-        # each thread takes the next piece from the queue when it is done with one
+        # a thread that finishes a piece takes the next from the queue
         work = (queue, updates, slots, parameters, numbers)
         runs = [_pool(self.threads, os.getpid()).submit(self.run, *work) for _ in range(self.threads)]
         for run in runs:
@@ -121,55 +124,58 @@ class ChunkedUpdate:
             piece.work.apply(piece.of(updates), state, piece.of(parameters), numbers)
 
 
-def _work(chain: TransformChain, factors: TransformChain | None, tensors: Sequence[Tensor]) -> UpdateExecutor:
-    """A chain of one reach at once, any other in stretches."""
+def _executor(chain: TransformChain, factors: TransformChain | None, tensors: Sequence[Tensor]) -> UpdateExecutor:
+    """Return a `WholeUpdate` for a chain of one scope, otherwise a `SequentialUpdate` of its segments."""
     by_reach = groupby(chain.elements, lambda key: chain.elements[key].reach is TransformScope.ROWS)
-    stretches = [chain.part(list(keys)) for _, keys in by_reach]
-    if len(stretches) < 2:
+    segments = [chain.part(list(keys)) for _, keys in by_reach]
+    if len(segments) < 2:
         return WholeUpdate(chain, factors)
-    *before, last = stretches
+    *before, last = segments
     return SequentialUpdate(
         (*(ChunkedUpdate(part, None, tensors) for part in before), ChunkedUpdate(last, factors, tensors))
     )
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The rows of a matrix in views of a piece's size, for an element that must see whole parameters and can go through
-    them in rows itself; all in one where that would not help."""
+    """Return views of the rows of a matrix, each of the size of a piece.
+
+    For an element that requires whole parameters but can itself process them in rows. Returns one view of the whole
+    tensor for a DTensor, a tensor off the CPU, and a tensor no larger than a piece.
+    """
     if is_dtensor(tensor) or tensor.device.type != "cpu" or tensor.numel() <= CHUNK_ELEMENTS:
         return (tensor,)
     return tensor.split(_rows(tensor, CHUNK_ELEMENTS))
 
 
-def _rows(tensor: Tensor, numbers: int) -> int:
-    """Rows in each of the equal parts, of `numbers` numbers or somewhat more, that a tensor divides into."""
-    return -(-len(tensor) // max(tensor.numel() // numbers, 1))
+def _rows(tensor: Tensor, elements: int) -> int:
+    """Return the number of rows in each of the equal parts, of about `elements` elements or more, of a tensor."""
+    return -(-len(tensor) // max(tensor.numel() // elements, 1))
 
 
 def chunks_like(parts: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    """A tensor with as many rows in the same parts."""
+    """Split a tensor with as many rows into the same parts."""
     return tensor.split([len(part) for part in parts]) if len(parts) > 1 else (tensor,)
 
 
 def product(factors: TransformChain, numbers: Scalars) -> float:
-    """What a chain of `ScaleBySchedule` multiplies by."""
+    """Return the product of the factors of a chain of `ScaleBySchedule`."""
     return math.prod(float(numbers[f"{key}.factor"]) for key in factors.elements)
 
 
-def _spans(tensors: Sequence[Tensor], by_rows: bool, numbers: int) -> Iterator[list[Span]]:
-    """Groups of about `numbers` numbers: small tensors together, large ones by rows where that is allowed."""
+def _spans(tensors: Sequence[Tensor], by_rows: bool, elements: int) -> Iterator[list[Span]]:
+    """Yield groups of about `elements` elements: small tensors together, large ones split by rows if `by_rows`."""
     group: list[Span] = []
     filled = 0
     for index, tensor in enumerate(tensors):
         count = tensor.numel()
         if not count:
             continue
-        rows = _rows(tensor, numbers) if by_rows and tensor.ndim else 0
+        rows = _rows(tensor, elements) if by_rows and tensor.ndim else 0
         cuts = range(0, len(tensor), rows) if rows and rows < len(tensor) else [0]
         for start in cuts:
             group.append((index, slice(start, start + rows) if len(cuts) > 1 else None))
             filled += count // len(cuts)
-            if filled >= numbers:
+            if filled >= elements:
                 yield group
                 group, filled = [], 0
     if group:
@@ -178,7 +184,7 @@ def _spans(tensors: Sequence[Tensor], by_rows: bool, numbers: int) -> Iterator[l
 
 @cache
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads of this process that each compute alone: torch's own parallelism is switched off inside them."""
+    """Return a pool of threads that each compute with one thread of torch."""
     here, all_there = torch.get_num_threads(), Barrier(threads + 1)
 
     def alone() -> None:
@@ -189,6 +195,6 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     for _ in range(threads):
         pool.submit(int)
     all_there.wait()
-    # setting it in a thread also sets what threads yet to come start with
+    # set_num_threads in a thread also changes the default of later threads
     torch.set_num_threads(here)
     return pool

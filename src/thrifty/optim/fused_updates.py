@@ -1,8 +1,8 @@
-"""Ends of chains that are one of torch's fused kernels.
+"""Torch's fused kernels for the last elements of a chain.
 
-A chain states what is computed; when it ends in Adam, or momentum, or a plain gradient, with decay and scalar factors,
-one pass over memory does all of it and writes the parameters directly. Nothing here changes a formula:
-`tests/optim/test_transform_elements.py` holds the fused and the element-wise result together.
+A chain that ends in Adam, momentum or the plain gradient, with decay and scalar factors, is one kernel of torch. The
+kernel writes the parameters in one pass over memory. The formulas do not change:
+`tests/optim/test_transform_elements.py` compares the fused with the element-wise result.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, Sca
 
 
 class FusedUpdate:
-    """What kernels take as one number for a whole list: the parameters with weight decay, and those without."""
+    """Groups of parameters with one value of weight decay each, because a kernel takes one value for a whole list."""
 
     def __init__(self, factors: TransformChain, decay: AddDecayedWeights | None):
         self.factors, self.decay = factors, decay
@@ -42,21 +42,26 @@ class FusedUpdate:
 
 @contextmanager
 def kernel_layouts(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Lists of tensors, one entry per parameter, as torch's kernels must have them: these go through memory as it lies
-    and ask no strides. Where the tensors of a parameter lie in different orders, or apart, copies stand in for them."""
-    odd = [i for i, own in enumerate(zip(*lists, strict=True)) if not _lie_alike(own)]
+    """Yield lists of tensors, one entry per parameter, in layouts that torch's fused kernels accept.
+
+    The kernels process memory in its own order and ignore strides. If the tensors of a parameter have gaps or differ in
+    their order in memory, contiguous copies replace them. At the end of the block their values are copied back.
+    """
+    odd = [i for i, own in enumerate(zip(*lists, strict=True)) if not _same_layout(own)]
     if not odd:
         yield list(lists)
         return
-    lent = [[tensor.contiguous() if i in odd else tensor for i, tensor in enumerate(tensors)] for tensors in lists]
-    yield lent
-    for tensors, copies in zip(lists, lent, strict=True):
+    contiguous = [
+        [tensor.contiguous() if i in odd else tensor for i, tensor in enumerate(tensors)] for tensors in lists
+    ]
+    yield contiguous
+    for tensors, copies in zip(lists, contiguous, strict=True):
         for i in odd:
             if copies[i] is not tensors[i]:
                 tensors[i].copy_(copies[i])
 
 
-def _lie_alike(tensors: Sequence[Tensor]) -> bool:
+def _same_layout(tensors: Sequence[Tensor]) -> bool:
     if all(tensor.is_contiguous() for tensor in tensors):
         return True
     strides = {tensor.stride() for tensor in tensors}
@@ -64,7 +69,7 @@ def _lie_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 class FusedAdamWUpdate(FusedUpdate):
-    """The tail `scale_by_adam · add_decayed_weights? · factors`, as torch's fused AdamW."""
+    """The last elements `scale_by_adam · add_decayed_weights? · factors` as torch's fused AdamW."""
 
     def __init__(self, key: str, adam: ScaleByAdam, decay: AddDecayedWeights | None, factors: TransformChain):
         super().__init__(factors, decay)
@@ -88,8 +93,8 @@ def fused_adamw(
     rate: float,
     weight_decay: float,
 ) -> None:
-    """The `count`-th step of AdamW by torch's kernel."""
-    # the kernel only reads them, so that one tensor serves all parameters of a device
+    """Run the `count`-th step of AdamW with torch's fused kernel."""
+    # the kernel only reads the counts, so that all parameters of a device can share one tensor
     counts = {device: torch.tensor(count, device=device) for device in {p.device for p in parameters}}
     with kernel_layouts(parameters, gradients, mean, square) as lists:
         torch._fused_adamw_(
@@ -107,7 +112,7 @@ def fused_adamw(
 
 
 class FusedAdamTransform(GradientTransform):
-    """`ScaleByAdam` and decay in front of other elements: the kernel makes a step of rate -1 from what decay adds."""
+    """`ScaleByAdam` and decay before other elements. The kernel makes a step of rate -1 from the decay term."""
 
     reach = TransformScope.ROWS
 
@@ -121,14 +126,14 @@ class FusedAdamTransform(GradientTransform):
         decay = self.decay.decay if self.decay else 0.0
         chosen = set(self.decay.chosen) if self.decay else set()
         steps = [p * decay if i in chosen else torch.zeros_like(p) for i, p in enumerate(parameters)]
-        # without a first moment the gradients are it: written over by themselves
+        # without a first moment the gradients take its place; the kernel overwrites them with themselves
         mean = slots["mean"] if self.adam.beta1 else updates
         fused_adamw(self.adam, steps, updates, mean, slots["square"], float(numbers["count"]), -1.0, 0.0)
         return steps
 
 
 class FusedSGDUpdate(FusedUpdate):
-    """The tail `add_decayed_weights? · scale_by_momentum? · factors`, as torch's fused SGD."""
+    """The last elements `add_decayed_weights? · scale_by_momentum? · factors` as torch's fused SGD."""
 
     def __init__(
         self, key: str, momentum: ScaleByMomentum | None, decay: AddDecayedWeights | None, factors: TransformChain
@@ -156,7 +161,7 @@ class FusedSGDUpdate(FusedUpdate):
 
 
 def fused_tail(chain: TransformChain) -> tuple[TransformChain, FusedUpdate] | None:
-    """What of a chain comes before a fused kernel, and the kernel for the rest; None where there is none."""
+    """Return the elements before a fused kernel, and the kernel for the rest. Return None if no kernel fits."""
     inner, factors = without_factors(
         chain.part([key for key, element in chain.elements.items() if changes_updates(element)])
     )
@@ -175,7 +180,7 @@ def fused_tail(chain: TransformChain) -> tuple[TransformChain, FusedUpdate] | No
 
 
 def without_factors(chain: TransformChain) -> tuple[TransformChain, TransformChain]:
-    """A chain as what comes before its last multiplications by a number, and those."""
+    """Split a chain into the elements before its last scalar factors, and those factors."""
     keys = list(chain.elements)
     end = len(keys)
     while end and type(chain.elements[keys[end - 1]]) is ScaleBySchedule:
@@ -184,17 +189,17 @@ def without_factors(chain: TransformChain) -> tuple[TransformChain, TransformCha
 
 
 def fuse_elements(chain: TransformChain) -> TransformChain:
-    """A chain with its elements replaced where a kernel stands for one or two of them."""
-    some = TransformChain([])
+    """Return a chain with `ScaleByAdam`, and a decay after it, replaced by a transform that runs the kernel."""
+    fused = TransformChain([])
     before = ""
     for key, element in chain.elements.items():
-        last = some.elements.get(before)
+        last = fused.elements.get(before)
         if type(element) is ScaleByAdam and element.correct:
-            some.elements[key] = FusedAdamTransform(element)
+            fused.elements[key] = FusedAdamTransform(element)
         elif type(last) is FusedAdamTransform and last.decay is None and type(element) is AddDecayedWeights:
-            some.elements[before] = FusedAdamTransform(last.adam, element)
+            fused.elements[before] = FusedAdamTransform(last.adam, element)
             continue
         else:
-            some.elements[key] = element
+            fused.elements[key] = element
         before = key
-    return some
+    return fused

@@ -1,5 +1,7 @@
-"""What sparse techniques share: how a density is spread over layers, which weights are the largest, how connections are
-replaced, and masks drawn at random by name. Plain functions on tensors."""
+"""Mask selection for sparse techniques: layer densities, largest weights, replaced connections, random masks.
+
+Plain functions on tensors.
+"""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def masked_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shapes of what can be masked, by name: matrices, of which tables of positions are none."""
+    """Return the shapes of the weights that can be masked, by name: matrices, except tables of positions."""
     return {
         name: tuple(parameter.shape)
         for name, parameter in parameters.items()
@@ -27,11 +29,11 @@ def masked_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]
 
 
 def layer_densities(shapes: Shapes, density: float, distribution: str) -> dict[str, float]:
-    """The density of each layer such that the kept weights sum to `density` of all.
+    """Return the density of each layer, such that the kept weights sum to `density` of all.
 
-    "uniform" gives each the same. "erk" (Evci et al. 2020) gives eps · (sum of dims) / (product of dims), solving for
-    eps; a layer that would exceed 1 becomes dense and eps is solved again for the rest. Layers of other pipeline stages
-    count among all.
+    "uniform" sets the same density for each. "erk" (Evci et al. 2020) sets eps · (sum of dims) / (product of dims),
+    solving for eps. A layer that would exceed 1 becomes dense, and eps is solved again for the rest. Layers of other
+    pipeline stages count among all.
     """
     own, shapes = shapes, merge_over_stages(shapes)
     if distribution == "uniform" or not shapes:
@@ -51,18 +53,19 @@ def layer_densities(shapes: Shapes, density: float, distribution: str) -> dict[s
 
 
 def layer_counts(shapes: Shapes, density: float, distribution: str) -> dict[str, int]:
-    """How many weights each layer keeps."""
+    """Return the number of weights that each layer keeps."""
     densities = layer_densities(shapes, density, distribution)
     return {name: round(densities[name] * torch.Size(shape).numel()) for name, shape in shapes.items()}
 
 
 def global_count(shapes: Shapes, density: float) -> int:
-    """How many weights all layers together keep, those of other pipeline stages too."""
+    """Return the number of weights that all layers together keep, including layers of other pipeline stages."""
     return round(density * sum(torch.Size(shape).numel() for shape in merge_over_stages(shapes).values()))
 
 
 def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
-    """A boolean mask like `parameter` (sharded as it is) with round(density · numel) places, drawn from `key` alone."""
+    """Return a boolean mask like `parameter` (sharded alike) with round(density · numel) True values, sampled from
+    `key` alone."""
     generator = keyed_generator(key)
     mask = torch.zeros(parameter.numel(), dtype=torch.bool)
     mask[torch.randperm(mask.numel(), generator=generator)[: round(density * mask.numel())]] = True
@@ -70,46 +73,50 @@ def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
 
 
 def random_masks(parameters: Mapping[str, Tensor], density: float, distribution: str, seed: int) -> dict[str, Tensor]:
-    """A mask of each, of its share of the density, drawn from (seed, name) alone."""
+    """Return a random mask for each parameter with its layer's density, sampled from (seed, name) alone."""
     densities = layer_densities(masked_shapes(parameters), density, distribution)
     return {name: random_mask(each, densities[name], f"{seed}/{name}") for name, each in parameters.items()}
 
 
 def full_mask(parameter: Tensor) -> Tensor:
-    """A mask like `parameter` (sharded as it is) that keeps all."""
+    """Return a mask of True values like `parameter` (sharded alike)."""
     return shard_like_parameter(torch.ones(parameter.shape, dtype=torch.bool), parameter)
 
 
 def shard_like_parameter(mask: Tensor, parameter: Tensor) -> Tensor:
-    """A whole mask, which every rank has, sharded as the parameter is."""
-    kept = tag_order(torch.empty_like(parameter, dtype=torch.bool), order_of(parameter))
-    fill_tensor(kept, mask)
-    return kept
+    """Shard a whole mask, which every rank has, like its parameter."""
+    sharded = tag_order(torch.empty_like(parameter, dtype=torch.bool), order_of(parameter))
+    fill_tensor(sharded, mask)
+    return sharded
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """A mask of the `count` largest scores, in their shape; of equal ones the first."""
+    """Return a mask of the `count` largest scores, in their shape. Of equal scores the first count."""
     mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
     mask[scores.flatten().sort(descending=True, stable=True).indices[:count]] = True
     return mask.view_as(scores)
 
 
 def largest_of_all(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Masks of the `count` largest scores over all layers together, those of other pipeline stages too: one threshold
-    for all. Of equal scores the first counts, in the order of names."""
-    everywhere = gather_over_stages(scores, merge_over_stages(dict.fromkeys(scores)))
-    names = sorted(everywhere)
+    """Return masks of the `count` largest scores over all layers together, including those of other pipeline stages.
+
+    One threshold holds for all layers. Of equal scores the first count, in the order of names.
+    """
+    all_scores = gather_over_stages(scores, merge_over_stages(dict.fromkeys(scores)))
+    names = sorted(all_scores)
     if not names:
         return {}
-    mask = largest(torch.cat([everywhere[name].flatten() for name in names]), count)
-    parts = dict(zip(names, mask.split([everywhere[name].numel() for name in names]), strict=True))
+    mask = largest(torch.cat([all_scores[name].flatten() for name in names]), count)
+    parts = dict(zip(names, mask.split([all_scores[name].numel() for name in names]), strict=True))
     return {name: parts[name].view_as(values) for name, values in scores.items()}
 
 
 def replace_connections(mask: Tensor, worth: Tensor, promise: Tensor, fraction: float) -> Tensor:
-    """The mask after dropping the `fraction` of the active places that are worth least and growing as many inactive
-    ones (just-dropped ones included) that promise most. All tensors have one shape; worth and promise are not
-    negative."""
+    """Return the mask after dropping connections and growing as many new ones.
+
+    Drops the `fraction` of the active positions with the smallest `worth`. Grows the inactive positions, just-dropped
+    ones included, with the largest `promise`. All tensors have one shape; worth and promise are not negative.
+    """
     active = int(mask.sum())
     moved = round(fraction * active)
     if moved == 0 or active == mask.numel():
@@ -121,5 +128,5 @@ def replace_connections(mask: Tensor, worth: Tensor, promise: Tensor, fraction: 
 
 
 def drop_fraction(step: int, alpha: float, until: int) -> float:
-    """The share of connections moved at this step: alpha / 2 · (1 + cos(π step / until))."""
+    """Return the fraction of connections moved at this step: alpha / 2 · (1 + cos(π step / until))."""
     return alpha / 2 * (1 + math.cos(math.pi * step / until)) if step < until else 0.0

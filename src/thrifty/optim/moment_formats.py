@@ -1,8 +1,9 @@
 """Storage formats of optimizer moments, and the conversion between them.
 
-An 8-bit moment has two slots: codes under the moment's name, and scales under that name with the ending `.scales`. The
-number of scales of a row is its number of blocks, and no block lies on two ranks. A sharded row therefore has the same
-format as a whole one. Only a mesh that requires another number of blocks dequantizes and quantizes it again.
+An 8-bit moment has two slots: quantized values under the moment's name, and scales under that name with the ending
+`.scales`. The number of scales of a row is its number of blocks, and no block lies on two ranks. A sharded row
+therefore has the same format as a whole one. Only a mesh that requires another number of blocks dequantizes and
+quantizes it again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from thrifty.kernels.blockwise_quantization import BLOCK, CodeBook, block_count,
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
 
 SHORTEST_ROW = 16
-"""Fewest elements of a block: a scale for fewer takes as much memory as their codes save."""
+"""Fewest elements of a block. A scale for fewer takes as much memory as their quantization saves."""
 SCALES = ".scales"
 """Ending of the name of a slot of scales."""
 
@@ -34,7 +35,7 @@ class StateFormat(Protocol):
     """Endings of the names of a moment's slots."""
 
     def blocks(self, moment: Tensor, parameter: Tensor) -> int:
-        """Return into how many blocks this rank's part of each row is divided; 0 for a moment that keeps float32."""
+        """Return the number of blocks in this rank's part of each row; 0 for a moment that stays in float32."""
         ...
 
     def close(self, moment: Tensor, never_negative: bool, seed: Seed, blocks: int) -> tuple[Tensor, ...]: ...

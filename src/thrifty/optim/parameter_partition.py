@@ -1,4 +1,4 @@
-"""Gradient transforms side by side: each parameter goes through exactly one of several."""
+"""Partition of the parameters among gradient transforms: each parameter goes through exactly one transform."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
@@ -21,7 +21,8 @@ from thrifty.core.gradient_transform import (
 
 
 class ParameterPartition(GradientTransform):
-    """Each parameter goes to the first rule it meets; a parameter that meets none is an error, not a default."""
+    """A transform that sends each parameter to the first rule that matches it. A parameter without a rule is an
+    error."""
 
     name = "partition"
 
@@ -58,7 +59,7 @@ class ParameterPartition(GradientTransform):
             own = self.members[label]
             inner = transform.init([names[i] for i in own], [parameters[i] for i in own])
             for slot, tensors in inner.items():
-                # parameters of other members hold an empty place, so that every slot has one entry per parameter
+                # parameters of other members have an empty tensor, so that every slot has one entry per parameter
                 filled = [parameter.new_empty(0) for parameter in parameters]
                 for index, tensor in zip(own, tensors, strict=True):
                     filled[index] = tensor
@@ -66,7 +67,8 @@ class ParameterPartition(GradientTransform):
         return slots
 
     def _members(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> Iterator[Any]:
-        """Each rule's parameters by number, its transform, and what of slots, parameters and numbers is its own."""
+        """Yield, for each rule: indices of its parameters, its transform, and its part of slots, parameters and
+        numbers."""
         for label, (_, transform) in self.rules.items():
             own = self.members[label]
             state = {slot: [tensors[i] for i in own] for slot, tensors in without_prefix(label, slots).items()}
@@ -115,11 +117,12 @@ class ParameterPartition(GradientTransform):
         return inner_owner(label, self.rules[label][1], own)
 
     def rate(self, numbers: Scalars) -> float:
-        """The first rule's: that of what the optimizer is named after."""
+        """Return the rate of the first rule, which is the main optimizer."""
         label, (_, transform) = next(iter(self.rules.items()))
         return transform.rate(without_prefix(label, numbers))
 
 
 def partition(*rules: tuple[str, Rule, GradientTransform]) -> ParameterPartition:
-    """`partition(("matrices", is_matrix, chain(…)), ("rest", lambda n, p: True, chain(…)))`."""
+    """Return a partition, e.g. `partition(("matrices", is_matrix, chain(…)), ("rest", lambda n, p: True,
+    chain(…)))`."""
     return ParameterPartition(rules)

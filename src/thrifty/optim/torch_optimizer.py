@@ -1,4 +1,4 @@
-"""Gradient transforms behind one `torch.optim.Optimizer`, usable in anybody's own loop.
+"""A `torch.optim.Optimizer` that runs gradient transforms, usable in any training loop.
 
 optimizer = TransformOptimizer(model.named_parameters(), chain(ScaleByAdam(), scale_by_learning_rate(1e-3)))
 """
@@ -26,10 +26,11 @@ from thrifty.optim.update_plan import split_chain
 
 
 class UpdateLocation:
-    """Where an update is made and its state lives: here, with the parameters. A chain may bring a site of its own."""
+    """The place of an update and its state: by default, the device of the parameters. A chain can set its own
+    `site`."""
 
     behind = False
-    """True if the parameters are an update behind the state."""
+    """True if the parameters are one update behind the state."""
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor]):
         self.transform = transform
@@ -38,19 +39,19 @@ class UpdateLocation:
         self._compiled: Callable | None = None
 
     def prepare(self, parameters: list[Tensor]) -> None:
-        """Decide how the chain is run, again after a change of its settings."""
+        """Split the chain into head and tail. Called again after its settings change."""
         self.head, self.tail = split_chain(self.transform, parameters)
 
     @property
     def slots(self) -> Slots:
-        """All that a checkpoint must hold of it."""
+        """State that a checkpoint must store."""
         return self.state
 
     def slot_kind(self, slot: str) -> Content:
         return self.transform.slot_kind(slot)
 
     def owner(self, slot: str) -> str:
-        """Return the element that a slot belongs to, see `GradientTransform.owner`."""
+        """Return the element that owns a slot, see `GradientTransform.owner`."""
         return self.transform.owner(slot)
 
     def compile(self, **options: Any) -> None:
@@ -58,7 +59,7 @@ class UpdateLocation:
             self._compiled = torch.compile(_transform_and_add, **options)
 
     def update(self, gradients: list[Tensor], parameters: list[Tensor], step: int, age: int) -> None:
-        """Moves the parameters; `step` and `age` as in `GradientTransform.scalars`."""
+        """Update the parameters; `step` and `age` as in `GradientTransform.scalars`."""
         numbers = self.transform.scalars(step, age)
         if self._compiled is not None:
             inputs = {name: torch.tensor(value) for name, value in numbers.items()}
@@ -76,12 +77,12 @@ class UpdateLocation:
 
 
 class TransformOptimizer(torch.optim.Optimizer):
-    """Applies a transform to the gradients of named parameters and adds the result to them.
+    """An optimizer that applies a transform to the gradients of named parameters and adds the result to them.
 
-    Only parameters that require a gradient take part; a missing gradient counts as zero, and gradients may be
+    Only parameters that require a gradient take part. A missing gradient counts as zero, and gradients may be
     overwritten. The state is `slots`, one tensor per parameter under each slot name, and two counters: `updates`
-    finished, and `born`, the update at which the state was last fresh; `births` has the elements of the transform that
-    were fresh later, by their paths (see `GradientTransform.owner`).
+    finished, and `born`, the update at which the state was last fresh. `births` has the same counter for the elements
+    that were fresh later, by their paths (see `GradientTransform.owner`).
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: GradientTransform):
@@ -97,7 +98,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False):
             if parameter.is_complex():
                 raise UsageError(
-                    f"the parameter {name!r} is complex ({parameter.dtype}), and updates are of real numbers",
+                    f"the parameter {name!r} is complex ({parameter.dtype}); updates support only real parameters",
                     fix="train torch.view_as_real(weight) as the parameter, and take torch.view_as_complex of it in "
                     "forward",
                 )
@@ -122,16 +123,18 @@ class TransformOptimizer(torch.optim.Optimizer):
         return self.site.slots
 
     def compile(self, **options: Any) -> None:
-        """Trace the arithmetic once with torch.compile, unless torch has a kernel for it; the numbers of each step go
-        in as tensors."""
+        """Trace the arithmetic once with torch.compile, unless torch has a fused kernel for it.
+
+        The scalars of each step are passed as tensors.
+        """
         self.site.compile(**options)
 
     def scalars(self) -> dict[str, float]:
-        """The numbers of the update that comes next."""
+        """Return the scalars of the next update."""
         return self.transform.scalars(self.updates, self.age)
 
     def will_move_masks(self) -> bool:
-        """Whether the update that comes next decides anew where there may be values, as when masks move."""
+        """Return True if the next update changes which weights may be nonzero, for example when masks move."""
         return any(value for name, value in self.scalars().items() if name.rpartition(".")[2] == MASK_MOVE)
 
     @torch.no_grad()
@@ -151,25 +154,25 @@ class TransformOptimizer(torch.optim.Optimizer):
         self.updates += 1
 
     def learning_rate(self) -> float:
-        """The factor that the next update will be multiplied by, sign removed: the product of all schedules."""
+        """Return the factor of the next update without its sign: the product of all schedules."""
         numbers = self.scalars()
         return self.transform.rate(numbers)
 
     @torch.no_grad()
     def eval_weights(self) -> list[Tensor] | None:
-        """The values to evaluate and to export where those are not the parameters being trained (an average of them),
-        one for each of `names`; None where they are."""
+        """Return the values to evaluate and to export, one for each of `names`, if they differ from the trained
+        parameters (an average of them). Return None if they do not differ."""
         return self.site.eval_weights(self.parameters, self.scalars())
 
     @torch.no_grad()
     def apply_constraints(self) -> None:
-        """Brings parameters and state in line with what the state demands (masks); whoever has filled either with
-        values from elsewhere calls this."""
+        """Apply the constraints of the state (masks) to parameters and state. Call it after filling either with other
+        values."""
         self.site.apply_constraints(self.parameters)
 
     @contextmanager
     def use_eval_weights(self) -> Iterator[None]:
-        """The parameters at the values to evaluate, for as long as the block lasts."""
+        """Set the parameters to the evaluation weights inside the `with` block."""
         values, parameters = self.eval_weights(), self.parameters
         if values is None:
             yield

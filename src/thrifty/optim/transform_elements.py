@@ -1,4 +1,4 @@
-"""The elements that several optimizers share: momentum, Adam, decay, trust ratio, clipping, factors."""
+"""Transform elements shared by optimizers: momentum, Adam, decay, trust ratio, clipping, factors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,9 +19,11 @@ from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices, is_matri
 
 
 class ScaleByMomentum(GradientTransform):
-    """A decaying sum of gradients, v = decay · v + g (Polyak 1964), or with `nesterov` a step ahead of it,
-    g + decay · v (Sutskever et al. 2013). A sum of anything else than gradients has another `name`, since forks take a
-    slot over by its name."""
+    """A decaying sum of gradients, v = decay · v + g (Polyak 1964).
+
+    With `nesterov` it is one step ahead, g + decay · v (Sutskever et al. 2013). A sum of other values than gradients
+    needs another `name`, because forks match slots by name.
+    """
 
     reach = TransformScope.ROWS
 
@@ -43,7 +45,7 @@ class ScaleByMomentum(GradientTransform):
 
 class ScaleByAdam(GradientTransform):
     """Bias-corrected first moment over the root of the second (Kingma & Ba 2015, algorithm 1). With a beta1 of 0 the
-    first moment is the gradient itself and is not kept."""
+    gradient replaces the first moment, which is not stored."""
 
     name = "scale_by_adam"
     reach = TransformScope.ROWS
@@ -76,7 +78,7 @@ class ScaleByAdam(GradientTransform):
 
 
 class SelectiveTransform(GradientTransform):
-    """What elements share that act on the parameters of a rule alone: which those are, by index."""
+    """A base class of elements that act only on the parameters matched by a rule; `chosen` has their indices."""
 
     def __init__(self, where: Rule):
         self.where = where
@@ -87,14 +89,16 @@ class SelectiveTransform(GradientTransform):
         return {}
 
     def subset(self, indices: Sequence[int]) -> GradientTransform:
-        some = copy(self)
-        some.chosen = [place for place, i in enumerate(indices) if i in self.chosen]
-        return some
+        selected = copy(self)
+        selected.chosen = [place for place, i in enumerate(indices) if i in self.chosen]
+        return selected
 
 
 class AddDecayedWeights(SelectiveTransform):
-    """Adds decay · parameter where the toolkit's rule says so: after the moments that is decoupled weight decay
-    (Loshchilov & Hutter 2019), before them L2 regularisation."""
+    """An element that adds decay · parameter to the updates of the parameters matched by the rule.
+
+    After the moments this is decoupled weight decay (Loshchilov & Hutter 2019), before them L2 regularization.
+    """
 
     name = "add_decayed_weights"
     reach = TransformScope.ROWS
@@ -111,7 +115,7 @@ class AddDecayedWeights(SelectiveTransform):
 
 
 class ScaleParameters(SelectiveTransform):
-    """Multiplies the updates of some parameters by a constant: a learning rate of their own."""
+    """An element that multiplies the updates of some parameters by a constant, which is a separate learning rate."""
 
     name = "scale_parameters"
     reach = TransformScope.ROWS
@@ -133,16 +137,21 @@ def trust_ratio(
     decay: float = 0.0,
     bounds: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """coefficient · φ(‖w‖) / (‖u‖ + decay · ‖w‖) from the norms of a layer's weights and of its update, φ keeping ‖w‖
-    within `bounds`; 1 where either norm is 0."""
+    """Return coefficient · φ(‖w‖) / (‖u‖ + decay · ‖w‖) from the norms of a layer's weights and update.
+
+    φ clamps ‖w‖ to `bounds`. The ratio is 1 where either norm is 0.
+    """
     ratio = coefficient * weight.clamp(*bounds) / (update + decay * weight)
     return torch.where((weight > 0) & (update > 0), ratio, 1.0)
 
 
 class ScaleByTrustRatio(SelectiveTransform):
-    """Gives the update of each layer a length in proportion to that of its weights: `trust_ratio` · (update + decay ·
-    parameter). With decay it is that of LARS (You et al. 2017); LAMB (You et al. 2020) adds its decay before. `slices`
-    takes what several layers share (`modeling/parameter_kinds.py`) as layers of their own."""
+    """An element that makes the norm of each layer's update proportional to the norm of its weights: `trust_ratio` ·
+    (update + decay · parameter).
+
+    With decay the formula is from LARS (You et al. 2017); LAMB (You et al. 2020) adds its decay before. With `slices`,
+    the layers that share a weight (`modeling/parameter_kinds.py`) count as separate layers.
+    """
 
     name = "scale_by_trust_ratio"
     reach = TransformScope.TENSOR
@@ -183,7 +192,7 @@ class ScaleByTrustRatio(SelectiveTransform):
 
 
 class ScaleBySchedule(GradientTransform):
-    """Multiplies by a number that depends on the step alone."""
+    """An element that multiplies the updates by a factor that depends only on the step."""
 
     reach = TransformScope.ROWS
 
@@ -202,12 +211,13 @@ class ScaleBySchedule(GradientTransform):
 
 
 def scale_by_learning_rate(rate: float) -> ScaleBySchedule:
-    """Turns a direction of ascent into a step of descent: multiplies by -rate."""
+    """Return an element that multiplies by -rate, which turns a direction of ascent into a step of descent."""
     return ScaleBySchedule(lambda step: -rate, name="scale_by_learning_rate")
 
 
 class ClipByGlobalNorm(GradientTransform):
-    """Scales all gradients together so that their joint 2-norm is at most `largest` (Pascanu et al. 2013)."""
+    """An element that scales all gradients together so that their joint 2-norm is at most `largest` (Pascanu et al.
+    2013)."""
 
     name = "clip_by_global_norm"
 
@@ -221,7 +231,7 @@ class ClipByGlobalNorm(GradientTransform):
 
 
 def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Tensor) -> None:
-    """tensors += factor · others, the factor a number or, while being compiled, a tensor."""
+    """Compute tensors += factor · others in place. The factor is a number or, while being compiled, a tensor."""
     if isinstance(factor, Tensor):
         torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
     else:
@@ -229,7 +239,7 @@ def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Te
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all tensors taken as one vector, a scalar in float32 at least; whole where ranks hold parts."""
+    """Return the 2-norm of all tensors as one vector, a scalar in float32 or wider. Sharded tensors count whole."""
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
     norms = [
         full_values(torch.linalg.vector_norm(torch.stack(torch._foreach_norm([tensors[i] for i in group], 2, dtype))))
@@ -245,7 +255,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def divided_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Groups, by index, of tensors that are divided over the ranks in the same way."""
+    """Return groups, by index, of tensors that are sharded in the same way."""
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         is_parted = is_dtensor(tensor)
@@ -256,8 +266,11 @@ def divided_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
 def layer_norms(
     tensors: Sequence[Tensor], cuts: Sequence[FusedSlices | None], orders: Sequence[FusedOrder | None] | None = None
 ) -> list[Tensor]:
-    """The 2-norm of each tensor; of one that is cut, the norm of its slice for each of its lines, in a shape that the
-    tensor can be multiplied by. Whole even where the tensors are sharded; `orders` are those of their parameters."""
+    """Return the 2-norm of each tensor; for a cut tensor, the norm of the slice of each line, broadcastable to the
+    tensor.
+
+    Sharded tensors count whole; `orders` are the fused orders of their parameters.
+    """
     orders = orders or [None] * len(tensors)
     norms = [
         tensor if cut is None else _slice_norms(tensor, cut, order)
@@ -279,14 +292,14 @@ def _slice_norms(tensor: Tensor, cut: FusedSlices, order: FusedOrder | None) -> 
 
 
 def full_values(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """All of a tensor, gathered or summed up where ranks hold parts, and out of the order in which it is kept."""
+    """Return the whole tensor, gathered or summed over ranks, with `order` undone."""
     full = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return full if order is None else order.whole(full)
 
 
 def match_layout(tensor: Tensor, sharded: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """A tensor that every rank has, so that it can be combined with one of which each has a part and which is kept in
-    this order."""
+    """Return a tensor that every rank has, in the order and the placements of `sharded`, so that the two can be
+    combined."""
     if order is not None:
         tensor = order.kept(tensor)
     if not is_dtensor(sharded):

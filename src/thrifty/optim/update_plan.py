@@ -1,6 +1,6 @@
-"""How a transform is run: what must see all parameters together first, then the rest, its tail, which need not.
+"""Execution plans of a transform: first the elements that require all parameters together, then the rest, its tail.
 
-A tail is a fused kernel where it is one, else it runs in pieces; each member of a partition has a tail of its own.
+A tail is a fused kernel if one fits; otherwise it runs in pieces. Each member of a partition has its own tail.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from thrifty.optim.parameter_partition import ParameterPartition
 
 @dataclass(frozen=True)
 class TwoPartUpdate:
-    """One tail that leaves its result in the gradients, then another."""
+    """A tail that writes its result over the gradients, then another tail."""
 
     first: UpdateExecutor
     then: UpdateExecutor
@@ -35,7 +35,7 @@ class TwoPartUpdate:
 
 @dataclass(frozen=True)
 class PartitionedUpdate:
-    """Tails for some of the parameters each, by index."""
+    """Tails that each update some of the parameters, by index."""
 
     tails: list[tuple[list[int], UpdateExecutor]]
 
@@ -46,21 +46,22 @@ class PartitionedUpdate:
 
 
 def split_chain(chain: TransformChain, parameters: Sequence[Tensor]) -> tuple[TransformChain, UpdateExecutor]:
-    """A chain, initialised with these parameters, as what must see all of them together, and its tail."""
+    """Split a chain, initialized with these parameters, into the elements that require all of them together, and its
+    tail."""
     keys = [key for key, element in chain.elements.items() if changes_updates(element)]
     far = max((i + 1 for i, key in enumerate(keys) if chain.elements[key].reach is TransformScope.ALL), default=0)
     return chain.part(keys[:far]), update_tail(chain.part(keys[far:]), parameters)
 
 
 def update_tail(chain: TransformChain, parameters: Sequence[Tensor]) -> UpdateExecutor:
-    """How a chain without far-reaching elements is run."""
+    """Return the executor of a chain without elements of scope `ALL`."""
     for key, element in chain.elements.items():
         if isinstance(element, ParameterPartition):
-            opened = [(own, member_chain(chain, key, element, label)) for label, own in element.members.items()]
+            chains = [(own, member_chain(chain, key, element, label)) for label, own in element.members.items()]
             return PartitionedUpdate(
-                [(own, update_tail(member, [parameters[i] for i in own])) for own, member in opened]
+                [(own, update_tail(member, [parameters[i] for i in own])) for own, member in chains]
             )
-    # with nothing left to do the update is only added, whatever its number format
+    # an empty chain only adds the update, in any number format
     if chain.elements and (tail := fused_tail(chain)):
         before, kernel = tail
         return (
@@ -71,7 +72,7 @@ def update_tail(chain: TransformChain, parameters: Sequence[Tensor]) -> UpdateEx
 
 
 def member_chain(chain: TransformChain, key: str, partition: ParameterPartition, label: str) -> TransformChain:
-    """What the parameters of one member see of a chain with a partition in it, under the keys of its slots."""
+    """Return the chain that acts on the parameters of one member of a partition, under the keys of its slots."""
     (_, transform), own = partition.rules[label], partition.members[label]
     elements: dict[str, GradientTransform] = {}
     for place, element in chain.elements.items():

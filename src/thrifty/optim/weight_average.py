@@ -1,4 +1,4 @@
-"""A decaying mean of the weights, for evaluation or for what else asks for it."""
+"""Exponential moving average of the weights, for evaluation and for techniques that use it."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -13,10 +13,10 @@ Beginning = Literal["warmup", "debiased"]
 
 
 def decay_after(averaged: int, decay: float, ramp: Beginning) -> float:
-    """Return the decay of the next step, `averaged` weights being in the mean already; 0 at first.
+    """Return the decay of the next step if the mean already contains `averaged` weights; 0 at first.
 
-    "warmup" is min(decay, (1 + t) / (10 + t)). "debiased" weighs the weights of t steps ago by decay^t, divided by the
-    sum of these weights: what a mean that starts at zero gives once it is divided by 1 - decay^n, without that detour.
+    "warmup" is min(decay, (1 + t) / (10 + t)). "debiased" weights the parameters of t steps ago by decay^t, divided by
+    the sum of these factors. The result equals a mean that starts at zero, divided by 1 - decay^n.
     """
     if averaged == 0:
         return 0.0
@@ -26,7 +26,7 @@ def decay_after(averaged: int, decay: float, ramp: Beginning) -> float:
 
 
 class EmaTransform(GradientTransform):
-    """A decaying mean of the parameters; updates pass through as they are."""
+    """Exponential moving average of the parameters; the updates pass unchanged."""
 
     reach = TransformScope.ROWS
 
@@ -59,5 +59,5 @@ class EmaTransform(GradientTransform):
 
 
 def high_precision_copy(parameter: Tensor) -> Tensor:
-    """A copy in float32, or in the parameter's own format where that is wider."""
+    """Return a copy in float32, or in the parameter's dtype if that is wider."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)

@@ -1,9 +1,8 @@
-"""Weights under masks: what all sparse techniques share.
+"""Weights under masks, the base of all sparse techniques.
 
-A technique says which weights are masked and how their masks start and move (`MaskPolicy`). `MaskedUpdate` keeps
-everything else
-under them: gradients before the rest of the update, updates after it, and every moment and average whenever a mask
-moves. Gradients arrive dense, so that what grows connections can look at those that are not there.
+A technique decides which weights are masked, and how their masks start and move (`MaskPolicy`). `MaskedUpdate` applies
+the masks to everything else: gradients before the rest of the update, updates after it, and every moment and average
+when a mask moves. Gradients arrive dense, so that growth criteria can use the gradients of inactive connections.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,50 +31,53 @@ from thrifty.core.state import TrainState, fill_tensor, full_value
 from thrifty.optim.mask_selection import masked_shapes
 
 SLOT = "masks.mask"
-"""Where the state of an optimizer has the masks: booleans in the shape of the weight, empty for what is not masked."""
+"""Slot of the masks in the optimizer's state: booleans in the shape of the weight, empty for a weight without a
+mask."""
 
 
 @dataclass(frozen=True)
 class MaskedLayer:
-    """A masked weight as it is before a move: whole tensors of one shape, the same on every rank."""
+    """A masked weight before a move: whole tensors of one shape, the same on every rank."""
 
     mask: Tensor
     weight: Tensor
     gradient: Tensor
-    """Of the loss, dense: by the product of weight and mask."""
+    """Dense gradient of the loss, by the product of weight and mask."""
 
 
 LayerReader = Callable[[str], MaskedLayer]
 
 
 class MaskPolicy(Protocol):
-    """What a sparse technique decides."""
+    """The decisions of a sparse technique: masked weights, initial masks, moves."""
 
     def masked(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
-        """The names of the weights to be masked, out of all matrices that are trained."""
+        """Return the names of the weights to mask, from all trained matrices."""
         ...
 
     def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The masks to start with, each like its parameter (divided as it is)."""
+        """Return the initial masks, each sharded like its parameter."""
         ...
 
     def moves_at(self, step: int) -> bool:
-        """Whether masks move in the update of this step."""
+        """Return True if masks move in the update of this step."""
         ...
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
-        """The new mask of each name; `layer` gathers what is there now, on all ranks together and in the same order.
-        A name that is left out keeps its mask."""
+        """Yield the new mask of each name. A name that is left out keeps its mask.
+
+        `layer` gathers the present tensors, on all ranks together and in the same order.
+        """
         ...
 
     @property
     def replaces_update(self) -> bool:
-        """Whether a step that moves masks makes no other update."""
+        """True if a step that moves masks makes no other update."""
         ...
 
 
 class MaskedUpdate(GradientTransform):
-    """The rest of the update under masks."""
+    """A transform that runs the rest of the update under masks."""
 
     name = "masks"
 
@@ -84,7 +86,7 @@ class MaskedUpdate(GradientTransform):
         self.names: dict[int, str] = {}
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        # the step counted from 1, so that 0 is a step in which masks stay
+        # the step counted from 1; 0 for a step without a move
         move = float(step + 1) if self.masking.moves_at(step) else 0.0
         return {MASK_MOVE: move, **inner_scalars("rest", self.rest, step, age)}
 
@@ -115,7 +117,7 @@ class MaskedUpdate(GradientTransform):
         own = without_prefix("rest", slots)
         self._apply(updates, slots["mask"])
         updates = self.rest.update(updates, own, parameters, without_prefix("rest", numbers))
-        # products of whole matrices, as Muon's, give places outside the mask updates too, which are rounded with them
+        # products of whole matrices, as in Muon, also update masked positions, and their rounding has a compensation
         for tensors in (updates, *(own[slot] for slot in own if slot.endswith(COMPENSATION))):
             self._apply(tensors, slots["mask"])
         return updates
@@ -138,11 +140,11 @@ class MaskedUpdate(GradientTransform):
         return self.rest.rate(without_prefix("rest", numbers))
 
     def move(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], step: int) -> None:
-        """Lets the masks move, and everything else follow them."""
+        """Move the masks and apply them to parameters and state."""
         masks, index = slots["mask"], {name: i for i, name in self.names.items()}
 
         def layer(name: str) -> MaskedLayer:
-            # decided on whole tensors, so that every rank of a sharded run decides the same
+            # policies see whole tensors, so that every rank of a sharded run decides the same
             i = index[name]
             order = order_of(parameters[i])
             return MaskedLayer(*(full_value(tensor[i], order) for tensor in (masks, parameters, gradients)))
@@ -158,33 +160,37 @@ class MaskedUpdate(GradientTransform):
 
 
 def mask_of(parameter: Tensor) -> Tensor | None:
-    """The mask that a parameter is under, changed in place whenever it moves (`mask._version` tells); None for what is
-    not masked, for a parameter in pieces, and where the optimizer keeps copies of parameters elsewhere."""
+    """Return the mask of a parameter, which changes in place (`mask._version` counts the changes).
+
+    Return None for a parameter that is not masked or is sharded, and if the optimizer updates offloaded copies.
+    """
     return getattr(parameter, "under_mask", None)
 
 
 def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -> None:
-    """Raises IntegrityError where a weight has more values, or its mask more places, than `allowed`, or where anything
-    of the optimizer that has a weight's shape, the weight itself or the values that are judged, is not zero outside its
-    mask."""
+    """Raise IntegrityError if a state violates its masks.
+
+    A weight must not have more nonzero values, nor its mask more True positions, than `allowed`. The weight, its
+    evaluation weight and each slot of the weight's shape must be zero outside the mask.
+    """
     assert state.model is not None and state.optimizer is not None
     optimizer, masks = state.optimizer, masks_in(state)
     parameters = dict(state.model.named_parameters())
-    if optimizer.site.behind:  # what a mask has just taken out is still there until the update is
+    if optimizer.site.behind:  # the delayed parameters still have the weights that a mask has just removed
         parameters |= dict(zip(optimizer.names, optimizer.site.copies, strict=True))
     for name, most in allowed.items():
         nonzero = int(full_value(parameters[name]).count_nonzero())
         if nonzero > most:
             raise IntegrityError(f"{technique}: {name} has {nonzero} non-zero weights, at most {most} promised")
-        # a place that has just been grown is zero until the next update
+        # a connection that has just grown is zero until the next update
         if name in masks and (places := int(full_value(masks[name]).sum())) > most:
             raise IntegrityError(f"{technique}: the mask of {name} keeps {places} weights, at most {most} promised")
-    kept = {slot: tensors for slot, tensors in optimizer.slots.items() if not slot.endswith(SLOT)}
+    checked = {slot: tensors for slot, tensors in optimizer.slots.items() if not slot.endswith(SLOT)}
     if not optimizer.site.behind:
-        kept["the value"] = optimizer.parameters
+        checked["the value"] = optimizer.parameters
         if (judged := optimizer.eval_weights()) is not None:
-            kept["the judged value"] = judged
-    for slot, tensors in kept.items():
+            checked["the judged value"] = judged
+    for slot, tensors in checked.items():
         for name, parameter, tensor in zip(optimizer.names, optimizer.parameters, tensors, strict=True):
             mask, order = masks.get(name), order_of(parameter)
             if mask is None or tensor.shape != mask.shape:
@@ -196,7 +202,7 @@ def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -
 
 
 def masks_in(state: TrainState) -> dict[str, Tensor]:
-    """The masks of a state by the names of their weights."""
+    """Return the masks of a state by the names of their weights."""
     assert state.optimizer is not None
     for slot, tensors in state.optimizer.slots.items():
         if slot.endswith(SLOT):
