@@ -99,7 +99,7 @@ def test_a_search_of_a3_that_finds_too_few_is_made_longer() -> None:
     assert many.count("iterations").max() > few.count("iterations").max() == 12
     assert many.kept_counts.sum() > 1.5 * few.kept_counts.sum()
     notes = [simulate(find_machine("a3"), AttentionTrace("a", (layer,))).notes for layer in (few, many)]
-    assert ["rounds a key to find enough" in " ".join(each) for each in notes] == [False, True]
+    assert ["iterations per key" in " ".join(each) for each in notes] == [False, True]
 
 
 def test_what_has_no_cost_or_no_such_error_is_said() -> None:

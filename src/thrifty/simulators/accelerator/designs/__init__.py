@@ -1,8 +1,8 @@
-"""The accelerators. One file is one design, and this folder is the registry; rules of a paper stand here only.
+"""Accelerator designs: simulate attention and sparse products as published hardware computes them.
 
-A design says how a layer of attention becomes a stream of items through its stations. Masks and counts come with the
-layer: a design never filters, so that every one can be given the very same sets.
-"""
+Each file is one design, and only these files contain rules of a paper. A design defines how a layer of attention
+becomes a stream of items through stations. The layer carries its masks and counts: a design never filters, so all
+designs can run the same masks."""
 
 import importlib
 import pkgutil
@@ -16,6 +16,6 @@ def design_names() -> list[str]:
 
 
 def find_design(name: str) -> AcceleratorDesign:
-    """The design of this name; raises UsageError with the nearest name where there is none."""
+    """Return the design of this name. Raises UsageError with the nearest name if there is none."""
     refuse_unknown("there is no design", name, design_names())
     return importlib.import_module(f"{__name__}.{name}").DESIGN

@@ -1,13 +1,16 @@
-"""A3: candidates by a greedy search over sorted columns of the keys, then a threshold (Ham et al., HPCA 2020).
+"""A3 (Ham et al. 2020): search candidate keys greedily, then apply a score threshold.
 
-Without `approximate`, three modules of n + 9 cycles each: scores, exponentials, outputs (7 cycles of a division and 2
-of a multiply-accumulate). With it, a query takes M iterations of the search, one a cycle, after a refill of the queues
-by the multipliers of scores and outputs; then C candidates and K that are kept go through the three modules. A key of
-a head that is wider than a module goes through it in parts, one a cycle (ours; the paper's heads are all as wide).
-
-A trace may count "iterations" and "candidates" for each query; without, M is `iterations` · n and C is K. Sorting the
-keys is not the accelerator's work: the paper does it elsewhere and adds 7 % (conservative) or 24 % (aggressive) for it.
-"""
+Paper       Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA 2020),
+            table 1 and sections III to V.
+Promise     Only candidate keys are scored, and only kept keys are weighted.
+Use         thrifty.trace("balanced", "trace.safetensors", density=0.1, examples=1, heads=2)
+            result = thrifty.simulate.attention("trace.safetensors", ["a3", "a3:approximate=false"], measure=False)
+Start with  `a3` (conservative); `a3:iterations=0.125` is the paper's aggressive search. `a3:approximate=false` computes
+            all keys.
+Cost        Keys must be sorted before the attention. The paper computes the order outside the accelerator and adds
+            7 % (conservative) or 24 % (aggressive).
+Avoid       More keys than the memories hold (`most_keys`, 320): area and power are published for that size.
+Does not    Count the time of sorting the keys. Speed up attention in software."""
 
 import numpy as np
 
@@ -19,20 +22,32 @@ from thrifty.simulators.accelerator.priced_operations import Operations, PricedO
 
 STATIONS = ("select", "score", "exponent", "output")
 DRAIN = 9
-"""Cycles of a module after its last key: 7 of a division, 2 of a multiply-accumulate. All three modules are given them,
-as in the paper's base design."""
+"""Cycles of a module after its last key: 7 of a division, 2 of a multiply-accumulate. All three modules have them, as
+in the paper's base design."""
 
 
 def search_cycles(iterations: np.ndarray, depth: int, columns: int, multipliers: int) -> np.ndarray:
-    """`depth` products for both ends of each column are refilled first, by all multipliers: depth cycles at 2·d."""
+    """Return the cycles of the greedy search: the iterations, after the refill of the queues.
+
+    All multipliers first compute `depth` products for both ends of each column: `depth` cycles at 2·d multipliers.
+    """
     refill = -(-2 * depth * columns // multipliers)
     return iterations + refill
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a layer: one for each query, through search, scores, exponentials and outputs.
+
+    Without `approximate` there are three modules of n + 9 cycles each. With it, a query takes M iterations of the
+    search, one a cycle, after the refill of the queues. C candidates and K kept keys then pass the three modules.
+
+    A trace may count "iterations" (M) and "candidates" (C) for each query. Without them, M is `iterations` · n and C is
+    K. A key that is wider than a module passes it in parts, one a cycle (our rule: in the paper all heads have the
+    module's width).
+    """
     approximate = bool(machine.settings["approximate"])
     keys = layer.unit_keys[:, None]
-    of_scores, of_values = (-(-layer.width // machine.stations[name].width) for name in ("score", "output"))
+    score_parts, value_parts = (-(-layer.width // machine.stations[name].width) for name in ("score", "output"))
     scanned = int(machine.number("scanned"))
     if approximate:
         kept, searched = layer.kept_counts, layer.count("iterations")
@@ -43,13 +58,13 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         iterations = np.ceil(machine.number("iterations") * keys).astype(np.int64) if searched is None else searched
         depth, width = int(machine.number("depth")), machine.stations["score"].width
         selecting = search_cycles(iterations, depth, layer.width, 2 * width)
-        scoring = np.maximum(candidates * of_scores, ceil_div(keys, scanned)) + DRAIN
+        scoring = np.maximum(candidates * score_parts, ceil_div(keys, scanned)) + DRAIN
         weighing = ceil_div(candidates, int(machine.number("compared"))) + kept + DRAIN
     else:
         candidates = kept = layer.kept_counts * 0 + keys
         iterations, selecting = np.int64(0), np.int64(0)
-        scoring, weighing = candidates * of_scores + DRAIN, candidates + DRAIN
-    cycles = (selecting, scoring, weighing, kept * of_values + DRAIN)
+        scoring, weighing = candidates * score_parts + DRAIN, candidates + DRAIN
+    cycles = (selecting, scoring, weighing, kept * value_parts + DRAIN)
     service = np.stack([layer.per_query(each) for each in cycles])
     scores, weighed = (float(layer.per_query(each).sum()) for each in (candidates, kept))
     read, written = operand_bytes(layer, machine.number("bits"))
@@ -72,7 +87,7 @@ def _operations(
     memories = {name: machine.size(name) for name in ("keys", "values", "sorted keys")}
     refilled = 2 * machine.number("depth") * width * queries * bool(iterations)
     return add_up(
-        # an iteration compares all columns in a tree, at both ends, adds to a score and makes one new product of each
+        # an iteration compares all columns in a tree at both ends, adds to a score, computes a new product at each
         {
             PricedOperation("int_add", 2 * bits): iterations * (2 * width + 2),
             PricedOperation("int_multiply", bits): 2 * iterations,
@@ -92,15 +107,15 @@ def _operations(
 def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
     notes = []
     if machine.settings["approximate"]:
-        notes.append("A3's keys are sorted elsewhere, which is not counted")
+        notes.append("A3: sorting the keys, outside the accelerator, is not counted")
         if layer.count("candidates") is None:
-            notes.append("A3: the trace counts no candidates, so only the keys that are kept are scored")
+            notes.append("A3: the trace counts no candidates, so only kept keys are scored")
         searched = layer.count("iterations")
         if searched is not None and (most := (searched / layer.unit_keys[:, None]).max()) >= 1:
-            notes.append(f"A3 searches for up to {most:.2g} rounds a key to find enough, where its presets take 0.5")
+            notes.append(f"A3: the search takes up to {most:.2g} iterations per key; its presets take 0.5")
     most = machine.number("most_keys")
     if layer.keys > most:
-        notes.append(f"A3's memories hold {most:.0f} keys; area and power are those, for {layer.keys}")
+        notes.append(f"A3: area and power are of memories for {most:.0f} keys; the trace has {layer.keys}")
     return tuple(notes)
 
 

@@ -1,7 +1,13 @@
-"""Dense: every pair is computed, query by query, by multipliers for scores and for values and a softmax between them.
+"""Dense (no paper): compute every query-key pair, as the baseline of other designs.
 
-The plain accelerator to compare with: whatever its width it is always fed, and it has no fill or drain.
-"""
+Paper       None: an idealized accelerator to compare with, nobody's chip.
+Promise     The multipliers always have operands, at any width; there is no fill or drain.
+Use         thrifty.trace("uniform", "trace.safetensors", density=0.2, examples=1, heads=2)
+            result = thrifty.simulate.attention("trace.safetensors", ["dense"], measure=False)
+Start with  `dense`, with `equal_resources={"multipliers": 128}` when it is compared with another design.
+Cost        All pairs, whatever the mask keeps.
+Avoid       Area and power: they are unknown. Energy from counted operations (`energy_table`) is available.
+Does not    Use masks. Model the fill and drain of an array; see `systolic` for that."""
 
 from dataclasses import replace
 
@@ -16,6 +22,7 @@ STATIONS = ("score", "softmax", "value")
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a layer: each query passes scores, softmax and values."""
     keys = layer.unit_keys[:, None]
     widths = {name: machine.stations[name].width for name in STATIONS}
     widths["softmax"] = max(widths["softmax"], -(-widths["score"] // layer.width))
@@ -45,7 +52,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Half of the multipliers for scores, half for values, and as wide a softmax as they can use."""
+    """Return the machine with half of the multipliers for scores, half for values, and the widest softmax they fill."""
     half = budget // 2
     softmax = max(1, -(-half // int(machine.number("head_width"))))
     widths = {"score": half, "softmax": softmax, "value": half}

@@ -1,17 +1,15 @@
-"""DOTA: weak pairs are detected at low precision and left out; queries are worked on together, and share the keys that
-several of them keep (Qu et al., ASPLOS 2022).
+"""DOTA (Qu et al. 2022): omit weak pairs and share fetched keys among queries.
 
-Queries go through the lanes in groups, one query to a lane. A key that several queries of a group keep is fetched once
-and broadcast, in the order that serves most queries first; with `reordered` off, lanes fetch their own next keys in
-order and share those that happen to coincide. A group takes as long as the lane with most keys, which is why the
-detector is to keep the same number for each query. The detector runs on the same multipliers, each of 16 bits doing
-(16 / bits)² products of few bits. Exponentials, 16 a lane and cycle, never limit and are left out, as are the linear
-layers.
-
-The 152.6 times over a GPU of the abstract are of attention alone at about the GPU's peak: see `iso_peak.py`. Only the
-abstract was read; all sizes, and that lanes and the queries of a group are the same four, are from memory and
-unverified. Nothing it gives is compared with a published time.
-"""
+Paper       Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS 2022).
+            Only the abstract was read; all sizes are from memory (unverified).
+Promise     Only kept pairs are computed. A key that several queries of a group keep is fetched once.
+Use         thrifty.trace("balanced", "trace.safetensors", density=0.1, examples=1, heads=2)
+            result = thrifty.simulate.attention("trace.safetensors", ["dota", "dota:reordered=false"], measure=False)
+Start with  `dota`; `dota:reordered=false` fetches keys in order, `dota:approximate=false` computes all pairs.
+Cost        A detector of few bits runs on the same multipliers before the attention.
+Avoid       Masks with unequal numbers of keys per query: a group takes as long as its longest query.
+Does not    Reproduce the abstract's 152.6 times over a GPU, for attention alone at about the GPU's peak. Train the
+            detector or model linear layers."""
 
 from dataclasses import replace
 
@@ -26,20 +24,20 @@ STATIONS = ("fetch", "attend")
 
 
 def grouped(kept: np.ndarray, lanes: int) -> np.ndarray:
-    """Masks (u, t, s) as groups of neighbouring queries, (u, groups, lanes, s)."""
+    """Return masks (u, t, s) as groups of neighbouring queries, (u, groups, lanes, s)."""
     padded = np.pad(kept, ((0, 0), (0, -kept.shape[1] % lanes), (0, 0)))
     return padded.reshape(kept.shape[0], -1, lanes, kept.shape[-1])
 
 
 def shared_fetches(groups: np.ndarray) -> np.ndarray:
-    """(u, g) keys that are fetched when any order is allowed: the union of a group's sets."""
+    """Return the keys (u, g) that are fetched when any order is allowed: the union of a group's sets."""
     return groups.any(2).sum(-1, dtype=np.int64)
 
 
 def ordered_fetches(groups: np.ndarray) -> np.ndarray:
-    """(u, g) keys that are fetched when each lane takes its own in order, one at a time, and equal ones are shared.
+    """Return the keys (u, g) that are fetched when each lane takes its own keys in order, one at a time.
 
-    A key of one query is shared with another's where it comes at the same place in both: a fetch is a key at a place.
+    Two queries share a fetch if the same key has the same position in both of their lists.
     """
     place = np.where(groups, groups.cumsum(-1), 0)
     fetched = np.zeros(groups.shape[:2], dtype=np.int64)
@@ -50,6 +48,17 @@ def ordered_fetches(groups: np.ndarray) -> np.ndarray:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a layer: one for each group of queries, through fetch and attention.
+
+    Each query of a group has a lane. A shared key is fetched once and broadcast, in the order that serves most queries
+    first. Without `reordered`, lanes fetch their own next keys in order and share those that coincide. A group takes as
+    long as its lane with most keys, so the detector should keep equally many keys for each query.
+
+    The detector runs on the same multipliers: each multiplier of 16 bits computes (16 / bits)² products of few bits.
+    Exponentials (16 per lane and cycle) are never the limit and are omitted, as are linear layers. Unverified, from
+    memory: the sizes, and that a group has as many queries as there are lanes (four). No result is compared with a
+    published time; `iso_peak.py` explains the ratio at equal peak.
+    """
     lanes, width, bits = machine.stations["attend"].width, layer.width, int(machine.number("bits"))
     each, kept = int(machine.number("lane")), layer.kept()
     if not machine.settings["approximate"]:
@@ -97,7 +106,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Lanes of fewer multipliers: a group stays of as many queries."""
+    """Return the machine with other numbers of multipliers per lane; the group size stays."""
     modules = machine.scaled_modules({"attend": budget / multipliers(machine)})
     return replace(machine, settings={**machine.settings, "lane": budget // lanes(machine)}, modules=modules)
 

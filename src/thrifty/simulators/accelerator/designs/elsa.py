@@ -1,14 +1,15 @@
-"""ELSA: keys are chosen by hashes before their scores are computed (Ham et al., ISCA 2021).
+"""ELSA (Ham et al. 2021): select keys by hash similarity before computing scores.
 
-Keys lie in banks, each with candidate selectors and one attention module that takes a key a cycle. Selection and
-attention of a query overlap; hashing the next query and dividing the one before go on beside them. Without
-`approximate` every key is computed and nothing is hashed. In which order keys lie over banks is not published: they are
-interleaved here.
-
-Cycles of a query are max(3·d^(4/3) / hash width, n / (banks · selectors), keys of the fullest bank, d / divide width),
-those before the first 3·d^(4/3)·(n + 1) / hash width. Heads wider than `head_width`, for which modules and selectors
-are built, go through them in parts of that width (ours; the paper's heads are all as wide).
-"""
+Paper       Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention Mechanism in
+            Neural Networks (ISCA 2021), table 1 and section IV.
+Promise     Scores are computed for selected keys only. Selection and attention of a query overlap.
+Use         thrifty.trace("power-law", "trace.safetensors", density=0.1, examples=1, heads=2)
+            result = thrifty.simulate.attention("trace.safetensors", ["elsa", "elsa:approximate=false"], measure=False)
+Start with  `elsa`; `elsa:copies=12` is the size that the paper compares with one V100. `elsa:approximate=false`
+            computes all keys without hashes.
+Cost        Hashing all keys before the first query, 3·d^(4/3)·(n + 1) multiplications of head width d.
+Avoid       More keys than the memories hold (`most_keys`, 512): area and power are published for that size.
+Does not    Follow a published order of keys in banks, since there is none: keys are interleaved."""
 
 from dataclasses import replace
 
@@ -24,33 +25,43 @@ STATIONS = ("hash", "attend", "divide")
 
 
 def hash_multiplications(width: int) -> int:
-    """Of one vector through the filter's Kronecker factors: 3·d^(4/3) = 768 at d = 64."""
+    """Return the multiplications that hash one vector by Kronecker factors: 3·d^(4/3) = 768 at d = 64."""
     return multiplies(factor_sizes(width))
 
 
 def preprocessing_cycles(keys: np.ndarray, width: int, multipliers: int) -> np.ndarray:
-    """Hashing all keys and the first query: 3·(n + 1) at d = 64 and 256 multipliers."""
+    """Return the cycles to hash all keys and the first query: 3·(n + 1) at d = 64 and 256 multipliers."""
     return ceil_div(hash_multiplications(width) * (keys + 1), multipliers)
 
 
 def bank_counts(kept: np.ndarray, banks: int) -> np.ndarray:
-    """(u, t, banks) kept keys of each query in each bank, key j in bank j mod `banks`."""
+    """Return the number of kept keys (u, t, banks) of each query in each bank; key j is in bank j mod `banks`."""
     missing = -kept.shape[-1] % banks
     padded = np.pad(kept, ((0, 0), (0, 0), (0, missing)))
     return padded.reshape(*kept.shape[:2], -1, banks).sum(2, dtype=np.int64)
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a layer: one for each query, through hash, selection with attention, and division.
+
+    Each bank of keys has candidate selectors and one attention module that takes a key per cycle. While a query is
+    attended, the next query is hashed and the previous one divided. Without `approximate`, every key is computed and
+    nothing is hashed.
+
+    A query takes max(3·d^(4/3) / hash width, n / (banks · selectors), keys of the fullest bank, d / divide width)
+    cycles. Before the first query there are 3·d^(4/3)·(n + 1) / hash width cycles. Heads wider than `head_width`, for
+    which modules and selectors are built, pass them in parts of that width (our rule: in the paper all heads have it).
+    """
     approximate = bool(machine.settings["approximate"])
     banks, width = machine.stations["attend"].width, layer.width
     hashing, dividing = (machine.stations[name].width for name in ("hash", "divide"))
     each, parts = layer.unit_keys[:, None], -(-width // int(machine.number("head_width")))
     if approximate:
-        in_banks = bank_counts(layer.kept(), banks)
-        fullest, kept = in_banks.max(-1), in_banks.sum(-1)
+        counts = bank_counts(layer.kept(), banks)
+        fullest, kept = counts.max(-1), counts.sum(-1)
         selecting = ceil_div(each, banks * int(machine.number("selectors"))) * parts
         hashed = np.full((layer.units, layer.queries), ceil_div(np.array(hash_multiplications(width)), hashing))
-        hashed[:, 0] = 0  # before the first item, with the keys
+        hashed[:, 0] = 0  # the first query is hashed with the keys, before the first item
         lead = preprocessing_cycles(layer.unit_keys, width, hashing)
     else:
         fullest = np.broadcast_to(ceil_div(each, banks), (layer.units, layer.queries))
@@ -105,23 +116,26 @@ def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
     most = machine.number("most_keys")
     if layer.keys <= most:
         return ()
-    return (f"ELSA's memories hold {most:.0f} keys; area and power are those, for {layer.keys}",)
+    return (f"ELSA: area and power are of memories for {most:.0f} keys; the trace has {layer.keys}",)
 
 
 def multipliers(machine: AcceleratorSpec) -> int:
-    """Of scores and values: 2·d for each bank. Hash and division have others, which a budget does not count."""
+    """Return the multipliers of scores and values: 2·d for each bank.
+
+    A budget does not count the multipliers of hash and division.
+    """
     return 2 * int(machine.number("head_width")) * machine.stations["attend"].width
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Fewer banks; what hashes and divides is in proportion to them."""
+    """Return the machine with fewer banks, and hash and division in proportion."""
     banks, before = budget // bank(machine), machine.stations["attend"].width
     modules = machine.scaled_modules(dict.fromkeys((*STATIONS, "select"), banks / before))
     return replace(machine, stations=machine.scaled_stations(banks, before), modules=modules)
 
 
 def bank(machine: AcceleratorSpec) -> int:
-    """Multipliers of a bank."""
+    """Return the multipliers of a bank."""
     return 2 * int(machine.number("head_width"))
 
 

@@ -1,23 +1,17 @@
-"""OuterSPACE: sparse matrices multiplied column by row, then merged row by row (Pal et al., HPCA 2018).
+"""OuterSPACE (Pal et al. 2018): multiply sparse matrices by outer products, then merge rows.
 
-Multiply: a tile takes a column of A and the row of B that goes with it; each of its elements takes a number of the
-column, multiplies the row, and appends that as a chunk to the list of its row of the result. Merge: half of the
-elements take a row of the result each, keep the first number of every chunk sorted, put out the smallest and load the
-next of its chunk, adding up what falls on one place.
+Paper       Pal et al. 2018, OuterSPACE: An Outer Product Based Sparse Matrix Multiplication Accelerator (HPCA 2018).
+            The body was not read; byte counts follow TeAAL's model of it (released code).
+Promise     Zeros are neither read nor multiplied.
+Use         product = thrifty.simulate.spgemm(size=200, density=0.02, measure=False)
+Start with  `outerspace`, 16 tiles with a share of 128 GB/s.
+Cost        Partial products are written to memory and read back, once or more.
+Avoid       Comparing with the abstract's 7.9, 13.0 and 14.0 times over MKL, cuSPARSE and CUSP, libraries of 2017. Trust
+            no latency-bound result: the latency of 100 ns is from memory (unverified).
+Does not    Compute attention. Simulate the processors of the paper's comparison."""
 
-What has to wait for memory, one after the other: a tile's control deals out one number of A at a time, since the chunk
-for it has to be taken and linked first; a merging element loads one number at a time, since which one is known only
-when the one before is sorted in. Each takes the whole `latency` of the memory. That is our reading of the mechanism,
-made with published times at hand, which bandwidth alone misses four to nine times over; the body of the paper was not
-read, and the latency is the round one of 100 ns that notes have (80 to 150; unverified), not fitted. Bytes are those of
-TeAAL's model of it (graded R): 12 of a number, and heads of chunks and rows as worked out from its released counts.
-
-The abstract's 7.9, 13.0 and 14.0 times over MKL, cuSPARSE and CUSP are of libraries and processors of 2017: only the
-accelerator's own side of them is simulated.
-
-One machine is one tile with its share of the memory's channels; tiles are `copies`, to which columns and rows are dealt
-in turn.
-"""
+# A machine is one tile with its share of the memory's channels. The tiles are `copies`; columns and rows are dealt to
+# them in turn.
 
 from dataclasses import replace
 
@@ -31,50 +25,68 @@ from thrifty.simulators.accelerator.spgemm_workload import SpgemmPhase, SpgemmPr
 
 STATIONS = ("deal", "work", "move")
 NUMBER, CHUNK, ROW, POINTER = 12, 4, 4, 6
-"""Bytes: a number with its place, the head of a chunk, that of a row of results, and that of an operand's row."""
+"""Bytes of a value with its index, and of the heads of a chunk, a row of results and a row of an operand."""
 
 
 def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float]:
-    """Bytes between the chip and its memory: operands "A" and "B", products "T" (written and read), the result "Z"."""
+    """Return the bytes between the chip and its memory, by matrix.
+
+    The keys are the operands "A" and "B", the partial products "T" (written and read) and the result "Z". A value takes
+    12 bytes, as in TeAAL's model; the heads of chunks and rows are derived from its released counts.
+    """
     used = product.columns > 0
-    read_again = _reads(product, machine)
+    reads = _reads(product, machine)
     passes = merge_passes(product.chunks, machine)
     partial = NUMBER * product.partial + CHUNK * product.chunks + ROW
     return {
         "A": float(NUMBER * product.a.nnz + POINTER * product.a.shape[1]),
-        "B": float((NUMBER * product.rows * read_again + POINTER)[used].sum()),
+        "B": float((NUMBER * product.rows * reads + POINTER)[used].sum()),
         "T": float((2 * partial * passes).sum()),
         "Z": float((NUMBER * product.found + ROW).sum()),
     }
 
 
 def _reads(product: SpgemmProduct, machine: AcceleratorSpec) -> np.ndarray:
-    """(k,) how often a row of B comes in: once if the tile's cache holds it, else for each `elements` of the column."""
+    """Return how often each row of B (k,) is read: once if the tile's cache holds it, else once per `elements` values
+    of its column."""
     fits = product.rows * NUMBER <= machine.size("cache")
     return np.where(fits, 1, ceil_div(product.columns, machine.stations["work"].width))
 
 
 def merge_passes(chunks: np.ndarray, machine: AcceleratorSpec) -> np.ndarray:
-    """How often rows of so many chunks are gone through, where a scratchpad holds the heads of only so many."""
+    """Return the merge passes over rows of `chunks` chunks, for a scratchpad that holds a limited number of heads."""
     heads = max(2, machine.size("scratchpad") // (NUMBER + CHUNK))
     return np.maximum(1, np.ceil(np.log(np.maximum(chunks, 1)) / np.log(heads) - 1e-9)).astype(np.int64)
 
 
 def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a phase: "multiply" or "merge".
+
+    Our reading of the mechanism, made with published times at hand: bandwidth alone misses them four to nine times. Two
+    chains wait for memory, one access after the other, each for its whole `latency`. A tile's control deals out one
+    value of A at a time, because its chunk must first be allocated and linked. A merging element loads one value at a
+    time, because the next is known only after the last is sorted in. The latency is a round 100 ns, from notes that
+    have 80 to 150 (unverified), not fitted.
+    """
     lowered = {"multiply": _multiply, "merge": _merge}
     return lowered[phase.name](phase.product, machine)
 
 
 def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of the multiply phase: parts of a column of A with the matching row of B.
+
+    Each element of a tile takes a value of the column, multiplies the row by it, and appends the products as a chunk to
+    the list of its row of the result.
+    """
     elements = machine.stations["work"].width
     used = np.flatnonzero((product.columns > 0) & (product.rows > 0))
-    columns, rows, again = (each[used] for each in (product.columns, product.rows, _reads(product, machine)))
+    columns, rows, reads = (each[used] for each in (product.columns, product.rows, _reads(product, machine)))
     pieces = ceil_div(columns, elements)
     number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     size = np.minimum(np.repeat(columns, pieces) - number * elements, elements)
-    row, comes = np.repeat(rows, pieces), (number < np.repeat(again, pieces)) * 1
+    row, is_read = np.repeat(rows, pieces), (number < np.repeat(reads, pieces)) * 1
     written = size * (NUMBER * row + CHUNK)
-    read = size * NUMBER + comes * (NUMBER * row + POINTER)
+    read = size * NUMBER + is_read * (NUMBER * row + POINTER)
     tile = np.repeat(np.arange(len(used)) % machine.copies, pieces)
     latency = _latency(machine)
     cycles = np.stack([size * latency, latency + row, (read + written) * machine.clock / _outer(machine).bandwidth])
@@ -92,13 +104,18 @@ def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
 
 
 def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of the merge phase: rows of the result, one for each merging element (half of the elements).
+
+    The element keeps the first value of every chunk sorted, emits the smallest, loads the next of that chunk, and adds
+    values of the same column.
+    """
     passes, latency = merge_passes(product.chunks, machine), _latency(machine)
-    # a number is sorted in among the heads of all chunks, half of which it passes
+    # a value is sorted in among the heads of all chunks and passes half of them
     sorting = ceil_div(product.chunks, 2 * int(machine.number("sorted")))
     working = latency + product.partial * passes * (latency + sorting)
     moved = 2 * passes - 1  # read in each pass, written in all but the last
-    bytes_of_row = moved * (NUMBER * product.partial + CHUNK * product.chunks + ROW) + NUMBER * product.found + ROW
-    cycles = np.stack([0 * working, working, bytes_of_row * machine.clock / _outer(machine).bandwidth])
+    row_bytes = moved * (NUMBER * product.partial + CHUNK * product.chunks + ROW) + NUMBER * product.found + ROW
+    cycles = np.stack([0 * working, working, row_bytes * machine.clock / _outer(machine).bandwidth])
     stream = _stream(
         _by_tile(cycles, np.arange(len(working)) % machine.copies, machine.copies),
         traffic(product, machine)["T"] / 2,
@@ -114,20 +131,20 @@ def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
 
 
 def _stream(service: np.ndarray, read: float, written: float, operations: Operations, macs: float) -> ItemStream:
-    none = np.zeros(service.shape[1])
+    zeros = np.zeros(service.shape[1])
     return ItemStream(
         service=service,
         macs=macs,
-        read=none + read / len(none),
-        written=none + written / len(none),
+        read=zeros + read / len(zeros),
+        written=zeros + written / len(zeros),
         operations=operations,
         overlapped=True,
-        notes=("OuterSPACE: which chains wait for memory is our reading, and its latency is from memory: unverified",),
+        notes=("OuterSPACE: the chains that wait for memory are our reading; the latency is from memory (unverified)",),
     )
 
 
 def _by_tile(cycles: np.ndarray, tile: np.ndarray, tiles: int) -> np.ndarray:
-    """(s, i) cycles as whole ones (s, tiles, items of a tile), items in order."""
+    """Return cycles (s, i) rounded to whole ones and divided over tiles (s, tiles, items of a tile), items in order."""
     order = np.argsort(tile, kind="stable")
     counts = np.bincount(tile, minlength=tiles)
     place = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -143,7 +160,8 @@ def _latency(machine: AcceleratorSpec) -> int:
 def _outer(machine: AcceleratorSpec) -> AcceleratorMemory:
     if "dram" not in machine.memories:
         raise UsageError(
-            f"machine {machine.name} lacks memory 'dram', which outerspace needs", fix="add [memories.dram]"
+            f"machine {machine.name!r} lacks memory 'dram', which outerspace requires",
+            fix="add [memories.dram] with bandwidth = 8e9 to its file",
         )
     return machine.memories["dram"]
 

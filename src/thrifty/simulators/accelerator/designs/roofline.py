@@ -1,10 +1,15 @@
-"""Roofline: a processor by its peak and its bandwidth alone (Williams et al. 2009).
+"""Roofline (Williams et al. 2009): bound a processor by its peak and bandwidth.
 
-A layer takes the longer of its operations at the peak and its bytes at the bandwidth. All pairs are computed, at the
-length of the longest example where `padded`, as libraries without variable lengths do; unless `fused`, the scores are
-written and read twice, by softmax and by the product with values. `efficiency` is the share of the peak that is
-reached; 1 is a bound.
-"""
+Paper       Williams et al. 2009, Roofline: An Insightful Visual Performance Model for Multicore Architectures
+            (Communications of the ACM 52).
+Promise     A layer takes the longer of its operations at the peak and its bytes at the bandwidth.
+Use         thrifty.trace("uniform", "trace.safetensors", density=0.2, examples=1, heads=2)
+            result = thrifty.simulate.attention("trace.safetensors", ["h100", "cpu"], measure=False)
+Start with  `h100`, `v100`, `tpu-v1` or `cpu`. `h100:efficiency=0.5` assumes half of the peak; 1, the default, is a
+            bound.
+Cost        All pairs are computed. Without `fused`, the scores are written and read twice.
+Avoid       Reading the result as a measured time: nothing but peak and bandwidth limits it.
+Does not    Use masks. Skip padding, unless `padded=false`."""
 
 from dataclasses import replace
 
@@ -19,6 +24,12 @@ STATIONS = ("device",)
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a layer: one for each head of an example, at its bound.
+
+    With `padded`, every example has the length of the longest, as in libraries without variable lengths. Without
+    `fused`, the scores are written and read twice: by softmax and by the product with values. `efficiency` is the
+    fraction of the peak that is reached.
+    """
     queries, keys = layer.unit_queries, layer.unit_keys
     if machine.settings["padded"]:
         queries, keys = np.full_like(queries, layer.queries), np.full_like(keys, layer.keys)
@@ -48,7 +59,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """A device with so many multipliers and the same bandwidth; its power is not known then."""
+    """Return a device with `budget` multipliers and the same bandwidth; its power is unknown."""
     stations = {"device": replace(machine.stations["device"], width=2 * budget)}
     return replace(machine, stations=stations, modules={})
 

@@ -1,17 +1,16 @@
-"""Sanger: scores of 4 bits predict a mask, which is packed into rows of an array that keeps its scores in place (Lu et
-al., MICRO 2021).
+"""Sanger (Lu et al. 2021): predict a mask from 4-bit scores and pack it into a dense array.
 
-Its columns are cut into tiles of `ports`. Of each tile the rows that keep nothing are dropped and rows that keep more
-than the array has `elements` in a row are split; as many of these sub-rows as the array has rows are a load, computed
-in head width cycles for the scores, in place, and as many for the values. `packing` "columns" is what the released
-packer does instead: for each `rows` queries it takes columns one after the other until some row has no element left.
-
-Not read is the body of the paper: sizes are those of the released code and of notes on it. `skewed` counts the fill of
-the array before each load and product, as the released cost model does; otherwise loads follow each other and it is
-filled once. That model works on all heads together, and takes sub-rows for the width of the values:
-`released_seconds` has both of its versions as they are. The paper's 2.39 and 1.47 times over A3 and SpAtten are
-quotients of rates that three papers print, not runs of the same masks.
-"""
+Paper       Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable
+            Architecture (MICRO 2021). The body was not read; sizes are from the released code and notes on the paper.
+Promise     Only kept pairs occupy the array, and scores stay in place for the product with values.
+Use         thrifty.trace("uniform", "trace.safetensors", density=0.1, examples=1, heads=2)
+            result = thrifty.simulate.attention("trace.safetensors", ["sanger"], measure=False)
+Start with  `sanger`; `sanger:packing=columns` packs as the released code does. `sanger:skewed=true` fills the array
+            before each product, as the released cost model does.
+Cost        All scores at 4 bits. Rows that keep few pairs leave elements of the array idle.
+Avoid       Comparing with the paper's 2.39 and 1.47 times over A3 and SpAtten: they are quotients of rates printed in
+            three papers, not runs of the same masks.
+Does not    Treat all heads together, as the released model does: each head is packed alone."""
 
 from dataclasses import replace
 
@@ -34,10 +33,12 @@ PACKINGS = ("split", "columns")
 
 
 def released_seconds(density: float, utilisation: float, tokens: int, version: int = 2) -> float:
-    """One attention block of BERT-base by the released cost models, in seconds: width 768, 64 x 16 elements at 1 GHz.
+    """Return the seconds of one attention block of BERT-base by a released cost model: width 768, 64 x 16 elements at
+    1 GHz.
 
-    Both count an output projection, which gains from the mask; version 1 divides operations by the peak, version 2
-    goes through tiles of 64 x 64.
+    Both versions count an output projection that gains from the mask. Version 1 divides operations by the peak; version
+    2 computes tiles of 64 x 64. Both are reproduced unchanged: they treat all heads together, and take the number of
+    sub-rows for the width of the values.
     """
     width, peak, side = 768, 2 * 64 * 16 * 1e9, 64
     projected = 2 * tokens * width**2
@@ -51,19 +52,22 @@ def released_seconds(density: float, utilisation: float, tokens: int, version: i
 
 
 def sub_row_counts(kept: np.ndarray, ports: int) -> np.ndarray:
-    """(u, t, tiles) kept pairs of each row in each tile of `ports` columns."""
+    """Return the kept pairs (u, t, tiles) of each row in each tile of `ports` columns."""
     padded = np.pad(kept, ((0, 0), (0, 0), (0, -kept.shape[-1] % ports)))
     return padded.reshape(*kept.shape[:2], -1, ports).sum(-1, dtype=np.int64)
 
 
 def split_loads(kept: np.ndarray, ports: int, elements: int, rows: int) -> np.ndarray:
-    """(u, tiles) loads of the array for each tile of masks (u, t, s), sub-rows of all queries packed together."""
+    """Return the array loads (u, tiles) for each tile of masks (u, t, s), with sub-rows of all queries packed
+    together."""
     return ceil_div(ceil_div(sub_row_counts(kept, ports), elements).sum(1), rows)
 
 
 def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
-    """(u, groups of rows) loads that the released packer makes of masks (u, t, s): a column that would give some row
-    more than `elements` begins a new one, columns that keep nothing are passed over."""
+    """Return the array loads (u, groups of rows) that the released packer makes of masks (u, t, s).
+
+    A column that would exceed `elements` in some row begins a new load; empty columns are skipped.
+    """
     padded = np.pad(kept, ((0, 0), (0, -kept.shape[1] % rows), (0, 0)))
     grouped = padded.reshape(kept.shape[0], -1, rows, kept.shape[-1])
     counts = np.zeros(grouped.shape[:3], dtype=np.int64)
@@ -77,6 +81,16 @@ def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a layer: one for each load of the array.
+
+    The columns are cut into tiles of `ports`. In each tile, empty rows are dropped, and rows with more kept pairs than
+    the array's `elements` in a row are split into sub-rows. As many sub-rows as the array has rows are one load. A load
+    takes head width cycles for the scores, in place, and as many for the values. `packing` "columns" follows the
+    released packer: for each `rows` queries it takes columns in order until some row has no free element.
+
+    `skewed` counts the fill of the array before each load and product, as the released cost model does. Otherwise loads
+    follow each other and the array is filled once.
+    """
     rows, elements = machine.stations["attend"].width, int(machine.number("elements"))
     ports, width, kept = int(machine.number("ports")), layer.width, layer.kept()
     packing = str(machine.settings["packing"])
@@ -90,12 +104,12 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     fill = machine.number("skew") if machine.settings["skewed"] else 0.0
     attending = np.where(present, int(2 * (width + fill)), 0)
     pairs = layer.unit_queries * layer.unit_keys
-    # a tile of predicted scores takes as many cycles as a head is wide; columns are packed one a cycle
+    # a tile of predicted scores takes head width cycles; one column is packed per cycle
     predicted = ceil_div(layer.unit_queries, ports) * ceil_div(layer.unit_keys, ports)
-    shares = [predicted * ceil_div(ports**2 * width, machine.stations["predict"].width)]
-    shares.append(ceil_div(layer.unit_queries, machine.stations["pack"].width) * layer.unit_keys)
-    before = [np.where(present, (total / loads)[:, None], 0.0) for total in shares]
-    service = np.stack([*(whole_cycles(each) for each in before), attending]).astype(np.int64)
+    totals = [predicted * ceil_div(ports**2 * width, machine.stations["predict"].width)]
+    totals.append(ceil_div(layer.unit_queries, machine.stations["pack"].width) * layer.unit_keys)
+    cycles = [np.where(present, (total / loads)[:, None], 0.0) for total in totals]
+    service = np.stack([*(whole_cycles(each) for each in cycles), attending]).astype(np.int64)
     read, written = operand_bytes(layer, machine.number("bits"))
     lead = np.full(layer.units, 0 if machine.settings["skewed"] else int(machine.number("skew")), dtype=np.int64)
     return ItemStream(
@@ -114,7 +128,7 @@ def _operations(layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pa
     memory = machine.size("operands")
     return add_up(
         multiply_accumulate(pairs * width, int(machine.number("predicted_bits")), 16),
-        # lengths of queries and keys, and each predicted score scaled by both and compared
+        # norms of queries and keys; each predicted score is scaled by both and compared
         multiply_accumulate((queries + keys) * width, bits),
         {PricedOperation("int_multiply", bits): 2 * pairs, PricedOperation("int_add", bits): pairs},
         multiply_accumulate(2 * kept * width, bits),
@@ -125,19 +139,19 @@ def _operations(layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pa
 
 
 def multipliers(machine: AcceleratorSpec) -> int:
-    """Of the array; the predicting array's, of 4 bits, are not counted, nor in the paper."""
+    """Return the multipliers of the array, without the 4-bit ones of the predicting array, as in the paper."""
     return machine.stations["attend"].width * int(machine.number("elements"))
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Fewer rows, with the predicting array in proportion."""
+    """Return the machine with fewer rows, and the predicting array in proportion."""
     rows, before = budget // elements(machine), machine.stations["attend"].width
     modules = machine.scaled_modules(dict.fromkeys(STATIONS, rows / before))
     return replace(machine, stations=machine.scaled_stations(rows, before), modules=modules)
 
 
 def elements(machine: AcceleratorSpec) -> int:
-    """Multipliers of a row."""
+    """Return the multipliers of a row."""
     return int(machine.number("elements"))
 
 

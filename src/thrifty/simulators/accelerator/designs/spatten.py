@@ -1,16 +1,15 @@
-"""SpAtten: tokens and heads that matter little are dropped for good, and values of small weights are not fetched (Wang
-et al., HPCA 2021).
+"""SpAtten (Wang et al. 2021): drop unimportant tokens for all later layers and skip small values.
 
-A query at a time goes through scores, softmax, a top-k of its own weights and the product with values. What is dropped
-is known before a layer begins, and whole: keys that no query keeps are taken for dropped, and so are queries for which
-a trace counts no "alive" (all are where it does not count them). Among what is left every score is computed, whatever
-the mask says of single pairs; values are computed by the pairs that are kept. So masks of scattered pairs are of little
-use to it, and those of its own filter are what it was built for.
-
-Queries and keys come in with their high bits, and with the low ones for the share `again` of the queries, whose scores
-are then computed twice; a trace may count "again" for each query. Sizes are the paper's; the quick-select engine goes
-through a row of n in n / 8 cycles, which is twice the n that it expects to compare, 16 a cycle.
-"""
+Paper       Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning
+            (HPCA 2021), tables 1 and 2. All sizes are the paper's.
+Promise     Dropped tokens are neither fetched nor computed. Values of small weights are not computed.
+Use         thrifty.trace("diagonal", "trace.safetensors", density=0.2, examples=1, heads=2)
+            result = thrifty.simulate.attention("trace.safetensors", ["spatten"], measure=False)
+Start with  `spatten`, with `filters=["own"]` on a recorded trace. `equal_resources={"multipliers": 128}` gives the
+            paper's eighth.
+Cost        All scores among the remaining tokens. Queries with flat attention are computed twice, at more bits.
+Avoid       Masks of scattered pairs: they save values only. Use its own filter.
+Does not    Select tokens itself: keys that no query keeps are dropped, and queries whose "alive" count is zero."""
 
 from dataclasses import replace
 
@@ -25,7 +24,7 @@ STATIONS = ("score", "softmax", "select", "value")
 
 
 def survivors(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
-    """(u, t) 1 for queries that are left, and (u,) how many keys are."""
+    """Return 1 for each remaining query (u, t), and the number of remaining keys (u,)."""
     alive = layer.count("alive")
     queries = (layer.kept_counts > 0).astype(np.int64) if alive is None else np.minimum(alive, 1)
     keys = (layer.kept() & (queries > 0)[..., None]).any(1).sum(-1)
@@ -33,6 +32,16 @@ def survivors(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a layer: each query passes scores, softmax, a top-k of its weights, and values.
+
+    Dropped tokens are known before the layer begins. Keys that no query keeps are dropped, and so are queries for which
+    the trace counts no "alive"; without that count all queries remain. Among the remaining tokens every score is
+    computed, whatever the mask says of single pairs. Values are computed for kept pairs.
+
+    Queries and keys are read with their high bits. The share `again` of the queries also needs the low bits, and their
+    scores are computed twice; a trace may count "again" for each query. The quick-select engine takes n / 8 cycles for
+    a row of n: 2·n expected comparisons, 16 per cycle.
+    """
     width = layer.width
     queries, keys = survivors(layer)
     again = layer.count("again")
@@ -67,19 +76,17 @@ def _operations(machine: AcceleratorSpec, width: int, scored: float, kept: float
         multiply_accumulate((scored + kept) * width, bits),
         {PricedOperation("sram", width * bits, memory): scored + kept},
         {PricedOperation("float_multiply", 32): scored, PricedOperation("float_add", 32): scored + queries},
-        {PricedOperation("int_add", bits): 3 * scored},  # two expected comparisons of a top-k, and importance added up
+        {PricedOperation("int_add", bits): 3 * scored},  # two expected comparisons of top-k, and the sum of importance
     )
 
 
 def _notes(layer: AttentionLayer, machine: AcceleratorSpec, scored: float, kept: float) -> tuple[str, ...]:
     notes = []
     if layer.packed is not None and scored > 2 * kept:
-        notes.append(
-            "SpAtten computes the scores of all tokens that are left: single pairs are of use to it in values only"
-        )
+        notes.append("SpAtten computes the scores of all remaining tokens: a mask of scattered pairs saves only values")
     most = machine.size("operands") / (layer.width * 12 / 8)
     if layer.keys > most:
-        notes.append(f"SpAtten's memories hold {most:.0f} keys: they would be read again for {layer.keys}")
+        notes.append(f"SpAtten: the memories hold {most:.0f} of {layer.keys} keys; reading keys again is not counted")
     return tuple(notes)
 
 
@@ -88,7 +95,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Everything in proportion, as the paper does for an eighth."""
+    """Return the machine with everything in proportion, as the paper does for an eighth."""
     share = budget / multipliers(machine)
     stations = {
         name: replace(station, width=max(1, int(station.width * share))) for name, station in machine.stations.items()

@@ -1,15 +1,16 @@
-"""ViTCoD: a fixed mask split into columns that almost all queries keep and the rest, computed side by side (You et al.,
-HPCA 2023).
+"""ViTCoD (You et al. 2023): split a fixed mask into dense columns and sparse pairs.
 
-A key that more than `global_tokens` queries keep is a global token: its column is computed whole. The other columns
-are computed by the pairs that they keep. Lines of multipliers are shared out between both in proportion to their work,
-for each head. A head is three items: decoding its queries and keys from fewer heads than there are, its scores (keys
-stay, products are added up between multipliers), and its values. All three take the same lines.
-
-This is the mechanism, head by head; of the released simulator only its rule for linear layers is here. The paper's
-averages of 86.0 times over a GPU and 6.8 over Sanger are of six models at 90 % pruned and of its authors' own versions
-of the others: not reproduced. Only parts of the paper were read; sizes are those of its released simulator.
-"""
+Paper       You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
+            (HPCA 2023). Only parts were read; sizes are from its released simulator.
+Promise     Columns of global tokens run as dense work, other pairs as sparse work, at the same time.
+Use         thrifty.trace("diagonal", "trace.safetensors", density=0.1, examples=1, heads=2)
+            result = thrifty.simulate.attention("trace.safetensors", ["vitcod"], measure=False)
+Start with  `vitcod`; a key that more than `global_tokens` (50) queries keep is a global token. `vitcod:coded=false`
+            reads queries and keys without compression over heads.
+Cost        Decoding queries and keys, which are stored for fewer heads than the model has.
+Avoid       Masks that change with the input: the paper's mask is fixed after training.
+Does not    Reproduce the paper's averages over six models at 90 % pruned, 86.0 times over a GPU and 6.8 over Sanger.
+            Model softmax."""
 
 from dataclasses import replace
 
@@ -24,36 +25,45 @@ STATIONS = ("lines",)
 
 
 def split_pairs(kept: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """(u,) global tokens, columns of masks (u, t, s) with more than `limit` pairs, and (u,) pairs of the other ones."""
+    """Return the global tokens (u,) of masks (u, t, s), and the pairs (u,) in the other columns, as counts.
+
+    A global token is a column with more than `limit` pairs.
+    """
     columns = kept.sum(1, dtype=np.int64)
     return (columns > limit).sum(1), np.where(columns > limit, 0, columns).sum(1)
 
 
 def shared_lines(denser: np.ndarray, sparser: np.ndarray, lines: int) -> np.ndarray:
-    """(u,) lines for the global tokens, in proportion to their pairs; at least one for each part that there is."""
+    """Return the lines (u,) for the global tokens, in proportion to their pairs; each nonempty part has at least one."""
     share = (lines * denser / np.maximum(denser + sparser, 1)).astype(np.int64)
     return np.clip(share, np.minimum(denser, 1), lines - np.minimum(sparser, 1))
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
+    """Return the items of a layer: decode, scores and values of each head, on the same lines of multipliers.
+
+    Columns of global tokens are computed whole, other columns by their kept pairs. The lines are divided between both
+    in proportion to their work, for each head. Queries and keys are decoded from fewer heads than there are. For
+    scores, keys stay in place and products are added between multipliers.
+    """
     lines, each = machine.stations["lines"].width, int(machine.number("line"))
     width, bits = layer.width, machine.number("bits")
     global_tokens, sparser = split_pairs(layer.kept(), int(machine.number("global_tokens")))
     denser = global_tokens * layer.unit_queries
-    of_denser = shared_lines(denser, sparser, lines)
-    of_sparser = lines - of_denser
+    denser_lines = shared_lines(denser, sparser, lines)
+    sparser_lines = lines - denser_lines
     code = int(np.ceil(layer.heads * machine.number("code"))) if machine.settings["coded"] else 0
     vectors = layer.unit_queries + layer.unit_keys
     decoded = vectors * width * code
     depth = -(-width // each)
-    # K stays: a query at each line of the denser part, a pair at each of the sparser one
+    # keys stay in place: a line of the dense part has a query, a line of the sparse part has a pair
     scores = np.maximum(
-        global_tokens * ceil_div(layer.unit_queries, np.maximum(of_denser, 1)) * depth,
-        ceil_div(sparser, np.maximum(of_sparser, 1)) * depth,
+        global_tokens * ceil_div(layer.unit_queries, np.maximum(denser_lines, 1)) * depth,
+        ceil_div(sparser, np.maximum(sparser_lines, 1)) * depth,
     )
     values = np.maximum(
-        ceil_div(denser * width, np.maximum(of_denser, 1) * each),
-        ceil_div(sparser * width, np.maximum(of_sparser, 1) * each),
+        ceil_div(denser * width, np.maximum(denser_lines, 1) * each),
+        ceil_div(sparser * width, np.maximum(sparser_lines, 1) * each),
     )
     service = np.stack([ceil_div(decoded, lines * each), scores, values], axis=-1)[None].astype(np.int64)
     share = code / layer.heads if code else 1.0
@@ -84,7 +94,7 @@ def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
     notes = ["ViTCoD: softmax is not modelled, as in its released simulator"]
     operands = layer.keys * layer.width * machine.number("bits") / 8
     if operands > machine.size("operands"):
-        notes.append(f"ViTCoD's memories do not hold the {layer.keys} keys of a head: they would be read again")
+        notes.append(f"ViTCoD: the memories do not hold the {layer.keys} keys of a head; reading again is not counted")
     return tuple(notes)
 
 
@@ -93,7 +103,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """More or fewer lines."""
+    """Return the machine with more or fewer lines."""
     before = machine.stations["lines"]
     stations = {"lines": replace(before, width=budget // int(machine.number("line")))}
     modules = machine.scaled_modules({"lines": stations["lines"].width / before.width})
@@ -101,7 +111,7 @@ def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
 
 
 def two_lines(machine: AcceleratorSpec) -> int:
-    """Multipliers of the smallest machine: both parts need a line."""
+    """Return the multipliers of the smallest machine: the dense and the sparse part each require a line."""
     return 2 * int(machine.number("line"))
 
 
@@ -111,8 +121,11 @@ DESIGN = AcceleratorDesign("vitcod", STATIONS, lower, multipliers, SETTINGS, SIZ
 
 
 def released_linear_cycles(tokens: int, heads: int, layers: int) -> tuple[int, int]:
-    """Cycles by the rules of the released simulator, with heads of 64: of the projections around attention, and of the
-    two layers after it."""
+    """Return the cycles of the projections around attention, and of the two linear layers after it.
+
+    The rules are those of the released simulator, with heads of 64. Nothing else of that simulator is here: `lower`
+    computes the mechanism head by head.
+    """
     width, multipliers = heads * 64, 512
     share = multipliers // heads
     projections = 3 * tokens * (width * 64 // share) + tokens * width * 64 // share
