@@ -75,8 +75,8 @@ def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
 def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     """Return the items of the multiply phase: parts of a column of A with the matching row of B.
 
-    Each element of a tile takes a value of the column, multiplies the row by it, and appends the products as a chunk to
-    the list of its row of the result.
+    Each element of a tile takes a value of the column and multiplies the row by it. It appends the products as a chunk
+    to the list of a row of the result.
     """
     elements = machine.stations["work"].width
     used = np.flatnonzero((product.columns > 0) & (product.rows > 0))
@@ -106,8 +106,8 @@ def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
 def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     """Return the items of the merge phase: rows of the result, one for each merging element (half of the elements).
 
-    The element keeps the first value of every chunk sorted, emits the smallest, loads the next of that chunk, and adds
-    values of the same column.
+    The element keeps the first value of every chunk sorted and emits the smallest. It then loads the next of that
+    chunk. Values of the same column are added.
     """
     passes, latency = merge_passes(product.chunks, machine), _latency(machine)
     # a value is sorted in among the heads of all chunks and passes half of them

@@ -34,7 +34,10 @@ def split_pairs(kept: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shared_lines(denser: np.ndarray, sparser: np.ndarray, lines: int) -> np.ndarray:
-    """Return the lines (u,) for the global tokens, in proportion to their pairs; each nonempty part has at least one."""
+    """Return the lines (u,) for the global tokens, in proportion to their pairs.
+
+    Each nonempty part has at least one line.
+    """
     share = (lines * denser / np.maximum(denser + sparser, 1)).astype(np.int64)
     return np.clip(share, np.minimum(denser, 1), lines - np.minimum(sparser, 1))
 
