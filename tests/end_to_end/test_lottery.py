@@ -147,7 +147,7 @@ def test_what_no_lottery_can_be_is_refused(recipe: Recipe, tmp_path: Path, monke
     with pytest.raises(UsageError, match="where is no pattern"):
         LotterySettings(where="(")
     for moment in (-1, 1.0):
-        with pytest.raises(UsageError, match="no step before the last"):
+        with pytest.raises(UsageError, match="before the last one"):
             LotterySettings(rewind=moment)
     with pytest.raises(UsageError, match="cannot start at step 6 of 6"):
         run_lottery(recipe, replace(LOTTERY, rewind=STEPS), tmp_path, quiet=True)
@@ -185,7 +185,7 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
 
 def test_runs_that_belong_to_no_known_lottery_are_not_taken_for_its_rounds(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "tiny-round-0").mkdir()
-    with pytest.raises(UsageError, match=r"tiny-round-0 is there already"):
+    with pytest.raises(UsageError, match=r"tiny-round-0 exists"):
         run_lottery(recipe, LOTTERY, tmp_path, quiet=True)
     assert not (tmp_path / "tiny-lottery").exists()
 
@@ -198,7 +198,7 @@ def test_the_masks_of_a_run_are_a_ticket_for_others(played: tuple[Path, dict[str
     assert found.keys() == masks.keys() and all(torch.equal(found[name], masks[name]) for name in masks)
     with pytest.raises(UsageError, match="exists already"):
         export_masks(runs / "tiny-round-2", tmp_path / "kept.safetensors")
-    with pytest.raises(UsageError, match="keeps no weights under masks"):
+    with pytest.raises(UsageError, match="has no masks"):
         export_masks(runs / "tiny-round-0", tmp_path / "other.safetensors")
 
 

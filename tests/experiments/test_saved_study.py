@@ -40,7 +40,7 @@ def test_nothing_kept_is_overwritten_and_nothing_unfinished_is_kept(tmp_path: Pa
         save_study(result(shift=1.0), tmp_path / "cpu.json")
     part = result()
     del part.cells["two", 3]
-    with pytest.raises(UsageError, match="not measured completely"):
+    with pytest.raises(UsageError, match="is incomplete"):
         save_study(part, tmp_path / "part.json")
     assert not (tmp_path / "part.json").exists()
 
@@ -94,13 +94,13 @@ def test_results_that_cannot_be_compared_are_refused() -> None:
     other["definition"]["cases"]["one"]["level"] = 5.0
     with pytest.raises(UsageError, match="other settings"):
         compare_with_saved(result(), other)
-    with pytest.raises(UsageError, match="is of heights"):
+    with pytest.raises(UsageError, match="belongs to study 'heights'"):
         compare_with_saved(result(), kept(result()) | {"study": "heights"})
 
 
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cpu.json").write_text('{"benchmark": "adamw"}')
-    with pytest.raises(UsageError, match="not the result of a study"):
+    with pytest.raises(UsageError, match="holds no study result"):
         read_result(tmp_path / "cpu.json")
     with pytest.raises(UsageError, match="no result"):
         read_result(tmp_path / "gpu.json")

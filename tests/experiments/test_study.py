@@ -31,7 +31,7 @@ def test_a_grid_has_every_combination_under_a_label_that_says_it() -> None:
         ({"cases": {"one": {"level": (1, 2)}}}, "not plain JSON"),
         ({"cases": {}}, "0 cases"),
         ({"seeds": 0}, "0 seeds"),
-        ({"measure": lambda seed, level: {}}, "another process cannot find"),
+        ({"measure": lambda seed, level: {}}, "another process cannot import"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_before_anything_is_measured(changed: dict, said: str) -> None:

@@ -1,12 +1,11 @@
-"""The lottery: train, cut the smallest weights, rewind, and again; round after round by one call that can be stopped.
+"""Lottery tickets by iterative magnitude pruning: train, prune the smallest weights, rewind, repeat.
 
-Paper     Frankle & Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635); rewinding to an early step after
+Paper     Frankle & Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635). Rewinding to an early step follows
           Frankle et al. 2019 (arXiv 1903.01611).
 
-Each round is an ordinary run, runs/NAME-round-0 (dense), -1, -2, …, under the masks of `sparsity.mask_from_file`;
-controls are
-runs beside it, such as runs/NAME-round-2-random-mask. Tickets and the state of the rounds stand in runs/NAME-lottery.
-What is there already is not done again: the same call after a kill goes on, within a round as between two.
+Each round is an ordinary run with the masks of `sparsity.mask_from_file`: runs/NAME-round-0 (dense), -1, -2, ….
+Controls are additional runs, such as runs/NAME-round-2-random-mask. Tickets and the state of the rounds are in
+runs/NAME-lottery. Finished work is never repeated: after a kill, the same call resumes, also within a round.
 """
 
 import hashlib
@@ -51,22 +50,22 @@ CONTROLS: tuple[Control, ...] = ("random-mask", "reinitialise")
 @dataclass(frozen=True)
 class LotterySettings:
     rounds: Positive = 8
-    """Tickets that are drawn and trained, after the dense run."""
+    """Number of tickets to prune and train after the dense run."""
     prune: Annotated[float, SettingBound(above=0, below=1)] = 0.2
-    """Share of the weights left that goes after each round."""
+    """Fraction of the remaining weights that each round prunes."""
     rewind: StepOrFraction = 0
-    """The step of the dense run that every ticket starts from: 0 for the first values, otherwise weights, optimizer,
-    schedule and data order are those of that moment."""
+    """Step of the dense run that every ticket starts from. 0 is the initialization; any other step restores the
+    weights, the optimizer, the schedule and the data order of that step."""
     scope: Scope = "global"
-    """Whether weights of all matrices are compared, or those of each by themselves."""
+    """"global" ranks the weights of all matrices together, "layerwise" those of each matrix separately."""
     where: str = r"\.\d+\."
-    """Pattern of the names of the matrices that are pruned; those of numbered blocks by default."""
+    """Regular expression for the names of the matrices to prune; by default those of numbered blocks."""
     half: str = r"(^|\.)(lm_)?head\."
-    """Pattern of those among them that lose half the share, each by itself: output layers."""
+    """Regular expression for matrices that lose half the fraction, each ranked separately: output layers."""
     controls: tuple[Control, ...] = ()
-    """What else is trained of each ticket: as many weights of each matrix at random places, or other first values."""
+    """Control runs for each ticket: a random mask with equal counts per matrix, or another initialization."""
     seed: int = 0
-    """Of the controls."""
+    """Seed of the controls."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "lottery")
@@ -74,8 +73,8 @@ class LotterySettings:
             check_pattern(self, "lottery", name)
         if self.rewind < 0 or (isinstance(self.rewind, float) and self.rewind >= 1):
             raise UsageError(
-                f"lottery: rewind is {self.rewind}, which is no step before the last",
-                fix="give a step, such as 50, or a share of the run below 1",
+                f"lottery: rewind is {self.rewind}, and must be a step before the last one",
+                fix="set a step, such as 50, or a fraction of the run below 1",
             )
 
 
@@ -88,11 +87,10 @@ def run_lottery(
     quiet: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """All rounds to the end; returns what stands in runs/NAME-lottery/lottery.json. `status` is "interrupted", and
-    `exit_code` the signal's, when a round was stopped by one.
+    """Run all rounds and return the content of runs/NAME-lottery/lottery.json.
 
-    Raises UsageError where the folder is of another lottery: only
-    `rounds` and `controls` may differ, for more of them.
+    If a signal stops a round, `status` is "interrupted" and `exit_code` is that of the signal. Raise UsageError if the
+    folder holds another lottery; only `rounds` and `controls` may change, and only grow.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a lottery starts its rounds itself, from one process", fix="start it without torchrun")
@@ -101,36 +99,41 @@ def run_lottery(
             f"tickets cannot start at step {in_steps(lottery.rewind, steps)} of {steps}",
             fix="rewind to an earlier step",
         )
-    if not (Path(runs) / f"{recipe.name}-round-0").exists():  # nothing has been spent yet
-        _refuse_nothing_to_prune(recipe, lottery, quiet)
-    with _claimed(Path(runs) / f"{recipe.name}-lottery", recipe, lottery) as folder:
-        return _Rounds(recipe, lottery, Path(runs), folder, dict(origins or {}), quiet, say).to_the_end()
+    if not (Path(runs) / f"{recipe.name}-round-0").exists():  # no compute has been spent yet
+        _require_prunable_matrices(recipe, lottery, quiet)
+    with _open_lottery(Path(runs) / f"{recipe.name}-lottery", recipe, lottery) as folder:
+        return _Rounds(recipe, lottery, Path(runs), folder, dict(origins or {}), quiet, say).run_all()
 
 
-def _refuse_nothing_to_prune(recipe: Recipe, lottery: LotterySettings, quiet: bool) -> None:
-    """Also what no ticket can go with. The model that is built to see it is let go again."""
+def _require_prunable_matrices(recipe: Recipe, lottery: LotterySettings, quiet: bool) -> None:
+    """Raise UsageError if no matrix matches, or if a technique of the recipe cannot be combined with masks.
+
+    The model is built for this check only.
+    """
     dense = replace(recipe, techniques=(*recipe.techniques, MaskFromFile()))
     built = prepare_run(dense, steps=recipe.budget.steps or 1000, quiet=quiet).run.build_model()
-    _chosen(dict(built.named_parameters()), lottery, f"the model of {recipe.name}")
+    _prunable_matrices(dict(built.named_parameters()), lottery, f"the model of {recipe.name}")
 
 
 def next_mask_file(run: Path, step: int, lottery: LotterySettings) -> tuple[bytes, float]:
-    """The next ticket, as its file has it, and its density: of the weights that a run had after this step, and of those
-    that its masks keep. Raises UsageError where no matrix has a name that matches `where`."""
+    """Return the file content and the density of the next ticket.
+
+    The ticket prunes the weights that the run's masks keep after this step. Raise UsageError if no matrix name matches
+    `where`.
+    """
     tensors = checkpoint.load(run / "checkpoints", step).tensors
     now = masks_of(tensors)
     parameters = {
         name.removeprefix("parameters/"): tensor for name, tensor in tensors.items() if name.startswith("parameters/")
     }
-    weights = _chosen(parameters, lottery, f"{run}")
+    weights = _prunable_matrices(parameters, lottery, f"{run}")
     masks = {name: now.get(name, torch.ones_like(weight, dtype=torch.bool)) for name, weight in weights.items()}
     half = {name for name in weights if re.search(lottery.half, name)}
     new = prune_by_magnitude(weights, masks, lottery.prune, lottery.scope, half)
     return mask_file_bytes(new, f"after step {step} of {run.name}", weights), density_of(new)
 
 
-def _chosen(parameters: Mapping[str, Tensor], lottery: LotterySettings, owner: str) -> dict[str, Tensor]:
-    """The matrices that are pruned."""
+def _prunable_matrices(parameters: Mapping[str, Tensor], lottery: LotterySettings, owner: str) -> dict[str, Tensor]:
     matrices = {name: parameters[name] for name in masked_shapes(parameters) if re.search(lottery.where, name)}
     if not matrices:
         raise UsageError(f"no matrix of {owner} has a name that matches {lottery.where!r}", fix="--where PATTERN")
@@ -138,23 +141,22 @@ def _chosen(parameters: Mapping[str, Tensor], lottery: LotterySettings, owner: s
 
 
 @contextmanager
-def _claimed(path: Path, recipe: Recipe, lottery: LotterySettings) -> Iterator[RunFolder]:
-    """The folder of the lottery, new or of an earlier part of the same, locked."""
-    meant = {"recipe": recipe_to_data(recipe), "lottery": to_data(lottery)}
+def _open_lottery(path: Path, recipe: Recipe, lottery: LotterySettings) -> Iterator[RunFolder]:
+    """Yield the locked folder of the lottery: a new one, or the one of an interrupted lottery with equal settings."""
+    definition = {"recipe": recipe_to_data(recipe), "lottery": to_data(lottery)}
     is_there = (path / "lottery.json").is_file()
     if not is_there and (first := path.parent / f"{recipe.name}-round-0").exists():
-        raise UsageError(
-            f"{first} is there already, and {path} does not say of what lottery", fix="give another --name"
-        )
+        raise UsageError(f"{first} exists, but {path} has no lottery.json for it", fix="choose another --name")
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
-        before = folder.read_json("lottery") if is_there else {}
-        if "recipe" in before:
-            before["recipe"] = rename_recipe(before["recipe"])
-        if other := differences(_binding(redact(before)), _binding(redact(meant))) if before else []:
+        saved = folder.read_json("lottery") if is_there else {}
+        if "recipe" in saved:
+            saved["recipe"] = rename_recipe(saved["recipe"])
+        if other := differences(_binding(redact(saved)), _binding(redact(definition))) if saved else []:
             raise UsageError(
-                f"{path} is another lottery: " + "; ".join(other), fix="undo the change, or give another --name"
+                f"{path} holds a lottery with other settings: " + "; ".join(other),
+                fix="undo the change, or choose another --name",
             )
-        folder.write_json("lottery", {**before, **meant})
+        folder.write_json("lottery", {**saved, **definition})
         yield folder
 
 
@@ -173,28 +175,28 @@ class _Rounds:
     quiet: bool
     say: Callable[[str], None]
 
-    def to_the_end(self) -> dict[str, Any]:
+    def run_all(self) -> dict[str, Any]:
         rounds: list[dict[str, Any]] = []
         density = 1.0
         for number in range(self.lottery.rounds + 1):
             if number:
-                density = self.draw(number)
+                density = self.prune(number)
             rounds.append({"round": number, "density": density, "runs": {}})
             for control in ("", *CONTROLS) if number else ("",):
-                summary = self.finished(number, control)
+                summary = self.finished_summary(number, control)
                 if summary is None and control and control not in self.lottery.controls:
                     continue
-                summary = summary or self.round(number, control)
+                summary = summary or self.train_round(number, control)
                 if summary["status"] != "finished":
-                    return self.tell(rounds, summary["status"], summary["exit_code"])
+                    return self.write_state(rounds, summary["status"], summary["exit_code"])
                 rounds[-1]["runs"][control or "ticket"] = {
                     "run": self.name(number, control),
                     **{name: summary[name] for name in ("held_out_loss", "steps", "tokens")},
                 }
-                self.tell(rounds, "running")
-        return self.tell(rounds, "finished")
+                self.write_state(rounds, "running")
+        return self.write_state(rounds, "finished")
 
-    def tell(self, rounds: list[dict[str, Any]], status: str, exit_code: int = 0) -> dict[str, Any]:
+    def write_state(self, rounds: list[dict[str, Any]], status: str, exit_code: int = 0) -> dict[str, Any]:
         result = self.folder.read_json("lottery") | {"rounds": rounds, "status": status, "exit_code": exit_code}
         self.folder.write_json("lottery", result)
         return result | {"folder": str(self.folder.path)}
@@ -210,32 +212,36 @@ class _Rounds:
 
     @property
     def steps(self) -> int:
-        """Of the dense run, and so of all."""
+        """Number of steps of the dense run and therefore of every run."""
         return checkpoint.find(self.path(0) / "checkpoints").scalars["steps"]
 
-    def draw(self, number: int) -> float:
-        """The ticket of a round, where it was not drawn already; drawn again it is the same."""
+    def prune(self, number: int) -> float:
+        """Write the ticket of a round if its file is missing, and return its density. The result is deterministic."""
         content, density = next_mask_file(self.path(number - 1), self.steps, self.lottery)
         if not self.ticket(number).is_file():
             AtomicFiles().swap(self.ticket(number), content)
         return density
 
-    def finished(self, number: int, control: str) -> dict[str, Any] | None:
-        """The summary of a run that is finished."""
+    def finished_summary(self, number: int, control: str) -> dict[str, Any] | None:
+        """Return the summary of this run, or None if it has not finished."""
         with suppress(IntegrityError):
             summary = RunFolder(self.runs / self.name(number, control)).read_json("summary")
             return summary if summary["status"] == "finished" else None
         return None
 
-    def round(self, number: int, control: str) -> dict[str, Any]:
-        """The summary of a run of this round, once it is trained or was stopped."""
+    def train_round(self, number: int, control: str) -> dict[str, Any]:
+        """Train or resume one run of this round and return its summary."""
         name, recipe = self.name(number, control), self.recipe
         path = self.runs / name
         self.say(f"round {number} of {self.lottery.rounds}: {name}")
         options = {"origins": self.origins, "quiet": self.quiet}
         if number == 0:
-            kept = replace(recipe.checkpoints, extra_steps=(*recipe.checkpoints.extra_steps, self.lottery.rewind))
-            recipe = replace(recipe, name=name, checkpoints=kept, techniques=(*recipe.techniques, MaskFromFile()))
+            checkpoints = replace(
+                recipe.checkpoints, extra_steps=(*recipe.checkpoints.extra_steps, self.lottery.rewind)
+            )
+            recipe = replace(
+                recipe, name=name, checkpoints=checkpoints, techniques=(*recipe.techniques, MaskFromFile())
+            )
         else:
             file = self.ticket(number)
             sha256 = hashlib.sha256(file.read_bytes()).hexdigest()

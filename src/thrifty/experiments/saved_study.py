@@ -1,4 +1,4 @@
-"""Results that are kept under results/studies, and whether a fresh one agrees with them."""
+"""Study results saved under results/studies, and their comparison with a new result."""
 
 import math
 from collections.abc import Mapping
@@ -16,28 +16,29 @@ from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
 ROUNDING = 1e-3
-"""Relative difference within which means count as equal where the seeds of the kept one all agree: other patch versions
-of Python bring another text, and other processors other roundings."""
+"""Relative tolerance for means if all seeds of the saved result agree. Other Python patch versions have another source
+text, and other processors round differently."""
 
 
 @dataclass(frozen=True)
 class StudyComparison:
-    """What a fresh result has of a kept one: how many numbers were compared, and a sentence for each that is off."""
+    """Comparison of a new study result with a saved one: the number of compared means, and a sentence for each
+    difference."""
 
     compared: int
     off: tuple[str, ...]
 
 
 def refuse_existing_study(file: Path) -> None:
-    """Raises UsageError where a kept result or its table would be overwritten."""
+    """Raise UsageError if a saved result or its table would be overwritten."""
     refuse_overwriting("results/studies/STUDY/DEVICE.json", file, file.with_suffix(".md"))
 
 
 def save_study(result: StudyResult, file: Path) -> None:
-    """Writes a finished result as JSON, with its table in Markdown beside it."""
+    """Write a finished result as JSON, and its table as Markdown under the same name."""
     refuse_existing_study(file)
     if not result.finished:
-        raise UsageError(f"{result.study.name} is not measured completely", fix="keep it when all cells are there")
+        raise UsageError(f"{result.study.name} is incomplete", fix="measure the remaining cells first")
     AtomicFiles().make_folders(file.parent)
     folder = RunFolder(file.parent)
     folder.write_json(file.stem, result.as_data())
@@ -45,15 +46,16 @@ def save_study(result: StudyResult, file: Path) -> None:
 
 
 def compare_with_saved(result: StudyResult, kept: Mapping[str, Any]) -> StudyComparison:
-    """Whether each mean of a fresh result lies within the interval of the kept one.
+    """Compare each mean of a new result with the interval of the saved one.
 
-    The interval allows for the uncertainty of both means: the kept half-width times sqrt(1 + kept seeds / fresh
-    seeds). Times are not compared. Raises UsageError where the kept result cannot be compared with.
+    The interval allows for the uncertainty of both means: saved half-width times sqrt(1 + saved seeds / new seeds).
+    Times are not compared. Raise UsageError if the saved result belongs to another study or other cases, or has one
+    seed.
     """
     if kept["study"] != result.study.name:
-        raise UsageError(f"the kept result is of {kept['study']}, not of {result.study.name}")
+        raise UsageError(f"the saved result belongs to study {kept['study']!r}, not to {result.study.name!r}")
     if rename_cases(kept["definition"]["cases"]) != result.study.definition()["cases"]:
-        raise UsageError("the kept result has cases with other settings", fix="compare with a result of this version")
+        raise UsageError("the saved result has cases with other settings", fix="compare with a result of this version")
     old, new, off, compared = kept_summary(kept), result.summary, [], 0
     for label, numbers in new.items():
         for name, fresh in numbers.items():
@@ -62,22 +64,22 @@ def compare_with_saved(result: StudyResult, kept: Mapping[str, Any]) -> StudyCom
             compared += 1
             before = old.get(label, {}).get(name)
             if before is None or not _agrees(fresh, before):
-                off.append(_told(label, name, fresh, before))
+                off.append(_difference_text(label, name, fresh, before))
     return StudyComparison(compared, tuple(off))
 
 
 def _agrees(fresh: SeedMean, kept: SeedMean) -> bool:
-    if 0 < kept.never < kept.runs:  # the kept result says that both outcomes happen
+    if 0 < kept.never < kept.runs:  # both outcomes occur in the saved result
         return True
     if kept.never or fresh.never:
         return kept.never == kept.runs and fresh.never == fresh.runs
     if kept.runs == 1:
-        raise UsageError("the kept result has one seed, so no intervals", fix="keep a result of several seeds")
+        raise UsageError("the saved result has one seed, so no intervals", fix="save a result of several seeds")
     within = max(kept.half_width_for(fresh.runs), ROUNDING * abs(kept.mean))
     return math.isfinite(fresh.mean) and abs(fresh.mean - kept.mean) <= within
 
 
-def _told(label: str, name: str, fresh: SeedMean, kept: SeedMean | None) -> str:
+def _difference_text(label: str, name: str, fresh: SeedMean, kept: SeedMean | None) -> str:
     if kept is None:
-        return f"{label}: {name} is {shown(fresh.mean)}, and the kept result has none"
-    return f"{label}: {name} is {interval(fresh)}, kept {interval(kept)}"
+        return f"{label}: {name} is {shown(fresh.mean)}, missing in the saved result"
+    return f"{label}: {name} is {interval(fresh)}, saved {interval(kept)}"

@@ -1,4 +1,4 @@
-"""The plots of a study as Vega-Lite charts and as pictures: means as points, their 95 % intervals as bars."""
+"""Plots of a study as Vega-Lite charts and images: means as points, 95 % intervals as bars."""
 
 import math
 from typing import Any
@@ -12,17 +12,16 @@ from thrifty.reporting.color_theme import LIGHT, chart_look
 from thrifty.reporting.number_format import significant
 
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#b25690", "#8a6d00", "#56b4e9", "#4d4d4d", "#e69f00"]
-"""Colours of Okabe and Ito (2008), three of them darkened to be seen on white."""
+"""Colours of Okabe and Ito (2008), three of them darkened for contrast on white."""
 
 Row = dict[str, Any]
 
 LEVELS = 8
-"""Up to so many different values of x, each has a tick of its own."""
+"""Maximum number of distinct x values that each have a tick."""
 
 
 def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:
-    """What the plot shows: x, y, the interval and the line of each case that has them; and the labels of those that
-    are infinite and cannot be drawn."""
+    """Return the plot's rows (x, y, interval, line), and the labels of cases left out because a value is infinite."""
     drawn, left_out = [], []
     for label, numbers in result.summary.items():
         settings = result.study.cases.get(label, {})
@@ -44,7 +43,7 @@ def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:
 def chart(result: StudyResult, plot: StudyPlot) -> alt.LayerChart:
     drawn, _ = points(result, plot)
     lowest = min((row["y"] for row in drawn), default=1.0)
-    for row in drawn if plot.log_y else ():  # an interval may reach below zero, a logarithmic axis does not
+    for row in drawn if plot.log_y else ():  # an interval may reach below zero, a logarithmic axis cannot
         row["low"] = max(row["low"], lowest / 2)
     base = alt.Chart(alt.Data(values=drawn)).encode(x=_x(plot, drawn))
     if plot.by:
@@ -75,7 +74,7 @@ def _x(plot: StudyPlot, drawn: list[Row]) -> alt.X:
 
 
 def picture(result: StudyResult, plot: StudyPlot, kind: str) -> bytes:
-    """A plot on white, as "png" or "svg"."""
+    """Render a plot on a white background as "png" or "svg"."""
     title = {"text": plot.title, "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
     spec = {**chart(result, plot).to_dict(), "padding": 20, "background": LIGHT["surface"], "title": title}
     config = chart_look(LIGHT.__getitem__, font="sans-serif")
@@ -83,7 +82,7 @@ def picture(result: StudyResult, plot: StudyPlot, kind: str) -> bytes:
 
 
 def caption(result: StudyResult, plot: StudyPlot) -> str:
-    """What those see who do not see the plot, and what it leaves out."""
+    """Return a text alternative of the plot, which also names the cases left out."""
     drawn, left_out = points(result, plot)
     if not drawn:
         return f"{plot.title}: nothing to draw."

@@ -1,4 +1,4 @@
-"""The page of a study: one HTML file that needs nothing but a browser, and its plots as pictures in plots/."""
+"""Page of a study: a self-contained HTML file, and its plots as images in plots/."""
 
 import base64
 import shlex
@@ -20,7 +20,7 @@ FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platfor
 
 
 def write_page(result: StudyResult, folder: Path) -> Path:
-    """Writes report.html and plots/*.png; returns the path of the page."""
+    """Write report.html and plots/*.png; return the path of the page."""
     run = RunFolder(folder)
     refuse_links(folder.resolve())
     run.plots.mkdir(exist_ok=True)
@@ -37,7 +37,7 @@ def render(result: StudyResult) -> str:
         study=study,
         finished=result.finished,
         verdicts=[(verdict.verdict, sentence(verdict)) for verdict in result.verdicts],
-        figures=[(plot, caption(result, plot), _embedded(result, plot)) for plot in study.plots],
+        figures=[(plot, caption(result, plot), _data_url(result, plot)) for plot in study.plots],
         head=head,
         body=body,
         quantities=[(name, quantity.about) for name, quantity in study.quantities.items() if name in head],
@@ -59,6 +59,6 @@ def study_html(result: StudyResult) -> str:
 StudyResult._repr_html_ = study_html
 
 
-def _embedded(result: StudyResult, plot: StudyPlot) -> str:
-    """A picture as an address that holds it: nothing is fetched, and nothing in it can run."""
+def _data_url(result: StudyResult, plot: StudyPlot) -> str:
+    """Return a plot as a data URL, so that the page loads and runs nothing external."""
     return "data:image/svg+xml;base64," + base64.b64encode(picture(result, plot, "svg")).decode()

@@ -1,11 +1,11 @@
-"""The result of a study as it stands in `study.json`: in runs/NAME while it is measured, in results/ to be kept.
+"""Study result as stored in `study.json`: in runs/NAME during measurement, in results/ once saved.
 
     study  about  definition  environment  seconds
-    cells            the numbers of every run: case, seed, numbers, seconds
+    cells            values of every run: case, seed, numbers, seconds
     summary          means over seeds and half-widths of their 95 % intervals
-    expectations     what was expected, and whether it holds
+    expectations     expected statements and their verdicts
 
-JSON has no infinity: null stands for a number that is infinite, "never".
+JSON has no infinity: null means an infinite value, "never".
 """
 
 import json
@@ -28,9 +28,9 @@ from thrifty.experiments.study_summary import (
 )
 
 MACHINE = ("cpu", "python", "torch")
-"""Facts of the environment that all cells of one result share."""
+"""Environment facts that must be equal for all cells of one result."""
 
-_KEPT = "kept results are results/studies/STUDY/DEVICE.json"
+_KEPT = "saved results are results/studies/STUDY/DEVICE.json"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class StudyResult:
 
     @property
     def finished(self) -> bool:
-        """Whether every case was measured for every seed that the study asks for."""
+        """True if every case was measured for every seed."""
         return all((label, seed) in self.cells for label in self.study.cases for seed in range(self.study.seeds))
 
     @property
@@ -63,7 +63,7 @@ class StudyResult:
         return judge_expectations(self.study, self.measured)
 
     def as_data(self) -> dict[str, Any]:
-        """Plain JSON; equal cells give equal text, in whatever order they were measured."""
+        """Return plain JSON data; equal cells give equal data in any order of measurement."""
         order = {label: place for place, label in enumerate(self.study.cases)}
         places = sorted(self.cells, key=lambda place: (order[place[0]], place[1]))
         return {
@@ -81,11 +81,11 @@ class StudyResult:
         }
 
     def take_over(self, data: Mapping[str, Any]) -> None:
-        """Go on from cells measured before. Raises UsageError when they came from another definition or machine."""
+        """Load the cells of an interrupted study. Raise UsageError if they have another definition or machine."""
         if changes := self._changed_since(data):
             raise UsageError(
-                f"{self.study.name} is not what it was when its first cells were measured: {'; '.join(changes)}",
-                fix="measure it anew: --name NAME",
+                f"{self.study.name} has changed since its first cells were measured: {'; '.join(changes)}",
+                fix="measure it again under another name: --name NAME",
             )
         self.environment = data["environment"]
         for cell in data["cells"]:
@@ -103,21 +103,22 @@ class StudyResult:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """The JSON of a study. Raises UsageError where there is none, IntegrityError where it is damaged."""
+    """Read the JSON of a study. Raise UsageError if the file is missing or no study, IntegrityError if it is
+    damaged."""
     if not path.is_file():
         raise UsageError(f"there is no result {path}", fix=_KEPT)
     try:
         data = json.loads(path.read_bytes())
     except ValueError as error:
-        raise IntegrityError(f"{path} is damaged: {error}", "bring it back from a copy") from error
+        raise IntegrityError(f"{path} is damaged: {error}", "restore it from a copy") from error
     wanted = {"study", "definition", "environment", "cells", "summary"}
     if not isinstance(data, dict) or wanted - data.keys():
-        raise UsageError(f"{path} is not the result of a study", fix=_KEPT)
+        raise UsageError(f"{path} holds no study result", fix=_KEPT)
     return data
 
 
 def kept_summary(data: Mapping[str, Any]) -> Summary:
-    """The summary as it stands in a kept result."""
+    """Return the summary stored in a saved result."""
     return {
         label: {
             name: SeedMean(

@@ -1,4 +1,4 @@
-"""Running a study: measure the cells that are missing, writing the result after each, then the table and the page."""
+"""Study runner: measures the missing cells, saves the result after each cell, then writes the table and the page."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,17 +29,17 @@ def run_study(
 ) -> StudyResult:
     """Measure a study into a folder: study.json, table.md, plots/ and report.html.
 
-    A folder with part of the cells is gone on with. `only` restricts the cases to those whose labels contain one of
-    the words; `jobs` is the number of processes, one per core if not given. Raises UsageError for a folder that holds
-    anything else, and for one in which nothing is left to measure.
+    A folder with some of the cells is resumed. `only` selects the cases whose labels contain one of these words. `jobs`
+    is the number of processes, by default one per core. Raise UsageError if the folder holds anything else, or if no
+    cell is left to measure.
     """
     result = StudyResult(study, environment("cpu"))
-    with _claimed(folder, result) as run:
-        tasks = _missing(result, _chosen(study, only))
+    with _open_study(folder, result) as run:
+        tasks = _missing_cells(result, _selected_labels(study, only))
         if not tasks:
-            raise UsageError(f"{folder} is finished: no cell is left", fix="give another --name, or more --seeds")
+            raise UsageError(f"{folder} is finished: no cell is left", fix="choose another --name, or more --seeds")
         if result.cells:
-            say(f"going on with {folder}: {len(result.cells)} cells are there, {len(tasks)} to measure")
+            say(f"resuming {folder}: {len(result.cells)} cells measured, {len(tasks)} to measure")
         progress = _Progress(len(tasks))
         with closing(measure_all(tasks, jobs or len(usable_cores()))) as answers:
             for answer in answers:
@@ -51,13 +51,13 @@ def run_study(
 
 
 def write_outcome(result: StudyResult, folder: Path) -> None:
-    """The table and the page beside study.json."""
+    """Write table.md and report.html into the folder of study.json."""
     RunFolder(folder).write_text("table.md", table(result))
     write_page(result, folder)
 
 
 def read_folder(study: Study, folder: Path) -> StudyResult | None:
-    """What was measured of a study in its folder; None where nothing was."""
+    """Return the result measured so far in a study's folder, or None if there is none."""
     if not (folder / FILE).is_file():
         return None
     result = StudyResult(study, environment("cpu"))
@@ -66,13 +66,13 @@ def read_folder(study: Study, folder: Path) -> StudyResult | None:
 
 
 def is_measured(result: StudyResult, only: Sequence[str] = ()) -> bool:
-    """Whether no cell of these cases is left to measure."""
-    return not _missing(result, _chosen(result.study, only))
+    """True if every cell of these cases is measured."""
+    return not _missing_cells(result, _selected_labels(result.study, only))
 
 
 @contextmanager
-def _claimed(folder: Path, result: StudyResult) -> Iterator[RunFolder]:
-    """The folder, new or with an earlier part of this study, locked; what it holds is taken into `result`."""
+def _open_study(folder: Path, result: StudyResult) -> Iterator[RunFolder]:
+    """Yield the locked folder, new or existing; load its cells into `result`."""
     there = (folder / FILE).is_file()
     with RunFolder(folder).lock() if there else RunFolder.create(folder) as run:
         if there:
@@ -80,15 +80,15 @@ def _claimed(folder: Path, result: StudyResult) -> Iterator[RunFolder]:
         yield run
 
 
-def _chosen(study: Study, only: Sequence[str]) -> list[str]:
+def _selected_labels(study: Study, only: Sequence[str]) -> list[str]:
     for word in only:
         if not any(word in label for label in study.cases):
             raise UsageError(f"{study.name} has no case {word!r}", fix=did_you_mean(word, study.cases))
     return [label for label in study.cases if not only or any(word in label for word in only)]
 
 
-def _missing(result: StudyResult, labels: Sequence[str]) -> list[CellTask]:
-    """Seed by seed, so that the first results cover all cases."""
+def _missing_cells(result: StudyResult, labels: Sequence[str]) -> list[CellTask]:
+    """Return the missing cells seed by seed, so that the first results cover all cases."""
     study = result.study
     return [
         CellTask(study.measured_by, label, study.cases[label], seed)
@@ -99,7 +99,7 @@ def _missing(result: StudyResult, labels: Sequence[str]) -> list[CellTask]:
 
 
 class _Progress:
-    """A line after each cell."""
+    """Progress lines, one after each cell."""
 
     def __init__(self, total: int):
         self.total, self.done, self.began = total, 0, time.monotonic()

@@ -1,4 +1,4 @@
-"""Cells put together: means over seeds with their intervals, and which statements hold."""
+"""Summary of a study's cells: means over seeds with intervals, and verdicts on expectations."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,34 +12,36 @@ from thrifty.experiments.study import Cells, Numbers, Study
 
 CONFIDENCE = 0.95
 HOLDS, FAILS, OPEN = "holds", "does not hold", "open"
-"""What can become of a statement; open where something it speaks of was not measured or found."""
+"""Verdicts on an expectation; open if a case or quantity in its condition was not measured."""
 
 Measured = Mapping[tuple[str, int], Numbers]
-"""The numbers of each cell, by its case and seed."""
+"""Measured values of each cell, keyed by case and seed."""
 Summary = Mapping[str, Mapping[str, "SeedMean"]]
-"""By case (and derived row) and number."""
+"""Means keyed by case (or derived row) and quantity."""
 
 
 @dataclass(frozen=True)
 class SeedMean:
-    """The mean of a number over `runs` seeds; infinite as soon as one of them is."""
+    """Mean of a quantity over `runs` seeds; infinite if one of them is infinite."""
 
     mean: float
     half_width: float
-    """Of the 95 % confidence interval by Student's t; nan when there is none, for one seed or an infinite mean."""
+    """Half-width of the 95 % confidence interval (Student's t); nan for one seed or an infinite mean."""
     runs: int
     never: int = 0
-    """How many of the runs were infinite."""
+    """Number of runs with an infinite value."""
 
     def half_width_for(self, fresh: int) -> float:
-        """Within this of the mean, the mean over `fresh` other seeds lies with the same confidence: the uncertainty
-        of both means together."""
+        """Return the half-width of the 95 % prediction interval for a mean over `fresh` other seeds.
+
+        It combines the uncertainty of both means.
+        """
         return self.half_width * math.sqrt(1 + self.runs / fresh)
 
 
 @dataclass(frozen=True)
 class ExpectationVerdict:
-    """Whether a statement holds of the means, and of how many of the seeds alone."""
+    """Verdict on one expectation for the means, and the number of seeds for which it holds."""
 
     sentence: str
     verdict: str
@@ -58,7 +60,7 @@ def estimate(values: Sequence[float]) -> SeedMean:
 
 
 def cells_of(study: Study, measured: Measured) -> dict[int, dict[str, Numbers]]:
-    """The cells of each seed, with what is derived from them where all cases of the seed are there."""
+    """Return the values of each seed by case; a seed with all cases also has the derived rows."""
     seeds: dict[int, dict[str, Numbers]] = {}
     for (label, seed), numbers in measured.items():
         seeds.setdefault(seed, {})[label] = numbers
@@ -69,7 +71,7 @@ def cells_of(study: Study, measured: Measured) -> dict[int, dict[str, Numbers]]:
 
 
 def summarize(study: Study, measured: Measured) -> dict[str, dict[str, SeedMean]]:
-    """In the order of the study's cases, derived rows last. Raises UsageError for a number the study does not name."""
+    """Return means in the order of the study's cases, derived rows last. Raise UsageError for an unknown quantity."""
     values: dict[str, dict[str, list[float]]] = {label: {} for label in study.cases}
     for cells in cells_of(study, measured).values():
         for label, numbers in cells.items():
@@ -86,7 +88,7 @@ def summarize(study: Study, measured: Measured) -> dict[str, dict[str, SeedMean]
 
 
 def judge_expectations(study: Study, measured: Measured) -> list[ExpectationVerdict]:
-    """Every statement of the study, held against the means and against each seed."""
+    """Judge every expectation of the study on the means and on each seed."""
     means = {
         label: {name: estimated.mean for name, estimated in numbers.items()}
         for label, numbers in summarize(study, measured).items()

@@ -1,4 +1,4 @@
-"""The outcome of a study in words: the table of means, what was expected, and where it was measured."""
+"""Text output of a study: the table of means, the verdicts, and where it was measured."""
 
 import math
 import shlex
@@ -13,7 +13,7 @@ NEVER, MISSING = "never", "–"
 
 
 def shown(value: float) -> str:
-    """A number as people read it, to four significant digits; "never" for what is infinite."""
+    """Format a value to four significant digits; "never" if it is infinite."""
     if not math.isfinite(value):
         return NEVER
     if value and not 1e-3 <= abs(value) < 1e7:
@@ -24,7 +24,7 @@ def shown(value: float) -> str:
 
 
 def interval(estimate: SeedMean) -> str:
-    """A mean with the half-width of its 95 % interval: "2.231 ± 0.012", "never in 2 of 3"."""
+    """Format a mean with the half-width of its 95 % interval: "2.231 ± 0.012", "never in 2 of 3"."""
     if estimate.never:
         return NEVER if estimate.never == estimate.runs else f"{NEVER} in {estimate.never} of {estimate.runs}"
     if not math.isfinite(estimate.half_width) or estimate.half_width == 0:
@@ -36,7 +36,7 @@ def interval(estimate: SeedMean) -> str:
 
 
 def rows(result: StudyResult) -> tuple[list[str], list[list[str]]]:
-    """The table's head and its rows of text; numbers that no row has are left out."""
+    """Return the table's header and its rows of text; columns without any value are left out."""
     summary = result.summary
     names = [name for name in result.study.quantities if any(name in numbers for numbers in summary.values())]
     body = [
@@ -47,14 +47,14 @@ def rows(result: StudyResult) -> tuple[list[str], list[list[str]]]:
 
 
 def sentence(verdict: ExpectationVerdict) -> str:
-    """One expectation and what became of it, the seeds counted one by one."""
+    """Return one expectation with its verdict and the number of seeds for which it holds."""
     if verdict.verdict == OPEN:
         return f"{OPEN}: {verdict.sentence}"
     return f"{verdict.verdict} (in {verdict.held} of {verdict.seeds} seeds): {verdict.sentence}"
 
 
 def spread(result: StudyResult) -> str:
-    """What stands behind the numbers, in one sentence."""
+    """Return a sentence on the number of seeds and the intervals."""
     seeds = Counter(label for label, _ in result.cells).values()
     fewest, most = min(seeds, default=0), max(seeds, default=0)
     if most < 2:
@@ -62,21 +62,21 @@ def spread(result: StudyResult) -> str:
     return f"Means over {most if fewest == most else f'{fewest} or more'} seeds with 95 % intervals (Student's t)."
 
 
-def place(facts: Mapping[str, Any]) -> str:
-    """Where and how the numbers came about, in one sentence."""
+def measured_on(facts: Mapping[str, Any]) -> str:
+    """Return a sentence on the machine, the versions and the command."""
     command = shlex.join(map(str, facts.get("command", [])))
     return f"Measured on {facts['cpu']}, torch {facts['torch']}, Python {facts['python']}, by `{command}`."
 
 
 def table(result: StudyResult) -> str:
-    """The outcome as Markdown."""
+    """Return the outcome as Markdown."""
     study, (head, body) = result.study, rows(result)
     lines = [f"# {study.name}", "", study.about, "", *_markdown(head, body), ""]
     lines += [spread(result), ""]
     lines += [f"- `{name}`: {quantity.about}" for name, quantity in study.quantities.items() if name in head]
     if result.verdicts:
         lines += ["", "Expected:", "", *(f"- {sentence(verdict)}" for verdict in result.verdicts)]
-    return "\n".join([*lines, "", place(result.environment), ""])
+    return "\n".join([*lines, "", measured_on(result.environment), ""])
 
 
 def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:

@@ -1,8 +1,7 @@
-"""Processes that measure cells: one torch thread each, as many side by side as there are cores.
+"""Worker processes that measure cells: one torch thread each, as many in parallel as there are cores.
 
-A worker is told a cell in a line of JSON on its standard input and answers with a line on its standard output. Cells
-of tiny models gain nothing from a second thread, and a process of its own keeps what one cell leaves behind (threads,
-random state, memory) from the next and from the caller.
+A worker reads one cell as a JSON line from standard input and writes one JSON line to standard output. Cells of tiny
+models do not gain from a second thread. Separate processes isolate each cell's threads, random state and memory.
 """
 
 import importlib
@@ -28,7 +27,7 @@ from thrifty.experiments.study import Settings
 
 @dataclass(frozen=True)
 class CellTask:
-    """One cell to measure; `measure` is its function as `module:function`."""
+    """One cell to measure; `measure` names its function as `module:function`."""
 
     measure: str
     case: str
@@ -56,7 +55,7 @@ class CellWorker:
         )
 
     def measure(self, task: CellTask) -> CellResult:
-        """Raises ThriftyError when the measure fails or its process ends."""
+        """Measure one cell in this process. Raise ThriftyError if the measure fails or the process ends."""
         assert self.process.stdin and self.process.stdout
         try:
             self.process.stdin.write(json.dumps(asdict(task)) + "\n")
@@ -80,8 +79,7 @@ class CellWorker:
 
 
 def measure_all(tasks: Sequence[CellTask], jobs: int) -> Iterator[CellResult]:
-    """The cells in the order in which they are finished. Leaving the iteration, however that happens, ends all
-    processes at once."""
+    """Yield the cells in the order in which they finish. Leaving the iteration ends all processes at once."""
     workers = [CellWorker() for _ in range(min(jobs, len(tasks)))]
     free: SimpleQueue[CellWorker] = SimpleQueue()
     for worker in workers:
@@ -105,10 +103,10 @@ def measure_all(tasks: Sequence[CellTask], jobs: int) -> Iterator[CellResult]:
 
 
 def _serve() -> None:
-    """Answer tasks until the caller is gone; then end at once, in the middle of a cell too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides what an interrupt of both means
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a measure prints is no answer
+    """Measure tasks until standard input closes; then end at once, even during a cell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles an interrupt for both
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep output of the measure apart from the replies
     tasks: SimpleQueue[str] = SimpleQueue()
 
     def listen() -> None:
@@ -118,21 +116,21 @@ def _serve() -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        answers.write(json.dumps(_answer(json.loads(tasks.get())), allow_nan=False) + "\n")
-        answers.flush()
+        replies.write(json.dumps(_answer(json.loads(tasks.get())), allow_nan=False) + "\n")
+        replies.flush()
 
 
 def _answer(task: dict[str, Any]) -> dict[str, Any]:
     module, _, function = task["measure"].partition(":")
     try:
         measure = getattr(importlib.import_module(module), function)
-        if "torch" in sys.modules:  # not imported for the sake of this
+        if "torch" in sys.modules:  # do not import torch only for this
             sys.modules["torch"].manual_seed(task["seed"])
         began = time.perf_counter()
         with explain_out_of_memory():
             numbers = {name: float(value) for name, value in measure(seed=task["seed"], **task["settings"]).items()}
         seconds = time.perf_counter() - began
-    except Exception as error:  # reported to the caller, who names the cell
+    except Exception as error:  # reported to the parent process, which adds the case and the seed
         return {"error": f"{type(error).__name__}: {error}"}
     finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
     return {"numbers": finite, "seconds": round(seconds, 3)}

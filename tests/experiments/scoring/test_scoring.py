@@ -21,7 +21,7 @@ from thrifty.data.epoch_sampler import EpochSource
 from thrifty.experiments.scoring import scoring_methods
 from thrifty.experiments.scoring.example_scoring import ScoringSettings, score
 from thrifty.experiments.scoring.scoring_methods import METHODS, ScoringContext
-from thrifty.experiments.scoring.scoring_run import computed_plainly, trained_and_scored
+from thrifty.experiments.scoring.scoring_run import plain_model_and_objective, trained_and_scored
 from thrifty.models import export_model, shape_for
 from thrifty.techniques import find
 from thrifty.techniques.data_selection.prune import PrunedExamples
@@ -51,7 +51,7 @@ def sight_of(recipe: Recipe, few: int = 0) -> ScoringContext:
     assert isinstance(examples, EpochSource)
     if few:
         examples = examples.subset(ExampleSubset(torch.arange(few)))
-    model, objective = computed_plainly(prepared.run, state)
+    model, objective = plain_model_and_objective(prepared.run, state)
     return ScoringContext(model, objective, examples, torch.device("cpu"), 0, 10)
 
 
@@ -184,10 +184,10 @@ def test_a_scoring_that_was_cut_off_makes_only_what_is_missing(tmp_path: Path) -
     assert not (tmp_path / "scores").exists()
     told: list[str] = []
     found, _ = score(digits(), ScoringSettings(runs=3), tmp_path / "scores", say=told.append)
-    assert [line.split(": ")[1] for line in told] == ["kept from before", "2 steps", "2 steps"]
+    assert [line.split(": ")[1] for line in told] == ["from the cache", "2 steps", "2 steps"]
     others = digits(budget=Budget(steps=STEPS), name="another", evaluation=replace(digits().evaluation, every=3))
     again, _ = score(others, ScoringSettings(runs=3), tmp_path / "again", say=told.append)
-    assert torch.equal(again.runs, found.runs) and told[-1].endswith("kept from before")
+    assert torch.equal(again.runs, found.runs) and told[-1].endswith("from the cache")
     changed = digits(model=replace(digits().model, width=32))
     score(changed, ScoringSettings(runs=1), tmp_path / "changed", say=told.append)
     assert told[-1].endswith("2 steps")
@@ -242,14 +242,14 @@ def test_prototypes_of_a_named_run_and_of_runs_of_their_own(tmp_path: Path) -> N
     exported = scored(recipe, tmp_path, "prototype", "exported-scores", embed_with=str(tmp_path / "exported"))
     torch.testing.assert_close(exported.scores, named.scores, rtol=1e-3, atol=1e-5)
     other = replace(recipe, data=replace(recipe.data, size=16))
-    with pytest.raises(UsageError, match="takes images of 8 pixels"):
+    with pytest.raises(UsageError, match="expects images of 8 pixels"):
         scored(other, tmp_path, "prototype", "wrong", embed_with=str(tmp_path / "runs" / "embedder"))
 
 
 def test_texts_have_prototypes_when_their_number_is_given(tmp_path: Path) -> None:
     found = scored(text(tmp_path), tmp_path, "prototype", runs=1, clusters=4)
     assert found.scores.std() > 0 and found.labels is None
-    with pytest.raises(UsageError, match="how many prototypes"):
+    with pytest.raises(UsageError, match="number of prototypes"):
         scored(text(tmp_path), tmp_path, "prototype", "other", runs=1)
 
 
@@ -305,13 +305,13 @@ def test_a_run_whose_scores_are_not_finite_is_named(tmp_path: Path) -> None:
     [
         ({"by": "el2m"}, "did you mean 'el2n'"),
         ({"runs": 0}, "runs is 0"),
-        ({"by": "random", "runs": 3}, "nothing is trained by random"),
-        ({"embed_with": "runs/x"}, "a model to embed with is for prototypes"),
-        ({"clusters": 4}, "a number of clusters is for prototypes"),
-        ({"by": "prototype", "embed_with": "x", "runs": 2}, "nothing is trained with a given model"),
+        ({"by": "random", "runs": 3}, "3 runs by random give equal scores"),
+        ({"embed_with": "runs/x"}, "an embedding model requires the method prototype"),
+        ({"clusters": 4}, "a number of clusters requires the method prototype"),
+        ({"by": "prototype", "embed_with": "x", "runs": 2}, "2 runs with an embedding model give equal scores"),
         ({"steps": 1.5}, "steps is 1.5"),
         ({"steps": -1}, "steps is -1"),
-        ({"by": "forgetting", "steps": 0}, "nothing is forgotten"),
+        ({"by": "forgetting", "steps": 0}, "forgetting requires at least 1 step"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict, told: str) -> None:
@@ -321,11 +321,11 @@ def test_what_makes_no_sense_is_refused(settings: dict, told: str) -> None:
 
 def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for by, needs in (("margin", "labels"), ("forgetting", "labels"), ("input_norm", "inputs")):
-        with pytest.raises(UsageError, match=f"--method {by} is for examples with {needs}"):
+        with pytest.raises(UsageError, match=f"--method {by} requires examples with {needs}"):
             scored(text(tmp_path), tmp_path, by)
     with pytest.raises(UsageError, match="11 steps are more than the recipe's 10"):
         scored(digits(), tmp_path, steps=11)
-    with pytest.raises(UsageError, match="no run folder and no model folder"):
+    with pytest.raises(UsageError, match="neither a run folder nor a model folder"):
         scored(digits(), tmp_path, "prototype", embed_with=str(tmp_path))
     talk = tmp_path / "talk.jsonl"
     line = '{"messages": [{"role": "user", "content": "Q%d?"}, {"role": "assistant", "content": "A%d."}]}\n'
@@ -346,7 +346,7 @@ def test_an_example_whose_loss_depends_on_others_is_not_scored(tmp_path: Path, m
     from thrifty.objectives.classification import Classification
 
     monkeypatch.setattr(Classification, "joint", True, raising=False)
-    with pytest.raises(UsageError, match="depends on the others"):
+    with pytest.raises(UsageError, match="depends on the whole batch"):
         scored(digits(), tmp_path)
 
 

@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 from thrifty.experiments import studies
 from thrifty.experiments.studies import data_diet, hard_or_easy, importance_sampling, teacher_perceptron
 from thrifty.experiments.study import Cells
-from thrifty.experiments.tasks.data_selection_task import FinishedRun, at_full_work, gains, task_of
+from thrifty.experiments.tasks.data_selection_task import FinishedRun, at_equal_compute, gains, task_of
 from thrifty.experiments.tasks.digits_task import with_wrong_labels
 
 ERRORS = {
@@ -152,12 +152,12 @@ def test_the_steps_are_found_that_do_the_work_of_the_full_ones(opens: int) -> No
         ran.append(steps)
         return FinishedRun(torch.nn.Identity(), steps, steps + max(0, steps - opens))
 
-    found = at_full_work(run, 600)
+    found = at_equal_compute(run, 600)
     assert abs(found.work - 600) <= 30 and len(ran) <= 6
 
 
 def test_a_gate_that_never_opens_needs_no_search() -> None:
-    assert at_full_work(lambda steps: FinishedRun(torch.nn.Identity(), steps, steps), 50).steps == 50
+    assert at_equal_compute(lambda steps: FinishedRun(torch.nn.Identity(), steps, steps), 50).steps == 50
 
 
 def test_the_gain_is_tau_squared_where_gradients_are_as_long_as_scores() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
-from thrifty.experiments.tasks.memory_network import MemoryNetwork, embedded, recency, spelled
+from thrifty.experiments.tasks.memory_network import MemoryNetwork, position_encoding, position_sums, recency
 
 STORY = [[3, 5, 1], [2, 4], [], [6, 1, 2], [4, 3]]
 """Words of four sentences, of which one is not there, and a question."""
@@ -63,7 +63,7 @@ def test_its_answers_are_those_of_the_formulas(tying: Literal["adjacent", "layer
 
 def test_an_embedding_of_a_sentence_is_the_sum_over_its_words() -> None:
     table = torch.randn(8, 5)
-    found = embedded(spelled(given(), 8), table)
+    found = position_encoding(position_sums(given(), 8), table)
     for row, words in enumerate(STORY):
         torch.testing.assert_close(found[0, row], embedding_by_hand(words, table))
 

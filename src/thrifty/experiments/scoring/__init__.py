@@ -1,1 +1,1 @@
-"""Scores of training examples: small runs by a recipe say how hard each example is; a file keeps it for other runs."""
+"""Example scoring: short runs of a recipe score the difficulty of each training example; other runs read the file."""

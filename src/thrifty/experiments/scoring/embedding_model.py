@@ -1,4 +1,4 @@
-"""A trained model that the user names, to embed the examples with."""
+"""Loader for the trained model that computes example embeddings."""
 
 from pathlib import Path
 
@@ -17,27 +17,27 @@ from thrifty.training.trained_model import load_trained_model, stored_recipe
 
 
 def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Module:
-    """Return the model of a run folder, or of one in Hugging Face layout, for a recipe's data. A run of the user's own
-    model takes that of the recipe.
+    """Return the model of a run folder or of a folder in Hugging Face layout.
 
-    Raises UsageError where it takes other inputs than these data give.
+    A run that trained a user's own model uses the model object of `recipe`. Raise UsageError if the model's inputs do
+    not match `data`.
     """
     if not (folder / "recipe.toml").is_file():
         if not (folder / "config.json").is_file():
-            raise UsageError(f"{folder} is no run folder and no model folder", fix="--embed-with runs/NAME")
+            raise UsageError(f"{folder} is neither a run folder nor a model folder", fix="--embed-with runs/NAME")
         return build_model_for(data.ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)  # type: ignore[arg-type]
     there, here = read_model_spec(folder, recipe.data.length), data.ends
     if isinstance(there, ImageModelSpec) and isinstance(here, ImageModelSpec):
         if (there.side, there.channels) != (here.side, here.channels):
             raise UsageError(
-                f"{folder} takes images of {there.side} pixels and {there.channels} channels, and these have "
+                f"{folder} expects images of {there.side} pixels and {there.channels} channels, but the data have "
                 f"{here.side} and {here.channels}",
                 fix=f"--set data.size={there.side}",
             )
     elif type(there) is not type(here):
         raise UsageError(
             f"{folder} was trained on another kind of data than {recipe.data.source}",
-            "name another model to embed with",
+            fix="choose another model: --embed-with runs/NAME",
         )
     elif file_sha256(folder / TOKENIZER) != data.identity.get(TOKENIZER):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""`thrifty data look --scores`: a page of the examples that a person should look at."""
+"""Page of `thrifty data look --scores`: the examples that a person should review."""
 
 import base64
 from dataclasses import asdict, replace
@@ -25,26 +25,26 @@ from thrifty.techniques.data_selection.prune import PrunedExamples
 from thrifty.training.run_setup import open_examples
 
 EACH = 24
-"""Cards of a section."""
+"""Maximum number of cards in a section."""
 OF_A_LABEL = 8
 
 
 def open_scored(scores: ExampleScores, source: str, say: Say = print_to_stderr) -> RunData:
-    """The data that examples were scored of, from this source. Raises RefusedError where it is other data."""
+    """Open the data to which the scores belong, from this source. Raise RefusedError if the data differ."""
     tables = {name: table for name, table in scores.facts.recipe.items() if name != "techniques"}
     recipe: Recipe = recipe_from_data(tables)
     _, data = open_examples(replace(recipe, data=replace(recipe.data, source=source)), say)
     there = data.train.example_index()
     if there.fingerprint != scores.facts.fingerprint:
         raise RefusedError(
-            f"the scores are of {len(scores):,} other examples than the {there.count:,} that {source} has to train on",
-            fix=f"look at {recipe.data.source}, which was scored, or score this: thrifty data score",
+            f"the scores belong to {len(scores):,} other examples than the {there.count:,} of {source}",
+            fix=f"review {recipe.data.source}, which was scored, or score this source: thrifty data score",
         )
     return data
 
 
 def page(scores: ExampleScores, data: RunData, source: str, prune: PrunedExamples | None = None) -> str:
-    """The page as text; with `prune` also what it keeps. The same scores and data give the same page."""
+    """Return the page as text; with `prune`, also the examples that it keeps. The page is deterministic."""
     order = scores.scores.argsort(descending=True, stable=True)
     kept = None if prune is None else _kept(scores, prune)
     facts = scores.facts
@@ -54,26 +54,26 @@ def page(scores: ExampleScores, data: RunData, source: str, prune: PrunedExample
         source=source,
         method=facts.method,
         about=METHODS[facts.method].about if facts.method in METHODS else "",
-        told=f"{len(scores):,} training examples, {runs}{trained}; {scaled(facts.flops, 'FLOP')} and "
-        f"{duration(facts.seconds)} spent on scoring",
+        summary=f"{len(scores):,} training examples, {runs}{trained}; {scaled(facts.flops, 'FLOP')} and "
+        f"{duration(facts.seconds)} for scoring",
         histogram=_histogram(scores.scores, kept),
         suspects=_cards(scores, data, suspicious(scores)[:EACH]),
         labels=_suspects_by_label(scores, data),
         ends=[("highest", _cards(scores, data, order[:EACH])), ("lowest", _cards(scores, data, order.flip(0)[:EACH]))],
         border=_border(scores, data, order, kept),
-        kept=None if prune is None else _told(prune, scores, kept),
+        kept=None if prune is None else _prune_summary(prune, scores, kept),
         rows=[] if kept is None else count_labels(scores, kept.nonzero().squeeze(1)),
     )
 
 
 def _kept(scores: ExampleScores, prune: PrunedExamples) -> Tensor:
-    """Whether each example is kept (n,)."""
+    """Return a boolean mask of the kept examples (n,)."""
     kept = torch.zeros(len(scores), dtype=torch.bool)
     kept[prune.kept(scores.scores, scores.labels)] = True
     return kept
 
 
-def _told(prune: PrunedExamples, scores: ExampleScores, kept: Tensor | None) -> str:
+def _prune_summary(prune: PrunedExamples, scores: ExampleScores, kept: Tensor | None) -> str:
     order = prune.chosen_order(len(scores), scores.labels)
     settings = f"keep {prune.keep}, order {order}, drop_hardest {prune.drop_hardest}"
     words = f"{settings}, min_class_share {prune.min_class_share}"
@@ -81,7 +81,7 @@ def _told(prune: PrunedExamples, scores: ExampleScores, kept: Tensor | None) -> 
 
 
 def suspicious(scores: ExampleScores) -> Tensor:
-    """The numbers of examples of which the runs believe another label, the most suspicious first."""
+    """Return the indices of examples whose predicted label differs from their own, the most suspicious first."""
     if scores.guesses is None or scores.labels is None:
         return torch.empty(0, dtype=torch.int64)
     suspicion = scores.guesses.suspicion(scores.labels)
@@ -90,7 +90,7 @@ def suspicious(scores: ExampleScores) -> Tensor:
 
 
 def _suspects_by_label(scores: ExampleScores, data: RunData) -> list[tuple[str, int, list[ExampleCard]]]:
-    """For each label the most suspicious examples that carry it, and how many there are."""
+    """Return for each label the most suspicious examples and their count."""
     numbers, groups = suspicious(scores), []
     if scores.labels is None:
         return []
@@ -104,7 +104,7 @@ def _suspects_by_label(scores: ExampleScores, data: RunData) -> list[tuple[str, 
 def _border(
     scores: ExampleScores, data: RunData, order: Tensor, kept: Tensor | None
 ) -> list[tuple[str, list[ExampleCard]]]:
-    """Examples on both sides of each place where, ordered by score, what is kept and what is not meet."""
+    """Return examples next to each border between kept and left-out examples in the order of scores."""
     if kept is None:
         return []
     groups = []
@@ -134,7 +134,7 @@ def _card(scores: ExampleScores, example: ExamplePreview) -> ExampleCard:
 
 
 def _histogram(scores: Tensor, kept: Tensor | None) -> str:
-    """How many examples have which score, as an address that holds a picture."""
+    """Return a histogram of the scores as a data URL."""
     least, most = float(scores.min()), float(scores.max())
     edges = torch.linspace(least, most if most > least else least + 1, 41)
     place = torch.bucketize(scores, edges[1:-1])

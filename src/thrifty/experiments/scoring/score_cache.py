@@ -1,4 +1,4 @@
-"""Scores of finished runs in the cache, each under a hash of all that it depends on."""
+"""Cache of the scores of finished runs, keyed by a hash of everything that determines them."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ from thrifty.core.score_file import ExampleScores, ScoreProvenance, read_scores,
 
 
 def cache_path(facts: ScoreProvenance, clusters: int, seed: int) -> Path:
-    """Where the scores of a run with these facts and this seed are kept."""
+    """Return the cache path for the scores of a run with these facts and this seed."""
     depends = [facts.method, facts.recipe_sha256, facts.fingerprint, facts.steps, facts.steps_of_recipe, clusters]
     key = hashlib.blake2b(json.dumps([*depends, facts.thrifty]).encode(), digest_size=16).hexdigest()
     return cache_folder() / "scores" / key / f"seed-{seed}.safetensors"
 
 
 def read_cached_scores(place: Path) -> ExampleScores | None:
-    """The scores that are there; None where there are none, or they are damaged: they are made again."""
+    """Return the cached scores; None if they are missing or damaged, so that they are recomputed."""
     if not place.is_file():
         return None
     try:
@@ -28,7 +28,7 @@ def read_cached_scores(place: Path) -> ExampleScores | None:
 
 
 def write_scores(path: Path, scores: ExampleScores) -> str:
-    """Writes a file of scores as a whole, or not at all; returns its sha256."""
+    """Write a score file atomically; return its sha256."""
     try:
         AtomicFiles().make_folders(path.parent)
         return AtomicFiles().swap(path, scores_bytes(scores)).sha256

@@ -1,4 +1,4 @@
-"""`thrifty data prune`: what a choice by scores keeps of each label, and how a recipe names it."""
+"""Support for `thrifty data prune`: kept examples by label, and the `--with` option of a selection."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from thrifty.techniques.data_selection.prune import PrunedExamples
 
 
 class LabelCount(NamedTuple):
-    """Examples of one label; the label of all is empty."""
+    """Number of examples of one label, before and after pruning; an empty label means all examples."""
 
     label: str
     there: int
@@ -20,7 +20,7 @@ class LabelCount(NamedTuple):
 
 
 def count_labels(scores: ExampleScores, kept: Tensor) -> list[LabelCount]:
-    """How many examples of each label there are, and are among those with the numbers `kept` (k,)."""
+    """Count the examples of each label, and those whose index is in `kept` (k,)."""
     if scores.labels is None:
         return [LabelCount("", len(scores), len(kept))]
     count = max(len(scores.facts.label_names), int(scores.labels.max()) + 1)
@@ -29,12 +29,13 @@ def count_labels(scores: ExampleScores, kept: Tensor) -> list[LabelCount]:
 
 
 def changed_settings(prune: PrunedExamples) -> dict[str, object]:
-    """The settings of a choice that are not the defaults."""
+    """Return the settings that differ from their defaults."""
     default = to_data(PrunedExamples())
     return {name: value for name, value in to_data(prune).items() if value != default[name]}
 
 
 def format_option(prune: PrunedExamples) -> str:
-    """The choice as what follows --with in a shell. Texts are in quotes: a hash may begin like a number."""
+    """Format the selection as the argument of --with in a shell. Texts are quoted, since a hash may begin like a
+    number."""
     settings = ",".join(f"{name}={json.dumps(value)}" for name, value in changed_settings(prune).items())
     return shlex.quote(f"{prune.name}:{settings}")

@@ -1,4 +1,4 @@
-"""What examples are scored by. Each method looks at all training examples with one model; higher is harder."""
+"""Scoring methods. Each scores all training examples with one model; higher is harder."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from thrifty.data.epoch_sampler import EpochSource
 from thrifty.kernels import example_scores
 
 GRADIENT_BYTES = 1 << 28
-"""About what the gradients of the examples that GraNd goes through at a time may take."""
+"""Approximate memory limit for the per-example gradients that GraNd computes at a time."""
 
 
 @dataclass
 class ScoringContext:
-    """A model, and the training examples as it is to see them: one by one and unchanged."""
+    """A model and the training examples that it scores, in order and without augmentation."""
 
     model: nn.Module
     objective: Objective
@@ -33,20 +33,20 @@ class ScoringContext:
     clusters: int
     say: Callable[[str], None] = lambda text: None
     flops: float = 0.0
-    """Spent on looking."""
+    """FLOP spent on scoring."""
     guesses: PredictedLabels | None = None
-    """What a classifier would have answered, at the last look."""
+    """Predicted labels of the latest scoring pass of a classifier."""
 
     def batches(self) -> Iterator[Batch]:
-        """Every example once, made into what the objective learns from."""
+        """Yield every example once, as inputs of the objective."""
         for batch in self.examples.sequential_batches(self.examples.batch):
             yield self.objective.examples(batch).to(self.device)
 
     @torch.no_grad()
     def scores_of(self, score: Callable[[Prediction, Batch], Tensor]) -> Tensor:
-        """What `score` makes of the predictions (n,); what a classifier would have answered is left in `guesses`."""
+        """Return the scores (n,) of the model's predictions; store a classifier's predicted labels in `guesses`."""
         self.model.eval()
-        scores, seen = [], []
+        scores, predicted = [], []
         for number, batch in enumerate(self.batches()):
             if number == 0:
                 with StepTrace() as trace:
@@ -56,18 +56,18 @@ class ScoringContext:
                 prediction = self.objective.predict(self.model, batch)
             scores.append(score(prediction, batch).float().cpu())
             if "labels" in batch.fields:
-                seen.append(_answers(prediction.logits.float().softmax(-1), batch["labels"]))
-        self.guesses = PredictedLabels(*map(torch.cat, zip(*seen, strict=True))) if seen else None
+                predicted.append(_predicted_labels(prediction.logits.float().softmax(-1), batch["labels"]))
+        self.guesses = PredictedLabels(*map(torch.cat, zip(*predicted, strict=True))) if predicted else None
         return torch.cat(scores)
 
 
-def _answers(share: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    confidence, predicted = share.max(-1)
-    return predicted.cpu(), confidence.cpu(), share.gather(1, labels[:, None]).squeeze(1).cpu()
+def _predicted_labels(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    confidence, predicted = probabilities.max(-1)
+    return predicted.cpu(), confidence.cpu(), probabilities.gather(1, labels[:, None]).squeeze(1).cpu()
 
 
 def el2n(sight: ScoringContext) -> Tensor:
-    """Of classes the norm of softmax minus label; of tokens the norm of all these errors of an example together."""
+    """Return the norm of softmax minus one-hot label (n,); for tokens, the norm over all tokens of an example."""
 
     def score(prediction: Prediction, batch: Batch) -> Tensor:
         if "labels" in batch.fields:
@@ -88,13 +88,13 @@ def margin(sight: ScoringContext) -> Tensor:
     return sight.scores_of(lambda prediction, batch: example_scores.margin(prediction.logits, batch["labels"]))
 
 
-def right_answers(sight: ScoringContext) -> Tensor:
-    """Whether each example is told right (n,), 1 or 0."""
+def is_correct(sight: ScoringContext) -> Tensor:
+    """Return 1 for each correctly classified example and 0 for others (n,)."""
     return sight.scores_of(lambda prediction, batch: prediction.logits.argmax(-1) == batch["labels"])
 
 
 class _ExampleLoss(nn.Module):
-    """The loss of one example, whose fields have no dimension of examples, as a module of its model's parameters."""
+    """Module that maps the fields of one example, without batch dimension, to its loss."""
 
     def __init__(self, model: nn.Module, objective: Objective):
         super().__init__()
@@ -105,20 +105,20 @@ class _ExampleLoss(nn.Module):
         batch = Batch({name: value[None] for name, value in fields.items()}, weight)
         prediction = self.objective.predict(self.model, batch)
         if prediction.hidden is not None and prediction.head is not None:
-            # a head that hides its weight: the loss in chunks has a backward pass of its own, which cannot be batched
+            # hide the head's weight: the chunked loss has its own backward pass, which torch.func cannot batch
             prediction = Prediction(hidden=prediction.hidden, head=nn.Sequential(prediction.head))
         return self.objective.losses(prediction, batch).squeeze(0)
 
 
 def grand(sight: ScoringContext) -> Tensor:
-    """The norm of the gradient of the example's own loss over all parameters that learn."""
-    asked = _ExampleLoss(sight.model.eval(), sight.objective)
-    learning = {name: value for name, value in asked.named_parameters() if value.requires_grad}
+    """Return the gradient norm of each example's own loss over all trainable parameters (n,)."""
+    example_loss = _ExampleLoss(sight.model.eval(), sight.objective)
+    learning = {name: value for name, value in example_loss.named_parameters() if value.requires_grad}
     size = sum(value.numel() * value.element_size() for value in learning.values())
     chunk = max(1, min(64, GRADIENT_BYTES // max(size, 1)))
 
     def loss_of(parameters: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> Tensor:
-        return functional_call(asked, dict(parameters), (fields,))
+        return functional_call(example_loss, dict(parameters), (fields,))
 
     chunks: list[Tensor] = []
     batched = True
@@ -132,38 +132,41 @@ def grand(sight: ScoringContext) -> Tensor:
                 if chunks or is_out_of_memory(error):
                     raise
                 batched = False
-                sight.say(f"torch.func cannot batch this model ({str(error).splitlines()[0]}): one example at a time")
-        chunks.append(_one_at_a_time(asked, list(learning.values()), batch))
+                sight.say(
+                    f"torch.func cannot batch this model ({str(error).splitlines()[0]}); scoring one example at a time"
+                )
+        chunks.append(_one_at_a_time(example_loss, list(learning.values()), batch))
     scores = torch.cat(chunks)
     before = sight.flops
     sight.scores_of(lambda prediction, batch: batch.weight)
-    sight.flops += 3 * (sight.flops - before)  # a backward pass costs two forward ones
+    sight.flops += 3 * (sight.flops - before)  # a backward pass costs two forward passes
     return scores
 
 
-def _one_at_a_time(asked: _ExampleLoss, learning: list[nn.Parameter], batch: Batch) -> Tensor:
+def _one_at_a_time(example_loss: _ExampleLoss, learning: list[nn.Parameter], batch: Batch) -> Tensor:
     norms = []
     for row in range(len(batch)):
         gradients = torch.autograd.grad(
-            asked({name: value[row] for name, value in batch.fields.items()}), learning, allow_unused=True
+            example_loss({name: value[row] for name, value in batch.fields.items()}), learning, allow_unused=True
         )
         norms.append(torch.stack([each.float().square().sum() for each in gradients if each is not None]).sum().sqrt())
     return torch.stack(norms).cpu()
 
 
 def prototype(sight: ScoringContext) -> Tensor:
-    """The cosine distance of an example's embedding, which is what the model's head is given, to its k-means centre."""
+    """Return the cosine distance of each example's embedding (the input of the model's head) to its k-means centre
+    (n,)."""
     head, hidden_states = getattr(sight.model, "head", None), []
     if not isinstance(head, nn.Module):
         raise UsageError(
-            f"{type(sight.model).__name__} keeps no head apart, whose input could be an example's embedding",
-            fix="name another model: --embed-with FOLDER",
+            f"{type(sight.model).__name__} has no module `head`, whose input is the embedding",
+            fix="choose another model: --embed-with FOLDER",
         )
-    kept: list[Tensor] = []
+    embeddings: list[Tensor] = []
 
     def embed(prediction: Prediction, batch: Batch) -> Tensor:
         hidden = hidden_states.pop() if prediction.hidden is None else prediction.hidden
-        kept.append(hidden.float().flatten(1, -2).mean(1).cpu() if hidden.ndim > 2 else hidden.float().cpu())
+        embeddings.append(hidden.float().flatten(1, -2).mean(1).cpu() if hidden.ndim > 2 else hidden.float().cpu())
         hidden_states.clear()
         return batch.weight
 
@@ -172,7 +175,7 @@ def prototype(sight: ScoringContext) -> Tensor:
         sight.scores_of(embed)
     finally:
         handle.remove()
-    return example_scores.prototype_distance(torch.cat(kept), sight.clusters, sight.seed)
+    return example_scores.prototype_distance(torch.cat(embeddings), sight.clusters, sight.seed)
 
 
 def random(sight: ScoringContext) -> Tensor:
@@ -188,18 +191,18 @@ class ScoringMethod:
     about: str
     score: Callable[[ScoringContext], Tensor]
     trained: bool = True
-    """Whether a model is trained for it."""
+    """True if the method trains a model."""
     needs: str = ""
-    """A field that examples must have."""
+    """Name of a field that examples must have."""
 
 
 METHODS: Mapping[str, ScoringMethod] = {
     "el2n": ScoringMethod("norm of the error, softmax minus label", el2n),
     "grand": ScoringMethod("norm of the example's own gradient over all parameters", grand),
-    "forgetting": ScoringMethod("how often it was told right and then wrong again", right_answers, needs="labels"),
+    "forgetting": ScoringMethod("number of times it was correct and then wrong again", is_correct, needs="labels"),
     "loss": ScoringMethod("its loss", loss),
-    "margin": ScoringMethod("by how much another label is likelier than its own", margin, needs="labels"),
-    "prototype": ScoringMethod("cosine distance of its embedding to the own k-means centre", prototype),
-    "random": ScoringMethod("chance, as a control", random, trained=False),
+    "margin": ScoringMethod("by how much another label is more likely than its own", margin, needs="labels"),
+    "prototype": ScoringMethod("cosine distance of its embedding to its k-means centre", prototype),
+    "random": ScoringMethod("random, as a control", random, trained=False),
     "input_norm": ScoringMethod("norm of its pixels, as a control", input_norm, trained=False, needs="inputs"),
 }

@@ -1,4 +1,4 @@
-"""One run of a scoring: train for some steps, then look at every training example, or along the way."""
+"""One scoring run: train for some steps, then score every training example; forgetting scores during training."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -24,9 +24,9 @@ from thrifty.training.loop import train
 from thrifty.training.run_setup import PreparedRun
 
 LOOKS = 10
-"""Moments of a run at which forgetting looks at all examples, equally far apart."""
-HOW_COMPUTED = {Stage.PRECISION, Stage.COMPRESS, *HOW}
-"""Stages that single gradients go without: what is computed in a way of its own torch.func mostly cannot batch."""
+"""Number of equally spaced steps at which forgetting scores all examples."""
+COMPUTE_STAGES = {Stage.PRECISION, Stage.COMPRESS, *HOW}
+"""Stages removed for per-example gradients: torch.func mostly cannot batch special implementations."""
 
 Say = Callable[[str], None]
 
@@ -34,31 +34,31 @@ Say = Callable[[str], None]
 def trained_and_scored(
     prepared: PreparedRun, by: str, steps: int, seed: int, clusters: int, say: Say
 ) -> tuple[Tensor, ScoringContext]:
-    """The scores (n,) by the model that a run has after so many steps, and what was seen and spent on looking."""
+    """Return the scores (n,) from the run's model after these steps, and the scoring context."""
     run, state = prepared.run, prepared.run.start()
     assert state.model is not None
-    sight = ScoringContext(state.model, run.eval_objective, _examples(prepared.data), run.device, seed, clusters, say)
+    context = ScoringContext(state.model, run.eval_objective, _examples(prepared.data), run.device, seed, clusters, say)
     with deterministic_kernels(run.device, prepared.recipe.deterministic):
         if by == "forgetting":
-            return _forgotten(run, state, sight, steps), sight
+            return _forgetting_scores(run, state, context, steps), context
         _train(run, state, steps, seed)
     assert state.model is not None
-    sight.model = state.model  # another one after a structural change
+    context.model = state.model  # a structural change replaces the model
     if by == "grand":
-        sight.model, sight.objective = computed_plainly(run, state)
-    return METHODS[by].score(sight), sight
+        context.model, context.objective = plain_model_and_objective(run, state)
+    return METHODS[by].score(context), context
 
 
 def scored_by(
     model: Path | None, recipe: Recipe, prepared: PreparedRun, by: str, clusters: int
 ) -> tuple[Tensor, ScoringContext]:
-    """The same without training: by a named model, or by none."""
+    """Return the scores (n,) and the context without training: with a trained model, or with none."""
     run = prepared.run
-    seer = load_embedding_model(model, recipe, prepared.data).to(run.device) if model else nn.Identity()
-    sight = ScoringContext(seer, run.plain.objective, _examples(prepared.data), run.device, recipe.seed, clusters)
-    scores = METHODS[by].score(sight)
-    sight.guesses = None  # the model was not trained on these examples' labels
-    return scores, sight
+    embedder = load_embedding_model(model, recipe, prepared.data).to(run.device) if model else nn.Identity()
+    context = ScoringContext(embedder, run.plain.objective, _examples(prepared.data), run.device, recipe.seed, clusters)
+    scores = METHODS[by].score(context)
+    context.guesses = None  # the model was not trained on these labels
+    return scores, context
 
 
 def _examples(data: RunData) -> EpochSource:
@@ -77,28 +77,31 @@ def _train(run: Run, state: TrainState, steps: int, seed: int, after: Callable[[
                 return
 
 
-def _forgotten(run: Run, state: TrainState, sight: ScoringContext, steps: int) -> Tensor:
-    forgetting, everything = ForgettingCounter(sight.examples.examples), torch.arange(sight.examples.examples)
+def _forgetting_scores(run: Run, state: TrainState, context: ScoringContext, steps: int) -> Tensor:
+    forgetting, everything = ForgettingCounter(context.examples.examples), torch.arange(context.examples.examples)
     moments = {round(steps * (look + 1) / LOOKS) for look in range(LOOKS)}
 
     def look(step: int) -> None:
         if step in moments:
             assert state.model is not None
-            sight.model = state.model
-            forgetting.update(everything, METHODS["forgetting"].score(sight))
+            context.model = state.model
+            forgetting.update(everything, METHODS["forgetting"].score(context))
 
-    _train(run, state, steps, sight.seed, look)
+    _train(run, state, steps, context.seed, look)
     return forgetting.scores()
 
 
-def computed_plainly(run: Run, state: TrainState) -> tuple[nn.Module, Objective]:
-    """A run's model at its present values, and its objective, without what decides only how they are computed."""
-    kept = [each for each in run.techniques if each.stage not in HOW_COMPUTED]
-    same_function = [each for each in kept if each.stage is Stage.ATTENTION and each.numerics is not Numerics.DIFFERENT]
-    plainly = replace(run, techniques=tuple(each for each in kept if each not in same_function), notes={})
-    placed, values = plainly.init_state(state.log), state.tensors()
+def plain_model_and_objective(run: Run, state: TrainState) -> tuple[nn.Module, Objective]:
+    """Return a run's model with its current values, and its objective, without stages that only change the
+    computation."""
+    functional = [each for each in run.techniques if each.stage not in COMPUTE_STAGES]
+    same_function = [
+        each for each in functional if each.stage is Stage.ATTENTION and each.numerics is not Numerics.DIFFERENT
+    ]
+    plain = replace(run, techniques=tuple(each for each in functional if each not in same_function), notes={})
+    placed, values = plain.init_state(state.log), state.tensors()
     for name, tensor in placed.tensors().items():
         if name.startswith(("parameters/", "buffers/")) and name in values:
             fill_tensor(tensor, full_value(values[name]))
     assert placed.model is not None
-    return placed.model, plainly.eval_objective
+    return placed.model, plain.eval_objective

@@ -24,7 +24,7 @@ from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.data_selection_task import (
     TIMES,
     SelectionTask,
-    at_full_work,
+    at_equal_compute,
     finished,
     gains,
     run_of,
@@ -71,7 +71,7 @@ def measure(
     if way == "uniform":
         done = go(task.source, steps=full_steps)
     elif way == "sampled":
-        done = at_full_work(
+        done = at_equal_compute(
             lambda steps: go(task.source, [GradientNormSampling(presample=TIMES)], steps=steps), full_steps
         )
     else:

@@ -1,1 +1,1 @@
-"""Tasks that several studies train on."""
+"""Training tasks shared by several studies."""

@@ -1,4 +1,4 @@
-"""Small masked autoencoders, and classifiers that start from their encoders, for studies that train some."""
+"""Small masked autoencoders, and classifiers initialized from their encoders, for studies."""
 
 import statistics
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ LABELLED_KEY = 0x4C41424C
 
 @dataclass(frozen=True)
 class AutoencoderSizes:
-    """Of the encoder, whose heads are 32 wide, and of the decoder."""
+    """Sizes of the encoder, whose heads are 32 wide, and of the decoder."""
 
     patch: int
     depth: int
@@ -59,14 +59,14 @@ class AutoencoderSizes:
 
 
 def adamw(lr: float) -> list[Technique]:
-    """As MAE has it, with a rate that falls to zero."""
+    """Return the techniques of MAE pretraining: AdamW, a cosine schedule to zero, gradient clipping."""
     return [AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.05), CosineDecay(warmup=0.05), GradientClipping()]
 
 
 def masked(
     sizes: AutoencoderSizes, data: str, batch: int, rate: float, seed: int, augment: AugmentationSettings | None = None
 ) -> BaseRun:
-    """A plain run that learns to give back what is removed of the images of a set."""
+    """Return a plain run that reconstructs the masked patches of an image set."""
     settings = DataSettings(source=data, batch=batch, augment=augment)
     images = open_images(settings, seed, None, lambda text: None, labelled=False)
     ends = images.ends
@@ -76,7 +76,7 @@ def masked(
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """Some images of a set with their labels, and all those to be tested on."""
+    """A labelled subset of an image set for training, and all its test images."""
 
     images: ImageData
     train: TrainingImages
@@ -85,7 +85,7 @@ class LabelledImages:
     def of(
         cls, data: str, labels: int, batch: int, seed: int, augment: AugmentationSettings | None = None
     ) -> "LabelledImages":
-        """As many labelled images as given, other ones for each seed."""
+        """Return a random subset of `labels` images; each seed selects another subset."""
         settings = DataSettings(source=data, batch=batch, augment=augment)
         images = open_images(settings, seed, None, lambda text: None)
         whole = images.parts[DataSplit.TRAIN]
@@ -94,7 +94,7 @@ class LabelledImages:
         return cls(images, TrainingImages(few, min(batch, labels), seed, augment))
 
     def accuracy(self, model: nn.Module, objective: Objective, tested: int) -> float:
-        """Percent of so many test images that are told right."""
+        """Return the accuracy on the first `tested` test images in percent."""
         return 100 * evaluate(model, objective, self.images.held_out.batches(tested, 250), CPU)["accuracy"]
 
 
@@ -106,7 +106,7 @@ def tuned(
     steps: int,
     seed: int,
 ) -> tuple[nn.Module, Classification]:
-    """A classifier that starts from an autoencoder's encoder, after so many steps on labelled images."""
+    """Return a classifier fine-tuned from an autoencoder's encoder for `steps` steps, and its objective."""
     labels, objective = len(labelled.images.ends.labels), Classification(label_smoothing=0.1)
 
     def build() -> nn.Module:
@@ -118,8 +118,10 @@ def tuned(
 
 
 class EncoderPace:
-    """A step of an autoencoder, and the forward and backward pass of its encoder alone, again and again on the same
-    random images of three channels; the encoder goes through visible patches alone where a technique sees to that."""
+    """Timed autoencoder training step, and its encoder's forward and backward pass alone, on fixed random RGB images.
+
+    With techniques, the encoder processes only visible patches.
+    """
 
     def __init__(self, sizes: AutoencoderSizes, side: int, images: int, rate: float, techniques: Sequence[Technique]):
         inputs = torch.randn(images, 3, side, side, generator=torch.Generator().manual_seed(0))
@@ -142,14 +144,16 @@ class EncoderPace:
         self.state.optimizer.zero_grad()
 
     def flops(self) -> dict[str, float]:
-        """Of a step, and of the encoder's two passes."""
+        """Return the FLOP of a training step, and of the encoder's forward and backward pass."""
         with StepTrace() as trace:
             self.encoder()
         return {"step_flops": count(self.run, self.run.techniques)[1].flops, "encoder_flops": trace.flops}
 
     def gains(self, other: "EncoderPace", rounds: int) -> dict[str, float]:
-        """How many times as fast as another step and encoder: the medians over rounds, after a first that does not
-        count, in each of which both take their turn."""
+        """Return the speedup over another pace, for the step and for the encoder.
+
+        Each is the median over rounds of the time ratio. A first round is discarded; in each round both run once.
+        """
         medians = {}
         for part in ("step", "encoder"):
             mine, theirs = getattr(self, part), getattr(other, part)

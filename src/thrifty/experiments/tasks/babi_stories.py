@@ -1,8 +1,7 @@
-"""Short stories with a question and an answer of one word, told by rule: who went where, who carries what.
+"""Generated short stories with a question and a one-word answer: who went where, who carries what.
 
-They stand in for bAbI (Weston et al. 2015, arXiv 1502.05698), of which they have neither sentences nor files. Story
-number i of a seed is a function of both. Which part a story belongs to depends on what it says, its question included,
-so that none is in both parts, however many are told.
+They replace bAbI (Weston et al. 2015, arXiv 1502.05698), but contain neither its sentences nor its files. Story i of a
+seed is a function of both. A hash of a story's text and question selects its split, so no story is in both splits.
 """
 
 import hashlib
@@ -31,40 +30,40 @@ QUESTIONS = {
     "how many things": "how many things has {}",
     "yes or no": "is {} in the {}",
 }
-"""By kinds of questions."""
+"""Question templates by kind."""
 KINDS = tuple(QUESTIONS)
 SENTENCES, SENTENCE = 50, 7
-"""Sentences of a story and words of a sentence, at most."""
+"""Maximum number of sentences in a story, and of words in a sentence."""
 SHORTEST, USUAL = 4, 13.0
-"""Sentences of the shortest story, and how many more a story has on average."""
+"""Sentences in the shortest story, and the mean number of additional ones."""
 HELD_OUT = 8
-"""One story in so many is held out."""
+"""One story in this many is held out."""
 SPELLED = (*MOVES, *TAKES, *DROPS, *GIVES, *QUESTIONS.values())
 WORDS = ("", *sorted({*PEOPLE, *PLACES, *THINGS, *NUMBERS, "yes", "no", *" ".join(SPELLED).replace("{}", "").split()}))
-"""The vocabulary; number 0 is no word."""
+"""Vocabulary; index 0 is padding."""
 
 
 class StoryWorld:
-    """What is so at a moment of a story, and what was said of it."""
+    """State of a story: the places of people and things, and their history."""
 
     def __init__(self) -> None:
         self.place: dict[str, str] = {}
-        """Of people who have been heard of."""
+        """Current place of each person mentioned so far."""
         self.holder: dict[str, str] = {}
         self.places_of: dict[str, list[str]] = {thing: [] for thing in THINGS}
-        """Where each thing was, one after the other."""
+        """Places of each thing in order of time."""
         self.given: dict[tuple[str, str], str] = {}
-        """By thing and receiver, who gave it last."""
+        """Latest giver, keyed by thing and receiver."""
 
     def carried(self, person: str) -> list[str]:
         return [thing for thing in THINGS if self.holder.get(thing) == person]
 
     def lies(self, thing: str) -> str | None:
-        """Where a thing is, as far as was told."""
+        """Return the last known place of a thing, or None."""
         return self.places_of[thing][-1] if self.places_of[thing] else None
 
     def next_sentence(self, random: Random) -> str:
-        """Something that can happen, and happens."""
+        """Apply a random possible event and return its sentence."""
         person = random.choice(PEOPLE)
         place = self.place.get(person)
         here = [other for other in PEOPLE if other != person and place and self.place.get(other) == place]
@@ -94,14 +93,14 @@ class StoryWorld:
             self.places_of[thing].append(place)
         return random.choice(MOVES).format(person, place)
 
-    def asked(self, random: Random, kind: str) -> tuple[str, str] | None:
-        """A question of this kind and its answer, if there is one that was told enough for."""
+    def question(self, random: Random, kind: str) -> tuple[str, str] | None:
+        """Return a random question of this kind with its answer, or None if the story does not determine one."""
         people = [person for person in PEOPLE if person in self.place]
         things = [thing for thing in THINGS if self.places_of[thing]]
         subjects: dict[str, list[tuple[tuple[str, ...], str]]] = {
             "where a person is": [((person,), self.place[person]) for person in people],
             "where a thing is": [((thing,), self.places_of[thing][-1]) for thing in things],
-            # where it was twice, which time is meant is not said
+            # a place visited twice would make the question ambiguous
             "where a thing was before": [
                 ((thing, there[i]), there[i - 1]) for thing in things for there in [self.places_of[thing]]
                 for i in range(1, len(there)) if there.count(there[i]) == 1
@@ -134,26 +133,27 @@ class BabiStory:
 
 
 def story(seed: int, number: int) -> BabiStory:
-    """Of each kind of question as many; of 20 sentences on average and 50 at most."""
+    """Return story `number` of a seed. Kinds of questions alternate; a story has 4 to 50 sentences, about 17 on
+    average."""
     random, kind = Random(f"{seed}/{number}"), KINDS[number % len(KINDS)]
     while True:
         world = StoryWorld()
         length = min(SHORTEST + int(random.expovariate(1 / USUAL)), SENTENCES)
         sentences = tuple(world.next_sentence(random) for _ in range(length))
-        if asked := world.asked(random, kind):
-            return BabiStory(sentences, *asked, kind)
+        if question := world.question(random, kind):
+            return BabiStory(sentences, *question, kind)
 
 
 @dataclass(frozen=True)
 class StoryExamples:
-    """Stories as numbers of words: the sentences of each in front of its question."""
+    """Stories as word indices: the sentences of each story, then its question."""
 
     inputs: np.ndarray
-    """(n, SENTENCES + 1, SENTENCE), 0 where there is no word; the question is the last row."""
+    """(n, SENTENCES + 1, SENTENCE), 0 for padding; the question is the last row."""
     labels: np.ndarray
-    """The word that answers, (n,)."""
+    """Word index of the answer, (n,)."""
     kinds: np.ndarray
-    """Which of KINDS is asked, (n,)."""
+    """Index into KINDS of the question, (n,)."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -166,7 +166,7 @@ class StoryExamples:
 
 
 def make_stories(count: int, held_out: bool, seed: int = 0) -> StoryExamples:
-    """The first `count` stories of a seed that are, or are not, held out."""
+    """Return the first `count` held-out (or training) stories of a seed."""
     inputs = np.zeros((count, SENTENCES + 1, SENTENCE), np.uint8)
     labels, kinds = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
     example = number = 0

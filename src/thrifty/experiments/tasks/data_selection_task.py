@@ -1,8 +1,7 @@
-"""Small models trained on examples that somebody chose, for studies of what choosing is worth: a task, a run of it, and
-how many steps a run may have when it is paid for looking at examples too.
+"""Small models for studies of data selection: a task, a run, and its number of steps at equal compute.
 
-Work is counted in plain steps, in which an example costs 3 forward passes: its own, and twice that for the backward
-pass.
+Compute is counted in plain steps. A plain step costs 3 forward passes per example: one forward, and a backward pass
+that costs two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,16 +33,16 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.cosine import CosineDecay
 
 TIMES = 3
-"""How many times more examples are scored than trained on, while the gate of sampling is open."""
+"""Ratio of scored to trained examples while the gate of sampling is open."""
 ALONE = 96
-"""Examples whose own gradients are looked at."""
+"""Number of examples whose per-example gradients are computed."""
 NEAR, SEARCHES = 0.05, 6
-"""How close to the work that is paid for the steps are to come, and runs to find out how many they are."""
+"""Relative tolerance of the compute budget, and the maximum number of runs to meet it."""
 
 
 @dataclass(frozen=True)
 class SelectionTask:
-    """A model to train, on what, and by what it is judged."""
+    """A model to train, its training data, and its held-out data."""
 
     objective: Objective
     source: BatchSource
@@ -65,7 +64,7 @@ class SelectionTask:
 
 
 def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: int, windows: int) -> SelectionTask:
-    """Digits, or so many windows of the source code of the running standard library as bytes."""
+    """Return a task on digits, or on `windows` windows of bytes from the standard library's source files."""
     if data == "digits":
         dataset = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
         return SelectionTask(
@@ -81,14 +80,14 @@ def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: in
 def run_of(
     task: SelectionTask, source: BatchSource, techniques: Sequence[Technique], steps: int, lr: float, seed: int
 ) -> Run:
-    """A model's training on what was chosen."""
+    """Return the training run of the task's model on the selected examples."""
     plain = BaseRun(partial(task.build, seed), source, task.objective)
     return compose(plain, [AdamW(lr=lr), CosineDecay(warmup=0.05), GradientClipping(), *techniques], steps)
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A model at the end of its run; work in plain steps."""
+    """A model at the end of its run; `work` is its compute in plain steps."""
 
     model: nn.Module
     steps: int
@@ -101,38 +100,40 @@ def finished(
     task: SelectionTask, source: BatchSource, techniques: Sequence[Technique] = (), *, steps: int, lr: float, seed: int
 ) -> FinishedRun:
     with closing(in_steps(run_of(task, source, techniques, steps, lr, seed), seed)) as states:
-        (_, model, _), *made = states
-    opened = [noted.get("sampled", 0.0) for _, _, noted in made]
-    taus = [noted.get("tau", 0.0) for _, _, noted in made[-max(1, steps // 4) :]]
+        (_, model, _), *after_steps = states
+    opened = [noted.get("sampled", 0.0) for _, _, noted in after_steps]
+    taus = [noted.get("tau", 0.0) for _, _, noted in after_steps[-max(1, steps // 4) :]]
     return FinishedRun(model, steps, steps + sum(opened) * TIMES / 3, fmean(opened), fmean(taus))
 
 
-def at_full_work(run: Callable[[int], FinishedRun], full: int) -> FinishedRun:
-    """The run of so many steps that its work is nearest to that of `full` plain ones."""
+def at_equal_compute(run: Callable[[int], FinishedRun], full: int) -> FinishedRun:
+    """Return the run whose compute is closest to `full` plain steps, by searching its number of steps."""
     least = full * 3 // (3 + TIMES)
-    tried = [run(full)]
-    low, high = (least, float(least)), (full, tried[0].work)
-    while abs(tried[-1].work - full) > NEAR * full and len(tried) < SEARCHES:
+    runs = [run(full)]
+    low, high = (least, float(least)), (full, runs[0].work)
+    while abs(runs[-1].work - full) > NEAR * full and len(runs) < SEARCHES:
         along = (full - low[1]) / (high[1] - low[1])
         steps = min(max(round(low[0] + along * (high[0] - low[0])), low[0] + 1), high[0] - 1)
-        tried.append(run(steps))
-        if tried[-1].work < full:
-            low = (steps, tried[-1].work)
+        runs.append(run(steps))
+        if runs[-1].work < full:
+            low = (steps, runs[-1].work)
         else:
-            high = (steps, tried[-1].work)
-    return min(tried, key=lambda done: abs(done.work - full))
+            high = (steps, runs[-1].work)
+    return min(runs, key=lambda done: abs(done.work - full))
 
 
 @torch.no_grad()
 def scores_of(model: nn.Module, objective: Objective, batches: Iterator[Batch]) -> Tensor:
     model.eval()
-    made = map(objective.examples, batches)
-    return torch.cat([objective.scores(objective.predict(model, batch), batch) for batch in made])
+    prepared = map(objective.examples, batches)
+    return torch.cat([objective.scores(objective.predict(model, batch), batch) for batch in prepared])
 
 
 def gains(model: nn.Module, task: SelectionTask) -> dict[str, float]:
-    """By what sampling in proportion to scores divides the second moment of the gradient: as tau squared says, and in
-    truth, both of the first of the examples that it was trained on."""
+    """Return the reduction of the gradient's second moment by sampling in proportion to scores: claimed and true.
+
+    "Claimed" is tau squared. Both use the first examples of training.
+    """
     batch = task.objective.examples(task.source.rows(0, 0, min(ALONE, task.source.batch)))
     for step in range(1, -(-ALONE // task.source.batch)):
         more = task.objective.examples(task.source.at(step))
@@ -143,6 +144,6 @@ def gains(model: nn.Module, task: SelectionTask) -> dict[str, float]:
         model.zero_grad()
         plain_backward(model, task.objective, batch.rows(row, row + 1).weighted(torch.ones(1)))
         squares.append(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
-    share, exact = scores.double() / scores.double().sum(), torch.tensor(squares, dtype=torch.float64)
-    uniform, sampled = exact.mean(), (exact / share).sum() / len(share) ** 2
+    probability, exact = scores.double() / scores.double().sum(), torch.tensor(squares, dtype=torch.float64)
+    uniform, sampled = exact.mean(), (exact / probability).sum() / len(probability) ** 2
     return {"claimed_gain": float(variance_reduction(scores)) ** 2, "true_gain": float(uniform / sampled)}

@@ -1,5 +1,4 @@
-"""A perceptron on images of handwritten digits, for studies that train some: the network, how it is trained, on which
-of the digits, and how many it tells right."""
+"""Small perceptrons on images of handwritten digits, for studies: network, training run, noisy labels, accuracy."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -21,13 +20,13 @@ PIXELS, CLASSES = 64, 10
 
 @cache
 def pixel_statistics() -> tuple[float, float]:
-    """Mean and standard deviation of the pixels of the training images."""
+    """Return the mean and standard deviation of the training images' pixels."""
     images = DigitImages("train").images
     return float(images.mean()), float(images.std())
 
 
 class PixelStandardizer(nn.Module):
-    """Pixels as the training images have them, with their mean and standard deviation taken out."""
+    """Module that standardizes pixels with the mean and standard deviation of the training images."""
 
     def forward(self, images: Tensor) -> Tensor:
         mean, deviation = pixel_statistics()
@@ -35,7 +34,7 @@ class PixelStandardizer(nn.Module):
 
 
 def linear_layers(sizes: Sequence[int], seed: int, xavier: bool = False) -> list[nn.Module]:
-    """Linear layers of these sizes with ReLU between them, from He's first weights or Xavier's."""
+    """Return linear layers of these sizes with ReLU between them, with He or Xavier initialization."""
     generator, modules = torch.Generator().manual_seed(seed), []
     for inputs, outputs in pairwise(sizes):
         layer = nn.Linear(inputs, outputs)
@@ -49,25 +48,26 @@ def linear_layers(sizes: Sequence[int], seed: int, xavier: bool = False) -> list
 
 
 def perceptron(width: int, seed: int, xavier: bool = False) -> nn.Module:
-    """Images (b, 8, 8) through three hidden layers to logits (b, 10), from He's first weights or Xavier's."""
+    """Return a model from images (b, 8, 8) through three hidden layers to logits (b, 10), with He or Xavier
+    initialization."""
     layers = linear_layers((PIXELS, width, width, width, CLASSES), seed, xavier)
     return nn.Sequential(PixelStandardizer(), nn.Flatten(), *layers)
 
 
 def decayed_sgd() -> tuple[Technique, ...]:
-    """What these networks are trained with: momentum, and a rate that falls by a cosine to the end of the run."""
+    """Return the training techniques: SGD with momentum and a cosine schedule."""
     return (Sgd(lr=0.05, momentum=0.9, weight_decay=5e-4), CosineDecay(warmup=0))
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """Percent of the test images that are told right."""
+    """Return the accuracy on the test images in percent."""
     test = DigitImages("test")
     return 100 * float((model.eval()(test.images).argmax(1) == test.labels).float().mean())
 
 
 def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
-    """The training images, a share of them under another label than their own, and which those are (n,)."""
+    """Return the training images with a share of wrong labels, and a mask of the wrong ones (n,)."""
     digits, generator = DigitImages("train"), torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(digits), dtype=torch.bool)
     wrong[torch.randperm(len(digits), generator=generator)[: round(share * len(digits))]] = True
@@ -76,6 +76,6 @@ def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
 
 
 def run_on(build: Callable[[], nn.Module], contents: IndexedExamples, *, steps: int, batch: int, seed: int) -> Run:
-    """A classifier's training; its module is always the same."""
+    """Return a classifier's training run. Data order and techniques are the same for every `build`."""
     plain = BaseRun(build, EpochSource(contents, min(batch, len(contents)), seed), Classification())
     return compose(plain, decayed_sgd(), steps)

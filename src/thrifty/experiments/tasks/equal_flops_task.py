@@ -1,5 +1,4 @@
-"""Small language models that all cost the same and are trained in different ways: what is measured of them, and how it
-is shown."""
+"""Small language models trained with different techniques at equal FLOP: measured quantities and the plot."""
 
 from collections.abc import Sequence
 
@@ -10,12 +9,12 @@ from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 
 EXAMPLES = 1024
-"""Held-out examples that a model is judged by."""
+"""Number of held-out examples in an evaluation."""
 
 QUANTITIES = {
     "loss": MeasuredQuantity("held-out loss, nats per byte"),
-    "gain": MeasuredQuantity("by how many nats the loss is below that without it, of the same seed"),
-    "steps": MeasuredQuantity("steps that the work paid for"),
+    "gain": MeasuredQuantity("nats by which the loss is below that of the baseline with the same seed"),
+    "steps": MeasuredQuantity("steps at equal FLOP"),
     "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
 }
 
@@ -31,13 +30,15 @@ def after(
     batch: int,
     lr: float,
 ) -> dict[str, float]:
-    """The `QUANTITIES` of a model of bytes after so many steps of clipped AdamW with these techniques, a schedule among
-    them."""
+    """Return the `QUANTITIES` of a byte model after these steps of clipped AdamW with these techniques.
+
+    The techniques must include a schedule.
+    """
     chosen = [AdamW(lr=lr), GradientClipping(), *techniques]
     trained = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
     return {"loss": trained.held_out_loss(EXAMPLES), "steps": steps, "seconds": trained.seconds}
 
 
-def losses_by(way: str) -> StudyPlot:
-    """The losses at each budget, `full_steps`, a line for each value of `way`."""
-    return StudyPlot("loss", "Held-out loss at equal work, nats per byte", x="full_steps", y="loss", by=way, log_x=True)
+def losses_by(by: str) -> StudyPlot:
+    """Return the plot of the loss at each budget, `full_steps`, with one line per value of the setting `by`."""
+    return StudyPlot("loss", "Held-out loss at equal FLOP, nats per byte", x="full_steps", y="loss", by=by, log_x=True)

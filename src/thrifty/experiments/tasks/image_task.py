@@ -1,4 +1,4 @@
-"""Small Vision Transformers on images with labels, for studies that train some."""
+"""Small Vision Transformers on labelled images, for studies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,19 +21,17 @@ HEAD_WIDTH = 32
 
 @dataclass(frozen=True)
 class TrainedImageModel:
-    """A model at the end of its run."""
-
     run: Run
     state: TrainState
     images: ImageData
 
     @property
     def seconds(self) -> float:
-        """Spent in the steps."""
+        """Duration of all training steps."""
         return self.state.counters["seconds"]
 
     def judged(self, tested: int) -> dict[str, float]:
-        """Share told right ("accuracy") and "loss", nats, of so many held-out images in full size."""
+        """Return "accuracy" (a fraction) and "loss" (nats) on this many held-out images at full size."""
         assert self.state.model is not None
         return evaluate(self.state.model, Classification(), self.images.held_out.batches(tested, 250), CPU)
 
@@ -50,8 +48,10 @@ def train_on_images(
     batch: int,
     lr: float,
 ) -> TrainedImageModel:
-    """A ViT with heads of 32 on a known set of images or a folder of them, as DeiT has it: AdamW, a cosine after a
-    short warm-up, label smoothing; and the techniques."""
+    """Train a ViT with 32-wide heads on a known image set or a folder of images.
+
+    The recipe follows DeiT: AdamW, a cosine schedule after a short warm-up, label smoothing. `techniques` are added.
+    """
     images = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
     ends, heads = images.ends, width // HEAD_WIDTH or 1
     shape = ModelConfig(

@@ -1,5 +1,4 @@
-"""Small language models on bytes, for studies that train some: the text, a run from first values to its end, and what
-came of it."""
+"""Small byte-level language models for studies: the text, a complete training run, and its results."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +27,18 @@ from thrifty.training.evaluation import held_out_loss
 from thrifty.training.loop import Record
 
 BYTES = 256
-"""The vocabulary: what a model sees are the bytes themselves, so there is no tokenizer to depend on."""
+"""Vocabulary size: models read bytes, so no tokenizer is required."""
 TEXT_BYTES = 10_000_000
 HELD_OUT = 20
-"""One file in so many is held out."""
+"""One file in this many is held out."""
 
 
 @cache
 def source_text() -> tuple[np.ndarray, np.ndarray]:
-    """The source files of the running standard library as bytes: for training, and held out (by the file's name)."""
+    """Return the standard library's source files as bytes: the training text and the held-out text.
+
+    A hash of the file name selects the held-out files.
+    """
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for path in python_files(TEXT_BYTES):
         parts[seed_of(path.name) % HELD_OUT == 0].append(path.read_bytes())
@@ -45,50 +47,54 @@ def source_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def llama(depth: int, width: int, length: int, seed: int, head_width: int = 16) -> nn.Module:
-    """A Llama-style model of bytes with its first values; the inner width is 8/3 of the width, a multiple of 8."""
+    """Return a randomly initialized Llama-style byte model; the inner width is 8/3 of the width, a multiple of 8."""
     heads, hidden = max(1, width // head_width), 8 * math.ceil(width / 3)
     return initialized(ModelConfig("llama", depth, width, heads, heads, hidden, BYTES, length, tied=True), seed)
 
 
 def parameters_of(model: nn.Module) -> int:
-    """All parameters, a shared one counted once."""
+    """Return the number of parameters; a shared parameter counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def steps_for(flops: float, parameters: int, tokens_per_step: int) -> int:
-    """How many steps a compute budget pays for, a step costing 6 · parameters · tokens. Raises InfeasibleError for
-    none."""
+    """Return the number of steps in a compute budget, at 6 · parameters · tokens FLOP a step.
+
+    Raise InfeasibleError if the budget is too small for one step.
+    """
     steps = round(flops / (FLOP_PER_PARAMETER_AND_TOKEN * parameters * tokens_per_step))
     if steps < 1:
         raise InfeasibleError(
-            f"{flops:g} FLOP do not pay for one step of {parameters:,} parameters", fix="a larger budget"
+            f"{flops:g} FLOP do not pay for one step of {parameters:,} parameters", fix="set a larger budget"
         )
     return steps
 
 
 def decayed_adamw(width: int) -> tuple[Technique, ...]:
-    """What these models are trained with: a rate that was the best of three at widths 16 to 96 when divided by the
-    width, warmed up for a tenth of the run and decayed to its end."""
+    """Return the training techniques: clipped AdamW, 10 % warm-up, linear decay.
+
+    The rate 0.24 / width was the best of three at widths 16 to 96.
+    """
     return (AdamW(lr=0.24 / width), LinearDecay(warmup=0.1), GradientClipping())
 
 
 @dataclass(frozen=True)
 class TrainedLanguageModel:
-    """A model at the end of its run. Losses in nats per byte, infinite once the run had diverged."""
+    """A model at the end of its run. Losses are in nats per byte, and infinite after divergence."""
 
     model: nn.Module
     objective: Objective
     losses: Sequence[float]
-    """Of each step, before its update."""
+    """Loss of each step, before its update."""
     tokens: int
     seconds: float
-    """Spent in the steps."""
+    """Duration of all training steps."""
     length: int
     notes: Sequence[Mapping[str, float]] = ()
-    """Of each step that was made, what techniques noted."""
+    """Notes of the techniques at each completed step."""
 
     def mean_loss(self, last: int) -> float:
-        """The mean over the last so many steps."""
+        """Return the mean loss of the last steps."""
         return fmean(self.losses[-last:])
 
     def held_out_loss(self, examples: int = 512) -> float:
@@ -100,7 +106,7 @@ class TrainedLanguageModel:
 def train_on_bytes(
     build: Callable[[], nn.Module], techniques: Sequence[Technique], *, steps: int, seed: int, length: int, batch: int
 ) -> TrainedLanguageModel:
-    """Train through the library's own loop; a run that diverges ends early, its remaining losses infinite."""
+    """Train with the library's own loop. A run that diverges ends early, and its remaining losses are infinite."""
     plain = BaseRun(build, PackedTokens(source_text()[0], length, batch, seed), NextToken())
     run = compose(plain, techniques, steps)
     records: list[Record] = []

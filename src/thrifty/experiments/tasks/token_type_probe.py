@@ -1,7 +1,7 @@
-"""What an encoder of bytes knows of Python: a linear probe of its states for what kind of thing a letter is part of.
+"""Linear probe of a byte encoder: predict the Python token type of a letter from its hidden state.
 
-The source files of the standard library and of torch say by themselves, through Python's own tokenizer, which letters
-are in a comment, a string, a keyword or another name; to tell, one must have read what stands around.
+Labels come from Python's own tokenizer on the source files of the standard library and of torch: comment, string,
+keyword or name. The prediction requires context.
 """
 
 import io
@@ -20,12 +20,14 @@ from thrifty.experiments.tasks.language_task import TEXT_BYTES
 
 KINDS = ("COMMENT", "STRING", "KEYWORD", "NAME")
 FILES, PLACES = 40, (800, 400)
-"""Files to learn from and as many to be tested on; letters of each kind in these."""
+"""Number of training files (and of test files); letters of each kind in training and test."""
 
 
 def token_types(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The bytes of a source file, and for each the number of its kind in `KINDS`, -1 for none. Empty for a file that is
-    not plain ASCII, or no Python of today."""
+    """Return a source file's bytes and the index in `KINDS` of each byte, -1 for none.
+
+    Both are empty if the file is not plain ASCII or does not tokenize.
+    """
     text = path.read_bytes()
     nothing = np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.int64)
     if not text.isascii() or b"\r" in text:
@@ -46,8 +48,10 @@ def token_types(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def places(length: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Bytes (n, length) and the kind (n,) of the letter in their middle: to learn from, and of other files to be tested
-    on; as many of each kind."""
+    """Return windows of bytes (n, length) and the kind (n,) of their middle letter, for training and test.
+
+    The files of the two differ, and all kinds are equally frequent.
+    """
     ordered = sorted(python_files(TEXT_BYTES), key=lambda path: seed_of(path.name))
     files = [types for path in ordered[: 2 * FILES] if len((types := token_types(path))[0])]
     random, half, parts = np.random.default_rng(seed), length // 2, []
@@ -65,22 +69,22 @@ def places(length: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
 
 @torch.no_grad()
 def probe_accuracy(model: nn.Module, length: int, seed: int) -> float:
-    """Percent of the letters to be tested on whose kind a ridge regression tells."""
-    (learned, theirs), (tested, wanted) = places(length, seed)
-    states, asked = middle_states(model, learned), middle_states(model, tested)
+    """Return the test accuracy of ridge regression on the middle states, in percent."""
+    (train_bytes, train_kinds), (test_bytes, test_kinds) = places(length, seed)
+    states, test_states = middle_states(model, train_bytes), middle_states(model, test_bytes)
     mean, deviation = states.mean(0), states.std(0) + 1e-6
-    states, asked = ((each - mean) / deviation for each in (states, asked))
-    targets = nn.functional.one_hot(theirs).double() - 1 / len(KINDS)
+    states, test_states = ((each - mean) / deviation for each in (states, test_states))
+    targets = nn.functional.one_hot(train_kinds).double() - 1 / len(KINDS)
     square = states.T @ states + 1e-3 * len(states) * torch.eye(states.shape[1], dtype=states.dtype)
-    scores = asked @ torch.linalg.solve(square, states.T @ targets)
-    return 100 * float((scores.argmax(1) == wanted).double().mean())
+    scores = test_states @ torch.linalg.solve(square, states.T @ targets)
+    return 100 * float((scores.argmax(1) == test_kinds).double().mean())
 
 
 def middle_states(model: nn.Module, tokens: Tensor) -> Tensor:
-    """What the last block gives (n, d) at the middle of each text, in double precision."""
+    """Return the last block's output (n, d) at the middle of each text, in double precision."""
     seen: list[Tensor] = []
     middle = tokens.shape[1] // 2
-    hook = model.blocks[-1].register_forward_hook(lambda _, given, states: seen.append(states[:, middle].double()))
+    hook = model.blocks[-1].register_forward_hook(lambda _, inputs, states: seen.append(states[:, middle].double()))
     for part in tokens.split(64):
         model(part)
     hook.remove()

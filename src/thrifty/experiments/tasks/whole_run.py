@@ -1,4 +1,4 @@
-"""Building and training a small model, shared by all studies."""
+"""Initialization and complete training of a small model, shared by all studies."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -24,8 +24,11 @@ def initialized(shape: ModelConfig, seed: int) -> nn.Module:
 def run_to_end(
     run: Run, seed: int, may_diverge: bool = False, see: Callable[[Record], object] = lambda record: None
 ) -> tuple[nn.Module, TrainState]:
-    """The model after the last step of a run, and the state that it is in; with `may_diverge` also after the step at
-    which the loop gave up, as it stands. `see` is called with the record of each step."""
+    """Train a run to its end; return the model and the state.
+
+    With `may_diverge`, a run that the loop stops for divergence returns its state at that step. `see` is called with
+    each step's record.
+    """
     state = run.start()
     try:
         with closing(train(run, state, seed)) as records:
@@ -33,7 +36,7 @@ def run_to_end(
                 see(record)
     except IntegrityError:
         raise
-    except ThriftyError:  # the loop's word for a loss or gradient that stayed without a number
+    except ThriftyError:  # raised by the loop if the loss or gradient stays non-finite
         if not may_diverge:
             raise
     assert state.model is not None
@@ -41,7 +44,7 @@ def run_to_end(
 
 
 def in_steps(run: Run, seed: int) -> Iterator[tuple[int, nn.Module, Mapping[str, float]]]:
-    """The model of a run before its training and after each step of it, with how many those were and what was noted."""
+    """Yield (step, model, notes) before training and after each step."""
     state = run.start()
     assert state.model is not None
     yield 0, state.model, {}
