@@ -24,7 +24,7 @@ from thrifty.cli.plan.plan_verb import command
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.plain_values import read_size
 from thrifty.core.recipe import Budget
-from thrifty.interface.plan_on_machine import _evidence
+from thrifty.experiments.evidence import Evidence
 from thrifty.planning import forecast_ledger, planner, rank_options
 from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data
 from thrifty.training import run_ledger
@@ -322,15 +322,12 @@ def test_help_of_the_group_names_both_kinds_of_plans() -> None:
     assert "--memory" in run("text", "--help").stdout
 
 
-def test_of_several_comparisons_the_longest_in_which_nothing_else_changed_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_longest_isolated_comparison_is_the_best_evidence() -> None:
     def compared(words: str, alone: bool, tokens: int) -> SimpleNamespace:
         return SimpleNamespace(technique="growth.stacking", alone=alone, tokens=tokens, in_words=lambda: words)
 
     several = [compared("long", True, 300), compared("short", True, 100), compared("with others", False, 900)]
-    monkeypatch.setattr("thrifty.experiments.past_results.evidence", lambda: several)
-    assert _evidence(["growth.stacking"]) == {"growth.stacking": "long"}
+    assert Evidence(comparisons=tuple(several)).best() == "long"
 
 
 def test_a_plan_for_images_counts_images() -> None:

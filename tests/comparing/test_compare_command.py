@@ -12,7 +12,8 @@ from simulated_runs import Simulated
 from thrifty.cli.main import thrifty
 from thrifty.cli.show import command as show
 from thrifty.core.errors import UsageError
-from thrifty.experiments.past_results import evidence, study_results
+from thrifty.experiments.evidence import evidence_by_technique
+from thrifty.experiments.past_results import past_comparisons
 from thrifty.reporting.comparison_page import render
 
 SWAP = ("--variant", "lion: --without optimizers.adamw --with optimizers.lion:lr=2e-4")
@@ -86,7 +87,7 @@ def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
         "--name",
         "race",
     )
-    found = {(one.technique, one.role): one for one in evidence()}
+    found = {(one.technique, one.role): one for one in past_comparisons()}
     assert found.keys() == {
         ("optimizers.adamw", "removed"), ("optimizers.lion", "added"),
         ("schedules.cosine", "removed"), ("schedules.linear", "added"),
@@ -96,7 +97,7 @@ def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
     assert lion.relative == pytest.approx(0.2, abs=0.05)
     assert (lion.device, lion.parameters, lion.steps, lion.equal) == ("cpu", 1000, 600, "time")
     assert lion.file == Path("runs/race/comparison.json")
-    assert evidence(Path("runs")) == evidence() and evidence(Path("absent")) == []
+    assert past_comparisons(Path("runs")) == past_comparisons() and past_comparisons(Path("absent")) == []
 
 
 def test_evidence_passes_over_what_is_no_finished_comparison(worker: Simulated) -> None:
@@ -106,7 +107,7 @@ def test_evidence_passes_over_what_is_no_finished_comparison(worker: Simulated) 
     for number, content in enumerate(damaged):
         Path(f"runs/other-{number}").mkdir()
         Path(f"runs/other-{number}/comparison.json").write_text(content)
-    assert evidence() == []
+    assert past_comparisons() == []
 
 
 def test_show_tells_what_was_measured() -> None:
@@ -114,15 +115,17 @@ def test_show_tells_what_was_measured() -> None:
     typed(*SWAP, "--seeds", "8", "--rate-trials", "1", "--name", "race")
     printed = CliRunner().invoke(show, ["optimizers.lion"]).stdout
     (line,) = re.findall(r"added with optimizers\.adamw.*", printed)
+    assert "Evidence: time worse" in printed
     assert "equal time: worse: held-out loss higher" in line and "runs/race/comparison.json" in line
     told = json.loads(CliRunner().invoke(show, ["optimizers.lion", "--json"]).stdout)
-    assert told["comparisons"][0]["verdict"] == "worse" and told["studies"] == []
+    assert told["evidence"]["comparisons"][0]["verdict"] == "worse" and told["evidence"]["studies"] == []
 
 
 def test_show_finds_kept_results_of_studies() -> None:
-    (found,) = study_results("optimizers.lion", [Path(__file__).parents[2] / "results"])
-    assert found.study == "lion_rate" and 0 <= found.held <= found.expected > 0
-    assert study_results("growth.compound", [Path(__file__).parents[2] / "results"]) == []
+    evidence = evidence_by_technique([Path(__file__).parents[2] / "results"])
+    (study,) = evidence["optimizers.lion"].studies
+    assert study.study == "lion_rate" and 0 <= study.held <= study.expected > 0
+    assert "growth.compound" not in evidence or not evidence["growth.compound"].studies
 
 
 def test_the_page_names_the_device_that_the_runs_had(tmp_path: Path) -> None:

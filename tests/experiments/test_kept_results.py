@@ -11,7 +11,7 @@ from thrifty import techniques
 from thrifty.comparing.comparison_protocol import SCHEMA
 from thrifty.core.old_names import rename_cases
 from thrifty.experiments import studies
-from thrifty.experiments.past_results import evidence
+from thrifty.experiments.past_results import past_comparisons
 from thrifty.experiments.study_result import kept_summary, read_result
 from thrifty.experiments.study_summary import judge_expectations, summarize
 from thrifty.reporting import comparison_page
@@ -40,7 +40,7 @@ def test_a_study_is_summarised_and_judged_as_when_it_was_measured(path: Path) ->
 
 
 def test_every_comparison_is_evidence_of_a_technique_of_today() -> None:
-    found = evidence(RESULTS)
+    found = past_comparisons(RESULTS)
     assert {one.file for one in found} == set(COMPARISONS)
     assert {one.technique for one in found} <= set(techniques.names())
     for path in COMPARISONS:

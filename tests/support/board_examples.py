@@ -5,7 +5,8 @@ LION = {
     "name": "optimizers.lion",
     "stage": "precondition",
     "numerics": "different",
-    "card": "Lion: the sign of a momentum.\n\nPaper     Chen et al. 2023.\nPromise   half of AdamW's state,\n"
-    "          and no second moment.\n\nMore is said in a line of its own.",
+    "card": "Lion (Chen et al. 2023): the sign of a momentum.\n\n"
+    "More is said in a line of its own.\n\nPaper     Chen et al. 2023.\nPromise   half of AdamW's state,\n"
+    "          and no second moment.",
     "settings": [{"name": "lr", "type": "float, at least 0", "default": 1e-4}],
 }

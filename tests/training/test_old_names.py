@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from thrifty import techniques
 from thrifty.core.errors import UsageError
 from thrifty.core.old_names import OBJECTIVES, RECIPE_KEYS, SETTINGS, TECHNIQUES, rename_recipe, rename_tensor
-from thrifty.experiments.past_results import evidence
+from thrifty.experiments.past_results import past_comparisons
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_recipe, read_tables, recipe_from_data
 from thrifty.reporting.comparison_page import write_comparison_page
@@ -65,7 +65,7 @@ def test_a_report_shows_todays_names(name: str, tmp_path: Path) -> None:
 def test_a_comparison_is_evidence_and_a_page_by_todays_names(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     shutil.copy(WRITTEN / "comparison.json", tmp_path / "old")
-    found = {(one.technique, one.role) for one in evidence(tmp_path)}
+    found = {(one.technique, one.role) for one in past_comparisons(tmp_path)}
     assert found == {
         ("averaging.ema", "added"), ("optimizers.adafactor", "added"),
         ("optimizers.adamw", "removed"), ("gradients.clip", "changed"),

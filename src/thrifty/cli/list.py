@@ -7,10 +7,14 @@ KINDS = ("techniques", "recipes", "studies", "presets", "objectives")
 
 @click.command()
 @click.argument("kind", type=click.Choice(KINDS), default="techniques")
+@click.option("--search", default="", metavar="WORDS", help="Print only entries that contain all of these words.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-def command(kind: str, as_json: bool) -> None:
-    """List techniques (the default), recipes, studies, presets or objectives; `thrifty data list` lists data."""
+def command(kind: str, search: str, as_json: bool) -> None:
+    """List techniques by goal (the default), recipes, studies, presets or objectives.
+
+    `thrifty data list` lists datasets.
+    """
     import thrifty
     from thrifty.cli.verb_output import print_result
 
-    print_result(thrifty.list(kind), as_json)
+    print_result(thrifty.list(kind, search=search), as_json)

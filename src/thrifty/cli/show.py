@@ -1,4 +1,4 @@
-"""`thrifty show`: the card of one technique, and what was measured of it."""
+"""`thrifty show`: the card of a technique, its settings and its evidence."""
 
 import click
 
@@ -7,8 +7,10 @@ import click
 @click.argument("technique")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(technique: str, as_json: bool) -> None:
-    """What TECHNIQUE does, promises and costs, when not to use it, its settings with their defaults, and what was
-    measured of it in comparisons and studies under results/ and runs/."""
+    """Show the card of TECHNIQUE: paper, promise, use, settings with defaults, cost, when to avoid it.
+
+    Evidence from comparisons, studies and benchmarks under results/ and runs/ is printed below the card.
+    """
     import thrifty
     from thrifty.cli.verb_output import print_result
 

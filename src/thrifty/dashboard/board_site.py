@@ -39,24 +39,26 @@ SIMULATIONS = ("cluster", "hardware")
 SCRIPT = "text/javascript; charset=utf-8"
 Listed = tuple[str, str, str, str, str]
 """Of a study or a comparison: name, address, about, outcome, and the address of its offline page or nothing."""
+TechniqueEvidence = tuple[Mapping[str, str], Sequence[str]]
+"""Verdicts by aspect, and one line for each measurement."""
 
 
 class BoardSite:
     """The pages over a folder of runs and one of kept results.
 
-    `told` tells of each technique what `technique_cards.card_from` takes, and may take seconds; `evidence` gives lines
-    on what was measured of one, by its name.
+    `profiles` returns the profile of each technique (`technique_cards.card_from`), which may take seconds. `evidence`
+    returns the verdicts on a technique by aspect, and one line for each measurement.
     """
 
     def __init__(
         self,
         runs: Path,
         results: Path,
-        told: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
-        evidence: Callable[[str], Sequence[str]] = lambda technique: (),
+        profiles: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
+        evidence: Callable[[str], TechniqueEvidence] = lambda technique: ({}, ()),
     ):
         self.watch, self.results, self.files = RunWatcher(runs), results, CachedFiles()
-        self.told, self.evidence = told, evidence
+        self.profiles, self.evidence = profiles, evidence
         self._cards: dict[str, TechniqueCard] = {}
         self._telling = Lock()
         self._routes: dict[str, Callable[[Query], PageResponse | None]] = {
@@ -186,8 +188,9 @@ class BoardSite:
         if card is None:
             return None
         used = [row for row in self.watch.rows() if card.name in row.techniques]
-        evidence = [redact_text(line) for line in self.evidence(card.name)]
-        return self._page("technique", "techniques", card=card, evidence=evidence, used=used)
+        verdicts, measured = self.evidence(card.name)
+        evidence = [redact_text(line) for line in measured]
+        return self._page("technique", "techniques", card=card, verdicts=verdicts, evidence=evidence, used=used)
 
     def offline_page(self, query: Query) -> PageResponse | None:
         """A page as it lies in a folder, in a sandbox: of its scripts only ours run, and they fetch nothing."""
@@ -200,7 +203,7 @@ class BoardSite:
     def cards(self) -> dict[str, TechniqueCard]:
         with self._telling:
             if not self._cards:
-                self._cards = {card.name: card for card in map(card_from, self.told())}
+                self._cards = {card.name: card for card in map(card_from, self.profiles())}
             return self._cards
 
     def _entry(self, query: Query, *kinds: str) -> RunListing | None:

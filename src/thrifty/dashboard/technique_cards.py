@@ -1,13 +1,11 @@
-"""Technique cards: what a technique's file says of itself."""
+"""Technique cards of the board: a technique's card, split into sections, with its settings."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from thrifty.core.card import read_card
 from thrifty.reporting.run_tables import TextTable
-
-HEADS = ("Paper", "Promise", "Cost", "Does not", "Avoid", "Note", "Measured")
 
 
 @dataclass(frozen=True)
@@ -16,9 +14,9 @@ class TechniqueCard:
     stage: str
     numerics: str
     title: str
-    """The first line of the card, without the name."""
-    parts: Sequence[tuple[str, str]]
-    """Heading and text: Paper, Promise, Cost, …; text without a heading comes under none."""
+    """The effect in one clause."""
+    sections: Mapping[str, str]
+    """Text by section of the card, and "Implementation"."""
     settings: TextTable
 
     @property
@@ -26,33 +24,16 @@ class TechniqueCard:
         return self.name.rpartition(".")[0].replace("_", " ") or "on their own"
 
 
-def card_from(told: Mapping[str, Any]) -> TechniqueCard:
-    """A card from name, stage, numerics, card and settings of a technique, as `thrifty show --json` tells them."""
-    first, _, rest = told["card"].partition("\n")
-    opened = first.partition(": ")[2].strip() or first.strip()
-    rows = [(each["name"], str(each["default"]), each["type"]) for each in told["settings"]]
+def card_from(profile: Mapping[str, Any]) -> TechniqueCard:
+    """Build a card from the profile of a technique, as `thrifty show --json` prints it."""
+    card = read_card(profile["card"])
+    rows = [(each["name"], str(each["default"]), each["type"]) for each in profile["settings"]]
+    more = {"More": card.rest, "Implementation": profile.get("notes", "")}
     return TechniqueCard(
-        name=told["name"],
-        stage=told["stage"].replace("_", " "),
-        numerics=told["numerics"],
-        title=opened[:1].upper() + opened[1:],
-        parts=tuple(parts(rest)),
+        name=profile["name"],
+        stage=profile["stage"].replace("_", " "),
+        numerics=profile["numerics"],
+        title=card.effect[:1].upper() + card.effect[1:],
+        sections={head: text for head, text in {**card.sections, **more}.items() if text},
         settings=TextTable("Settings", ("Setting", "Default", "Type"), rows),
     )
-
-
-def parts(text: str) -> list[tuple[str, str]]:
-    """The lines of a card under their headings. A line that begins with a heading opens it, others go on with it, and
-    an empty line ends it."""
-    sections: list[tuple[str, list[str]]] = []
-    is_open = False
-    for line in text.split("\n"):
-        opening = re.match(rf"({'|'.join(HEADS)})\s+(?=\S)", line)
-        if opening:
-            sections.append((opening[1], [line[opening.end() :].strip()]))
-        elif line.strip() and is_open:
-            sections[-1][1].append(line.strip())
-        elif line.strip():
-            sections.append(("", [line.strip()]))
-        is_open = bool(line.strip())
-    return [(head, " ".join(lines)) for head, lines in sections]

@@ -1,4 +1,4 @@
-"""What was measured of techniques: comparisons and studies that took place, in results/ and runs/."""
+"""Finished comparisons and studies in results/ and runs/, by the techniques that they measured."""
 
 import json
 import re
@@ -23,51 +23,59 @@ FOLDERS = (Path("results"), Path("runs"))
 
 @dataclass(frozen=True)
 class PastComparison:
-    """One arm of a finished comparison in which a technique took part."""
+    """A variant of a finished comparison that adds, removes or changes a technique."""
 
     technique: str
     role: Literal["added", "removed", "changed"]
-    """What the arm did with it; a "better" of an arm that removed it speaks against it."""
+    """The variant's change; if it removed the technique, "better" counts against the technique."""
     others: tuple[str, ...]
-    """Techniques that the arm added, removed or changed as well, so that the verdict is not of this one alone."""
+    """Other techniques that the variant added, removed or changed: the verdict covers them too."""
     alone: bool
-    """Whether nothing else of the recipe differs, techniques or not."""
+    """True if the variant's recipe differs from the baseline's in this technique only."""
     verdict: "Word"
     sentence: str
     relative: float | None
-    """Mean difference of held-out losses as a share of the baseline's; negative where the arm's is lower."""
+    """Mean difference of held-out losses relative to the baseline's; negative if the variant's loss is lower."""
     equal: str
-    """What was equal: "time", "flops", "tokens" or "steps"."""
+    """The equal budget: "time", "flops", "tokens" or "steps"."""
     step_time: float | None
-    """Ratio to the baseline's, as are these."""
+    """Ratio to the baseline; so are the next three."""
     flops: float | None
     """Over whole runs."""
     peak_memory: float | None
     time_to_quality: float | None
-    """Time to the loss that the baseline ended at; None where that was not always reached."""
+    """Time to the baseline's final loss; None if not every run reached it."""
     pairs: int
     device: str
     cpu: str
     parameters: int
-    """Of the baseline's model."""
+    """Parameters of the baseline's model."""
     tokens: float
-    """That the baseline went through, in what its data is counted in."""
+    """Tokens of a baseline run, or images."""
     steps: int
     file: Path
     arm: str
 
+    @property
+    def is_replacement(self) -> bool:
+        """True if the variant removed other techniques of the same group only, such as another optimizer."""
+        group = self.technique.rpartition(".")[0]
+        return bool(self.others) and all(other.rpartition(".")[0] == group for other in self.others)
+
     def in_words(self) -> str:
-        """One line: what was found, how large the runs were, on what."""
-        beside = f" with {', '.join(self.others)}" if self.others else "" if self.alone else " with other settings"
+        """Return the verdict, the size of the runs and the machine on one line."""
+        others = f" with {', '.join(self.others)}" if self.others else "" if self.alone else " with other settings"
         size = f"{self.parameters / 1e6:.2g}M parameters, {self.steps:,} steps"
         return (
-            f"{self.role}{beside}, equal {self.equal}: {self.sentence} ({size}, {self.cpu}, {self.device}): {self.file}"
+            f"{self.role}{others}, equal {self.equal}: {self.sentence} ({size}, {self.cpu}, {self.device}): {self.file}"
         )
 
 
-def evidence(folders: Path | Sequence[Path] = FOLDERS) -> list[PastComparison]:
-    """Of every technique by which an arm of a finished comparison differs from its baseline, in all comparisons found
-    below the folders: an entry for each technique and arm. Files that are no comparison are passed over."""
+def past_comparisons(folders: Path | Sequence[Path] = FOLDERS) -> list[PastComparison]:
+    """Return an entry for each variant of a finished comparison below the folders and each technique that it changes.
+
+    Files of another kind are skipped.
+    """
     comparisons = []
     for data, file in _comparisons([folders] if isinstance(folders, Path) else folders):
         with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
@@ -108,7 +116,7 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
 
 
 def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Finished ones, with their files: in a folder of runs comparison.json one level down, elsewhere any .json."""
+    """Yield finished comparisons with their files: `*/comparison.json` of run folders, JSON files of comparisons/."""
     for data, file in _kept(folders, f"*/{FILE}", "comparisons/**/*.json"):
         if isinstance(data, dict) and data.get("schema") == SCHEMA and data.get("status") == "finished":
             yield rename_comparison(data), file
@@ -129,36 +137,41 @@ def _differs_by_techniques(data: dict[str, Any], label: str) -> bool:
 
 @dataclass(frozen=True)
 class PastStudy:
-    """A kept or finished study of which a technique is part."""
+    """A kept or finished study."""
 
     study: str
+    about: str
+    """Its result in one sentence."""
+    techniques: frozenset[str]
+    """Techniques that it uses; AdamW, schedules and clipping too."""
     expected: int
-    """Statements that were made of it before, and how many of them hold."""
+    """Number of statements that were written before the study ran."""
     held: int
+    """Number of these that hold."""
     cpu: str
     file: Path
 
     def in_words(self) -> str:
-        return f"study {self.study}: {self.held} of {self.expected} expectations hold ({self.cpu}): {self.file}"
+        """Return its result on one line."""
+        outcome = f"{self.held} of {self.expected} expectations hold"
+        return f"study {self.study}: {self.about} {outcome} ({self.cpu}): {self.file}"
 
 
-def study_results(technique: str, folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
-    """Results of studies whose file names the technique, AdamW, schedules and clipping too where it uses those."""
+def past_studies(folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
+    """Return the kept and finished studies below the folders; files of another kind are skipped."""
     past = []
     for data, file in _kept(folders, "*/study.json", "studies/*/*.json"):
-        try:
-            study, expectations, cpu = data["study"], data["expectations"], data["environment"]["cpu"]
-        except (KeyError, TypeError):
-            continue
-        if technique in _used_in(study):
-            confirmed = sum(each["verdict"] == "holds" for each in expectations)
-            past.append(PastStudy(study, len(expectations), confirmed, cpu, file))
+        with suppress(KeyError, TypeError):
+            name, expectations = data["study"], data["expectations"]
+            held = sum(each["verdict"] == "holds" for each in expectations)
+            about, cpu = data.get("about", ""), data["environment"]["cpu"]
+            past.append(PastStudy(name, about, _used_in(name), len(expectations), held, cpu, file))
     return past
 
 
 @cache
 def _used_in(study: str) -> frozenset[str]:
-    """The techniques that a study's file imports."""
+    """Return the techniques that a study's file imports."""
     if study not in studies.names():
         return frozenset()
     source = resources.files(studies).joinpath(f"{study}.py").read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import tempfile
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from thrifty.interface.technique_profiles import profile_of, show
 def board(
     runs: str | Path = "runs", *, results: str | Path = "results", port: int = 8577, open_browser: bool = True
 ) -> None:
-    """Serve a page of the runs below a folder, of kept `results` and of technique cards, until Ctrl-C.
+    """Serve pages of the runs in a folder, of saved `results` and of technique cards until Ctrl-C.
 
-    The page is served to this machine alone, to who has the address that is printed; it only reads, and runs know
-    nothing of it. `port=0` takes any that is free. Each start has another address.
+    Only this machine can open the pages, and only with the printed address, which changes with each start. The board
+    reads files and never changes a run. `port=0` takes any free port.
 
-    Raises UsageError if there is no such folder.
+    Raises UsageError if the folder does not exist.
 
     Example::
 
@@ -37,7 +37,7 @@ def board(
         folder,
         kept,
         lambda: [profile_of(techniques.find(name)).as_dict() for name in names],
-        lambda technique: show(technique, results=(kept, folder)).measured(),
+        lambda technique: _evidence(technique, (kept, folder)),
     )
     with BoardServer(site, new_token(), port) as server, ExitStack() as stack:
         site.warm()
@@ -47,10 +47,17 @@ def board(
         server.serve_forever()
 
 
+def _evidence(technique: str, folders: Sequence[Path]) -> tuple[Mapping[str, str], Sequence[str]]:
+    profile = show(technique, results=folders)
+    return profile.verdicts(), profile.evidence.in_words()
+
+
 @contextmanager
 def _opened(address: str) -> Iterator[None]:
-    """Open the browser by a page that leads to the address and that this user alone can read: whoever lists processes
-    sees a browser's command line."""
+    """Open the browser with a local page that leads to the address.
+
+    Only this user can read that page; the command line of a browser is visible to every user.
+    """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix="board-", suffix=".html") as page:

@@ -1,51 +1,76 @@
-"""`list`: the names that a recipe or a command can hold, with a description of each.
+"""`list`: the names that a recipe or a command can hold, with one line for each.
 
-Names of techniques are listed without torch, which takes seconds to import.
+Techniques are listed without torch, which takes seconds to import.
 """
 
 import ast
-import re
+import sys
+import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rich.console import RenderableType
 
 from thrifty import techniques
-from thrifty.core.errors import refuse_unknown
+from thrifty.core.card import read_card
+from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.reporting.printed_result import PrintedResult, lines
 
 Kind = Literal["techniques", "recipes", "studies", "presets", "objectives"]
+WIDTH = 120
+"""Characters of a printed line."""
 
 
 class Listing(PrintedResult, dict[str, str]):
-    """Names with a description each."""
+    """Names with one line for each."""
 
     def as_dict(self) -> Any:
         return [{"name": name, "about": about} for name, about in self.items()]
 
     def __rich__(self) -> RenderableType:
-        width = max(map(len, self))
-        return lines(*(f"{name:<{width}}  {about}" for name, about in self.items()))
+        return lines(*_columns(self))
 
 
-def list_names(kind: Kind = "techniques") -> Listing:
-    """List techniques, recipes, studies, presets or objectives by name, with a description of each.
+class TechniqueListing(Listing):
+    """Techniques under the goals of their groups."""
 
-    Code of a third party's technique is not run. Raises UsageError for another kind.
+    def __rich__(self) -> RenderableType:
+        groups: dict[str, dict[str, str]] = {}
+        for name, about in self.items():
+            groups.setdefault(name.rpartition(".")[0], {})[name] = about
+        width = max(map(len, self), default=0)
+        printed = [f"\n{_goal(group)}\n" + "\n".join(_columns(rows, width)) for group, rows in groups.items()]
+        return lines(*printed)
+
+
+def _columns(rows: Mapping[str, str], width: int = 0) -> list[str]:
+    width = width or max(map(len, rows), default=0)
+    wrapped = {name: textwrap.wrap(about, WIDTH - width - 2) or [""] for name, about in rows.items()}
+    return [f"\n{'':{width}}  ".join([f"{name:<{width}}  {first}", *more]) for name, (first, *more) in wrapped.items()]
+
+
+def list_names(kind: Kind = "techniques", *, search: str = "") -> Listing:
+    """List techniques, recipes, studies, presets or objectives by name, with one line for each.
+
+    `search` keeps the entries whose name, line or card has all of its words, in upper or lower case. Code of a third
+    party's technique is not run. Raises UsageError for another kind, and if nothing matches.
 
     Example::
 
         print(thrifty.list("recipes"))
+        print(thrifty.list(search="activation memory"))
         "adapters.lora" in thrifty.list()
     """
     refuse_unknown("there is no list of", kind, get_args(Kind))
-    return Listing(_KINDS[kind]())
-
-
-def _first_paragraph(docstring: str | None) -> str:
-    """Return it on one line, without the name that it may begin with, as in `RigL: train at a fixed density.`"""
-    paragraph = " ".join((docstring or "").strip().split("\n\n")[0].split())
-    return paragraph.partition(": ")[2] or paragraph
+    rows = _KINDS[kind]()
+    words = search.lower().split()
+    cards = {name: _card(name) for name in rows} if words and kind == "techniques" else {}
+    texts = {name: f"{name} {about} {cards.get(name, '')} {_aliases(name)}".lower() for name, about in rows.items()}
+    kept = {name: about for name, about in rows.items() if all(word in texts[name] for word in words)}
+    if not kept:
+        raise UsageError(f"no {kind} match {search!r}", fix=f"thrifty list {kind}")
+    return TechniqueListing(kept) if kind == "techniques" else Listing(kept)
 
 
 def _techniques() -> Mapping[str, str]:
@@ -53,17 +78,33 @@ def _techniques() -> Mapping[str, str]:
 
 
 def _about(name: str) -> str:
-    """Read a technique's description from its file without running it: it may be a stranger's."""
-    file = techniques.source_file(name)
-    if file is None:
+    """Return a technique's line from its file."""
+    if techniques.source_file(name) is None:
         outside = techniques.third_party().get(name)
         return f"from the package {outside.dist.name if outside.dist else outside.value}" if outside else "no .py file"
+    return read_card(_card(name)).effect or "no description"
+
+
+def _card(name: str) -> str:
+    """Return a technique's docstring without running its file, which may be a stranger's."""
+    file = techniques.source_file(name)
     try:
-        if not file.is_file():
+        if file is None or not file.is_file():
             raise OSError("no regular file")
-        return _first_paragraph(ast.get_docstring(ast.parse(file.read_bytes(), str(file)))) or "no description"
+        return ast.get_docstring(ast.parse(file.read_bytes(), str(file))) or ""
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"cannot be read: {type(error).__name__}: {error} ({file})"
+
+
+def _aliases(name: str) -> str:
+    return " ".join(alias for alias, meant in techniques.ALIASES.items() if meant == name)
+
+
+def _goal(group: str) -> str:
+    """Return the heading of a group of techniques: the docstring of its package."""
+    package = Path(techniques.__file__).parent / group / "__init__.py"
+    docstring = ast.get_docstring(ast.parse(package.read_bytes())) if group and package.is_file() else ""
+    return (docstring or group or "Compilation").partition("\n")[0]
 
 
 def _recipes() -> Mapping[str, str]:
@@ -103,8 +144,7 @@ def _presets() -> Mapping[str, str]:
 def _objectives() -> Mapping[str, str]:
     from thrifty.objectives import OBJECTIVES
 
-    paragraphs = {name: _first_paragraph(make.__doc__) for name, make in OBJECTIVES.items()}
-    return {name: re.split(r"(?<=\.) (?=[A-Z])", text)[0] for name, text in paragraphs.items()}
+    return {name: read_card(sys.modules[make.__module__].__doc__).effect for name, make in OBJECTIVES.items()}
 
 
 _KINDS: Mapping[Kind, Callable[[], Mapping[str, str]]] = {

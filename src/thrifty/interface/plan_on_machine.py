@@ -127,13 +127,11 @@ def _prepared_bytes(prepared: PreparedRun) -> float:
 
 
 def _evidence(names: Iterable[str]) -> dict[str, str]:
-    """What was measured of techniques, in a line each: of comparisons one in which nothing else changed, if there is
-    any, and the longest; without any a study."""
-    from thrifty.experiments.past_results import evidence, study_results
+    """Return one line of evidence for each technique that has any."""
+    from thrifty.experiments.evidence import evidence_by_technique
 
-    comparisons = {one.technique: one.in_words() for one in sorted(evidence(), key=lambda one: (one.alone, one.tokens))}
-    of_studies = {name: study_results(name) for name in names if name not in comparisons}
-    return comparisons | {name: results[0].in_words() for name, results in of_studies.items() if results}
+    evidence = evidence_by_technique()
+    return {name: evidence[name].best() for name in names if name in evidence}
 
 
 def _probing(prepared: PreparedRun, seconds: float, fixed: bool, allowed: float | None) -> TimeOf:

@@ -1,4 +1,4 @@
-"""`show`: the card of a technique, and what was measured of it."""
+"""`show`: the card of a technique with its settings and its evidence."""
 
 import dataclasses
 import inspect
@@ -6,17 +6,19 @@ import json
 import sys
 import typing
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
 from thrifty import techniques
+from thrifty.core.card import read_card
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import hints_of
 from thrifty.core.technique import Technique
-from thrifty.experiments.past_results import FOLDERS, PastComparison, PastStudy, evidence, study_results
+from thrifty.experiments.evidence import ASPECTS, Evidence, evidence_by_technique
+from thrifty.experiments.past_results import FOLDERS
 from thrifty.reporting.printed_result import PrintedResult, lines
 
 _SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "footprint", "holds", "finish")
@@ -24,37 +26,52 @@ _SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "foo
 
 @dataclass(frozen=True, repr=False)
 class TechniqueProfile(PrintedResult):
-    """A technique: its text, its settings, and what comparisons and studies measured of it."""
+    """A technique: its card, its settings and its evidence."""
 
     name: str
     stage: str
     numerics: str
+    """Effect on the computed values: "exact", "rounding" or "different"."""
     claims: tuple[str, ...]
     seams: tuple[str, ...]
     card: str
+    notes: str
+    """Notes on the implementation."""
     settings: tuple[dict[str, Any], ...]
     """The "name" of each setting, its "type" in words and its "default"."""
-    comparisons: tuple[PastComparison, ...] = ()
-    studies: tuple[PastStudy, ...] = ()
+    evidence: Evidence = field(default_factory=Evidence)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        evidence = asdict(self.evidence)
+        for study in evidence["studies"]:
+            study["techniques"] = sorted(study["techniques"])
+        return {**asdict(self), "evidence": evidence, "verdicts": self.verdicts(), "in_words": self.evidence.in_words()}
 
-    def measured(self) -> list[str]:
-        """Return what was measured, a sentence for each comparison and study."""
-        return [result.in_words() for result in (*self.comparisons, *self.studies)]
+    def verdicts(self) -> dict[str, str]:
+        """Return the verdict on each aspect; exactness is declared by the technique and tested by `thrifty check`."""
+        return {"exactness": self.numerics, **self.evidence.verdicts()}
+
+    def chip(self) -> str:
+        """Return the verdicts and the machines on one line."""
+        verdicts = self.verdicts()
+        shown = [f"{aspect} {verdicts.get(aspect, 'not measured')}" for aspect in ASPECTS if aspect != "quality"]
+        quality = [f"quality {verdicts['quality']}"] if "quality" in verdicts else []
+        return " | ".join([*shown, *quality, f"measured on {', '.join(self.evidence.machines()) or 'no machine'}"])
 
     def __rich__(self) -> RenderableType:
         settings = [f"  {each['name']} = {each['default']!r}  ({each['type']})" for each in self.settings]
-        measured = self.measured()
+        start = read_card(self.card).start or f"{self.name}{self._example()}"
+        evidence = self.evidence.in_words()
         comparison = f"thrifty compare RECIPE --variant '--with {self.name}'"
         return lines(
             f"{self.name}  (stage {self.stage}, numerics {self.numerics})\n",
             f"{self.card}\n",
-            *(settings or ["  no settings"]),
-            f"\nuse it: --with {self.name}{self._example()}",
-            "\nmeasured" if measured else f"\nnothing measured yet: {comparison}",
-            *(f"  {line}" for line in measured),
+            *([f"{self.notes}\n"] if self.notes else []),
+            "Settings",
+            *(settings or ["  none"]),
+            f"\nCommand line: --with {start}",
+            f"\nEvidence: {self.chip()}",
+            *(f"  {line}" for line in evidence or [f"nothing measured yet; measure it: {comparison}"]),
         )
 
     def _example(self) -> str:
@@ -63,8 +80,7 @@ class TechniqueProfile(PrintedResult):
 
 
 def show(technique: str | type[Technique], *, results: Sequence[Path] = FOLDERS) -> TechniqueProfile:
-    """Return the card of a technique: what it does, promises and costs, its settings, and what was measured of it in
-    comparisons and studies below the folders `results`.
+    """Return the card of a technique with its settings, and its evidence below the folders `results`.
 
     Raises UsageError for an unknown name.
 
@@ -74,12 +90,11 @@ def show(technique: str | type[Technique], *, results: Sequence[Path] = FOLDERS)
         print(card, card.settings[0]["default"])
     """
     profile = profile_of(techniques.find(technique) if isinstance(technique, str) else technique)
-    compared = tuple(each for each in evidence(results) if each.technique == profile.name)
-    return replace(profile, comparisons=compared, studies=tuple(study_results(profile.name, results)))
+    return replace(profile, evidence=evidence_by_technique(results).get(profile.name, Evidence()))
 
 
 def profile_of(kind: type[Technique]) -> TechniqueProfile:
-    """Return the card of a technique without what was measured of it."""
+    """Return the card of a technique without its evidence."""
     hints = hints_of(kind)
     return TechniqueProfile(
         name=kind.name,
@@ -88,6 +103,7 @@ def profile_of(kind: type[Technique]) -> TechniqueProfile:
         claims=tuple(sorted(kind.claims)),
         seams=tuple(seam for seam in _SEAMS if seam in vars(kind)),
         card=inspect.cleandoc(sys.modules[kind.__module__].__doc__ or ""),
+        notes=_notes(kind),
         settings=tuple(
             {"name": field.name, "type": _type_name(hints[field.name]), "default": field.default}
             for field in dataclasses.fields(kind)
@@ -95,8 +111,14 @@ def profile_of(kind: type[Technique]) -> TechniqueProfile:
     )
 
 
+def _notes(kind: type[Technique]) -> str:
+    """Return the docstring of the class; a dataclass without one has its signature there."""
+    docstring = vars(kind).get("__doc__") or ""
+    return "" if docstring.startswith(f"{kind.__name__}(") else inspect.cleandoc(docstring)
+
+
 def _type_name(kind: Any) -> str:
-    """Return a type in words: `int, at least 1`, `erk or uniform`, `a fraction of the run, or a number of steps`."""
+    """Return a type in words: "int, at least 1", "erk or uniform", "a fraction of the run, or a number of steps"."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind == StepOrFraction:
         return "a fraction of the run, or a number of steps"

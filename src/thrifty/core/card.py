@@ -1,0 +1,48 @@
+"""Cards: the docstring that describes a technique, an objective or an accelerator design, in sections."""
+
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+SECTIONS = ("Paper", "Promise", "Use", "Start with", "Cost", "Avoid", "Does not")
+"""Sections of a card, in order."""
+
+_TITLE = re.compile(r"(?P<title>[^():]+?) \((?P<paper>[^()]+)\): (?P<effect>\S.*)", re.DOTALL)
+_SECTION = re.compile(rf"^({'|'.join(SECTIONS)})  +", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card in parts."""
+
+    title: str
+    """The name in the literature, such as "LoRA"; empty if the first paragraph has another shape."""
+    paper: str
+    """Authors and year."""
+    effect: str
+    """The effect in one clause; the whole first paragraph if that has another shape."""
+    sections: Mapping[str, str] = field(default_factory=dict)
+    """Text by section, each on one line; of "Use" lines of Python."""
+    rest: str = ""
+    """Paragraphs between the first line and the first section."""
+
+    @property
+    def start(self) -> str:
+        """The settings to start with, as `--with` takes them: the first code of "Start with"."""
+        code = re.match("`([^`]+)`", self.sections.get("Start with", ""))
+        return code[1] if code else ""
+
+
+def read_card(docstring: str | None) -> Card:
+    """Read a card from a docstring; a docstring of another shape becomes a card without sections."""
+    first, _, rest = textwrap.dedent((docstring or "").strip()).partition("\n\n")
+    first = " ".join(first.split())
+    before, *parts = _SECTION.split(f"\n{rest}")
+    sections = {
+        head: textwrap.dedent(" " * 12 + text).strip() if head == "Use" else " ".join(text.split())
+        for head, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+    title = _TITLE.fullmatch(first)
+    named = title.groupdict() if title else {"title": "", "paper": "", "effect": first}
+    return Card(**named, sections=sections, rest=before.strip())

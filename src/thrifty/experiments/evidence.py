@@ -1,0 +1,70 @@
+"""Evidence for techniques: findings of benchmarks, comparisons and studies in results/ and runs/."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from thrifty.experiments.findings import TOLERANCE, Finding, read_findings
+from thrifty.experiments.past_results import FOLDERS, PastComparison, PastStudy, past_comparisons, past_studies
+
+ASPECTS = ("time", "memory", "data", "quality", "exactness")
+_OF_EQUAL = {"time": "time", "flops": "time", "tokens": "data", "steps": "data"}
+"""The aspect that a comparison measures, by what its variants have equal."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was measured of one technique."""
+
+    findings: tuple[Finding, ...] = ()
+    comparisons: tuple[PastComparison, ...] = ()
+    studies: tuple[PastStudy, ...] = ()
+
+    def in_words(self) -> list[str]:
+        """Return one line for each finding, comparison and study."""
+        return [each.in_words() for each in (*self.findings, *self.comparisons, *self.studies)]
+
+    def best(self) -> str:
+        """Return the most telling line: of a comparison in which nothing else changed, the longest; else of a study;
+        else of a finding; empty without evidence."""
+        comparisons = sorted(self.comparisons, key=lambda one: (one.alone, one.tokens), reverse=True)
+        return next((each.in_words() for each in (*comparisons, *self.studies, *self.findings)), "")
+
+    def verdicts(self) -> dict[str, str]:
+        """Return a verdict for each measured aspect: "better", "equal", "worse" or "undecided" if all evidence says
+        so, otherwise "mixed"."""
+        words: dict[str, set[str]] = defaultdict(set)
+        for aspect, verdict in self._verdicts():
+            words[aspect].add(verdict)
+        return {
+            aspect: words[aspect].pop() if len(words[aspect]) == 1 else "mixed" for aspect in ASPECTS if words[aspect]
+        }
+
+    def _verdicts(self) -> Iterator[tuple[str, str]]:
+        for finding in self.findings:
+            yield finding.aspect, finding.verdict
+        for comparison in self.comparisons:
+            if comparison.role == "added" and (comparison.alone or comparison.is_replacement):
+                yield _OF_EQUAL[comparison.equal], comparison.verdict
+                if ratio := comparison.peak_memory:
+                    yield "memory", "equal" if abs(ratio - 1) <= TOLERANCE else "better" if ratio < 1 else "worse"
+
+    def machines(self) -> list[str]:
+        """Return the machines that the evidence was measured on."""
+        devices = [finding.device for finding in self.findings]
+        return list(dict.fromkeys([*devices, *(each.cpu for each in (*self.comparisons, *self.studies))]))
+
+
+def evidence_by_technique(folders: Sequence[Path] = FOLDERS) -> dict[str, Evidence]:
+    """Return the evidence below the folders for each technique that has any."""
+    findings, comparisons, studies = read_findings(folders), past_comparisons(folders), past_studies(folders)
+    names = {each.technique for each in (*findings, *comparisons)}.union(*(each.techniques for each in studies))
+    return {
+        name: Evidence(
+            tuple(each for each in findings if each.technique == name),
+            tuple(each for each in comparisons if each.technique == name),
+            tuple(each for each in studies if name in each.techniques),
+        )
+        for name in sorted(names)
+    }

@@ -1,0 +1,161 @@
+"""Cards of techniques: one shape, settings that build, code that runs, evidence that is found."""
+
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import card_models
+import pytest
+
+import thrifty
+from thrifty import techniques
+from thrifty.core.card import SECTIONS, Card, read_card
+from thrifty.core.setting_bounds import hints_of
+from thrifty.experiments.evidence import ASPECTS, evidence_by_technique
+from thrifty.experiments.findings import read_findings
+from thrifty.interface.own_loop import technique_of
+from thrifty.objectives import OBJECTIVES
+
+ROOT = Path(__file__).parents[2]
+TECHNIQUES = techniques.own_names()
+DESIGNS = [
+    f"thrifty.simulators.accelerator.designs.{file.stem}"
+    for file in (ROOT / "src/thrifty/simulators/accelerator/designs").glob("[a-z]*.py")
+]
+EFFECT = 80
+"""Most characters of a technique's effect, so that lists can be read side by side."""
+
+
+def docstring(module: str) -> str:
+    __import__(module)
+    return sys.modules[module].__doc__ or ""
+
+
+def card_of(name: str) -> Card:
+    return read_card(docstring(techniques.find(name).__module__))
+
+
+def faults(text: str) -> list[str]:
+    """Describe each deviation of a docstring from the shape of a card."""
+    card = read_card(text)
+    wrong = [] if card.title and card.paper else ["the first line is not `Name (paper): effect.`"]
+    if not re.fullmatch(r"[a-z0-9].*\.", card.effect) or len(card.effect) > EFFECT:
+        wrong.append(f"the effect is not a clause of at most {EFFECT} characters: {card.effect!r}")
+    if tuple(card.sections) != SECTIONS:
+        wrong.append(f"the sections are {list(card.sections)}")
+    if card.rest:
+        wrong.append(f"text before the first section: {card.rest[:60]!r}")
+    for head, section in card.sections.items():
+        if head != "Use" and not re.match(r"[A-Z`0-9]", section):
+            wrong.append(f"{head} begins with {section[:20]!r}")
+        if head not in ("Use", "Paper") and len(re.findall(r"[.!?](?= [A-Z`]|$)", section)) > 2:
+            wrong.append(f"{head} has more than two sentences")
+    if len(card.sections.get("Use", "").splitlines()) > 4:
+        wrong.append("Use has more than four lines")
+    if not card.start:
+        wrong.append("Start with does not begin with settings in backticks")
+    return wrong
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_a_technique_card_has_the_one_shape(name: str) -> None:
+    assert not faults(docstring(techniques.find(name).__module__))
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_card_has_the_one_shape(name: str) -> None:
+    assert not faults(docstring(OBJECTIVES[name].__module__))
+
+
+@pytest.mark.parametrize("module", DESIGNS)
+def test_a_design_card_has_the_one_shape(module: str) -> None:
+    assert not faults(docstring(module))
+
+
+def test_effects_are_unique() -> None:
+    effects = [card_of(name).effect for name in TECHNIQUES]
+    assert len(set(effects)) == len(effects)
+
+
+def test_every_group_has_a_heading() -> None:
+    for group in {name.partition(".")[0] for name in TECHNIQUES if "." in name}:
+        assert re.match(r"[A-Z][^:\n]+: [a-z].*\.", docstring(f"thrifty.techniques.{group}")), group
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_the_settings_to_start_with_build_the_technique(name: str) -> None:
+    start = card_of(name).start
+    full, settings = techniques.split_settings(start)
+    assert full == name
+    technique_of(f"{name}:{settings}" if settings else name, {})
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_no_card_sections_repeat_unknown_settings(name: str) -> None:
+    """A setting that a card names in backticks with a value is one of the technique's."""
+    known = hints_of(techniques.find(name)).keys()
+    card = card_of(name)
+    named = re.findall(r"`(\w+)=[^`]*`", " ".join(text for head, text in card.sections.items() if head != "Use"))
+    assert set(named) <= set(known), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_the_use_lines_of_a_technique_card_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_use(card_of(name), tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_use_lines_of_an_objective_card_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_use(read_card(docstring(OBJECTIVES[name].__module__)), tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", DESIGNS)
+def test_the_use_lines_of_a_design_card_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_use(read_card(docstring(module)), tmp_path, monkeypatch)
+
+
+def run_use(card: Card, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Execute the "Use" lines in a folder with the files that cards name; a loop of one's own then takes two steps."""
+    monkeypatch.chdir(folder)
+    names = card_models.Names()
+    code = compile(card_models.shortened(textwrap.dedent(card.sections["Use"])), card.title, "exec")
+    exec(code, {}, names)  # noqa: S102 - lines of our own cards
+    if "run" not in names:
+        card_models.take_steps(names)
+    return names
+
+
+def test_every_finding_can_be_read_and_is_of_a_technique() -> None:
+    findings = read_findings([ROOT / "results"])
+    assert {finding.technique for finding in findings} <= set(TECHNIQUES)
+    assert {finding.aspect for finding in findings} <= set(ASPECTS)
+    assert all(finding.device and finding.model for finding in findings)
+
+
+def test_evidence_is_printed_below_the_card() -> None:
+    results = [ROOT / "results"]
+    for name, evidence in evidence_by_technique(results).items():
+        printed = str(thrifty.show(name, results=results)) if name in TECHNIQUES else ""
+        assert all(line in printed for line in evidence.in_words()), name
+
+
+def test_a_card_without_evidence_says_so(tmp_path: Path) -> None:
+    printed = str(thrifty.show("lion", results=[tmp_path]))
+    assert "nothing measured yet" in printed and "measured on no machine" in printed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Lion: the sign of a momentum.",
+        "Lion (Chen et al. 2023): The sign of a momentum.\n\nPaper       Chen.",
+        f"Lion (Chen et al. 2023): {'long ' * 20}.",
+    ],
+)
+def test_a_card_of_another_shape_is_rejected(text: str) -> None:
+    assert faults(text)
