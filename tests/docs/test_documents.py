@@ -140,6 +140,6 @@ def test_a_setting_of_objectives_says_of_which_by_their_names() -> None:
 def test_every_card_says_what_it_promises_and_where_it_comes_from() -> None:
     for name in techniques.names():
         card = sys.modules[techniques.find(name).__module__].__doc__ or ""
-        assert re.match(r"[\w\- ,]+: \S", card), name
+        assert re.match(r"[^:\n]+: \S", card), name
         assert re.search(r"^Paper  ", card, flags=re.M), name
         assert re.search(r"^Promise  ", card, flags=re.M), name

@@ -49,7 +49,7 @@ ALIASES = {
 }
 """Customary names. The last part of a name stands for it, too, where no other technique has the same."""
 HINTS = {
-    "1f1b": "parallelism.pipeline:schedule=1f1b",
+    "1f1b": "parallelism.pipeline",
     "bf16": "precision.mixed:format=bfloat16",
     "dora": "adapters.lora",
     "fp16": "precision.mixed:format=float16",

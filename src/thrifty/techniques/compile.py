@@ -1,10 +1,12 @@
-"""Compile: torch.compile on each block, the norms around them and the arithmetic of the loss.
+"""torch.compile (Ansel et al. 2024): compile each block, the norms around them and the loss.
 
-Paper     Ansel et al. 2024, PyTorch 2 (ASPLOS), doi 10.1145/3620665.3640366.
-Promise   elementwise passes fused into few; the blocks are equal, so one compilation serves all of them.
-Cost      some ten seconds before the first step, and again after a structural change.
-Does not  change what is computed (numerics: rounding); rename any parameter.
-Avoid     on very short runs; needs a C++ compiler on CPUs (`thrifty doctor` tells).
+Paper       Ansel et al. 2024, PyTorch 2 (ASPLOS), doi 10.1145/3620665.3640366.
+Promise     Elementwise operations are fused. Equal blocks share one compilation.
+Use         model = thrifty.apply(model, "compile")
+Start with  `compile`; `dynamic=true` if batch shapes vary.
+Cost        About ten seconds before the first step, and again after each structural change.
+Avoid       Very short runs. CPUs require a C++ compiler (`thrifty doctor` reports it).
+Does not    Change results beyond rounding. Rename parameters.
 """
 
 from functools import partial

@@ -1,0 +1,1 @@
+"""Initialization and residual scaling: train deep models stably, with or without norms."""

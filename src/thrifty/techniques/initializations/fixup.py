@@ -1,21 +1,13 @@
-"""Fixup: residual networks without norms, by scaled first values, zeros at the end of each branch, and scalars.
+"""Fixup (Zhang et al. 2019): replace norms by scaled initialization, zero branch ends and scalars.
 
-Paper     Zhang, Dauphin and Ma 2019, Fixup Initialization (arXiv 1901.09321), the three rules of section 3 as the
-          authors' Transformer applies them.
-Promise   a first step that changes the function by as much at any depth. (1) The last layer of every branch and an
-          untied head start at 0. (2) The other matrices of a branch start as Xavier's times L^(-1 / (2m - 2)), with L
-          branches in the model and m matrices in this one: 2 in an mlp, 3 in a gated one, 4 in an attention. (3) A
-          learned scalar is added before every linear layer and activation of a branch, and one multiplies its end.
-          24 blocks of width 64 after 250 steps on bytes, two seeds: 2.44 nats, pre-norm 2.52 (`thrifty train
-          norm_free`).
-Cost      seven or so scalars per block, and elementwise passes for them; the work of the norms is saved.
-Does not  keep the plain architecture: without its norms a trained model cannot be exported as one.
-Avoid     on trained weights: the blocks are drawn anew. Norms regularise too; the authors lean on mixup and dropout.
-Note      L counts branches, 2 per encoder and 3 per decoder block, at the depth the run starts with. The scalars learn
-          at a tenth of the rate, as in the authors' ResNet, and are never decayed. Fused matrices are drawn part by
-          part, where the authors draw them whole (a factor of sqrt(2) more here). A tied head stays the embedding.
-          Embeddings are multiplied so that the stream starts at size 1. Norms of queries and keys, and in the head,
-          stay.
+Paper       Zhang, Dauphin and Ma 2019, Fixup Initialization (arXiv 1901.09321), the three rules of section 3 as in the
+            authors' Transformer.
+Promise     The first update changes the function by the same amount at any depth. No norms are needed.
+Use         model, optimizer = thrifty.apply((model, optimizer), "fixup")
+Start with  `fixup`, with dropout or mixup, since the removed norms also regularize.
+Cost        About seven scalars per block and an elementwise addition for each. The work of the norms is saved.
+Avoid       Pretrained weights: every block is reinitialized.
+Does not    Keep the plain architecture, so that the trained model cannot be exported as one.
 """
 
 from collections.abc import Mapping
@@ -114,6 +106,22 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 class Fixup(NormFreeTechnique):
+    """The three rules of the paper:
+
+    (1) The last layer of each branch and an untied head start at 0.
+    (2) The other matrices of a branch start from Xavier's values times L^(-1 / (2m - 2)). L is the number of branches
+        in the model and m the number of matrices in the branch: 2 in an MLP, 3 in a gated one, 4 in attention.
+    (3) A learned scalar is added before each linear layer and activation of a branch; another multiplies its output.
+
+    L counts 2 branches per encoder block and 3 per decoder block, at the depth at which the run starts. Scalars train
+    at a tenth of the learning rate, as in the authors' ResNet, and are never decayed. A tied head keeps the values of
+    the embedding. Embeddings are multiplied so that the residual stream starts with a root mean square of 1. Norms of
+    queries and keys, and norms in the head, stay.
+
+    Differs from the paper: fused matrices are initialized part by part, which gives values sqrt(2) times larger. The
+    authors initialize a fused matrix as a whole.
+    """
+
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen",
         Claim.TRAINED_START: "the weights of its blocks are redrawn",

@@ -1,13 +1,14 @@
-"""LayerScale: a learned gain per channel on each residual branch, starting small. Norms and warm-up stay.
+"""LayerScale (Touvron et al. 2021): multiply each residual branch by learned per-channel gains that start small.
 
-Paper     Touvron et al. 2021, Going deeper with Image Transformers (arXiv 2103.17239), equation 4.
-Promise   deep pre-norm models (36 blocks and more) train where they would stall. 24 blocks of width 64 after 250 steps
-          on bytes: 2.34 nats against 2.52 from Xavier's first values (two seeds, `thrifty study norm_free`), nothing
-          from GPT-2's (one seed), which scale the branches down already.
-Avoid     on trained weights: what their branches do would shrink to where the gains start. With a norm behind each
-          branch, as in Gemma 2 and OLMo 2, whatever it is multiplied by comes out of one size: refused.
-Note      the start is 0.1 up to depth 18, 1e-5 at 24, 1e-6 deeper, as in the paper; the class default of 1e-4 found in
-          several libraries is not the paper's. The gains are never decayed.
+Paper       Touvron et al. 2021, Going deeper with Image Transformers (arXiv 2103.17239), equation 4.
+Promise     Deep pre-norm models of 36 blocks and more train where they would stall.
+Use         model = thrifty.apply(model, "layer_scale")
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `layer_scale`. The initial gain follows the depth of the model; `initial_value` replaces it.
+Cost        One elementwise product per residual branch. The gains are folded into the weights at the end.
+Avoid       Pretrained weights: branch outputs shrink to the initial gains. Models with a norm after each branch, as
+            Gemma 2 and OLMo 2, are refused.
+Does not    Remove the norms or the warm-up. Decay the gains.
 """
 
 from collections.abc import Mapping
@@ -44,6 +45,12 @@ def fold(model: nn.Module) -> nn.Module:
 
 
 class LayerScale(Technique):
+    """The initial gain is 0.1 up to 18 blocks, 1e-5 up to 24 and 1e-6 for deeper models, as in the paper (section 3.2).
+    Several libraries use 1e-4 as the default of their class, which is not the paper's value.
+
+    A norm after a branch would undo any gain before it, since it rescales its input to one size.
+    """
+
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESIDUAL_GAINS})
     clashes: ClassVar[Mapping[Claim, str]] = {

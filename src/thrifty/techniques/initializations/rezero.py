@@ -1,15 +1,14 @@
-"""ReZero: every block starts as the identity; a learned scalar lets its branches in. No norms, no warm-up.
+"""ReZero (Bachlechner et al. 2021): start each block as the identity and scale its branches by a learned scalar.
 
-Paper     Bachlechner et al. 2021, ReZero is All You Need (arXiv 2003.04887), equation 1 and section 5.
-Promise   x + α F(x) with α starting at 0: signals and gradients pass any depth unchanged at the first step. 24 blocks
-          of width 64 after 250 steps on bytes, two seeds: 2.37 nats, pre-norm 2.52 (`thrifty study norm_free`).
-Cost      none; the work of the norms is saved.
-Does not  keep the plain architecture: without its norms a trained model cannot be exported as one.
-Avoid     on trained weights, whose function it takes away.
-Note      one α per block, shared by its branches, as in the authors' code; at step 0 only the α, the embedding and the
-          head receive a gradient. α is never decayed. Branches keep the model's own first values. Embeddings are
-          multiplied so that the stream starts at size 1, as behind a norm; left at the usual 0.02, the run above but
-          from GPT-2's first values ends 0.3 nats higher. Norms of queries and keys, and in the head, stay.
+Paper       Bachlechner et al. 2021, ReZero is All You Need (arXiv 2003.04887), equation 1 and section 5.
+Promise     A block computes x + α F(x) with α = 0 at first: signals and gradients pass any depth unchanged. Norms and
+            warm-up are not needed.
+Use         model = thrifty.apply(model, "rezero")
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `rezero`, without a warm-up. `shared=branch` trains one α for each branch instead of each block.
+Cost        None: one scalar per block, and the work of the norms is saved.
+Avoid       Pretrained weights: blocks that start as the identity lose their function.
+Does not    Keep the plain architecture, so that the trained model cannot be exported as one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,6 +37,11 @@ def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"
 
 
 class ReZero(NormFreeTechnique):
+    """The branches of a block share one α, as in the authors' code. At step 0 only the α, the embedding and the head
+    receive a gradient. The α are never decayed. Branches keep the model's own initialization. Embeddings are multiplied
+    so that the residual stream starts with a root mean square of 1, as after a norm. Norms of queries and keys, and
+    norms in the head, stay."""
+
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "its α would stay zero, and with them every block",
         Claim.TRAINED_START: "each block would start as the identity",

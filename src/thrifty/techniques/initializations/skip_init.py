@@ -1,16 +1,15 @@
-"""SkipInit: a learned scalar at the end of each residual branch, starting at zero or near it. No norms, no warm-up.
+"""SkipInit (De and Smith 2020): multiply each residual branch by a learned scalar that starts at or near zero.
 
-Paper     De and Smith 2020, Batch Normalization Biases Residual Blocks Towards the Identity Function in Deep Networks
-          (arXiv 2002.10444), section 4.
-Promise   what norms do for the first steps of a deep network, keeping its branches small, by one scalar per branch.
-          24 blocks of width 64 after 250 steps on bytes, two seeds: 2.37 nats, pre-norm 2.52 (`thrifty train
-          norm_free`).
-Cost      none; the work of the norms is saved.
-Does not  keep the plain architecture: without its norms a trained model cannot be exported as one.
-Avoid     on trained weights, whose function it takes away.
-Note      the paper's analysis allows a start of at most 1 / sqrt(blocks); larger ones are refused. Norms also
-          regularise: the paper adds dropout to close that gap. The scalars are never decayed. Embeddings are multiplied
-          so that the stream starts at size 1, as behind a norm. Norms of queries and keys, and in the head, stay.
+Paper       De and Smith 2020, Batch Normalization Biases Residual Blocks Towards the Identity Function in Deep Networks
+            (arXiv 2002.10444), section 4.
+Promise     One scalar per branch keeps the branches of a deep network small at first, as norms do. Norms and warm-up
+            are not needed.
+Use         model = thrifty.apply(model, "skip_init")
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `skip_init`, with dropout, since the removed norms also regularize.
+Cost        None: one scalar per branch, and the work of the norms is saved.
+Avoid       Pretrained weights: blocks that start near the identity lose their function.
+Does not    Keep the plain architecture, so that the trained model cannot be exported as one.
 """
 
 import math
@@ -35,6 +34,11 @@ def largest_start(blocks: int) -> float:
 
 
 class SkipInit(NormFreeTechnique):
+    """An initial value above 1 / sqrt(blocks) is refused: the paper's analysis allows no larger one. The paper adds
+    dropout, since norms also regularize. The scalars are never decayed. Embeddings are multiplied so that the residual
+    stream starts with a root mean square of 1, as after a norm. Norms of queries and keys, and norms in the head, stay.
+    """
+
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "its scalars would stay as small as they start",
         Claim.TRAINED_START: "each block would start next to the identity",

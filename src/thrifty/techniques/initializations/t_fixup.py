@@ -1,18 +1,14 @@
-"""T-Fixup: Transformers without norms and without warm-up, by the scale of their first values alone.
+"""T-Fixup (Huang et al. 2020): train Transformers without norms and warm-up by scaled initialization.
 
-Paper     Huang, Perez, Ba and Volkovs 2020, Improving Transformer Optimization Through Better Initialization (ICML),
-          section 3.2.
-Promise   an update of the function that Adam's first steps cannot blow up: no norms, the full rate from step 0.
-          Xavier everywhere, then values, attention outputs and mlps of an encoder of N blocks times 0.67 N^(-1/4), of a
-          decoder of M blocks times (9M)^(-1/4), token embeddings N(0, d^(-1/2)) times (9N)^(-1/4). 24 blocks of width
-          64 after 250 steps on bytes, two seeds: 2.29 nats, pre-norm 2.52 (`thrifty study norm_free`).
-Cost      none; the work of the norms is saved.
-Does not  keep the plain architecture: without its norms a trained model cannot be exported as one.
-Avoid     on trained weights: everything but positions is drawn anew.
-Note      queries and keys are plain Xavier, each part of a fused matrix by its own size. A tied table is drawn once.
-          Embeddings are multiplied by sqrt(d) on their way in, as in the original Transformer, where the model does not
-          do so itself. The paper is about encoder-decoders: a decoder without cross-attention gets the encoder's factor
-          here. Factors follow the depth that the run starts with.
+Paper       Huang, Perez, Ba and Volkovs 2020, Improving Transformer Optimization Through Better Initialization (ICML),
+            section 3.2.
+Promise     The first updates of Adam stay bounded without norms, at the full learning rate from step 0.
+Use         model = thrifty.apply(model, "t_fixup")
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `t_fixup`, without a warm-up. `multiplier=1` leaves the embeddings unscaled.
+Cost        None: the work of the norms is saved.
+Avoid       Pretrained weights: everything but positions is reinitialized.
+Does not    Keep the plain architecture, so that the trained model cannot be exported as one.
 """
 
 from collections.abc import Mapping
@@ -75,6 +71,16 @@ def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
 
 
 class TFixup(NormFreeTechnique):
+    """All matrices start from Xavier's uniform values. Value, attention output and MLP matrices are then multiplied: in
+    an encoder of N blocks by 0.67 N^(-1/4), in a decoder of M blocks by (9M)^(-1/4). Token embeddings start from N(0,
+    d^(-1/2)) times (9N)^(-1/4). Queries and keys keep Xavier's values. Each part of a fused matrix is initialized by
+    its own size. A tied table is initialized once. Factors follow the depth at which the run starts.
+
+    Embeddings are multiplied by sqrt(d) in the forward pass, as in the original Transformer, unless the model does so
+    itself. Differs from the paper: it treats encoder-decoders only; a decoder without cross-attention gets the
+    encoder's factor here.
+    """
+
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen",
         Claim.TRAINED_START: "all weights but positions are redrawn",

@@ -1,14 +1,16 @@
-"""Batch ramp: small effective batches first, larger ones as the run goes on.
+"""Batch ramp (Smith et al. 2018): start with small effective batches and enlarge them during the run.
 
-Paper     Smith et al. 2018, Don't Decay the Learning Rate, Increase the Batch Size (arXiv 1711.00489); the linear ramp
-          of Brown et al. 2020, GPT-3 (arXiv 2005.14165), appendix B; why: McCandlish et al. 2018 (arXiv 1812.06162).
-Promise   more updates from the same examples while the gradient is still clear of noise. Examples come in the order of
-          the plain run: none is skipped, none repeated, and each weighs 1 / (effective batch of its step).
-Use       loader = thrifty.apply(DataLoader(dataset, batch_size=64), "batch_ramp", total_steps=10_000)
-Cost      with `compile` each size is compiled once: prefer doubling, or a large `multiple`, or compile:dynamic=true.
-Avoid     when steps, not examples, are the budget: early steps see fewer examples.
-Note      phases have equally many steps (GPT-3 counts tokens). In place of decaying the rate, let the batch double
-          where the rate would have been halved.
+Paper       Smith et al. 2018 (arXiv 1711.00489); linear ramp of Brown et al. 2020, GPT-3 (arXiv 2005.14165), appendix
+            B; reason: McCandlish et al. 2018 (arXiv 1812.06162).
+Promise     More updates from the same examples while the gradient has little noise. Examples keep the order of the
+            plain run; none is skipped or repeated.
+Use         loader = torch.utils.data.DataLoader(texts, batch_size=64)
+            loader = thrifty.apply(loader, "batch_ramp", total_steps=10_000)
+Start with  `batch_ramp:start=0.125,until=0.3`. Instead of halving the learning rate, double the batch.
+Cost        With `compile`, one compilation per batch size. Prefer doubling, a large `multiple`, or
+            compile:dynamic=true.
+Avoid       A budget in steps: early steps see fewer examples.
+Does not    Change the learning rate.
 """
 
 import math
@@ -37,6 +39,9 @@ def size_at(step: int, start: float, full: int, until: int, multiple: int, shape
 
 
 class BatchRamp(Technique):
+    """Each example weighs 1 / (effective batch of its step). Differs from GPT-3: all phases have equally many steps,
+    where GPT-3 counts tokens."""
+
     stage, numerics = Stage.RESIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.BATCH_SIZE})
 

@@ -1,14 +1,16 @@
-"""Gradient accumulation: the effective batch in several smaller ones, gradients summed.
+"""Gradient accumulation (Ott et al. 2018): split the effective batch into micro-batches and sum their gradients.
 
-Paper     the delayed updates of Ott et al. 2018, Scaling Neural Machine Translation (arXiv 1806.00187).
-Promise   activation memory of one micro-batch at the statistics of the whole batch. Example weights are fixed for the
-          effective batch, so unequal micro-batches (the last may be smaller) weigh what they should.
-Cost      less work per kernel launch; nothing else.
-Does not  change the result beyond the order of summation (numerics: rounding).
-Avoid     when the whole batch fits: then it only adds launches. A BatchNorm layer normalizes each micro-batch by its
-          own statistics: on a model with one the numerics are "different", and explain, plan, check and the run
-          name the layers. Refused for a contrastive loss, whose examples are
-          compared with each other: large_batch.gradient_cache takes such a batch in parts.
+Paper       Ott et al. 2018, Scaling Neural Machine Translation (arXiv 1806.00187), delayed updates.
+Promise     Activation memory of one micro-batch, gradients of the whole batch within rounding. Micro-batches of unequal
+            size are weighted correctly.
+Use         train, test = torch.utils.data.random_split(texts, [0.9, 0.1])
+            accumulate = ["gradient_accumulation:micro_batches=4"]
+            run = thrifty.train(model, train, held_out=test, techniques=accumulate, budget="2000 steps")
+Start with  `gradient_accumulation:micro_batches=4`; double `micro_batches` until the step fits.
+Cost        More kernel launches with less work in each.
+Avoid       A batch that fits as a whole. A contrastive loss is refused, since it compares examples: use
+            large_batch.gradient_cache.
+Does not    Change the result beyond the order of summation, except with BatchNorm.
 """
 
 from dataclasses import replace
@@ -41,6 +43,10 @@ def accumulated(backward: Backward, micro_batches: int) -> Backward:
 
 
 class GradientAccumulation(Technique):
+    """Weights of examples are fixed for the effective batch. BatchNorm normalizes each micro-batch by its own
+    statistics: a model with such layers is reported as numerics "different", and `explain`, `plan`, `check` and the run
+    name the layers."""
+
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})
 

@@ -1,16 +1,15 @@
-"""Gradient cache: an effective batch whose examples are compared with each other, in several smaller ones, exactly.
+"""Gradient cache (Gao et al. 2021): split a contrastive batch into micro-batches with the exact gradient.
 
-Paper     Gao et al. 2021, Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (arXiv 2101.06983,
-          GradCache).
-Promise   the gradient of the whole batch at the activation memory of one micro-batch. The vectors of all examples come
-          first, without gradients; then the loss and its gradient at these vectors, which are few numbers an example;
-          then micro-batch by micro-batch the gradient of the model from the gradient of its vectors.
-Cost      a second forward pass: a third more work.
-Does not  change the result beyond the order of summation (numerics: rounding). What is drawn in a forward pass, such as
-          dropout's masks, is drawn again alike the second time.
-Avoid     when the whole batch fits; and for other objectives, whose micro-batches large_batch.gradient_accumulation
-sums at once.
-Note      over ranks too: what other ranks' examples do to the gradient is known once the vectors are.
+Paper       Gao et al. 2021, GradCache: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (arXiv
+            2101.06983).
+Promise     The gradient of the whole batch at the activation memory of one micro-batch, also over ranks.
+Use         run = thrifty.train(recipe="flip-emoji", techniques=["gradient_cache:micro_batches=4"], budget="2000 steps")
+Start with  `gradient_cache:micro_batches=4`; double `micro_batches` until the step fits.
+Cost        A second forward pass: a third more computation.
+Avoid       A batch that fits as a whole. Losses without comparisons between examples: use
+            large_batch.gradient_accumulation.
+Does not    Change the result beyond the order of summation. The second forward pass repeats the random values of the
+            first, such as dropout masks.
 """
 
 from collections.abc import Mapping
@@ -89,6 +88,10 @@ def cached(backward: Backward, micro_batches: int) -> Backward:
 
 
 class GradientCache(Technique):
+    """The step has three parts. First, a forward pass without gradients computes the vectors of all examples. Then the
+    loss and its gradient with respect to these vectors are computed; the vectors are small. Finally, micro-batch by
+    micro-batch, a second forward pass and a backward pass carry that gradient into the model."""
+
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})
     clashes: ClassVar[Mapping[Claim, str]] = {

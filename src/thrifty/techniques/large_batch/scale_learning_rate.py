@@ -1,14 +1,14 @@
-"""Scaled learning rate: a rate found at one batch size carried over to another, reached gradually.
+"""Learning rate scaling (Goyal et al. 2017): transfer a tuned learning rate to another batch size.
 
-Paper     Goyal et al. 2017, Accurate, Large Minibatch SGD (arXiv 1706.02677): the linear rule, the gradual warm-up;
-          Malladi et al. 2022 (arXiv 2205.10287): the square root for Adam, first in Krizhevsky 2014 (arXiv 1404.5997).
-Promise   a batch k times as large takes k times (linear) or sqrt(k) times (square root) the rate of the base batch. The
-          warm-up begins at the base rate, not at zero: it is 1 before the first update and grows by equal amounts.
-Avoid     far above the gradient noise scale (measure.noise_scale): there no rate makes up for the lost steps.
-Note      square_root for Adam and its relatives, linear for SGD. A schedule that warms up from zero multiplies with
-          this; set its warmup to 0 to have the paper's. The paper's momentum correction is for momenta that hold the
-          rate inside; ours do not. With a batch ramp the factor is that of the
-          recipe's batch; set `batch` where the ramp ends at another.
+Paper       Goyal et al. 2017 (arXiv 1706.02677), linear rule and gradual warm-up; square root for Adam: Malladi et al.
+            2022 (arXiv 2205.10287), first Krizhevsky 2014 (arXiv 1404.5997).
+Promise     A batch k times as large gets k times (linear) or sqrt(k) times (square root) the base rate. Warm-up starts
+            at the base rate.
+Use         optimizer = thrifty.apply(optimizer, "scale_learning_rate", base_batch=32, batch=256, total_steps=10_000)
+Start with  `scale_learning_rate:base_batch=32,rule=square_root` for Adam and its relatives; rule=linear for SGD.
+Cost        None.
+Avoid       Batches far above the gradient noise scale (measure.noise_scale): no rate makes up for the lost steps.
+Does not    Replace a schedule: it multiplies one. Set the schedule's warmup to 0 to get the paper's warm-up.
 """
 
 from typing import Literal
@@ -38,6 +38,10 @@ def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
 
 
 class ScaleLearningRate(Technique):
+    """The factor is 1 before the first update and grows linearly to its final value. A factor below 1 applies from the
+    start. Differs from the paper: no momentum correction, which only a momentum that includes the rate needs. With a
+    batch ramp the factor is that of the recipe's batch; set `batch` if the ramp ends at another one."""
+
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
 
     base_batch: Positive = 32

@@ -1,0 +1,1 @@
+"""Auxiliary losses: add a term that stabilizes training."""

@@ -1,10 +1,13 @@
-"""z-loss: pull the logarithm of the softmax's normaliser towards zero.
+"""z-loss (de Brébisson and Vincent 2016): penalize the squared logarithm of the softmax normalizer.
 
-Paper     de Brébisson & Vincent 2016, The Z-loss (arXiv 1604.08859); coefficient 1e-4 after Chowdhery et al. 2022,
-          PaLM (arXiv 2204.02311), section 5.
-Promise   logits do not drift, which keeps long low-precision runs stable.
-Use       criterion = thrifty.apply(nn.CrossEntropyLoss(), "z_loss")
-Cost      the loss's backward pass works through the vocabulary a second time.
+Paper       de Brébisson and Vincent 2016, The Z-loss (arXiv 1604.08859); coefficient of Chowdhery et al. 2022, PaLM
+            (arXiv 2204.02311), section 5.
+Promise     Logits do not drift, which keeps long low-precision runs stable.
+Use         criterion = thrifty.apply(torch.nn.CrossEntropyLoss(), "z_loss")
+Start with  `z_loss:coefficient=1e-4`, the value of PaLM.
+Cost        A second pass over the vocabulary in the backward pass of the loss.
+Avoid       Losses without a softmax and losses of several examples together: both are refused.
+Does not    Change the forward pass of the model.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Measurements of training that change no update."""
+"""Training measurements: record statistics without changing updates."""

@@ -1,17 +1,15 @@
-"""Gradient noise scale: measures how large a batch still pays.
+"""Gradient noise scale (McCandlish et al. 2018): measure the largest batch size that still pays off.
 
-Paper     McCandlish et al. 2018, An Empirical Model of Large-Batch Training (arXiv 1812.06162), appendix A.1.
-Promise   the note "noise_scale", in examples: the variance of one example's gradient over the squared norm of the mean
-          gradient, B = tr Σ / |G|². At a batch of B a run takes twice the fewest possible steps and twice the fewest
-          possible examples; well below it doubling the batch nearly halves the steps, well above it buys little.
-Cost      every `every` steps the batch goes through in two halves: the same products in smaller pieces, the gradients
-          of both halves at once, and across ranks gradients are summed twice.
-Does not  change the gradient beyond the order of summation (numerics: rounding).
-Note      it grows as the loss falls, so look at its curve, not at one number. The ratio is of two running averages:
-          single measurements are noisy and may be negative. It is that of plain gradients; an optimizer that rescales
-          them has one of its own, of the same size as a rule. A batch whose squared gradient is more than 10 times the
-          running average counts as 10 times it, which is ours: one 1000 times too long would otherwise be all there is
-          to see for some 500 measurements at a momentum of 0.98. At the first measurement there is nothing to go by.
+Paper       McCandlish et al. 2018, An Empirical Model of Large-Batch Training (arXiv 1812.06162), appendix A.1.
+Promise     Records "noise_scale" in examples, B = tr Σ / |G|². At a batch of B a run takes twice the minimum of steps
+            and of examples.
+Use         train, test = torch.utils.data.random_split(texts, [0.9, 0.1])
+            run = thrifty.train(model, train, held_out=test, techniques=["noise_scale:every=4"], budget="2000 steps")
+Start with  `noise_scale:every=4`. Judge the curve, not one value: it grows as the loss falls.
+Cost        Every `every` steps the batch passes in two halves, with the gradients of both in memory. Across ranks these
+            are summed twice.
+Avoid       Optimizers that rescale gradients, if the exact value matters: their noise scale differs, usually little.
+Does not    Change the gradient beyond the order of summation.
 """
 
 import math
@@ -122,6 +120,15 @@ class NoiseScaleBackward:
 
 
 class NoiseScale(Technique):
+    """tr Σ is the variance of the gradient of one example, |G|² the squared norm of the mean gradient. Well below a
+    batch of B, doubling the batch nearly halves the steps; well above, it saves few. The ratio is that of two running
+    averages, since single measurements are noisy and may be negative.
+
+    Differs from the paper: a squared gradient above 10 times the running average counts as 10 times the average.
+    Without this, one gradient 1000 times too long would dominate some 500 measurements at a momentum of 0.98. The first
+    measurement is not limited.
+    """
+
     stage, numerics, tolerance = Stage.MEASURE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.HALF_BATCH_GRADIENTS})
 

@@ -1,0 +1,1 @@
+"""Memory reduction: recompute, compress, offload or share what training stores."""

@@ -1,19 +1,15 @@
-"""Activation budget: keep, compress, offload or make again, decided for each saved tensor so that a step is fastest.
+"""Activation budget (Jain et al. 2020): recompute, offload or compress saved tensors to fit a memory limit.
 
-Paper     Checkmate's program (Jain et al. 2020, arXiv 1910.02653) within blocks, with offload as in POFO (Beaumont et
-          al. 2021) and POET (Patil et al. 2022, arXiv 2207.07697), and with compression as a further way.
-Promise   activations within the budget, at the least extra time that the costs of single operations predict: of a plan
-          for single tensors and the best schedule of whole blocks (Beaumont et al. 2019) the faster one.
-Cost      one forward pass to learn from and a moment to solve; each operation of a planned block passes through Python,
-          unless the block is made again as a whole. Both are measured, and the plan chooses: 8 GPT-2 blocks of width
-          128 took 1.31 of the plain step within half of the memory on a busy CPU, and 1.44 with operations alone.
-Does not  change any value unless `bits` allows compression (numerics: exact); rename any parameter.
-Avoid     when the model fits: the plan is then to keep everything. What is saved outside of the blocks stays.
-Note      costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
-          counted, and the solver ends after as much search on any machine, so that a resumed run makes the same plan:
-          with a disk as well 17 s for 24 GPT-2 blocks, 89 s for 24 Llama blocks. Otherwise it ends after 20 s. On a
-          processor freed memory goes back to the system at once, so that the process holds what was promised: GPT-2
-          small 0.96 to 1.00 of it instead of 1.5 times that, and a step takes 1.4 times as long.
+Paper       Jain et al. 2020, Checkmate (arXiv 1910.02653) within blocks; offload: POFO (Beaumont et al. 2021), POET
+            (Patil et al. 2022, arXiv 2207.07697).
+Promise     Activations within `bytes`, at the smallest extra time that measured or counted costs predict. The plan is
+            never slower than the best schedule of whole blocks.
+Use         model = thrifty.apply(model, "activation_budget", bytes=0.5)
+Start with  `activation_budget:bytes=0.5`; `offload=auto` or `bits=4` allow more savings.
+Cost        One extra forward pass and a solver run per batch shape. Each operation of a planned block passes through
+            Python.
+Avoid       Models that fit: the plan then keeps everything.
+Does not    Change any value unless `bits` allows compression. Count tensors saved outside the blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -209,6 +205,15 @@ def _planned_forward(model: nn.Module, inner: Callable[..., Any], *args: Any, **
 
 
 class ActivationBudget(Technique):
+    """The plan is the faster of two: a plan for single tensors, and the best schedule of whole blocks (Beaumont et al.
+    2019). Differs from Checkmate: tensors may also be compressed.
+
+    Costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
+    counted, and the solver stops after the same amount of search on any machine. A resumed run then makes the same
+    plan. Otherwise it stops after 20 s. On a CPU freed memory is returned to the system at once, so that the process
+    stays within the limit.
+    """
+
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.SAVED_TENSORS, Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES, Claim.RANK_WIDE_PLAN})
     clashes: ClassVar[Mapping[Claim, str]] = {

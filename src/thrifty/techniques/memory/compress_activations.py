@@ -1,23 +1,15 @@
-"""Compress activations: what the backward pass needs is kept in 2, 4 or 8 bits a number.
+"""Activation compression (Chen et al. 2021): quantize saved activations to 2, 4 or 8 bits.
 
-Paper     Chen et al. 2021, ActNN (arXiv 2104.14129): groups rounded by chance, bits where they help most; Liu et al.
-          2022, GACT (arXiv 2206.11357): any model through saved tensors, sensitivity measured on the gradient; Pan et
-          al. 2021, Mesa (arXiv 2111.11124): a range for each head.
-Promise   saved activations in `bits` + 1/8 bits instead of 32 (or 16) each, dropout masks in one.
-Cost      a pass of coding in the forward and one of decoding in the backward pass; noise in the gradients. On a
-          CPU a step of 12 blocks of width 512 took 1.05 times as long with 4 bits and kept 0.14 of the bytes; at width
-          64, where less is computed for each number, 1.4 to 1.6 times. Without a C++ compiler (`thrifty doctor`
-          tells) coding takes 7 to 15 times as long. On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16, not
-          compiled) took 2.2 to 2.6 times as long as without, at 0.62, 0.48 and 0.40 of its peak with 8, 4 and 2 bits:
-          of the 150 ms more the device took 20 for coding, the rest is the processor, which waits for it at each
-          tensor (before heads were filled up, as in all figures of `results/benchmarks/gpu-steps-h100-before.json`).
-Does not  change the forward pass: the first loss is bitwise the plain one. Parameters, integers, what norms and
-          attention keep for each row (means, normalisers) and what the loss keeps stay exact.
-Note      every tensor that comes back has the saved one as its expectation, ranges rounded to bfloat16 included. So
-          gradients of matrices are unbiased; behind what is not linear in what it saves (GELU, softmax, norms) they
-          are so to first order. Exact zeros stay zeros, and among numbers that are not negative no other becomes
-          one, which ReLU's gradient asks for. Bits that adapt gain where tensors differ much; on a small language
-          model one allocation lowered the variance by 8 % and another raised it by 5 %.
+Paper       Chen et al. 2021, ActNN (arXiv 2104.14129); any model and sensitivity: Liu et al. 2022, GACT (arXiv
+            2206.11357); range per head: Pan et al. 2021, Mesa (arXiv 2111.11124).
+Promise     Saved activations take `bits` + 1/8 bits per element instead of 32 or 16; dropout masks take one.
+Use         model = thrifty.apply(model, "compress_activations", bits=4)
+Start with  `compress_activations:bits=4`; 8 bits if the loss suffers, 2 only with tests.
+Cost        A quantization pass forward, a dequantization pass backward, and noisy gradients. Without a C++ compiler
+            (`thrifty doctor`) both passes are several times slower.
+Avoid       Narrow models, where quantization is slow compared with computation.
+Does not    Change the forward pass: the first loss is bit-identical. Parameters, integers, row statistics of norms and
+            attention, and the loss stay exact.
 """
 
 import math
@@ -152,6 +144,12 @@ class QuantizingBackward:
 
 
 class CompressActivations(Technique):
+    """Rounding is stochastic: each restored tensor has the saved one as its expectation, including ranges rounded to
+    bfloat16. Gradients of matrices are therefore unbiased. After functions that are not linear in what they save (GELU,
+    softmax, norms) gradients are unbiased to first order. Exact zeros stay zero, and no positive value of a
+    non-negative tensor becomes zero, which ReLU's gradient requires. Adaptive bits help if tensors differ much in
+    sensitivity."""
+
     stage, numerics = Stage.COMPRESS, Numerics.DIFFERENT
     claims = frozenset({Claim.SAVED_TENSORS})
 

@@ -1,15 +1,14 @@
-"""Offload activations: what the backward pass needs waits in the host's memory, or on a disk.
+"""Activation offloading (Rhu et al. 2016): move saved activations to host memory or disk.
 
-Paper     Rhu et al. 2016, vDNN (arXiv 1602.08124); every saved tensor by hooks, as torch's `save_on_cpu` has it.
-Promise   of all activations only the last `keep_last` and those on their way are in the device's memory; with the
-          inputs of recomputed blocks, if `memory.recompute` is on, hardly anything.
-Cost      every byte goes over the link twice. Beside a GPU that goes on while it computes; it is for nothing where
-          computing takes longer than the link.
-Does not  change any value (numerics: exact); move parameters, or what the loss keeps.
-Avoid     when the model already fits; when the link is slower than computing again, use `memory.recompute`.
-Note      a processor has no second memory but the disk. On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16,
-          not compiled) took 2.4 times as long as without, at 0.36 of its peak; full recomputation 1.13 times, at 0.37
-          (`results/benchmarks/gpu-steps-h100-before.json`).
+Paper       Rhu et al. 2016, vDNN (arXiv 1602.08124), for every saved tensor through hooks, as torch's `save_on_cpu`.
+Promise     Of all activations only the last `keep_last` and those in transfer occupy device memory. With
+            memory.recompute, hardly any.
+Use         model = thrifty.apply(model, "offload_activations", keep_last=8)
+Start with  `offload_activations:keep_last=8,prefetch=4`.
+Cost        Each byte crosses the link twice. On a GPU transfers overlap with computation, and cost no time if
+            computation takes longer.
+Avoid       Models that fit. Links slower than recomputation: use memory.recompute.
+Does not    Change any value. Move parameters, or tensors that the loss saves.
 """
 
 import weakref
@@ -107,6 +106,8 @@ class OffloadingObjective(WrappedObjective):
 
 
 class OffloadActivations(Technique):
+    """On a CPU the only second memory is the disk."""
+
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
     claims = frozenset({Claim.SAVED_TENSORS})
 

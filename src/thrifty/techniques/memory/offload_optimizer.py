@@ -1,23 +1,13 @@
-"""Offload optimizer: moments, averages and masters of the weights in the host's memory, or on a disk.
+"""Optimizer offloading (Ren et al. 2021): keep optimizer state and run updates in host memory or on disk.
 
-Paper     Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840): gradients out, the update on the processor, new values back,
-          which is the least traffic there is; and its delayed update, made while the next step is computed.
-Promise   the optimizer's state takes none of the device's memory. On a processor it lies in a file that is mapped into
-          memory: nothing but what the system can drop when others need the room.
-Cost      over the link, gradients once and new values once; the update runs at the processor's rate. On 2 cores AdamW
-          took 1.02 of the time of torch's fused one, 1.03 with the state in a mapped file that stays in the system's
-          cache, 1.10 tile by tile as gradients come (33M parameters). When memory is short a file is read and written
-          once a step.
-Does not  change any value unless delayed (numerics: exact): the same chain runs, on copies. A GPU's own kernels may
-          round a last bit otherwise than the processor's.
-Avoid     when the state fits; with optimizers that multiply matrices, such as muon and soap, beside a GPU.
-Note      `delay` lets each update reach the weights one step later, from step `after` on: another algorithm (numerics:
-          different), and one that wants lower rates. A tiny language model ended 400 steps 1.5 % higher at a rate of
-          1e-3 and 5 % at 3e-3, half of that with a rate decayed to zero (5 seeds); Adam on a quadratic swings at rates
-          at which it converges undelayed. The 40 steps before it are the paper's, from memory. Gradients stay on the
-          device until their norm is known, since clipping and the check that they are finite come before the update.
-          On an H100 a step of GPT-2-small (16 x 1024 tokens, bfloat16) took 1.4 times as long beside 16 cores of one
-          processor, 2.2 times beside another's.
+Paper       Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840), including the delayed update.
+Promise     The optimizer state takes no device memory. On a CPU it is in a mapped file, which the system can drop from
+            memory.
+Use         model, optimizer = thrifty.apply((model, optimizer), "offload_optimizer", total_steps=10_000)
+Start with  `offload_optimizer:delay=false`; `delay=true` with a lower learning rate.
+Cost        Gradients and new values cross the link once per step. The update runs at the CPU's speed.
+Avoid       State that fits. Optimizers with matrix products, such as muon and soap, on a GPU.
+Does not    Change any value unless delayed. A GPU's own kernels may round the last bit differently.
 """
 
 from collections.abc import Callable, Sequence
@@ -250,6 +240,15 @@ def offloaded(
 
 
 class OffloadOptimizer(Technique):
+    """The same transforms run on host copies of the parameters. If memory is short, a mapped file is read and written
+    once per step. Gradients stay on the device until their norm is known, since clipping and the check for finite
+    values come before the update.
+
+    With `delay` each update reaches the weights one step later, from step `after` on, and is computed during the next
+    step. This is another algorithm (numerics: different) and requires lower rates: Adam on a quadratic oscillates at
+    rates at which it converges without delay. The default of 40 steps before the delay is the paper's (unverified).
+    """
+
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
 
     to: Where = "auto"

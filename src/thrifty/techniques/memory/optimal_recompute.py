@@ -1,18 +1,15 @@
-"""Optimal recompute: of all schedules that keep to a budget of bytes, the one that computes the least again.
+"""Optimal recompute (Beaumont et al. 2019): recompute as little as a memory budget requires.
 
-Paper     Beaumont et al. 2019, Optimal checkpointing for heterogeneous chains (hal-02352969): a dynamic program over
-          the blocks, each of which keeps everything, its input or nothing, also while others are computed again.
-Promise   the activations of all blocks within `bytes` at any time of a step, gradients of activations and temporary
-          tensors included, and by its count no periodic schedule within that budget is faster.
-          On one busy thread, 16 blocks of width 128: 75, 50 and 25 % of the memory took 1.09, 1.15 and 1.26 of the
-          plain step; every other block recomputed, 54 % and 1.19; selective, 71 % and 1.21
-          (benchmarks/bench_recompute.py). Peaks counted for 12 blocks were 0.3 to 3 % above those measured.
-Cost      blocks are looked at on fake tensors, 0.04 s each, or half of that where one does the same as another, before
-          the first step and when batches change their shape.
-Does not  change any value, dropout included (numerics: exact); rename any parameter; count what is not in a block:
-          embedding, head and loss come on top.
-Avoid     when the model already fits: then it keeps everything, and only gives freed memory back to the system at
-          once, as runs on a processor do where bytes are promised.
+Paper       Beaumont et al. 2019, Optimal checkpointing for heterogeneous chains (hal-02352969): dynamic program over
+            the blocks.
+Promise     Activations of the blocks within `bytes` at any time, gradients and temporary tensors included. By its cost
+            model no periodic schedule within the budget is faster.
+Use         model.config.use_cache = False
+            model = thrifty.apply(model, "optimal_recompute", bytes=0.5)
+Start with  `optimal_recompute:bytes=0.5`, half of the plain peak.
+Cost        Each block runs once on fake tensors before the first step and for each new batch shape.
+Avoid       Models that fit: it then keeps everything and only returns freed memory at once.
+Does not    Change any value, dropout included. Count tensors outside the blocks: embedding, head and loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +71,10 @@ def _form(args: tuple, kwargs: dict) -> tuple:
 
 
 class OptimalRecompute(Technique):
+    """Each block keeps everything, only its input or nothing, also while other blocks are recomputed. A block that
+    computes the same as another costs half the time to survey. Freed memory is returned to the system at once on a CPU
+    whenever a limit in bytes is promised."""
+
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES})
     clashes: ClassVar[Mapping[Claim, str]] = {

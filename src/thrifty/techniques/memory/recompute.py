@@ -1,16 +1,13 @@
-"""Recompute: keep little of each block's forward pass, run it again in the backward pass.
+"""Activation checkpointing (Chen et al. 2016): save block inputs and recompute the rest in the backward pass.
 
-Paper     Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174), sections 3 and 4;
-          selective by operation after Korthikanti et al. 2022 (arXiv 2205.05198).
-Promise   activation memory of one block instead of all, about one third more compute. `schedule` trades the two:
-          every      each k-th block keeps its input only, and runs again by itself.
-          sqrt       one block in sqrt(n) keeps its input, and sqrt(n) of them run again together; the last ones keep
-                     all. For chains of small layers: a Transformer's block keeps so much beside its input that
-                     `every` takes less memory until there are hundreds of blocks.
-          selective  products and attention are kept, and what is between them is computed again: about 70 % of the
-                     memory, and no product twice. On a processor that was not faster than `every` = 2.
-Does not  change any value, dropout included (numerics: exact); rename any parameter.
-Avoid     when the model already fits: then it only costs time.
+Paper       Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174), sections 3 and 4;
+            selective: Korthikanti et al. 2022 (arXiv 2205.05198).
+Promise     Activation memory of one block instead of all.
+Use         model = thrifty.apply(model, "recompute", every=1)
+Start with  `recompute:every=1`; `every=2` or `schedule=selective` cost less time and save less.
+Cost        About one third more computation with every=1.
+Avoid       Models that fit: recomputation then only costs time.
+Does not    Change any value, dropout included. Rename parameters.
 """
 
 import math
@@ -75,6 +72,16 @@ def explain_other_tensors(backward: Backward) -> Backward:
 
 
 class Recompute(Technique):
+    """Schedules:
+
+    every      each k-th block saves its input only and is recomputed by itself
+    sqrt       one block in sqrt(n) saves its input; sqrt(n) blocks are recomputed together, and the last ones save all
+    selective  results of matrix products and attention are saved; operations between them are recomputed
+
+    "sqrt" is for chains of small layers. A Transformer's block saves so much in addition to its input that "every"
+    takes less memory up to hundreds of blocks.
+    """
+
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.RECOMPUTATION})
 

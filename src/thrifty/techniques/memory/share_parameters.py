@@ -1,21 +1,16 @@
-"""Share parameters: all blocks of a stack use one set, and token embeddings are a product of two thin matrices.
+"""Parameter sharing (Lan et al. 2020): share weights across blocks and factorize token embeddings.
 
-Paper     Lan et al. 2020, ALBERT (arXiv 1909.11942), sections 3.1 and 3.2.
-Promise   parameters, gradients, optimizer state and what data-parallel ranks send, divided by the depth where they are
-          in blocks; the table of V · d numbers becomes V · E + E · d. The paper's base model has 12M parameters for
-          BERT's 108M (unverified).
-Cost      nothing in time, and it saves none: arithmetic and activations are those of the full depth. A factorised table
-          adds two thin products.
-Does not  keep the quality of a model of that depth when everything is shared: the paper loses points on average, and
-          next to none when it shares attention alone (unverified). Six blocks of width 64 after 250 steps on bytes, two
-          seeds: 2.54 nats unshared, 2.57 with attention shared, 2.55 with feed-forward networks, 2.69 in two groups and
-          2.75 with everything, at 263, 181, 140, 99 and 58 thousand parameters; seeds differ by up to 0.3.
-Avoid     on trained weights: the first block's take the place of all others', and a factorised table starts afresh.
-Note      the gradient of a shared parameter is the sum over its uses, and norms that clipping and LAMB take see it
-          once. Blocks keep their names, tied to those of the first of their group; export unties them into the plain
-          architecture. Both of ALBERT's ideas are settings of one technique, since both end in the same place: fewer
-          numbers in fewer tensors, tied by name. A head that is tied to the table stays so: it first goes from width
-          d to E, and the loss works in chunks as with any other.
+Paper       Lan et al. 2020, ALBERT (arXiv 1909.11942), sections 3.1 and 3.2.
+Promise     Parameters, gradients and optimizer state of the blocks divided by the depth. V · d embedding elements
+            become V · E + E · d.
+Use         model = thrifty.apply(model, "share_parameters", groups=2)
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `share_parameters:part=attention`, which loses least; `part=all` saves most.
+Cost        None in time: computation and activations stay those of the full depth. A factorized table adds two thin
+            products.
+Avoid       Pretrained weights: the first block replaces the others, and a factorized table is reinitialized.
+Does not    Save time. Keep the quality of unshared blocks: the paper loses points if everything is shared, few for
+            attention alone (unverified).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -131,6 +126,11 @@ class FactorizedHead(WrappedObjective):
 
 
 class ShareParameters(Technique):
+    """The paper's base model has 12M parameters, BERT 108M (unverified). The gradient of a shared parameter is the sum
+    over its uses; norms for clipping and LAMB count it once. Blocks keep their parameter names, tied to those of the
+    first block of their group. Export unties them into the plain architecture. A head tied to the table stays tied: it
+    first projects from width d to E, and the loss works in chunks as usual."""
+
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.SHARED_PARAMETERS})
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -1,0 +1,1 @@
+"""Optimizers: turn gradients into parameter updates."""

@@ -1,13 +1,13 @@
-"""Adafactor: the second moment of a matrix kept as one number for each row and one for each column.
+"""Adafactor (Shazeer and Stern 2018): store second moments as row and column means to save optimizer memory.
 
-Paper     Shazeer & Stern 2018, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost (arXiv 1804.04235).
-Promise   almost no optimizer state: rows + columns numbers for a matrix instead of AdamW's two for each weight, and no
-          first moment. Equal to torch.optim.Adafactor.
-Avoid     where state fits: without a first moment it is the noisier of the two. Quality against AdamW was not
-          measured here.
-Note      as in torch, `lr` bounds the relative step min(lr, 1 / sqrt(step)), which is multiplied by the root mean
-          square of the parameter; decay is lr · weight_decay; ε₁ bounds the divisor from below and is not added to
-          squares as in the paper. Kernels of convolutions are factored over their last two dims.
+Paper       Shazeer and Stern 2018, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost (arXiv 1804.04235).
+Promise     Almost no optimizer state: rows + columns elements per matrix, no first moment. Equal to
+            torch.optim.Adafactor.
+Use         optimizer = thrifty.optim.Adafactor(model, lr=1e-2)
+Start with  `adafactor:lr=1e-2`. The rate is relative to the size of each parameter.
+Cost        Two reductions over each matrix per step.
+Avoid       Models whose AdamW state fits: updates without a first moment are noisier.
+Does not    Keep a first moment, or factor vectors and biases.
 """
 
 from collections.abc import Sequence
@@ -128,6 +128,10 @@ def adafactor(
 
 
 class Adafactor(Technique):
+    """As in torch, `lr` bounds the relative step min(lr, 1 / sqrt(step)), which is multiplied by the root mean square
+    of the parameter. Weight decay is lr · weight_decay. Differs from the paper: ε₁ bounds the divisor from below and is
+    not added to squares. Convolution kernels are factored over their last two dims."""
+
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
 

@@ -1,10 +1,12 @@
-"""AdamW: Adam with weight decay taken out of the gradient.
+"""AdamW (Loshchilov and Hutter 2019): decouple weight decay from Adam's gradient moments.
 
-Paper     Loshchilov & Hutter 2019, Decoupled Weight Decay Regularization (arXiv 1711.05101).
-Promise   the standard optimizer of Transformers; equal to torch.optim.AdamW to 1e-7 over 100 steps.
-Cost      two moments per parameter (8 bytes each in float32).
-Avoid     when optimizer memory is what does not fit.
-Note      decay follows torch's convention, lr · weight_decay; the paper multiplies by the schedule alone.
+Paper       Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization (arXiv 1711.05101).
+Promise     The standard optimizer of Transformers. Equal to torch.optim.AdamW within rounding.
+Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `adamw:lr=1e-3`; smaller rates for larger models.
+Cost        Two moments per parameter, 4 bytes each in float32.
+Avoid       Models whose optimizer state does not fit: use lion, adafactor or precision.optimizer_state.
+Does not    Decay vectors, biases and positions.
 """
 
 from thrifty.core.claims import Claim
@@ -23,6 +25,9 @@ def adamw(
 
 
 class AdamW(Technique):
+    """Differs from the paper: decay follows torch's convention, lr · weight_decay. The paper multiplies it by the
+    schedule alone."""
+
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
 

@@ -1,14 +1,12 @@
-"""LAMB: Adam's direction, each layer's update as long as the layer's weights allow.
+"""LAMB (You et al. 2020): scale Adam's update of each layer to the norm of its weights, for large batches.
 
-Paper     You et al. 2020, Large Batch Optimization for Deep Learning (arXiv 1904.00962), algorithm 2.
-Promise   training at very large batches where one rate for all layers breaks: BERT at 32k sequences a step.
-Cost      AdamW's state, and two norms of each parameter a step.
-Avoid     at ordinary batches: in a fixed budget of sequences it fell behind AdamW at 16 and 64 a step and overtook it
-          only at 256. Nado et al. 2021 (arXiv 2102.06356) match it with tuned Adam.
-Note      decay is inside the update whose length is scaled; vectors, biases and positions are spared both decay and
-          ratio. Bias correction is in the paper and not in its authors' TensorFlow code (`correct = false`). The ratio
-          is per parameter: queries, keys and values in one matrix count as one layer unless `slices = true`.
-          pytorch_optimizer's Lamb is another algorithm: decay outside the ratio, ‖w‖ cut at 10, half a correction.
+Paper       You et al. 2020, Large Batch Optimization for Deep Learning (arXiv 1904.00962), algorithm 2.
+Promise     Trains at batches where one rate for all layers fails; the paper trains BERT at 32k sequences per step.
+Use         optimizer = thrifty.optim.Lamb(model, lr=1e-3)
+Start with  `lamb:lr=1e-3`; `slices=true` gives queries, keys and values a ratio each.
+Cost        AdamW's state, and two norms of each parameter per step.
+Avoid       Ordinary batches. Nado et al. 2021 (arXiv 2102.06356) match it with tuned Adam.
+Does not    Decay or rescale vectors, biases and positions.
 """
 
 import math
@@ -41,6 +39,11 @@ def lamb(
 
 
 class Lamb(Technique):
+    """Decay is part of the update whose length is scaled. Bias correction is in the paper but not in its authors'
+    TensorFlow code (`bias_correction = false`). The ratio is per parameter: queries, keys and values in one matrix
+    count as one layer unless `slices = true`. pytorch_optimizer's Lamb is another algorithm: decay outside the ratio,
+    ‖w‖ clipped at 10, half of the bias correction."""
+
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
 

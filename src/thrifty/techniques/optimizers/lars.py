@@ -1,13 +1,13 @@
-"""LARS: SGD with momentum whose rate is scaled, layer by layer, to the size of the weights.
+"""LARS (You et al. 2017): scale SGD's rate in each layer to the norm of its weights, for large batches.
 
-Paper     You, Gitman & Ginsburg 2017, Large Batch Training of Convolutional Networks (arXiv 1708.03888).
-Promise   a rate that no layer is too small or too large for, so that linear scaling holds up to larger batches: on
-          640 of 1280 digits a step, plain linear scaling reached 20 % and LARS 93 % (one small network).
-Avoid     at ordinary batches, and for Transformers (LAMB was made for those). Nado et al. 2021 (arXiv 2102.06356)
-          match it at large batches with well-tuned Nesterov momentum.
-Note      vectors, biases and positions take the plain rate and no decay. Where a norm is 0 the ratio is 1.
-          Equal to LARS of pytorch_optimizer 4.1 where no gradient is 0 all over; there the rate stands outside the
-          momentum. The paper has it inside (`rate = "inside"`), which differs only once the rate changes.
+Paper       You, Gitman and Ginsburg 2017, Large Batch Training of Convolutional Networks (arXiv 1708.03888).
+Promise     No layer gets a rate that is too small or too large, so that linear scaling holds up to larger batches.
+Use         optimizer = thrifty.optim.Lars(model, lr=1.0)
+Start with  `lars:lr=1.0,trust_coefficient=1e-3`.
+Cost        SGD's state, and two norms of each parameter per step.
+Avoid       Ordinary batches, and Transformers (use LAMB). Nado et al. 2021 (arXiv 2102.06356) match it with tuned
+            Nesterov momentum.
+Does not    Rescale or decay vectors, biases and positions.
 """
 
 from typing import Literal
@@ -41,6 +41,10 @@ def lars(
 
 
 class Lars(Technique):
+    """A layer whose norm is 0 has the ratio 1. Equal to LARS of pytorch_optimizer 4.1 if no gradient is 0 everywhere.
+    Differs from the paper by default: the rate multiplies the momentum. The paper's rate is inside the momentum
+    (`learning_rate_placement = "inside"`), which differs only if the rate changes."""
+
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
 

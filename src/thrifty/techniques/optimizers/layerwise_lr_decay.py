@@ -1,18 +1,14 @@
-"""Layer-wise learning-rate decay: the nearer a block is to the input, the slower it learns.
+"""Layer-wise learning-rate decay (Clark et al. 2020): train blocks near the input more slowly.
 
-Paper     Clark et al. 2020, ELECTRA (arXiv 2003.10555), appendix A; for images Bao et al. 2021, BEiT (arXiv 2106.08254)
-          and He et al. 2021, MAE (arXiv 2111.06377), appendix A.2, whose fine-tuning takes 0.75 for ViT-B.
-Promise   of L blocks, block k (counted from 0) learns at `decay` ** (L - k) of the rate, what comes before the blocks
-          at `decay` ** (L + 1), and what follows them, head included, at the rate: BEiT's and MAE's table. Decoupled
-          weight decay shrinks with the rate, as in torch's AdamW with a group for each depth.
-Does not  save anything: it keeps what pre-training has found in the first blocks while a new head is far from right.
-Cost      the optimizer's last kernel is not torch's fused one, since that takes one rate for all.
-Avoid     when training from scratch: the first blocks hardly move. ELECTRA's published code counts one depth more
-          between blocks and head: decay ** (L + 1 - k).
-Note      it is for a model that starts from a trained one (`model.folder`), and there with a rate several times as
-          high as without. Where a model has several stacks of blocks, each is counted from its own end. What comes
-          before the blocks is told by the order and the names in the model; `embedding_pattern` says it where that is
-          wrong, and `explain` tells what was found. A table that is tied to the head counts as what comes before.
+Paper       Clark et al. 2020, ELECTRA (arXiv 2003.10555), appendix A; BEiT (Bao et al. 2021, arXiv 2106.08254); MAE (He
+            et al. 2021, arXiv 2111.06377), appendix A.2.
+Promise     Of L blocks, block k trains at `decay` ** (L - k) of the rate, counted from 0. Embeddings train at `decay`
+            ** (L + 1), the head at the full rate.
+Use         model, optimizer = thrifty.apply((model, optimizer), "layerwise_lr_decay", decay=0.75)
+Start with  `layerwise_lr_decay:decay=0.75`, MAE's value for ViT-B, with a rate several times higher than without it.
+Cost        The optimizer's last kernel is not torch's fused one, which takes one rate for all parameters.
+Avoid       Training from scratch: the first blocks would hardly move.
+Does not    Save memory or time: it preserves pretrained features while a new head is still far from right.
 """
 
 import re
@@ -105,6 +101,14 @@ class ScaleByParameterFactor(GradientTransform):
 
 
 class LayerwiseLearningRateDecay(Technique):
+    """The factors are those of BEiT and MAE. ELECTRA's published code counts one depth more between blocks and head:
+    decay ** (L + 1 - k). Decoupled weight decay shrinks with the rate, as in torch's AdamW with one group per depth.
+
+    It is made for a pretrained model (`model.folder`). In a model with several stacks, blocks are counted from the end
+    of their own stack. Modules before the blocks are recognized by order and name; `embedding_pattern` corrects that,
+    and `explain` lists them. A table tied to the head counts as an embedding.
+    """
+
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.SHARED_PARAMETERS: "what blocks of all depths share has no depth of its own"

@@ -1,18 +1,14 @@
-"""Muon: momentum whose matrices are made orthogonal, so that every direction of a layer learns at one speed.
+"""Muon (Jordan et al. 2024): orthogonalize the momentum of hidden matrices; train the rest by AdamW.
 
-Paper     Jordan et al. 2024, Muon: An optimizer for hidden layers in neural networks
-          (kellerjordan.github.io/posts/muon); a size of step that fits AdamW's rates after Liu et al. 2025, Muon is
-          Scalable for LLM Training (arXiv 2502.16982).
-Promise   one moment instead of AdamW's two for hidden matrices, and fewer steps: the second paper claims half of
-          AdamW's compute. Equal to torch.optim.Muon up to the rounding of bfloat16.
-Cost      15 matrix products for each hidden matrix a step, of bfloat16 values: with r the smaller of its dims and c the
-          other, 20 r² c + 10 r³ FLOPs. Little beside a large batch, much beside a small one.
-Avoid     where most parameters are embeddings: they, the head, vectors and convolutions are left to AdamW.
-Note      Wen et al. 2025, Fantastic Pretraining Optimizers (arXiv 2509.02046), tuned everything and found Muon and SOAP
-          ahead of AdamW, by 1.4 times at 0.1B parameters and 1.1 times at 1.2B. A matrix is taken as it is kept:
-          queries, keys and values in one count as one unless `slices = true`. Sharded matrices are gathered one by one
-          and every rank orthogonalises all of them. Given a model, embeddings and heads are found by structure; given
-          named parameters alone, by their usual names (`thrifty.summary(optimizer)` lists both halves).
+Paper       Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon); update size of Liu et al. 2025, Muon is
+            Scalable for LLM Training (arXiv 2502.16982).
+Promise     One moment per hidden matrix. The second paper claims half of AdamW's compute. Equal to torch.optim.Muon
+            within bfloat16 rounding.
+Use         optimizer = thrifty.optim.Muon(model, lr=1e-3, adamw_lr=1e-3)
+Start with  `muon:lr=1e-3,adamw_lr=1e-3`, AdamW's rates. Rates for `scale=original` are about 20 times larger.
+Cost        15 bfloat16 products per hidden matrix and step: 20 r² c + 10 r³ FLOPs, r the smaller dim and c the larger.
+Avoid       Small batches, where these products dominate. Models that consist mostly of embeddings.
+Does not    Orthogonalize embeddings, the head, vectors and convolutions: AdamW updates them.
 """
 
 from collections.abc import Callable, Sequence
@@ -198,6 +194,14 @@ def muon(
 
 
 class Muon(Technique):
+    """Wen et al. 2025, Fantastic Pretraining Optimizers (arXiv 2509.02046), tuned all optimizers. They found Muon and
+    SOAP ahead of AdamW: by 1.4 times at 0.1B parameters, by 1.1 times at 1.2B.
+
+    A fused matrix of queries, keys and values counts as one matrix unless `slices = true`. Sharded matrices are
+    gathered one by one, and each rank orthogonalizes all of them. For a model, embeddings and heads are found by
+    structure; for named parameters alone, by their usual names. `thrifty.summary(optimizer)` lists both groups.
+    """
+
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
     needs_names = True

@@ -1,13 +1,14 @@
-"""Schedule-Free AdamW: an average of all steps instead of a decaying rate, so that no length of run need be known.
+"""Schedule-Free AdamW (Defazio et al. 2024): replace learning-rate decay by an average of all steps.
 
-Paper     Defazio et al. 2024, The Road Less Scheduled (arXiv 2405.15682).
-Promise   a run that can be stopped anywhere and judged as if its rate had been decayed for that moment; the core of
-          the winning entry of AlgoPerf 2024's self-tuning track. Equal to AdamWScheduleFree of schedulefree 1.4.
-Cost      AdamW's state: a second moment, and the distance to the second sequence instead of a first moment.
-Avoid     as it is for large language models at large batches: its authors have shown it for small ones and mend it for
-          larger (arXiv 2605.19095). It brings its own warm-up and goes with no other schedule or average of weights.
-Note      gradients are taken at y, which the parameters hold while training; evaluated and exported is the average x.
-          Decay is computed at y, as in the authors' code, and spares vectors, biases and positions.
+Paper       Defazio et al. 2024, The Road Less Scheduled (arXiv 2405.15682).
+Promise     The run can stop at any step, evaluated as if the rate had been decayed for it. Equal to AdamWScheduleFree
+            of schedulefree 1.4.
+Use         optimizer = thrifty.optim.ScheduleFreeAdamW(model, lr=2.5e-3, total_steps=10_000)
+Start with  `schedule_free:lr=2.5e-3,warmup=0.05`.
+Cost        AdamW's state: a second moment, and the distance to a second sequence of weights.
+Avoid       Large language models at large batches: the authors tested small ones, and adapt it to larger ones in arXiv
+            2605.19095.
+Does not    Combine with a schedule or another weight average. It has its own warm-up.
 """
 
 from collections.abc import Sequence
@@ -119,6 +120,10 @@ def schedule_free(
 
 
 class ScheduleFreeAdamW(Technique):
+    """Gradients are computed at y, the weights during training. Evaluation and export use the average x. As in the
+    authors' code, decay is computed at y; it spares vectors, biases and positions. The method is the core of the
+    winning entry of AlgoPerf 2024's self-tuning track."""
+
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER, Claim.SCHEDULE, Claim.AVERAGED_WEIGHTS})
 

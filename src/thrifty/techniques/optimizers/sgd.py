@@ -1,12 +1,13 @@
-"""SGD: the gradient, with momentum, as torch computes it.
+"""SGD (Polyak 1964): follow the gradient with momentum, as torch computes it.
 
-Paper     Polyak 1964, momentum; Sutskever et al. 2013, the Nesterov form; large batches after Goyal et al. 2017,
-          Accurate, Large Minibatch SGD (arXiv 1706.02677): Nesterov momentum 0.9, L2 of 1e-4 that spares norms.
-Promise   the least optimizer state of all: one momentum per parameter, none with momentum = 0. Equal to
-          torch.optim.SGD.
-Avoid     for Transformers: it needs rates per kind of layer there; choose AdamW unless memory forbids.
-Note      decay is L2, added to the gradient before the momentum, and spares vectors, biases and positions. The rate
-          stands outside the momentum, so that a changing rate needs no momentum correction.
+Paper       Polyak 1964, momentum; Sutskever et al. 2013, Nesterov form; large batches: Goyal et al. 2017 (arXiv
+            1706.02677).
+Promise     The smallest optimizer state: one momentum per parameter, none with momentum=0. Equal to torch.optim.SGD.
+Use         optimizer = thrifty.optim.Sgd(model, lr=0.1, momentum=0.9)
+Start with  `sgd:lr=0.1,momentum=0.9,nesterov=true`, as Goyal et al. for convolutional networks.
+Cost        One moment per parameter, 4 bytes in float32.
+Avoid       Transformers, which need different rates per kind of layer. Use AdamW unless memory forbids.
+Does not    Adapt the rate to single parameters.
 """
 
 from thrifty.core.claims import Claim
@@ -30,6 +31,10 @@ def sgd(
 
 
 class Sgd(Technique):
+    """Weight decay is L2: it is added to the gradient before the momentum. It spares vectors, biases and positions, and
+    defaults to 1e-4, as in Goyal et al. The rate multiplies the momentum, so that a changing rate needs no momentum
+    correction."""
+
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
 

@@ -1,0 +1,1 @@
+"""Parallel training: divide model, data or layers over several ranks."""

@@ -1,33 +1,15 @@
-"""Pipeline: blocks divided over ranks as stages, through which the batch goes in micro-batches.
+"""Pipeline parallelism (Huang et al. 2019): split the blocks over ranks and pass micro-batches through them.
 
-Paper     Huang et al. 2019, GPipe (arXiv 1811.06965), section 2; 1F1B after Narayanan et al. 2019, PipeDream, and with
-          several stages a rank after Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; backward passes in two
-          halves after Qi et al. 2023, Zero Bubble (arXiv 2401.10241). Engine: torch.distributed.pipelining.
-Promise   parameters, gradients and optimizer state divided by the stages, at little traffic: hidden states between
-          neighbours. The single-process run within the order of summation, whatever the schedule.
-Cost      ranks that wait: a share (p - 1) / (m + p - 1) of the time for p equal stages and m micro-batches, with gpipe
-          and with 1f1b; less with the others. One slow stage holds up all, so blocks are divided by what they cost.
-Schedules
-          gpipe        all forward passes, then all backward passes: m micro-batches are alive
-          1f1b         the same waiting, p micro-batches alive at most; one forward and one backward pass in turn
-          interleaved  1f1b with `chunks` stages on each rank: the waiting divided by that, more traffic
-          zero_bubble  and gradients of weights computed while a rank would wait (ZB-1P)
-          zbv          two stages a rank in the form of a V: the first rank also has the last stage, head included
-Does not  rename a parameter. A head tied to the embedding is one parameter of the first stage, which the last one
-          borrows: its value goes there before each pass, its gradient comes back after.
-Avoid     while tensor or sharded parallelism fits one machine: those keep all ranks busy with any batch.
-Note      one micro-batch (`parts = 1` with gpipe) is the "vertical" or layer-wise model parallelism of the literature:
-          only one rank works at a time. Micro-batches are equal; missing rows are filled up with rows of weight zero.
-          torch runs backward passes first in, first out, and holds a buffer for the hidden states of every micro-batch
-          in either direction. So with `recompute` it is the first micro-batch that is kept, where the paper, last in
-          and first out, keeps the last: the one whose backward pass comes first, and nothing is gained by computing it
-          again. A last stage that alternates keeps all. `memory.recompute` instead computes all of them again. Halved
-          backward passes compute chunked losses, and what is recomputed, twice.
-          The footprint is that of a rank with as many blocks as any and the parameters of both ends, as with zbv or a
-          tied head. Its peak is the first rank's, which has most micro-batches alive, or the last one's, which has the
-          loss; from the second backward pass on, gradients stand beside them. Traffic and buffers are those of hidden
-          states and their gradients, of one batch that goes through the schedule; with zbv torch also keeps what goes
-          from stage to stage on one rank, which is not counted.
+Paper       Huang et al. 2019, GPipe (arXiv 1811.06965), section 2; 1F1B: PipeDream 2019; interleaved: Narayanan et al.
+            2021 (arXiv 2104.04473), section 2.2; Zero Bubble: Qi et al. 2023 (arXiv 2401.10241).
+Promise     Parameters, gradients and optimizer state divided by the number of stages, with little traffic. Equal to the
+            single-process run within rounding.
+Use         run = thrifty.train(recipe="llama-nano", techniques=["pipeline:micro_batches=4"], budget="2000 steps", ranks=2)
+Start with  `pipeline:micro_batches=4`; more micro-batches shorten the idle time.
+Cost        Idle ranks: (p - 1) / (m + p - 1) of the time for p equal stages and m micro-batches. The slowest stage sets
+            the pace.
+Avoid       Models that tensor or sharded parallelism fits on one machine: these keep all ranks busy at any batch.
+Does not    Rename parameters. A tied head stays one parameter of the first stage, which the last stage borrows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -169,6 +151,31 @@ class ScheduledLossObjective(WrappedObjective):
 
 
 class PipelineParallel(Technique):
+    """Schedules (engine: torch.distributed.pipelining):
+
+    gpipe        all forward passes, then all backward passes; m micro-batches are alive
+    1f1b         the same idle time, at most p micro-batches alive; forward and backward passes alternate
+    interleaved  1f1b with `chunks` stages per rank: idle time divided by `chunks`, more traffic
+    zero_bubble  in addition, weight gradients are computed while a rank would be idle (ZB-1P)
+    zbv          two stages per rank in the form of a V: the first rank also has the last stage with the head
+
+    One micro-batch (`micro_batches = 1` with gpipe) is the "vertical" or layer-wise model parallelism of the
+    literature: one rank works at a time. Micro-batches are equal; missing rows are padded with rows of weight zero.
+    Blocks are divided by their cost. The value of a borrowed tied head is sent before each pass, its gradient returned
+    after it.
+
+    Differs from GPipe: torch runs backward passes first in, first out. With `recompute` the first micro-batch is kept,
+    since its backward pass comes first; the paper keeps the last. A last stage that alternates keeps all of them.
+    `memory.recompute` recomputes all of them instead. Schedules with split backward passes compute chunked losses, and
+    recomputed values, twice.
+
+    The footprint is that of a rank with the most blocks and the parameters of both ends, as with zbv or a tied head.
+    The peak is that of the first rank, which has most micro-batches alive, or of the last, which has the loss. From the
+    second backward pass on, gradients are added. torch holds a buffer for the hidden states of each micro-batch in
+    either direction. With zbv, torch also keeps hidden states that pass between stages of one rank; these are not
+    counted.
+    """
+
     stage, numerics, tolerance = Stage.CUT, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.PIPELINE_PARALLELISM})
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -1,14 +1,16 @@
-"""Replicate: data parallelism. Every rank holds the whole model and takes an equal share of each effective batch.
+"""Data parallelism (Goyal et al. 2017): copy the model to each rank and divide each batch.
 
-Paper     the synchronous scheme of Goyal et al. 2017 (arXiv 1706.02677), section 3, with the sum taken over example
-          weights that are fixed for the effective batch, so that no rank's mean is averaged with another's.
-Promise   the single-process run at the same effective batch and in the same data order, within the order of summation.
-Cost      all gradients are summed over the ranks once a step: 2 · parameters elements sent by each rank.
-Use       dist.init_process_group(); model = thrifty.apply(model, "replicate"), in a script that torchrun starts; each
-          rank takes its own examples (DistributedSampler). Gradients are averaged: let each rank's loss be a mean of
-          equally many.
-Avoid     BatchNorm, which normalizes the examples of each rank by themselves: such a run is not the single-process one.
-          Running statistics are those of the first rank, as in torch's DistributedDataParallel.
+Paper       Goyal et al. 2017 (arXiv 1706.02677), section 3, synchronous SGD.
+Promise     Equal to the single-process run at the same effective batch and data order, within rounding.
+Use         torch.distributed.init_process_group()  # in a script that torchrun starts
+            model = thrifty.apply(model, "replicate")
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `replicate`. In your own loop each rank reads its own examples (DistributedSampler) and averages as many as
+            the others.
+Cost        One sum of all gradients per step: each rank sends 2 · parameters elements.
+Avoid       BatchNorm, which normalizes the examples of each rank separately, so that the run differs from the
+            single-process one.
+Does not    Save memory: each rank holds the whole model and optimizer state.
 """
 
 from dataclasses import replace
@@ -85,6 +87,10 @@ def average_over(data: MeshAxis, model: nn.Module) -> None:
 
 
 class ReplicatedDataParallel(Technique):
+    """Differs from the paper: gradients are summed with example weights that are fixed for the effective batch, so that
+    ranks with unequal shares count correctly. In your own loop gradients are averaged over ranks. Running statistics of
+    BatchNorm are those of the first rank, as in torch's DistributedDataParallel."""
+
     stage, numerics, tolerance = Stage.REDUCE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.DATA_PARALLELISM})
 

@@ -1,25 +1,18 @@
-"""Shard: ZeRO. Optimizer state, gradients and parameters divided over the ranks, gathered block by block when needed.
+"""ZeRO / FSDP (Rajbhandari et al. 2020): shard optimizer state, gradients and parameters over ranks.
 
-Paper     Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054); engine: torch's FSDP2 (Zhao et al. 2023, arXiv 2304.11277).
-          Over a mesh of replicate x shard, the hybrid sharding of the latter.
-Promise   the single-process run within the order of summation, with model states divided among N ranks. Bytes held
-          between two micro-batches, for Adam and P parameters in float32 (measured: within 1 %):
-              zero   gathered as kept    in bfloat16        the paper's mixed precision
-              1      8 P + 12 P / N      6 P + 12 P / N     4 P + 12 P / N
-              2      4 P + 16 P / N      2 P + 16 P / N     2 P + 14 P / N
-              3      16 P / N            16 P / N           16 P / N
-          Three formulas go round for stage 2. Gathered as kept, ours is that of DeepSpeed's documentation; in bfloat16
-          it is the paper's with gradients summed in 4 bytes instead of 2; DeepSpeed's estimator, 2 P + 18 P / N, has
-          gradients in both.
-Cost      P numbers gathered and P reduced in each step at stage 1, as many as replicate sends; at 2 those that are
-          reduced, at 3 both of them for each micro-batch, and blocks are gathered twice. Gathered in bfloat16, norms
-          and the residual stream are in 16 bits too: 200 steps of 3 blocks of width 64 on bytes end at 2.04 and 1.98
-          nats held out (two seeds), at 2.00 and 1.95 in float32, at 2.01 and 1.96 with `precision.mixed`.
-Does not  rename any parameter.
-Use       dist.init_process_group(); model = thrifty.apply(model, "shard"), before the optimizer is made, in a script
-          that torchrun starts. Gradients are averaged.
-Avoid     stages 2 and 3 where a lower one fits: they only send more.
-Note      stage 1 without accumulation is stage 2: there is one micro-batch to send the gradients of.
+Paper       Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054); engine: torch's FSDP2 (Zhao et al. 2023, arXiv
+            2304.11277), also its hybrid sharding.
+Promise     Model states divided among N ranks, each block gathered when it is computed. Equal to the single-process run
+            within rounding.
+Use         torch.distributed.init_process_group()  # in a script that torchrun starts
+            model = thrifty.apply(model, "shard", zero=3)
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `shard:zero=3`; lower stages send less if the model fits.
+Cost        Per step, P elements gathered and P reduced at stage 1; per micro-batch, P reduced at stage 2, and P also
+            gathered twice at stage 3.
+Avoid       Stages 2 and 3 where a lower one fits. bfloat16 gathering if norms and the residual stream must stay in
+            float32.
+Does not    Rename parameters. Gradients are averaged in your own loop.
 """
 
 from collections.abc import Iterator
@@ -105,6 +98,19 @@ class ShardingObjective(WrappedObjective):
 
 
 class ShardedDataParallel(Technique):
+    """Bytes held between two micro-batches, for Adam and P parameters in float32:
+
+    zero   gathered as stored  in bfloat16        the paper's mixed precision
+    1      8 P + 12 P / N      6 P + 12 P / N     4 P + 12 P / N
+    2      4 P + 16 P / N      2 P + 16 P / N     2 P + 14 P / N
+    3      16 P / N            16 P / N           16 P / N
+
+    The literature has three formulas for stage 2. Gathered as stored, ours is that of DeepSpeed's documentation. In
+    bfloat16 it is the paper's with gradients summed in 4 bytes instead of 2. DeepSpeed's estimator, 2 P + 18 P / N, has
+    gradients in both formats. Stage 1 without accumulation is stage 2, since there is one micro-batch whose gradients
+    are sent.
+    """
+
     stage, numerics, tolerance = Stage.SHARD, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.DATA_PARALLELISM, Claim.PARAMETER_SHARDING})
 

@@ -1,22 +1,16 @@
-"""Tensor: every layer computed by several ranks together, each with a part of its weights, on the same data.
+"""Tensor parallelism (Shoeybi et al. 2019): split each layer's weights over ranks that share the data.
 
-Paper     Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3; along tokens between the layers after
-          Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2; engine: torch's DTensor.
-Promise   weights, gradients, optimizer state and most activations divided by the number of ranks; the single-process
-          run within the order of summation. The first of two matrices is split by its outputs, the second by its
-          inputs, attention by heads; embedding, head and loss by the vocabulary, and no rank ever has all logits.
-Cost      in each block two sums of hidden states (b, t, d) forward and two backward, which nothing hides. Along tokens
-          each sum is a reduce-scatter and a gather, of the same bytes.
-Does not  rename any parameter, or change what one is drawn as: the plain model is built, then cut.
-Use       dist.init_process_group(); model = thrifty.apply(model, "tensor"), before the optimizer is made, in a script
-          that torchrun starts: all its ranks compute each layer together, on the same examples. Clip by
-          thrifty.apply(optimizer, "clip"), which takes divided gradients.
-Avoid     where the model fits: sharding sends less. Between machines.
-Note      a layer that holds several slices (queries, keys and values) is kept in an order in which each rank's rows are
-          neighbours (`core/shard_layout.py`); checkpoints and exports have the plain one. Norms, positions and biases
-          of row
-          layers are whole on all ranks. Random numbers are drawn alike where activations are whole and apart where they
-          are not.
+Paper       Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al.
+            2022 (arXiv 2205.05198), section 4.2.
+Promise     Weights, gradients, optimizer state and most activations divided by the number of ranks. Equal to the
+            single-process run within rounding.
+Use         torch.distributed.init_process_group()  # in a script that torchrun starts
+            model = thrifty.apply(model, "tensor")
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `tensor`; `sequence_parallel=true` also divides norms and residuals along tokens.
+Cost        Per block, two sums of hidden states (b, t, d) in the forward and two in the backward pass, not overlapped.
+Avoid       Models that fit with sharding, which sends less. Ranks on several machines.
+Does not    Rename parameters or change their initialization: the plain model is built first, then split.
 """
 
 import torch
@@ -93,6 +87,17 @@ def is_divided(parameter: Tensor) -> bool:
 
 
 class TensorParallel(Technique):
+    """The engine is torch's DTensor. The first matrix of a pair is split by its outputs, the second by its inputs,
+    attention by heads. Embedding, head and loss are split by the vocabulary, so that no rank holds all logits. Along
+    tokens each sum is a reduce-scatter and a gather of the same bytes. In your own loop all ranks compute the same
+    examples; clip by thrifty.apply(optimizer, "clip"), which handles divided gradients.
+
+    A layer with several slices (queries, keys and values) is stored so that the rows of each rank are contiguous
+    (`core/shard_layout.py`). Checkpoints and exports have the plain order. Norms, positions and biases of row-split
+    layers are whole on all ranks. Random values are equal on all ranks for whole activations and differ for divided
+    ones.
+    """
+
     stage, numerics, tolerance = Stage.SPLIT, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.TENSOR_PARALLELISM})
 

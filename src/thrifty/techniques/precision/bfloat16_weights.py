@@ -1,18 +1,15 @@
-"""Bfloat16 weights: parameters and gradients in 16 bits, each update made in float32 and rounded so that none is lost.
+"""bfloat16 weights (Zamirai et al. 2020): store parameters and gradients in 16 bits; update in float32.
 
-Paper     Zamirai et al. 2020, Revisiting BFloat16 Training (arXiv 2010.06192), for both ways of rounding: by chance
-          (Gupta et al. 2015, arXiv 1502.02551), or with what was cut off kept and added again (Kahan 1965).
-Promise   2 bytes a weight and 2 a gradient instead of 4 and 4, and activations in 16 bits throughout. The optimizer
-          sees gradients and weights in float32 and keeps its moments in float32, or as `precision.optimizer_state`
-          says.
-Cost      weights have 8 bits of mantissa. Rounded by chance they are the float32 sum on average, with noise of the size
-          of a rounding; "kahan" keeps 8 bits more in 2 more bytes a weight. 400 steps of 3 blocks of width 64 on bytes,
-          three seeds: 2.557 nats held out with "kahan", 2.566 by chance, 2.558 in float32. On 2 cores AdamW's step
-          takes 3 to 5 ns a parameter where torch's fused kernel takes 0.8 in float32.
-Does not  keep norms, biases and the residual stream in float32, as `precision.mixed` does; buffers stay as they are.
-Avoid     with many micro-batches or ranks, whose gradients are added up in 16 bits. Clipping acts on those too.
-Note      "nearest" is there to show why: 1 + 1e-3 is 1 in bfloat16, so that small updates are lost for ever (2.649 nats
-          in the runs above). What must see all parameters at once, such as sparsity.rigl, makes one float32 copy.
+Paper       Zamirai et al. 2020, Revisiting BFloat16 Training (arXiv 2010.06192); stochastic rounding of Gupta et al.
+            2015 (arXiv 1502.02551), compensation of Kahan 1965.
+Promise     2 bytes per weight and 2 per gradient instead of 4 and 4, and 16-bit activations. Rounding loses no update
+            on average.
+Use         model, optimizer = thrifty.apply((model, optimizer), "bfloat16_weights")
+Start with  `bfloat16_weights:rounding=stochastic`; `rounding=kahan` adds 8 bits of mantissa for 2 more bytes per
+            weight.
+Cost        Weights have 8 bits of mantissa, and stochastic rounding adds noise of that size.
+Avoid       Many micro-batches or ranks: their gradients are summed in 16 bits, also for clipping.
+Does not    Keep norms, biases and the residual stream in float32, as precision.mixed does. Convert buffers.
 """
 
 from collections.abc import Sequence
@@ -201,6 +198,10 @@ class Bfloat16InputObjective(WrappedObjective):
 
 
 class Bfloat16Weights(Technique):
+    """The optimizer receives gradients and weights in float32, and keeps its moments in float32 or in the format of
+    `precision.optimizer_state`. "nearest" exists for comparison: in bfloat16, 1 + 1e-3 rounds to 1, so that small
+    updates are lost. Transforms that need all parameters at once, such as sparsity.rigl, make one float32 copy."""
+
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({Claim.PRECISION})
 

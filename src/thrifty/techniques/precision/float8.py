@@ -1,23 +1,15 @@
-"""Float8: the matrix products of linear layers from 8-bit codes, E4M3 forward and E5M2 for gradients.
+"""Float8 (Micikevicius et al. 2022): compute linear layers in 8 bits, E4M3 forward and E5M2 backward.
 
-Paper     Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv 2209.05433). Delayed scales as Transformer
-          Engine keeps them: from the largest magnitudes of the last `history` steps, on all ranks.
-Promise   products on the units that some GPUs have for these formats, and one byte a number for the inputs that linear
-          layers keep for the backward pass. With `precision.mixed` around it, a step of 12 GPT blocks of width 768 on
-          1024 tokens keeps 300 MB instead of 517 (counted; 170 of it were 16-bit copies of weights). Losses as in
-          bfloat16: 4 blocks of width 64, all treated, after 200 steps on bytes +0.010 ± 0.014 nats with delayed
-          scales, -0.007 ± 0.008 with one for each row (held out, eight seeds).
-Cost      two more passes over each factor. Without such units products are emulated, with the same codes: a layer took
-          some ten times as long as in bfloat16 on a CPU core, those runs about twice. On an
-          H100's units a step of GPT-2-small (16 x 1024 tokens) took 1.8 times as long as in bfloat16, and 1.07 times
-          where both are compiled, at 0.90 of its peak: its layers are too narrow to gain.
-Does not  touch embeddings, norms, softmax, biases, the head and all else outside the blocks; change the format of
-          parameters and gradients; act in evaluation, which is of the model that will be exported.
-Avoid     on devices without the units, but to learn what 8 bits do to a run.
-Note      a delayed scale knows only the past: numbers that grow from one step to the next are clipped. `margin` leaves
-          room, `scaling=current` looks first, as does a layer that has no history yet. E4M3 spans 18 powers of two,
-          E5M2 32: of gradients spread over 25 a third became zero in E4M3, 0.04 % in E5M2. In the runs above gradients
-          in E4M3 made no difference (+0.004 ± 0.007).
+Paper       Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv 2209.05433). Delayed scales follow
+            Transformer Engine.
+Promise     Products on the FP8 units of a GPU, and one byte per element for the saved inputs of linear layers.
+Use         model, optimizer = thrifty.apply((model, optimizer), "float8", scaling="delayed")
+Start with  `float8` inside precision.mixed and `compile`. If values are clipped, set `margin=1` or `scaling=current`.
+Cost        Two more passes over each factor. Without FP8 units products are emulated, which is many times slower than
+            bfloat16.
+Avoid       Devices without FP8 units, except to study 8-bit training. Narrow layers gain no time.
+Does not    Touch embeddings, norms, softmax, biases, the head and the format of parameters and gradients. Act in
+            evaluation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -117,6 +109,10 @@ def rolled(backward: Backward, most_recent: bool = False) -> Backward:
 
 class Float8(Technique):
     # a linear layer's own product, and so before adapters, which add to what a layer gives
+    """A delayed scale is computed from the largest magnitudes of the last `history` steps on all ranks. Values that
+    grow from one step to the next are therefore clipped. `margin` leaves headroom. `scaling=current` computes the scale
+    from the tensor at hand, as a layer without history does. E4M3 spans 18 powers of two, E5M2 32."""
+
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.LINEAR_PRODUCTS})
 

@@ -1,17 +1,14 @@
-"""Mixed precision: matrix products in bfloat16 or float16, parameters, norms, softmax and sums in float32.
+"""Mixed precision (Micikevicius et al. 2018): compute matrix products in bfloat16 or float16.
 
-Paper     Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); bfloat16 after Kalamkar et al. 2019
-          (arXiv 1905.12322), which needs no loss scaling.
-Promise   the matrix rate of the hardware's 16-bit units and about half the activation memory, at the same loss: 400
-          steps of 3 blocks of width 64 on bytes end at 2.559 nats in bfloat16, 2.560 in float16, 2.558 in float32.
-Cost      8 bits of mantissa in products, 11 in float16; parameters keep float32, so model states do not shrink.
-Avoid     on processors without units for the format (`thrifty doctor` tells of bfloat16): there it is slower, and
-          float16 on a CPU only good for trying things out (products took 20 to 500 times as long as in bfloat16).
-          float16 where there is bfloat16: activations beyond 65504 are infinite at any loss scale.
-Note      float16 reaches down to 6e-8 only, and many gradients are smaller. So the loss is multiplied by a scale, a
-          power of two, and gradients are divided by it. A step that overflows is skipped as a whole and halves the
-          scale, after `growth_interval` clean ones it doubles; a scale that comes down is no divergence. Defaults are
-          those of torch.amp.GradScaler; with `hysteresis = 2` overflows are answered as DeepSpeed and Megatron do.
+Paper       Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); bfloat16: Kalamkar et al. 2019 (arXiv
+            1905.12322).
+Promise     The speed of 16-bit matrix units and about half of the activation memory, at the same loss.
+Use         model = thrifty.apply(model, "mixed", format="bfloat16")
+Start with  `mixed:format=bfloat16`; float16 only on GPUs without bfloat16.
+Cost        Products have 8 bits of mantissa in bfloat16, 11 in float16.
+Avoid       CPUs without bfloat16 units (`thrifty doctor` reports them). float16 overflows above 65504 at any loss
+            scale, and is very slow on CPUs.
+Does not    Shrink parameters and optimizer state. Norms, softmax and sums stay in float32.
 """
 
 import math
@@ -153,6 +150,12 @@ def _with_autocast(model: nn.Module, inner: Callable[..., Any], *args: Any, **kw
 
 
 class MixedPrecision(Technique):
+    """float16 represents magnitudes down to 6e-8, and many gradients are smaller. The loss is therefore multiplied by a
+    scale, a power of two, and gradients are divided by it. A step that overflows is skipped as a whole and halves the
+    scale; after `growth_interval` clean steps the scale doubles. A falling scale is no sign of divergence. Defaults are
+    those of torch.amp.GradScaler; `hysteresis = 2` follows DeepSpeed and Megatron. float16 works only in the trainer,
+    which keeps the scale."""
+
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({Claim.PRECISION})
 

@@ -1,17 +1,13 @@
-"""Optimizer state: moments of gradients kept in 8 bits or in bfloat16, for any optimizer.
+"""8-bit optimizer state (Dettmers et al. 2022): quantize gradient moments to int8 or bfloat16.
 
-Paper     Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861): codes of 8 bits and a
-          scale for each block of up to 256 numbers. Rounding by chance after Gupta et al. 2015 (arXiv 1502.02551).
-Promise   a little over 1 byte (int8) or 2 (bfloat16) for each moment's 4, at the same loss: 400 steps of 0.6M
-          parameters ended within 0.2 % of float32 with AdamW (beta2 0.95 and 0.999) and Lion, two seeds each.
-Cost      moments are opened and closed again in every step, in pieces that stay in the cache. On 2 cores AdamW's step
-          takes 6 to 8 ns a parameter in 8 bits and 4 in bfloat16, where torch's fused kernel takes 0.8 to 1.4 in
-          float32, and torchao's 8 bits 21 (`benchmarks/bench_optimizer_state.py`).
-Does not  touch weights and their averages, vectors, or tensors with fewer than `min_elements` numbers; nor, in 8 bits,
-          rows that tensor parallelism divides into parts without a divisor from 16 to 256.
-Note      rounded to the nearest, slow averages stall: in 8 bits with beta2 = 0.999 the root of a second moment stands
-          3 times too high 2500 steps after its gradients fell to a tenth; rounded by chance it follows within 10 %.
-          In 8 bits that holds to about beta2 = 0.9997, in bfloat16 beyond.
+Paper       Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861); stochastic rounding:
+            Gupta et al. 2015 (arXiv 1502.02551).
+Promise     Each moment takes a little over 1 byte (int8) or 2 bytes (bfloat16) instead of 4, for any optimizer.
+Use         model, optimizer = thrifty.apply((model, optimizer), "optimizer_state", format="int8")
+Start with  `optimizer_state:format=int8`; bfloat16 for a beta2 above 0.9997.
+Cost        Moments are dequantized and quantized in every step, in pieces that fit the cache.
+Avoid       Small models, whose state is small, and updates that already dominate the step.
+Does not    Quantize weights, their averages, vectors and tensors of fewer than `min_elements` elements.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -183,6 +179,10 @@ FORMATS: dict[str, Callable[[], StateFormat]] = {"int8": Int8Format, "bfloat16":
 
 
 class OptimizerState(Technique):
+    """int8 uses one scale per block of up to 256 elements. Rows that tensor parallelism divides into parts without a
+    divisor from 16 to 256 stay in float32. Rounding is stochastic: rounded to nearest, slow averages stall, since small
+    changes are lost. In int8 that works up to a beta2 of about 0.9997, in bfloat16 beyond."""
+
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_VECTORS: "there is no matrix whose moments it could store"}
 

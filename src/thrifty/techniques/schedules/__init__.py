@@ -1,0 +1,1 @@
+"""Learning-rate schedules: warm up and decay the learning rate over a run."""

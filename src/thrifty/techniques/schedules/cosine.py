@@ -1,8 +1,13 @@
-"""Cosine: warm up linearly, then fall along half a cosine to the end of the run.
+"""Cosine decay (Loshchilov and Hutter 2017): warm up linearly, then decay along half a cosine.
 
-Paper     Loshchilov & Hutter 2017, SGDR (arXiv 1608.03983); warm-up after Goyal et al. 2017 (arXiv 1706.02677).
-Promise   a rate that is fully decayed when the run ends, which is what makes comparisons at a budget fair
-          (Kaddour et al. 2023, No Train No Gain, arXiv 2307.06440).
+Paper       Loshchilov and Hutter 2017, SGDR (arXiv 1608.03983); warm-up of Goyal et al. 2017 (arXiv 1706.02677).
+Promise     The rate is fully decayed when the run ends, as fair comparisons at a budget require (Kaddour et al. 2023,
+            arXiv 2307.06440).
+Use         optimizer = thrifty.apply(optimizer, "cosine", warmup=0.05, total_steps=10_000)
+Start with  `cosine:warmup=0.05`; `floor=0.1` keeps a tenth of the peak rate at the end.
+Cost        None.
+Avoid       Runs whose length is not known: a changed length changes every rate after the warm-up.
+Does not    Restart, unlike SGDR.
 """
 
 import math

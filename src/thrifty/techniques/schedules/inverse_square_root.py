@@ -1,8 +1,13 @@
-"""Inverse square root: warm up linearly, fall as 1/sqrt(step), then straight to zero at the end.
+"""Inverse square root (Vaswani et al. 2017): decay the learning rate as 1/sqrt(step), then to zero.
 
-Paper     Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), section 5.3, scaled to peak at the end of
-          the warm-up; the final cooldown after Zhai et al. 2022, Scaling Vision Transformers (arXiv 2106.04560).
-Promise   a run that may be prolonged: everything before `cooldown` does not depend on the length of the run.
+Paper       Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), section 5.3; final cooldown of Zhai et
+            al. 2022, Scaling Vision Transformers (arXiv 2106.04560).
+Promise     A run can be prolonged: rates before `cooldown` depend only on the warm-up, not on the length of the run.
+Use         optimizer = thrifty.apply(optimizer, "inverse_square_root", warmup=500, total_steps=10_000)
+Start with  `inverse_square_root:warmup=500,cooldown=0.8`. A warm-up in steps keeps the rates when the run is prolonged.
+Cost        None.
+Avoid       A fixed budget: linear and cosine decay are made for it.
+Does not    Follow the paper's absolute scale: the factor peaks at 1 at the end of the warm-up.
 """
 
 from thrifty.core.run_relative_settings import StepOrFraction

@@ -1,8 +1,13 @@
-"""Linear: warm up linearly, then fall in a straight line to the end of the run.
+"""Linear decay (Devlin et al. 2019): warm up linearly, then decay in a straight line.
 
-Paper     the schedule of BERT (Devlin et al. 2019); the best simple one at a fixed budget in Bergsma et al. 2025,
-          Straight to Zero (arXiv 2502.15938).
-Promise   fully decayed when the run ends.
+Paper       Devlin et al. 2019, BERT (arXiv 1810.04805); best simple schedule at a fixed budget in Bergsma et al. 2025,
+            Straight to Zero (arXiv 2502.15938).
+Promise     The rate is fully decayed when the run ends.
+Use         optimizer = thrifty.apply(optimizer, "linear", warmup=0.05, total_steps=10_000)
+Start with  `linear:warmup=0.05`.
+Cost        None.
+Avoid       Runs whose length is not known: a changed length changes every rate after the warm-up.
+Does not    Restart or hold the peak rate.
 """
 
 from thrifty.core.run_relative_settings import StepOrFraction

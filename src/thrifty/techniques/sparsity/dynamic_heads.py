@@ -1,19 +1,15 @@
-"""Dynamic heads: train with a share of the heads of each block, and replace those that matter least by others.
+"""S²ViTE (Chen et al. 2021): train with a subset of attention heads and replace the least important ones.
 
-Paper     Chen et al. 2021, Chasing Sparsity in Vision Transformers (arXiv 2106.04533): S²ViTE, the structured half of
-          SViTE; moves as in RigL (Evci et al. 2020, arXiv 1911.11134). From memory, not verified, in its details.
-Promise   the same number of heads in each block at every step, of which some move: dropped are those with the smallest
-          |sum of weight · gradient|, which is Taylor's first order of what the loss would lose with the head; grown,
-          at zero, those whose weights in front of the stream have the largest dense gradient. The model ends
-          without the other heads, its matrices smaller, and computes the same within rounding; a Hugging Face format
-          that has no word for fewer heads (GPT-2, BERT, ViT) has zeros in their place.
-Cost      while it trains all heads are computed, as growth must look at those that are not there: only the product in
-          front of the stream can leave them out (sparsity.sparse_products). The smaller model is what it is for.
-Does not  touch queries, keys and values: those of a dropped head have no gradient and wait, decaying, for its return.
-Avoid     with few heads a block: a move is a whole head, so with alpha · density · heads below a half none ever moves,
-          which is noted. sparsity.early_bird chooses once, and then trains the smaller model.
-Note      a head is a group of columns of the layer that writes into the stream, masked by the one mechanism of masks;
-          heads that share a key and a value go together. `neurons` below 1 does the same to the feed-forward networks.
+Paper       Chen et al. 2021, Chasing Sparsity in Vision Transformers (arXiv 2106.04533), structured half; moves as in
+            RigL (Evci et al. 2020, arXiv 1911.11134). Details unverified.
+Promise     A constant number of heads per block, of which some are replaced during training. The final model is
+            smaller.
+Use         model, optimizer = thrifty.apply((model, optimizer), "dynamic_heads", density=0.5, total_steps=10_000)
+Start with  `dynamic_heads:density=0.5,alpha=0.5`; `neurons=0.5` prunes feed-forward neurons too.
+Cost        All heads are computed during training, since growth needs their gradients. Only the output projection can
+            skip them (sparsity.sparse_products).
+Avoid       Few heads per block: with alpha · density · heads below a half no head ever moves, which a note reports.
+Does not    Touch queries, keys and values: those of a dropped head get no gradient and only decay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +51,16 @@ def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float
 
 
 class DynamicHeads(MaskTechnique):
+    """Heads with the smallest |sum of weight · gradient| are dropped: the first-order Taylor estimate of the loss
+    without the head. Heads whose output weights have the largest dense gradient are grown, from zero. A head is a group
+    of columns of the layer that writes into the residual stream. Heads that share a key and a value are treated
+    together. `neurons` below 1 does the same for feed-forward networks.
+
+    At the end dropped heads are removed, and the smaller matrices compute the same within rounding. Hugging Face
+    formats that cannot store fewer heads (GPT-2, BERT, ViT) get zeros instead. sparsity.early_bird chooses heads once
+    and then trains the smaller model.
+    """
+
     claims = frozenset({Claim.WEIGHT_MASKS, Claim.HEADS_AND_NEURONS})
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it moves weights that adapters keep frozen",

@@ -1,21 +1,16 @@
-"""Early-bird ticket: find out early which heads and neurons matter, and train a model of those alone.
+"""Early-bird tickets (You et al. 2020): select heads and neurons early, then train the smaller model.
 
-Paper     You et al. 2020, Drawing Early-Bird Tickets (arXiv 1909.11957); for Transformers Chen et al. 2021, EarlyBERT
-          (arXiv 2101.00063).
-Promise   once the ticket is drawn the model is physically smaller: without a third of the heads of each block and 40 %
-          of all neurons, its matrices smaller, its heads as wide as before. It trains on from its first weights with
-          a fresh optimizer, and is exported in the smaller shapes.
-Cost      the search: steps of the run with the whole model, whose learning is thrown away. They are part of the budget.
-Avoid     with fewer than three heads a block, of which no third can go; without a look at the random control first.
-          Four blocks of width 64 on bytes, one seed: the masks agreed after 23 % of 1000 steps, and trained alone for
-          1000 more the early ticket came to 1.540 nats, a random one to 1.539 and one drawn at the end to 1.522
-          (`thrifty study early_bird`).
-Note      coefficients (1 at first, L1, no decay) multiply what each head and neuron adds. Every so often they are made
-          into a mask of what would be kept; the ticket is drawn when the newest of five masks differs from the others
-          in less than a tenth of its places, of heads and of neurons. Kept are the largest magnitudes: EarlyBERT's code
-          takes the largest values, sign and all, and a fixed moment instead of the distance. Heads that share
-          keys and values go together. Schedule and data go on, they do not start again. Controls are settings: "random"
-          keeps as many of each block drawn at random, at the same moment; "late" waits for the latest moment.
+Paper       You et al. 2020, Drawing Early-Bird Tickets (arXiv 1909.11957); Transformers: Chen et al. 2021, EarlyBERT
+            (arXiv 2101.00063).
+Promise     After the ticket is drawn, the model lacks a third of the heads of each block and 40 % of all neurons. Its
+            matrices are smaller.
+Use         train, test = torch.utils.data.random_split(texts, [0.9, 0.1])
+            run = thrifty.train(model, train, held_out=test, techniques=["early_bird"], budget="2000 steps")
+Start with  `early_bird:heads=0.5,neurons=0.4`, compared with the control `criterion=random`.
+Cost        The search: steps of the whole model whose updates are discarded. They count in the budget.
+Avoid       Fewer than three heads per block, of which no third can be removed. Conclusions without the random control.
+Does not    Keep the weights of the search: the ticket trains from its initial weights with a fresh optimizer. Restart
+            data or schedule.
 """
 
 from collections.abc import Mapping
@@ -137,6 +132,16 @@ class EarlyBirdBackward:
 
 
 class EarlyBird(Technique):
+    """Coefficients (initially 1, with an L1 penalty, without decay) multiply the output of each head and neuron. Every
+    `every` steps they are turned into a mask of what would be kept. The ticket is drawn when the newest of five masks
+    agrees with the others: it differs in less than a tenth of the heads and of the neurons. Heads that share keys and
+    values are treated together. The smaller model is exported in its own shapes.
+
+    Differs from EarlyBERT's code: the largest magnitudes are kept, where the code takes the largest signed values; and
+    the moment follows the mask distance, where the code fixes it. Controls are settings: "random" keeps as many of each
+    block at random, at the same moment; "late" draws at the latest moment.
+    """
+
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.HEADS_AND_NEURONS})
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -1,15 +1,14 @@
-"""Gradual pruning: train dense at first, and remove the smallest weights little by little.
+"""Gradual pruning (Zhu and Gupta 2017): train dense first and remove the smallest weights step by step.
 
-Paper     Zhu & Gupta 2017, To prune, or not to prune (arXiv 1710.01878), equation 1: a cubic schedule, fast while there
-          is much to spare.
-Promise   the density falls from `initial_density` at `start` to `density` at `until` and never rises; the last part of
-          the run trains what is left.
-Cost      one more mask per weight, and a sort of magnitudes every `every` steps. The early steps are dense: at equal
-          steps it computes more than a run that is sparse throughout.
-Avoid     when the dense model does not fit; when the run is too short to recover after `until`.
-Note      "global" has one threshold for all layers and may leave a layer with nothing (the note "empty_weights" counts
-          those); "uniform" and "erk" choose within each layer. Pruned weights stay pruned. To prune a dense run that is
-          there, fork it with `start` at the step of the fork or later.
+Paper       Zhu and Gupta 2017, To prune, or not to prune (arXiv 1710.01878), equation 1, cubic schedule.
+Promise     Density falls from `initial_density` at `start` to `density` at `until` and never rises. The remaining steps
+            train the sparse weights.
+Use         model, optimizer = thrifty.apply((model, optimizer), "gradual", density=0.2, total_steps=10_000)
+Start with  `gradual:density=0.2,until=0.75`; `distribution=erk` or global for low densities.
+Cost        One mask per weight and a sort every `every` steps. Early steps are dense, so more computation than in runs
+            sparse from the start.
+Avoid       Dense models that do not fit. Runs too short to recover after `until`.
+Does not    Restore pruned weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,6 +38,10 @@ def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 class GradualPruning(MatrixMaskTechnique):
+    """distribution = "global" uses one threshold for all layers and may empty a layer; the note "empty_weights" counts
+    such layers. "uniform" and "erk" select within each layer. To prune an existing dense run, fork it with `start` at
+    the step of the fork or later."""
+
     replaces_update: ClassVar[bool] = False
 
     initial_density: Fraction = 1.0

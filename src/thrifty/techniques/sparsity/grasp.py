@@ -1,19 +1,15 @@
-"""GraSP: prune before training, keeping the weights that let the gradient flow.
+"""GraSP (Wang et al. 2020): prune before training, keeping the weights that preserve gradient flow.
 
-Paper     Wang et al. 2020, Picking Winning Tickets Before Training by Preserving Gradient Flow (arXiv 2002.07376).
-Promise   one mask for the whole run: of all masked weights together the share `density` without which the squared norm
-          of the gradient would fall most, to first order. Meant for very low densities.
-Cost      the first `scoring_steps` steps only look: they make no other update, and are steps of the budget. Each is two
-          passes, the second of which is differentiated twice: 3.9 times the products of a step, and at its peak 2.4
-          times the memory (counted; 4 blocks of width 256 on 8 x 128 bytes). Choosing takes what sparsity.snip's does.
-Avoid     at moderate densities, where its choice is noisy and sparsity.snip is better (thrifty study pruning_digits).
-Note      scores are signed: a weight is kept for a large w · (H g), and its absolute value would keep the wrong ones
-          too. Logits are divided by `temperature` while scoring. H g is exact for each step's effective batch, dropout
-          included, whatever micro-batches and ranks it is made of; with several scoring steps those of each are summed.
-          H and g are those of the masked weights. Attention is torch's plain one meanwhile. The paper balances classes
-          in its batch; here the batch is the run's own. It starts from Xavier's first values, and these matter: from
-          He's a perceptron at a density of 10 % learned nothing afterwards, two seeds of two. `explain` counts a
-          scoring step. The note "empty_weights" counts layers that are left with nothing.
+Paper       Wang et al. 2020, Picking Winning Tickets Before Training by Preserving Gradient Flow (arXiv 2002.07376).
+Promise     One mask for the whole run: the `density` of weights whose removal would reduce the gradient norm most, to
+            first order. Made for very low densities.
+Use         train, test = torch.utils.data.random_split(texts, [0.9, 0.1])
+            run = thrifty.train(model, train, held_out=test, techniques=["grasp:density=0.1"], budget="2000 steps")
+Start with  `grasp:density=0.02,scoring_steps=1`; more scoring steps for small batches.
+Cost        The first `scoring_steps` steps make no update, and compute about four times as much. Selection needs
+            sparsity.snip's memory.
+Avoid       Moderate densities, where its choice is noisy: use sparsity.snip.
+Does not    Balance the classes of the scoring batch, as the paper does. Touch biases, norms, embeddings and the head.
 """
 
 from collections.abc import Mapping, Sequence
@@ -137,6 +133,13 @@ class GraspBackward:
 
 
 class Grasp(SaliencyMaskTechnique):
+    """Scores are signed: a weight is kept for a large w · (H g), with the Hessian H and gradient g of the masked
+    weights. The absolute value would keep wrong weights too. Logits are divided by `temperature` during scoring. H g is
+    exact for the effective batch of each step, dropout included, over micro-batches and ranks. H g of several scoring
+    steps is summed. Attention is torch's plain implementation during scoring. The method builds on Xavier's
+    initialization. `explain` counts a scoring step. The note "empty_weights" counts layers without remaining weights.
+    """
+
     clashes: ClassVar[Mapping[Claim, str]] = {
         **SaliencyMaskTechnique.clashes,
         Claim.COMPILED_BLOCKS: "compiled blocks have no second derivative",

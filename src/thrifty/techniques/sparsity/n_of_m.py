@@ -1,25 +1,15 @@
-"""N of M: linear layers train with n of each m weights (2:4), chosen anew by magnitude as all of them learn.
+"""N-of-M sparsity (Zhou et al. 2021): train linear layers with n of every m weights, such as 2:4.
 
-Paper     Zhou et al. 2021, SR-STE (arXiv 2102.04010): the gradient of the masked weight goes to the whole one, and what
-          is masked decays. Hu et al. 2024 (arXiv 2404.01847): the decay on gradients, transposable masks, flip rate,
-          dense finish. `mvue` after Chmiel et al. 2022 (arXiv 2203.10991).
-Promise   every treated weight acts as an N:M sparse one at every step, along its columns too if transposable, and is
-          exported so; with `dense_from` the last steps train, and the run exports, the dense weight. Half of the
-          multiplications of a 2:4 layer's forward pass can be left out; if transposable, of its input's gradient too;
-          with `mvue`, of its weight's gradient.
-Cost      a boolean for each weight; masks made every `every` steps; weights masked once in each pass.
-Does not  touch embeddings, norms, biases, the head and all else outside the blocks; rename a parameter; save time
-          without units for 2:4 products. On those products are torch's, in 16 bits. On an H100 that gains
-          nothing at the widths of GPT-2-small: weights are packed in each pass, and a step took over twice as long.
-          Published on an A100: 1.24 to 1.27 times as fast for one layer, 6 % for a ViT-L (torchao, since removed).
-Avoid     with adapters: merged, they would fill up the masks. A dense finish while the rate decays to zero: measured,
-          it raised the loss by 0.012 and 0.014 nats.
-Note      3 blocks of width 32 after 500 steps on bytes lose 0.037 and 0.031 nats held out (two seeds) to 2:4 masks,
-          0.060 and 0.074 to transposable ones, 0.103 and 0.113 to 1:4, another 0.007 to `mvue` (one seed). The note
-          "mask_flip_rate" is the share of mask places that changed: there 3.6 % in the worst step, 0.4 % late. A decay
-          of 0.02 halved the latter, at -0.010 and +0.030 nats. SR-STE's code has 2e-4; Hu et al. 6e-5 for GPT-2 of 124M
-          and 774M, 2e-4 for 350M and 1558M. Sharded, weights are gathered once more where masks are made, and every
-          rank has all masks.
+Paper       Zhou et al. 2021, SR-STE (arXiv 2102.04010); Hu et al. 2024 (arXiv 2404.01847); `mvue`: Chmiel et al. 2022
+            (arXiv 2203.10991).
+Promise     Treated weights are N:M sparse at every step and in the export. Half of the multiplications of a 2:4 forward
+            pass can be skipped.
+Use         model, optimizer = thrifty.apply((model, optimizer), "n_of_m", n=2, m=4, total_steps=10_000)
+Start with  `n_of_m:n=2,m=4`; `where=mlp` as the papers on Transformers.
+Cost        One boolean per weight, new masks every `every` steps, and masked weights in each pass.
+Avoid       Adapters, which fill the masks when merged. A dense finish while the rate decays to zero.
+Does not    Save time without 2:4 hardware units. Touch embeddings, norms, biases, the head and layers outside the
+            blocks.
 """
 
 import warnings
@@ -168,6 +158,18 @@ def fill_masks(layers: Iterable[nn.Module]) -> None:
 
 
 class NOfM(Technique):
+    """The gradient of the masked weight is applied to the whole weight, and masked elements decay (SR-STE). Hu et al.
+    add the decay on gradients, transposable masks, the flip rate and the dense finish. With `transposable` the weight
+    is N:M sparse along its columns too, so that half of the products for the input's gradient can be skipped; with
+    `mvue`, half of those for the weight's gradient. With `dense_from` the last steps train, and the run exports, the
+    dense weight.
+
+    On GPUs with 2:4 units the products are torch's, in 16 bits. Published on an A100: 1.24 to 1.27 times as fast for
+    one layer, 6 % for a ViT-L (torchao, since removed). SR-STE's code uses a decay of 2e-4. Hu et al. use 6e-5 for
+    GPT-2 of 124M and 774M, 2e-4 for 350M and 1558M. The note "mask_flip_rate" is the fraction of mask elements that
+    changed. Sharded weights are gathered once more to compute masks, and every rank holds all masks.
+    """
+
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.LINEAR_PRODUCTS})
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -1,17 +1,13 @@
-"""RigL: train at a fixed density, moving connections to where the gradient wants them.
+"""RigL (Evci et al. 2020): train sparse and move connections to where the gradient is largest.
 
-Paper     Evci et al. 2020, Rigging the Lottery (arXiv 1911.11134), algorithm 1; ERK densities, section 3.
-Promise   the same number of non-zero weights per layer at every step. Drops the smallest active weights, grows the
-          inactive ones with the largest dense gradient at zero, cosine-annealed; that step makes no other update.
-Cost      one more mask per weight. Masked dense products save no time: FLOPs saved are theoretical until a sparse
-          kernel is used.
-Avoid     with frozen base weights.
-Note      the paper's text anneals by cosine, its code's default is constant; this follows the text. Biases, norms,
-          embeddings and the head stay dense. Global-norm clipping sees the masked gradients only. New connections start
-          with moments of zero at the run's age, as in the paper. So the bias correction does not see that they are new:
-          late in a run Adam's first update of one is (1 - beta1) / sqrt(1 - beta2) times the usual, 3.16 with betas of
-          0.9 and 0.999 (2.5 measured at step 1000), and 6.6 after a dozen equal gradients; 0.45 with a beta2 of 0.95.
-          SViTE (Chen et al. 2021, arXiv 2106.04533) is this with AdamW, alpha = 0.5, until = 0.8 and rare moves.
+Paper       Evci et al. 2020, Rigging the Lottery (arXiv 1911.11134), algorithm 1; ERK densities, section 3.
+Promise     A constant number of nonzero weights per layer. Every `every` steps the smallest weights are dropped and
+            those with the largest dense gradient grown.
+Use         model, optimizer = thrifty.apply((model, optimizer), "rigl", density=0.2, total_steps=10_000)
+Start with  `rigl:density=0.2,every=100`; SViTE (arXiv 2106.04533) uses AdamW, alpha=0.5, until=0.8 and rare moves.
+Cost        One mask per weight. A step that moves connections makes no other update.
+Avoid       Frozen base weights.
+Does not    Save time by itself: products are dense with masked weights (use sparsity.sparse_products).
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +26,15 @@ def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) 
 
 
 class Rigl(DynamicMaskTechnique):
+    """The share of moved connections anneals by cosine, as in the paper's text; its code defaults to a constant.
+    Biases, norms, embeddings and the head stay dense. Clipping by the global norm uses the masked gradients only.
+
+    New connections start with moments of zero at the run's age, as in the paper, so that bias correction does not treat
+    them as new. Late in a run Adam's first update of a new connection is therefore (1 - beta1) / sqrt(1 - beta2) times
+    the usual one. This is 3.16 with betas of 0.9 and 0.999 and 6.6 after a dozen equal gradients; it is 0.45 with a
+    beta2 of 0.95.
+    """
+
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             matrix = layer(name)

@@ -1,14 +1,14 @@
-"""SET: train at a fixed density, replacing the weakest connections by random ones.
+"""SET (Mocanu et al. 2018): train sparse and replace the smallest connections by random ones.
 
-Paper     Mocanu et al. 2018, Scalable Training of Artificial Neural Networks with Adaptive Sparse Connectivity (arXiv
-          1707.04780); Erdős–Rényi densities are from there.
-Promise   the same number of non-zero weights per layer at every step, and no dense gradient needed: what RigL's choice
-          of where to grow is worth is the difference to this.
-Cost      as sparsity.rigl's.
-Avoid     at very low densities, where random growth hardly ever meets a connection that matters.
-Note      moves are sparsity.rigl's but for where connections grow: the smallest by magnitude are dropped (the paper
-          drops the smallest positive and the largest negative apart), growth is at zero, the share anneals by cosine
-          and a step that moves makes no other update. Places are drawn from (seed, name, step) alone.
+Paper       Mocanu et al. 2018, Scalable Training of Artificial Neural Networks with Adaptive Sparse Connectivity (arXiv
+            1707.04780), also for Erdős–Rényi densities.
+Promise     A constant number of nonzero weights per layer, without dense gradients. It is the baseline for RigL's
+            choice of where to grow.
+Use         model, optimizer = thrifty.apply((model, optimizer), "set", density=0.2, total_steps=10_000)
+Start with  `set:density=0.2,every=100`.
+Cost        One mask per weight. A step that moves connections makes no other update.
+Avoid       Very low densities, where random growth rarely reaches a connection that matters.
+Does not    Save time by itself: products are dense with masked weights (use sparsity.sparse_products).
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,10 @@ def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Ten
 
 
 class SparseEvolution(DynamicMaskTechnique):
+    """Moves are those of sparsity.rigl except for where connections grow: growth is at zero, the share anneals by
+    cosine, and new places are drawn from (seed, name, step) alone. Differs from the paper: the smallest weights by
+    magnitude are dropped. The paper drops the smallest positive and the largest negative weights separately."""
+
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             matrix = layer(name)

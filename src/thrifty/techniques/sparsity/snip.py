@@ -1,16 +1,15 @@
-"""SNIP: prune before training, keeping the weights that the loss feels the most.
+"""SNIP (Lee et al. 2019): prune before training, keeping the weights to which the loss is most sensitive.
 
-Paper     Lee et al. 2019, SNIP: Single-shot Network Pruning based on Connection Sensitivity (arXiv 1810.02340).
-Promise   one mask for the whole run, from one step's gradients: the share `density` of all masked weights together
-          whose removal would change the loss most, to first order. At low densities it keeps every layer connected
-          where random masks and magnitudes do not (thrifty study pruning_digits).
-Cost      the first `scoring_steps` steps only look: they make no other update, and are steps of the budget. One number
-          more per masked weight if those are above 1; some 20 bytes for each, on every rank, when masks are chosen.
-Avoid     without variance-preserving first values, which the method builds on; choose those of the model's preset.
-Note      gradients of all these steps are summed before the absolute value is taken. The paper divides by the sum of
-          all scores, which changes no mask, and scores biases too; here biases, norms, embeddings and the head stay
-          dense. A layer may be left with nothing: the note "empty_weights" counts those. Scoring steps are the first
-          of a run, so a fork from a later one is refused; there sparsity.static and sparsity.gradual do.
+Paper       Lee et al. 2019, SNIP: Single-shot Network Pruning based on Connection Sensitivity (arXiv 1810.02340).
+Promise     One mask for the whole run: the `density` of all masked weights whose removal would change the loss most, to
+            first order.
+Use         model, optimizer = thrifty.apply((model, optimizer), "snip", density=0.1)
+Start with  `snip:density=0.1,scoring_steps=1`; more scoring steps for small batches.
+Cost        The first `scoring_steps` steps make no update. Selecting masks takes some 20 bytes per masked weight on
+            every rank.
+Avoid       Initializations that do not preserve variance, on which the method builds. A fork from a later step is
+            refused.
+Does not    Score biases, as the paper does: biases, norms, embeddings and the head stay dense.
 """
 
 from torch import Tensor
@@ -25,5 +24,10 @@ def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 class Snip(SaliencyMaskTechnique):
+    """Gradients of all scoring steps are summed before the absolute value is taken. Above one scoring step the sum
+    takes one more element per masked weight. Differs from the paper: it divides by the sum of all scores, which changes
+    no mask. A layer may lose all its weights; the note "empty_weights" counts such layers. For a fork use
+    sparsity.static or sparsity.gradual."""
+
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
         return snip_scores(weight, gradient)

@@ -1,25 +1,17 @@
-"""Sparse products: linear layers under masks multiply by the kept weights alone, where that takes less time.
+"""Sparse products (Gale et al. 2020): multiply by the kept weights only, where that is faster.
 
-Paper     Gale et al. 2020, Sparse GPU Kernels for Deep Learning (arXiv 2006.10901): SpMM forward and for the input's
-          gradient, SDDMM for the weight's. Blocks after Gray et al. 2017, GPU Kernels for Block-Sparse Weights.
-Promise   the time of products falls with the density of masks. One core of an AMD EPYC, float32, 1024 tokens and 4096 x
-          1024 weights, the three products of a step: 0.27 of the dense time at a density of 10 % and 0.16 at 5 %; of
-          whole blocks of 16 kept or left out 0.10 and 0.07. Single weights win below some 40 %, blocks always: torch's
-          float32 reached 95 GFLOP/s there, blocks 150, single weights 40. In bfloat16 dense products are four times as
-          fast as in float32, and sparse ones compute in float32: single weights win below some 5 %, blocks below 20 %.
-Cost      a second to compile; the first time on a machine some seconds to measure, for each shape of layer. 24 bytes
-          for each kept single weight. When masks move, the structure of each weight is made anew.
-Does not  change any value but by rounding; rename any parameter; save memory: weights, gradients and moments stay
-          dense tensors, zero where nothing is kept. Act in evaluation, or on layers whose product another technique
-          changes (adapters, 8 bits).
-Avoid     without masks: it then does nothing. At high densities it chooses dense products, and says so. Without a C++
-          compiler torch's own kernels are slower, and chosen only where they still win.
-Note      a step that moves masks has the dense gradient, as growing needs; in all others whatever looks at gradients
-          before the masks do (the recorded norm, the noise scale) sees those of kept weights. Weights divided among
-          ranks stay dense, and all in a run whose weights are an update behind the optimizer's state. `explain` counts
-          masked products as dense ones: what masks keep is known when the run has started. Measured times are kept in
-          the cache folder; a run resumed without them, or on another machine, may choose otherwise and round otherwise.
-          On a GPU blocks are multiplied in Triton, which has run in its interpreter only.
+Paper       Gale et al. 2020, Sparse GPU Kernels for Deep Learning (arXiv 2006.10901); blocks: Gray et al. 2017, GPU
+            Kernels for Block-Sparse Weights.
+Promise     The time of products falls with the density of the masks. Each layer uses sparse products only if they are
+            measured to be faster.
+Use         model, optimizer = thrifty.apply((model, optimizer), "static", density=0.05)
+            model, optimizer = thrifty.apply((model, optimizer), "sparse_products")
+Start with  `sparse_products` with a mask technique, such as static or rigl; `tokens` near the tokens of a micro-batch.
+Cost        Compilation, and seconds of measurement per layer shape on a new machine. 24 bytes per kept single weight.
+Avoid       Runs without masks or at high densities: dense products are then chosen. Without a C++ compiler torch's
+            kernels are slower.
+Does not    Save memory: weights, gradients and moments stay dense tensors. Act in evaluation, or on layers that
+            adapters or float8 change.
 """
 
 import re
@@ -164,6 +156,18 @@ class SparseProductCounter:
 
 
 class SparseProducts(Technique):
+    """The forward pass and the input's gradient use SpMM, the weight's gradient SDDMM. In bfloat16 dense products are
+    faster and sparse ones still compute in float32, so that the crossover density is lower than in float32. If masks
+    move, the structure of each weight is rebuilt.
+
+    A step that moves masks has the dense gradient, as growth requires. In all other steps the recorded gradient norm
+    and the noise scale use the gradients of kept weights. Weights divided among ranks stay dense, and so do all weights
+    in a run with delayed updates. `explain` counts masked products as dense ones, since masks are known only when the
+    run starts. Measured times are stored in the cache folder; a run resumed without them, or on another machine, may
+    choose and round differently. On a GPU blocks are multiplied in Triton, which has run only in its interpreter
+    (unverified on a GPU).
+    """
+
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.LINEAR_PRODUCTS})
 

@@ -1,13 +1,13 @@
-"""Static masks: a sparse network from the first step to the last, chosen before any data is seen.
+"""Static sparse training (Evci et al. 2020): train under masks that are fixed before training.
 
-Paper     the baseline of Evci et al. 2020 (arXiv 1911.11134), "Static"; that random masks with good densities per layer
-          go far: Liu et al. 2022, The Unreasonable Effectiveness of Random Pruning (arXiv 2202.02643).
-Promise   the same mask throughout, of the given density: what a technique that scores or moves masks must beat.
-Cost      one more mask per weight.
-Avoid     choosing by magnitude with "global": at low densities it empties the layers whose first values are small (the
-          note "empty_weights" counts them).
-Note      forked from a dense run, masks are chosen by the weights taken over: by="magnitude" is then one-shot pruning
-          with training after it.
+Paper       Evci et al. 2020 (arXiv 1911.11134), baseline "Static"; Liu et al. 2022, The Unreasonable Effectiveness of
+            Random Pruning (arXiv 2202.02643).
+Promise     The same mask at every step, at the given density: the baseline for techniques that score or move masks.
+Use         model, optimizer = thrifty.apply((model, optimizer), "static", density=0.2)
+Start with  `static:density=0.2,distribution=erk`.
+Cost        One mask per weight.
+Avoid       criterion=magnitude with distribution=global at low densities: it empties layers with small initial values.
+Does not    Save time by itself: products are dense with masked weights (use sparsity.sparse_products).
 """
 
 from collections.abc import Mapping
@@ -33,6 +33,9 @@ from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
 class StaticMask(MatrixMaskTechnique):
+    """The note "empty_weights" counts layers without remaining weights. Forked from a dense run, masks are chosen from
+    the weights of that run: criterion = "magnitude" is then one-shot pruning followed by training."""
+
     criterion: Literal["random", "magnitude"] = "random"
     """What decides which weights are kept: chance, or the size of their first values."""
     distribution: Literal["erk", "uniform", "global"] = "erk"
