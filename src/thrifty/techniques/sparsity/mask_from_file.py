@@ -5,8 +5,8 @@ Paper       Frankle and Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.0
 Promise     Weights outside the ticket are zero at every step. The others start from the run's own initialization, equal
             for the same seed and model.
 Use         from hashlib import sha256
-            sha = sha256(open("ticket.safetensors", "rb").read()).hexdigest()
-            model, optimizer = thrifty.apply((model, optimizer), "mask_from_file", file="ticket.safetensors", sha256=sha)
+            sha = sha256(open("mask.safetensors", "rb").read()).hexdigest()
+            model, optimizer = thrifty.apply((model, optimizer), "mask_from_file", file="mask.safetensors", sha256=sha)
 Start with  `mask_from_file`, as `thrifty lottery` writes it with file and sha256; `control=random-mask` for comparison.
 Cost        A ticket costs one training per round: at 20 % pruned per round, 17 % of the weights take nine runs.
 Avoid       Saving cost in a single run: a ticket pays only if it is reused.
