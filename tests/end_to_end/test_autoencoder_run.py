@@ -66,7 +66,7 @@ def test_the_report_shows_held_out_images_with_what_was_removed_and_what_was_giv
     for name in ("original", "masked", "reconstructed"):
         assert f'alt="Example 8, {name}"' in page
     kept = json.loads((desk.run("digits") / "pictures.json").read_text())
-    assert kept["step"] == 6 and "removed patches as it gives them back" in kept["about"]
+    assert kept["step"] == 6 and "predicted removed patches" in kept["about"]
     _, data = open_examples(load_trained_model(desk.run("digits"))[1])
     batch = next(data.held_out.batches(8, 8))
     for row, shown in enumerate(kept["shown"]):

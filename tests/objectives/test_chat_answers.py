@@ -1,4 +1,4 @@
-"""Answers of conversations that share rows, against each conversation by itself and against transformers."""
+"""Packed conversations against single conversations and against transformers."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def conversations():
 
 
 def batch_of(conversations, together, by_tokens=True, rows=None):
-    """One batch of all conversations, or of so many rows of them."""
+    """Return a batch of all conversations, or of their first `rows` rows."""
     places = arrange_rows(conversations.sizes - 1, LENGTH, 0, together)[:rows]
     found = PackedConversations(conversations, places, LENGTH, 0, by_tokens).fields(np.arange(len(places)))
     return Batch(found, found["amount"] / found["amount"].sum())
@@ -49,7 +49,7 @@ def loss_of(model, batch, **settings):
 
 
 def small(style):
-    """A model that takes whole rows."""
+    """Return a small model that takes rows with segments."""
     kv_heads = 2 if style == "llama" else 4
     model = assemble(ModelConfig(style, 2, 32, 4, kv_heads, 64, vocabulary=256, length=LENGTH, tied=True))
     initialize(model, 0, std=0.1)
@@ -58,7 +58,7 @@ def small(style):
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
 @pytest.mark.parametrize("tiled", [False, True])
-def test_a_conversation_is_read_as_if_it_had_the_row_for_itself(conversations, style, tiled):
+def test_packed_conversation_equals_conversation_in_its_own_row(conversations, style, tiled):
     model = small(style)
     if tiled:
         model = TiledAttention(tile=16).model(model)
@@ -75,7 +75,7 @@ def test_a_conversation_is_read_as_if_it_had_the_row_for_itself(conversations, s
 
 
 @pytest.mark.parametrize("by_tokens", [True, False])
-def test_loss_and_gradient_do_not_depend_on_how_conversations_share_rows(conversations, by_tokens):
+def test_loss_and_gradient_do_not_depend_on_packing(conversations, by_tokens):
     found = []
     for together in (True, False):
         model = small("llama")
@@ -90,7 +90,7 @@ def test_loss_and_gradient_do_not_depend_on_how_conversations_share_rows(convers
 @pytest.mark.parametrize(
     "config", [FAMILIES["llama"], lambda: transformers.Qwen2Config(**SMALL, num_key_value_heads=2)]
 )
-def test_the_loss_by_tokens_is_that_of_transformers_with_other_labels_ignored(conversations, config):
+def test_token_weighted_loss_equals_transformers(conversations, config):
     model = HuggingFaceCausalLM(random_model(with_room(config())))
     batch = batch_of(conversations, together=False, rows=6)
     tokens = torch.cat((batch["tokens"][:, :1], batch["targets"]), dim=1)
@@ -115,7 +115,7 @@ EXPERTS = {
 
 
 @pytest.mark.parametrize("name", ["llama-grouped", *EXPERTS])
-def test_models_of_transformers_keep_conversations_apart(conversations, name):
+def test_transformers_models_separate_packed_conversations(conversations, name):
     config = (FAMILIES | EXPERTS)[name]()
     model = HuggingFaceCausalLM(random_model(with_room(config)))
     batch = batch_of(conversations, together=True, rows=1)
@@ -125,14 +125,14 @@ def test_models_of_transformers_keep_conversations_apart(conversations, name):
         torch.testing.assert_close(packed[0, here], model.logits(batch["tokens"][:, here])[0], rtol=1e-4, atol=1e-5)
 
 
-def test_models_that_cannot_keep_conversations_apart_refuse_them(conversations):
+def test_models_without_segment_masks_refuse_packing(conversations):
     batch = batch_of(conversations, together=True, rows=1)
     first = HuggingFaceCausalLM(random_model(FAMILIES["gpt1"]()))
     with pytest.raises(RefusedError, match="does not tell apart texts that share a row"):
         first(batch["tokens"], batch["segments"])
 
 
-def test_only_learned_tokens_have_a_gradient(conversations):
+def test_only_trained_tokens_have_a_gradient(conversations):
     model = small("llama")
     batch = batch_of(conversations, together=True, rows=2)
     objective = find_objective("chat_answers")
@@ -143,7 +143,7 @@ def test_only_learned_tokens_have_a_gradient(conversations):
     assert objective.tokens(batch) == int((batch["segments"] > 0).sum())
 
 
-def test_a_source_of_rows_is_weighed_for_the_loss(conversations):
+def test_row_source_weights_match_the_loss(conversations):
     rows = PackedConversations(conversations, arrange_rows(conversations.sizes - 1, LENGTH, 0, True), LENGTH, 0)
     batch = WeightedSource(EpochSource(rows, 2, seed=0)).at(3)
     model = small("llama")
@@ -155,7 +155,7 @@ def test_a_source_of_rows_is_weighed_for_the_loss(conversations):
     torch.testing.assert_close((losses * batch.weight).sum().double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_setting_that_is_not_there_is_refused():
+def test_unknown_setting_value_is_refused():
     with pytest.raises(UsageError, match=r"objective\.trained_on is 'answer'.*\n.*did you mean 'answers'"):
         find_objective("chat_answers", trained_on="answer")
     with pytest.raises(UsageError, match=r"objective\.weigh_by"):

@@ -1,4 +1,4 @@
-"""Labels of whole examples."""
+"""One label per example."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def model(seed: int = 0) -> nn.Module:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_losses_scores_and_normalizers_are_those_of_torch(smoothing: float) -> None:
+def test_losses_scores_and_normalizers_equal_torch(smoothing: float) -> None:
     batch, objective = DigitEpochs("train", 16).at(3), Classification(label_smoothing=smoothing)
     prediction = objective.predict(model(), batch)
     logits = prediction.logits.detach().requires_grad_()
@@ -32,15 +32,15 @@ def test_losses_scores_and_normalizers_are_those_of_torch(smoothing: float) -> N
     assert objective.tokens(batch) == 16
 
 
-def test_a_model_that_answers_with_an_attribute_logits_is_understood() -> None:
+def test_model_output_with_attribute_logits() -> None:
     batch, objective = DigitEpochs("train", 4).at(0), Classification()
     logits = model()(batch["inputs"])
-    answering = lambda inputs: SimpleNamespace(logits=logits)  # noqa: E731
-    assert torch.equal(objective.predict(answering, batch).logits, logits)
+    with_logits = lambda inputs: SimpleNamespace(logits=logits)  # noqa: E731
+    assert torch.equal(objective.predict(with_logits, batch).logits, logits)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_labels_may_come_in_shares_that_sum_to_one(smoothing: float) -> None:
+def test_soft_labels_that_sum_to_one(smoothing: float) -> None:
     batch, objective = DigitEpochs("train", 8).at(0), Classification(label_smoothing=smoothing)
     one, other = (F.one_hot(labels, 10).float() for labels in (batch["labels"], batch["labels"].roll(1)))
     shared = Batch({"inputs": batch["inputs"], "labels": 0.7 * one + 0.3 * other}, batch.weight)
@@ -59,27 +59,27 @@ def test_labels_may_come_in_shares_that_sum_to_one(smoothing: float) -> None:
     torch.testing.assert_close(objective.losses(prediction, whole), parts[0])
 
 
-def test_accuracy_is_the_share_of_most_likely_labels_that_are_right() -> None:
+def test_accuracy_is_the_fraction_of_right_labels() -> None:
     batch, objective = DigitEpochs("train", 64).at(0), Classification()
     learner = model()
     right = (learner(batch["inputs"]).argmax(1) == batch["labels"]).float()
     prediction = objective.predict(learner, batch)
     assert torch.equal(objective.measures(prediction, batch)["accuracy"], right)
     halves = [batch.rows(0, 48), batch.rows(48, 64)]
-    found = evaluate(learner, objective, halves, torch.device("cpu"))
-    assert found["accuracy"] == pytest.approx(float(right.mean()))
+    scores = evaluate(learner, objective, halves, torch.device("cpu"))
+    assert scores["accuracy"] == pytest.approx(float(right.mean()))
     wanted = F.cross_entropy(learner(batch["inputs"]), batch["labels"]).detach()
-    assert found["loss"] == pytest.approx(float(wanted), rel=1e-6)
+    assert scores["loss"] == pytest.approx(float(wanted), rel=1e-6)
     assert list(evaluate(learner, objective, halves, torch.device("cpu"))) == ["loss", *objective.measured]
 
 
-def test_a_vit_of_ours_gives_its_pooled_hidden_states_to_its_head() -> None:
+def test_vit_applies_its_head_to_pooled_hidden_states() -> None:
     vit, objective = tiny_vit(1), Classification()
     batch = Batch({"inputs": PIXELS, "labels": torch.tensor([1, 2])}, torch.ones(2) / 2)
     assert torch.equal(objective.predict(vit, batch).logits, vit.logits(PIXELS))
 
 
-def test_two_hundred_steps_read_the_digits_of_the_test_split() -> None:
+def test_two_hundred_steps_classify_the_test_digits() -> None:
     learner, objective, source = model(), Classification(), DigitEpochs("train", 64)
     optimizer = torch.optim.AdamW(learner.parameters(), lr=3e-3)
     for step in range(200):
@@ -92,7 +92,7 @@ def test_two_hundred_steps_read_the_digits_of_the_test_split() -> None:
     assert right > 0.93
 
 
-def test_accuracy_alone_is_measured_of_texts_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_accuracy_for_texts_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = Classification().with_labels(("negative", "positive"))
     assert objective.metrics == ("accuracy", "f1_macro", "matthews", "f1")
     monkeypatch.setattr("thrifty.objectives.classification.HAS_SCORES", False)

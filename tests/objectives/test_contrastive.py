@@ -1,4 +1,4 @@
-"""Images and captions that find each other: losses, what is measured, several ranks, and who refuses such a loss."""
+"""Contrastive loss of images and captions: values, metrics, several ranks, and techniques that refuse it."""
 
 import math
 
@@ -20,7 +20,7 @@ from thrifty.training.evaluation import evaluate
 CPU = torch.device("cpu")
 
 
-def test_losses_are_those_of_the_products_and_weights_only_weigh():
+def test_losses_equal_similarities_and_weights_only_scale_them():
     batch, model = pair_run(batch=6).source.at(0), tiny_clip()
     objective = Contrastive()
     with torch.no_grad():
@@ -40,7 +40,7 @@ def test_captions_without_padding_need_no_mask():
         assert torch.equal(Contrastive().predict(model, whole).hidden, Contrastive().predict(model, given).hidden)
 
 
-def test_accuracy_is_the_mean_of_both_directions():
+def test_accuracy_is_the_mean_over_both_directions():
     images = torch.eye(3)
     captions = torch.tensor([[1.0, 0, 0], [2.0, 1, 0], [0, 0, 1]])  # the second is nearest to the first image, too
     batch = Batch({}, torch.full((3,), 1 / 3))
@@ -48,14 +48,14 @@ def test_accuracy_is_the_mean_of_both_directions():
     assert found.tolist() == [0.5, 0.5, 1.0]
 
 
-def test_who_knows_nothing_loses_the_logarithm_of_the_batch_and_is_never_right():
+def test_uninformed_model_has_log_batch_loss_and_zero_accuracy():
     prediction = PairPrediction(hidden=torch.ones(8, 2, 4))
     batch = Batch({}, torch.full((8,), 1 / 8))
     torch.testing.assert_close(Contrastive().losses(prediction, batch), torch.full((8,), math.log(8)))
     assert Contrastive().measures(prediction, batch)["accuracy"].tolist() == [0.0] * 8
 
 
-def test_it_learns_pairs_that_it_has_not_seen():
+def test_held_out_pairs_are_matched_after_training():
     plain = pair_run(batch=16)
     held_out = [plain.source.at(40)]
     before = evaluate(plain.build(), plain.objective, held_out, CPU)
@@ -66,21 +66,21 @@ def test_it_learns_pairs_that_it_has_not_seen():
 
 
 @pytest.mark.slow
-def test_over_ranks_a_run_is_that_of_one_process():
-    """Of two ranks and of four; a held-out batch, which is the same on all, is judged by itself."""
+def test_run_on_ranks_equals_one_process():
+    """On two and on four ranks. Held-out batches are equal on all ranks, so each rank evaluates them alone."""
     wanted, held_out = trained_along([((), {})])[0]
     strategies = [(["parallelism.replicate"], {"replicate": 2}), (["parallelism.shard"], {"shard": 2})]
     cached = (["parallelism.shard", "large_batch.gradient_cache"], {"shard": 2})
-    told = on_ranks(2, trained_along, [*strategies, cached])
-    told += on_ranks(4, trained_along, [(["parallelism.replicate"], {"replicate": 4})])
-    for rank in told:
-        for found, judged in rank:
-            assert found == pytest.approx(wanted, rel=1e-5)
+    results = on_ranks(2, trained_along, [*strategies, cached])
+    results += on_ranks(4, trained_along, [(["parallelism.replicate"], {"replicate": 4})])
+    for rank in results:
+        for loss, judged in rank:
+            assert loss == pytest.approx(wanted, rel=1e-5)
             assert judged == pytest.approx(held_out, rel=1e-4)
 
 
-def test_losses_of_own_examples_alone_would_be_others():
-    """So that the test above can fail: half of the batch has half of the negatives."""
+def test_losses_of_one_rank_alone_would_differ():
+    """Half of the batch has half of the negatives, so that the test above can fail."""
     plain = pair_run(batch=8)
     model, batch, objective = plain.build(), plain.source.at(0), plain.objective
     with torch.no_grad():
@@ -93,7 +93,7 @@ APART = ("large_batch.gradient_accumulation", "measure.noise_scale", "data_selec
 
 
 @pytest.mark.parametrize("name", [*APART, "losses.z_loss", "sparsity.grasp"])
-def test_what_takes_a_batch_apart_refuses_it_before_anything_is_built(name):
+def test_techniques_that_split_the_batch_refuse_it_at_plan_time(name):
     with pytest.raises(RefusedError, match=name) as refused:
         compose(pair_run(), with_optimizer([technique(name)]), 3)
     assert refused.value.fix
@@ -105,7 +105,7 @@ def test_data_without_captions_is_refused():
         find_objective("contrastive").examples(labelled)
 
 
-def test_a_run_learns_by_its_temperature_too():
+def test_temperature_is_trained():
     plain = pair_run(batch=8)
     _, state = run_through(plain, with_optimizer([]), 3)
     assert state.model.logit_scale.item() != plain.build().logit_scale.item()

@@ -1,4 +1,4 @@
-"""The objective of the masked autoencoder: which patches are removed, and what the loss is taken of."""
+"""Masked autoencoder: removed patches, loss and image previews."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def pictures(b: int = 4, size: int = 8) -> Batch:
 
 
 @given(st.integers(1, 5), st.integers(2, 70), st.integers(0, 9), st.data())
-def test_patches_are_split_without_rest_by_each_rows_key_alone(b: int, total: int, seed: int, data: st.DataObject):
+def test_row_key_alone_splits_all_patches(b: int, total: int, seed: int, data: st.DataObject):
     visible = data.draw(st.integers(1, total - 1))
     keys = example_keys(seed, np.arange(b))
     seen, removed = split(keys, total, visible)
@@ -43,11 +43,11 @@ def test_patches_are_split_without_rest_by_each_rows_key_alone(b: int, total: in
 def test_every_patch_is_removed_equally_often():
     seen, _ = split(example_keys(1, np.arange(20_000)), 16, 4)
     share = np.bincount(seen.ravel(), minlength=16) / 20_000
-    assert np.abs(share - 0.25).max() < 0.015  # five deviations
+    assert np.abs(share - 0.25).max() < 0.015  # five standard deviations
 
 
 @pytest.mark.parametrize(("rate", "visible"), [(0.75, 4), (0.5, 8), (0.9, 1), (0.6, 6)])
-def test_so_many_patches_are_visible(rate: float, visible: int):
+def test_number_of_visible_patches(rate: float, visible: int):
     made = MaskedReconstruction(rate=rate, patch=2).examples(pictures())
     assert visible == int(16 * (1 - rate))
     assert made["visible"].shape == (4, visible) and made["removed"].shape == (4, 16 - visible)
@@ -59,7 +59,7 @@ def test_smaller_images_have_fewer_patches():
     assert MaskedReconstruction(patch=2).examples(pictures(size=4))["visible"].shape == (4, 1)
 
 
-def test_the_loss_is_the_mean_over_removed_patches_of_the_mean_over_pixels():
+def test_loss_is_the_mean_over_pixels_then_removed_patches():
     objective, batch = (
         MaskedReconstruction(patch=2, normalize=False),
         MaskedReconstruction(patch=2).examples(pictures()),
@@ -73,7 +73,7 @@ def test_the_loss_is_the_mean_over_removed_patches_of_the_mean_over_pixels():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_what_is_visible_is_no_target(normalize: bool):
+def test_visible_patches_are_no_targets(normalize: bool):
     objective = MaskedReconstruction(patch=2, normalize=normalize)
     batch = objective.examples(pictures())
     pixels = patchify(batch["inputs"], 2)
@@ -84,14 +84,14 @@ def test_what_is_visible_is_no_target(normalize: bool):
     assert torch.equal(objective.losses(prediction, batch), objective.losses(prediction, other))
 
 
-def test_patches_that_are_all_mean_have_a_loss_of_nearly_one_where_pixels_are_normalised():
+def test_predicting_patch_means_has_normalized_loss_near_one():
     batch = MaskedReconstruction(patch=2).examples(pictures())
     losses = MaskedReconstruction(patch=2).losses(Prediction(given=torch.zeros(4, 12, 4)), batch)
     assert losses.tolist() == pytest.approx([3 / 4] * 4, rel=1e-3)  # the unbiased variance of 4 pixels: 3/4 is left
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_removed_pixels_reach_the_targets_and_nothing_else(dropped: bool):
+def test_removed_pixels_reach_only_the_targets(dropped: bool):
     plain, model = MaskedReconstruction(patch=2), tiny_mae().eval()
     objective = DropMaskedPatches().objective(plain) if dropped else plain
     batch = plain.examples(pictures())
@@ -105,7 +105,7 @@ def test_removed_pixels_reach_the_targets_and_nothing_else(dropped: bool):
         assert not torch.equal(objective.losses(one, batch), objective.losses(another, other))
 
 
-def test_scores_are_norms_of_the_gradient_at_the_predictions():
+def test_scores_are_gradient_norms_at_the_predictions():
     objective, batch = MaskedReconstruction(patch=2), MaskedReconstruction(patch=2).examples(pictures())
     given = torch.randn(4, 12, 4, generator=torch.Generator().manual_seed(5), requires_grad=True)
     prediction = Prediction(given=given)
@@ -114,7 +114,7 @@ def test_scores_are_norms_of_the_gradient_at_the_predictions():
     torch.testing.assert_close(objective.scores(prediction, batch), given.grad.flatten(1).norm(dim=1))
 
 
-def test_masks_are_others_in_each_epoch_and_always_the_same_in_evaluation():
+def test_masks_change_each_epoch_and_stay_in_evaluation():
     masks = {}
     for seed in (0, 1):
         data = open_images(DataSettings(source="digits", batch=1300), seed, None, print, labelled=False)
@@ -132,20 +132,20 @@ def test_masks_are_others_in_each_epoch_and_always_the_same_in_evaluation():
     assert torch.equal(masks[0], masks[1])
 
 
-def test_what_cannot_be_split_is_an_error_in_words():
-    with pytest.raises(UsageError, match=r"of 16 patches 0 would be visible at a rate of 0\.95") as refused:
+def test_images_that_cannot_be_split_are_refused():
+    with pytest.raises(UsageError, match=r"rate is 0\.95: 0 of 16 patches would be visible") as refused:
         MaskedReconstruction(rate=0.95, patch=2).examples(pictures())
     assert "model.patch lower" in refused.value.fix
     with pytest.raises(UsageError, match="8 x 8 pixels cannot be cut into patches of 3"):
         MaskedReconstruction(patch=3).examples(pictures())
-    with pytest.raises(UsageError, match="how large patches are is not known"):
+    with pytest.raises(UsageError, match="patch size of this model is unknown"):
         MaskedReconstruction().with_patch_size(None).examples(pictures())
     for rate in (0.0, 1.0):
         with pytest.raises(UsageError, match="rate"):
             MaskedReconstruction(rate=rate)
 
 
-def test_it_is_chosen_by_name_with_its_settings():
+def test_objective_by_name_with_settings():
     chosen = chosen_objective(ObjectiveSettings("masked_reconstruction", rate=0.5, normalize=False)).with_patch_size(4)
     assert chosen == MaskedReconstruction(rate=0.5, normalize=False, patch=4)
     assert chosen.learns_from == ("images", "text") and not chosen.needs_labels
@@ -156,7 +156,7 @@ def test_it_is_chosen_by_name_with_its_settings():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_what_is_given_back_is_seen_in_its_place_among_the_patches_that_were_visible(normalize: bool):
+def test_preview_merges_predicted_and_visible_patches(normalize: bool):
     objective = MaskedReconstruction(patch=2, normalize=normalize)
     batch = objective.examples(pictures())
     right = Prediction(given=objective.targets(batch))
@@ -176,10 +176,10 @@ def test_what_is_given_back_is_seen_in_its_place_among_the_patches_that_were_vis
         deviation = cut["original"][row, removed].std(1, keepdim=True) if normalize else torch.ones(12, 1)
         off = cut["reconstructed"][row, removed] - cut["original"][row, removed]
         torch.testing.assert_close(off, deviation.expand_as(off), rtol=1e-3, atol=1e-3)
-    assert ("the true one" in objective.pictured) is normalize
+    assert ("of the true patch" in objective.pictured) is normalize
 
 
-def test_a_technique_around_it_shows_what_it_shows():
+def test_wrapping_technique_keeps_the_previews():
     plain = MaskedReconstruction(patch=2)
     batch, model = plain.examples(pictures()), tiny_mae()
     around = DropMaskedPatches().objective(plain)
@@ -189,7 +189,7 @@ def test_a_technique_around_it_shows_what_it_shows():
         assert torch.equal(images, plain.image_previews(prediction, batch)[name])
 
 
-def test_the_first_examples_are_seen_in_a_batch_of_the_size_that_is_evaluated():
+def test_previews_use_the_first_evaluated_batch():
     objective, model, sizes = MaskedReconstruction(patch=2), tiny_mae(dropout=0.5).train(), []
     model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     batch = objective.examples(pictures())

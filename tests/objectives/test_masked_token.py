@@ -1,4 +1,4 @@
-"""Masked tokens: which are hidden, behind what, and what is learned from them."""
+"""Masked tokens: predicted positions, replacements, loss and scores."""
 
 import math
 from dataclasses import replace
@@ -34,19 +34,23 @@ def same(one: Batch, other: Batch) -> bool:
     return one.fields.keys() == other.fields.keys() and all(torch.equal(one[name], other[name]) for name in one.fields)
 
 
-def test_of_the_chosen_tokens_four_fifths_are_hidden_a_tenth_is_random_and_a_tenth_stays() -> None:
+def test_fractions_of_masked_random_and_unchanged_tokens() -> None:
     _, masked = source(batch=400, length=40)
     batch = masked.at(0)
     shown = batch["tokens"].gather(1, batch["places"])
     n = shown.numel()
     stays = (shown == batch["targets"]).double().mean().item()
     hidden = (shown == MASK).double().mean().item()
-    by_chance = 0.1 / (VOCABULARY - len(SPECIAL))  # a random token may be the right one
-    for found, wanted in ((hidden, 0.8), (stays, 0.1 + by_chance), (1 - hidden - stays, 0.1 - by_chance)):
-        assert abs(found - wanted) < 4 * math.sqrt(wanted * (1 - wanted) / n)
+    unchanged_by_luck = 0.1 / (VOCABULARY - len(SPECIAL))  # a random token may be the right one
+    for fraction, wanted in (
+        (hidden, 0.8),
+        (stays, 0.1 + unchanged_by_luck),
+        (1 - hidden - stays, 0.1 - unchanged_by_luck),
+    ):
+        assert abs(fraction - wanted) < 4 * math.sqrt(wanted * (1 - wanted) / n)
 
 
-def test_every_place_and_every_ordinary_token_is_as_likely_as_any_other() -> None:
+def test_positions_and_random_tokens_are_equally_likely() -> None:
     objective = replace(OBJECTIVE, mask_share=0.0, random_share=1.0)
     _, masked = source(batch=480, objective=objective)
     batches = [masked.at(step) for step in range(10)]
@@ -60,9 +64,7 @@ def test_every_place_and_every_ordinary_token_is_as_likely_as_any_other() -> Non
 
 
 @given(length=some.integers(1, 70), rate=some.floats(0.01, 1.0), step=some.integers(0, 10**6))
-def test_each_row_has_the_same_number_of_predictions_and_nothing_else_is_touched(
-    length: int, rate: float, step: int
-) -> None:
+def test_rows_have_equally_many_predictions_and_no_other_change(length: int, rate: float, step: int) -> None:
     packed, masked = source(length=length, objective=replace(OBJECTIVE, rate=rate))
     text, batch = packed.at(step)["tokens"][:, :-1], masked.at(step)
     assert batch["places"].shape == batch["targets"].shape == (8, max(1, round(rate * length)))
@@ -80,7 +82,7 @@ def test_any_rows_are_those_of_the_whole_batch(step: int, start: int, rows: int)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_see_together_what_one_process_sees(ranks: int) -> None:
+def test_ranks_together_read_the_batch_of_one_process(ranks: int) -> None:
     packed, masked = source()
     shares = [RankShard(masked, rank, ranks).at(5) for rank in range(ranks)]
     before = [
@@ -93,7 +95,7 @@ def test_ranks_see_together_what_one_process_sees(ranks: int) -> None:
     assert same(OversampledSource(masked, 2).at(3).rows(8, 16), masked.at(7))
 
 
-def test_a_text_is_masked_otherwise_each_time_it_is_seen_and_by_another_seed() -> None:
+def test_masks_change_each_epoch_and_with_the_seed() -> None:
     packed, masked = source(batch=10, text=TEXT[:401])
     for step in (0, 1):
         assert sorted(packed.at(step)["tokens"][:, 0].tolist()) == sorted(packed.at(0)["tokens"][:, 0].tolist())
@@ -112,7 +114,7 @@ def test_held_out_masks_are_the_same_at_every_evaluation() -> None:
     assert len({tuple(row) for batch in first for row in batch["places"].tolist()}) == 20
 
 
-def test_special_tokens_are_neither_hidden_nor_drawn() -> None:
+def test_special_tokens_are_neither_masked_nor_sampled() -> None:
     text = TEXT.copy()
     text[::3] = 1
     _, masked = source(batch=200, text=text)
@@ -122,16 +124,19 @@ def test_special_tokens_are_neither_hidden_nor_drawn() -> None:
     assert set(shown.unique().tolist()) & SPECIAL == {MASK}
 
 
-def test_a_row_with_too_few_ordinary_tokens_keeps_its_number_of_predictions() -> None:
+def test_row_with_few_ordinary_tokens_keeps_its_predictions() -> None:
     tokens = torch.full((1, 41), 2)
     tokens[0, 17] = 50
     batch = OBJECTIVE.examples(Batch({"tokens": tokens, "key": torch.tensor([12345])}, torch.ones(1)))
     assert batch["places"].shape == (1, 6) and 17 in batch["places"]
 
 
-def test_shares_that_are_more_than_all_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"mask_share 0.8 and random_share 0.3"):
+def test_fractions_that_sum_to_more_than_one_are_refused() -> None:
+    with pytest.raises(
+        UsageError, match=r"mask_share 0.8 and objective.random_share 0.3 sum to more than 1"
+    ) as refused:
         MaskedToken(random_share=0.3)
+    assert refused.value.fix == "--set objective.random_share=0.2"
     with pytest.raises(UsageError, match="rate is 0"):
         MaskedToken(rate=0.0)
     assert MaskedToken(mask_share=0.7, random_share=0.3)
@@ -159,7 +164,7 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(wrap) -> None:
 
 
 @pytest.mark.parametrize("wrap", [HeadApart, lambda network: network])
-def test_scores_and_normalizers_are_those_of_the_logits(wrap) -> None:
+def test_scores_and_normalizers_equal_those_of_logits(wrap) -> None:
     network = bert()
     batch = source()[1].at(0)
     prediction = OBJECTIVE.predict(wrap(network), batch)
@@ -171,7 +176,7 @@ def test_scores_and_normalizers_are_those_of_the_logits(wrap) -> None:
     torch.testing.assert_close(normalizers, logits.detach().logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_texts_may_be_cut_before_they_are_masked() -> None:
+def test_texts_are_cut_before_masking() -> None:
     packed, _ = source()
     shorter = SequenceLengthWarmup(start=8, until=4, phases=2, multiple=4).batches(packed)
     for step, length in ((0, 8), (2, 24), (4, 40)):
@@ -182,7 +187,7 @@ def test_texts_may_be_cut_before_they_are_masked() -> None:
     assert OBJECTIVE.examples(batch) is batch
 
 
-def test_the_head_is_applied_at_the_chosen_places_only() -> None:
+def test_head_runs_at_predicted_positions_only() -> None:
     model = HeadApart(bert())
     batch = source()[1].at(0)
     prediction = OBJECTIVE.predict(model, batch)

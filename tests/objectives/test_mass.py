@@ -1,4 +1,4 @@
-"""MASS: one span hidden from the encoder, written by the decoder at its own positions."""
+"""MASS: one span is masked in the encoder and decoded at its positions."""
 
 import math
 
@@ -30,7 +30,7 @@ def rows(length: int = 24, batch: int = 4, objective: Mass = OBJECTIVE, step: in
 
 @settings(deadline=None)
 @given(length=some.integers(1, 60), rate=some.floats(0.01, 1.0), step=some.integers(0, 10**6))
-def test_the_span_put_back_is_the_text_and_is_all_that_is_hidden(length: int, rate: float, step: int) -> None:
+def test_span_in_its_place_restores_the_text(length: int, rate: float, step: int) -> None:
     text = PackedTokens(TEXT, length, 4, seed=0).at(step)
     batch = Mass(rate=rate, mask=MASK).examples(text)
     count = max(1, round(rate * length))
@@ -42,7 +42,7 @@ def test_the_span_put_back_is_the_text_and_is_all_that_is_hidden(length: int, ra
     assert torch.equal(batch["source"].scatter(1, places, span), text["tokens"][:, :-1])
 
 
-def test_every_place_where_a_span_has_room_is_as_likely() -> None:
+def test_span_starts_are_equally_likely() -> None:
     _, _, places = hidden_span(np.zeros((6000, 9), dtype=np.int64), np.arange(6000) * 7919, 4, MASK)
     counts = np.bincount(places[:, 0])
     assert len(counts) == 6
@@ -67,9 +67,11 @@ def marian(positions: int = 64) -> MarianConfig:
     )  # fmt: skip
 
 
-def test_the_loss_is_that_of_transformers_whose_decoder_is_given_masks_outside_of_the_span(tmp_path) -> None:
-    """Marian's decoder counts positions from the start, so in front of the span it is given what the paper has there,
-    masks, and those are taken off by a mask of attention that leaves each place its own span."""
+def test_loss_equals_marian_with_masks_outside_the_span(tmp_path) -> None:
+    """Marian's decoder counts positions from the start.
+
+    As in the paper, it reads masks before the span. An attention mask hides them from the span.
+    """
     torch.manual_seed(0)
     theirs = MarianMTModel(marian()).eval()
     theirs.save_pretrained(tmp_path / "marian")
@@ -79,17 +81,17 @@ def test_the_loss_is_that_of_transformers_whose_decoder_is_given_masks_outside_o
     for row in range(4):
         places, tokens = batch["positions"][row], batch["tokens"][row]
         begin, end = int(places[0]), int(places[-1]) + 1
-        given = torch.cat((torch.full((begin,), MASK), tokens[:-1]))[None]
+        inputs = torch.cat((torch.full((begin,), MASK), tokens[:-1]))[None]
         keep = (torch.arange(end) >= begin).long()[None]
         logits = theirs(
-            input_ids=batch["source"][row][None], decoder_input_ids=given, decoder_attention_mask=keep, use_cache=False
+            input_ids=batch["source"][row][None], decoder_input_ids=inputs, decoder_attention_mask=keep, use_cache=False
         ).logits[0, begin:]
         wanted = torch.nn.functional.cross_entropy(logits, tokens[1:])
         torch.testing.assert_close(losses[row], wanted, rtol=1e-5, atol=1e-5)
     assert OBJECTIVE.tokens(batch) == 4 * 24
 
 
-def test_the_loss_on_t5_is_that_of_transformers(tmp_path) -> None:
+def test_loss_on_t5_equals_transformers(tmp_path) -> None:
     torch.manual_seed(0)
     config = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
     theirs = T5ForConditionalGeneration(config).eval()
@@ -102,7 +104,7 @@ def test_the_loss_on_t5_is_that_of_transformers(tmp_path) -> None:
     torch.testing.assert_close(losses, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_decoder_with_a_table_of_positions_reads_the_span_where_it_is() -> None:
+def test_marian_decoder_reads_the_span_at_its_positions() -> None:
     model = build_model(ModelSettings(preset="marian-nano", depth=1, width=32), VOCABULARY, 24, 0, "mass")
     batch = rows()
     before = OBJECTIVE.predict(model, batch).hidden
@@ -110,17 +112,17 @@ def test_a_decoder_with_a_table_of_positions_reads_the_span_where_it_is() -> Non
     assert (OBJECTIVE.predict(model, moved).hidden - before).abs().max() > 1e-3
 
 
-def test_nothing_of_a_token_is_known_where_it_is_to_be_written() -> None:
+def test_target_token_does_not_reach_its_own_prediction() -> None:
     model = build_model(ModelSettings(preset="t5-nano", depth=1, width=32), VOCABULARY, 24, 0, "mass")
     batch = rows()
     tokens = batch["tokens"].clone()
-    tokens[:, 6] = 50  # the target of the sixth place, and what the seventh is given
+    tokens[:, 6] = 50  # the target of the sixth position, and the input of the seventh
     changed = Batch({**batch.fields, "tokens": tokens}, batch.weight)
     before, after = (OBJECTIVE.predict(model, each).hidden for each in (batch, changed))
     assert torch.equal(before[:, :6], after[:, :6]) and not torch.equal(before[:, 6], after[:, 6])
 
 
-def test_what_is_no_encoder_decoder_of_ours_is_refused() -> None:
+def test_other_models_than_encoder_decoders_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot learn sequence_to_sequence"):
         build_model(ModelSettings(preset="bert-nano"), 40, 16, 0, "mass")
     torch.manual_seed(0)
@@ -130,5 +132,5 @@ def test_what_is_no_encoder_decoder_of_ours_is_refused() -> None:
         Mass(rate=0.0)
 
 
-def test_rows_that_are_made_already_stay_as_they_are() -> None:
+def test_prepared_rows_are_unchanged() -> None:
     assert OBJECTIVE.examples(batch := rows()) is batch

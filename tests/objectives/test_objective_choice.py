@@ -1,4 +1,4 @@
-"""Objectives by name, with the settings that a recipe gives."""
+"""Objectives by name, with the settings of a recipe."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from thrifty.objectives.masked_token import MaskedToken
 from thrifty.objectives.sequence_to_sequence import SequenceToSequence
 
 
-def test_what_a_recipe_leaves_out_is_the_default() -> None:
+def test_settings_left_out_are_the_defaults() -> None:
     assert chosen_objective(ObjectiveSettings("masked_token", rate=0.4)) == MaskedToken(rate=0.4)
     assert chosen_objective(ObjectiveSettings("sequence_to_sequence")) == SequenceToSequence()
 
@@ -32,7 +32,7 @@ def test_every_name_makes_its_objective() -> None:
         (ObjectiveSettings("masked_token", rate=1.5), "rate is 1.5", "at most 1"),
     ],
 )
-def test_a_wrong_setting_is_named_with_what_to_do(settings: ObjectiveSettings, what: str, fix: str) -> None:
+def test_wrong_setting_is_refused_with_a_fix(settings: ObjectiveSettings, what: str, fix: str) -> None:
     with pytest.raises(UsageError) as caught:
         chosen_objective(settings)
     assert what in caught.value.what and fix in caught.value.fix

@@ -1,4 +1,4 @@
-"""Finding captions by images and the other way over a whole set, and classes by their names, against plain loops."""
+"""Image-text retrieval and zero-shot classification over a whole set, against plain loops."""
 
 import itertools
 
@@ -27,20 +27,20 @@ def unit_vectors(count: int, seed: int) -> torch.Tensor:
 
 
 @given(st.integers(1, 14), st.integers(0, 99))
-def test_shares_are_those_of_sorted_lists(count, seed):
+def test_recall_equals_sorted_lists(count, seed):
     images, captions = unit_vectors(count, seed), unit_vectors(count, seed + 1)
     numbers = torch.randint(max(1, count // 2), (count,), generator=torch.Generator().manual_seed(seed))
-    found = retrieval(images, captions, numbers)
+    scores = retrieval(images, captions, numbers)
     for name, queries, keys in (("captions", images, captions), ("images", captions, images)):
         for first in (1, 5, 10):
             right = 0
             for query, own in zip(queries, numbers, strict=True):
                 nearest = sorted(range(count), key=lambda index: -float(query @ keys[index]))[:first]
                 right += any(numbers[index] == own for index in nearest)
-            assert found[f"{name} R@{first}"] == pytest.approx(right / count)
+            assert scores[f"{name} R@{first}"] == pytest.approx(right / count)
 
 
-def test_chance_is_the_share_of_all_orders():
+def test_chance_recall_equals_all_orders():
     numbers = torch.tensor([0, 0, 1, 2, 2, 2])
     orders = list(itertools.permutations(range(6)))
     for first in (1, 5):
@@ -49,7 +49,7 @@ def test_chance_is_the_share_of_all_orders():
     assert chance_retrieval(numbers)["captions R@10"] == 1.0
 
 
-def test_vectors_are_those_of_the_towers_and_equal_captions_have_one_number():
+def test_embeddings_equal_the_towers():
     model, held_out = tiny_clip(), HeldOutExamples(Crosses())
     images, captions, numbers = embed_pairs(model, held_out.batches(40, 16), CPU)
     whole = next(held_out.batches(40, 40))
@@ -61,7 +61,7 @@ def test_vectors_are_those_of_the_towers_and_equal_captions_have_one_number():
     assert torch.equal(twice[:8], twice[8:])
 
 
-def test_what_stands_in_the_padding_makes_no_other_caption():
+def test_padding_does_not_change_the_caption():
     model, batch = tiny_clip(), pair_run(batch=4).source.at(0)
     other = Batch({**batch.fields, "tokens": torch.where(batch["keep"], batch["tokens"], 9)}, batch.weight)
     numbers = embed_pairs(model, [batch, other], CPU)[2]
@@ -69,7 +69,7 @@ def test_what_stands_in_the_padding_makes_no_other_caption():
 
 
 class Named(torch.nn.Module):
-    """Says of an image what its first pixels say, and of a caption what its first token says."""
+    """A model that embeds an image by its first pixels and a caption by its first token."""
 
     def of_images(self, images):
         return F.normalize(images.flatten(1)[:, :3], dim=1)
@@ -78,7 +78,7 @@ class Named(torch.nn.Module):
         return F.normalize(torch.eye(3)[tokens[:, 0]] + torch.eye(3)[tokens[:, 1]] / 4, dim=1)
 
 
-def test_a_class_is_the_mean_of_its_prompts_and_an_image_the_nearest_class():
+def test_zero_shot_class_is_nearest_mean_of_prompts():
     prompts = []
     for tokens in ([[0, 1], [1, 1], [2, 2]], [[0, 2], [1, 0], [2, 2]]):
         rows = torch.tensor(tokens)

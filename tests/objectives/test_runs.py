@@ -1,4 +1,4 @@
-"""Whole runs by a recipe, for the objectives on text: by the command line, resumed, over two ranks, by own models."""
+"""Whole runs of the objectives on text: by the command line, resumed, on two ranks, with user models."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ def thrifty(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", LEARNED)
-def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, name: str) -> None:
+def test_resumed_run_equals_uninterrupted_run(thrifty: CommandLine, name: str) -> None:
     changed = {**LEARNED[name], "checkpoints__every": 3, "evaluation__every": 3}
     summary = thrifty.train(name, steps=6, **changed)
     assert summary["tokens"] == 6 * PER_STEP and summary["held_out_loss"] > 0 < summary["unigram_entropy"]
@@ -52,7 +52,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, nam
     assert f"a model that learned {kind} does not predict the token that follows" in refused
 
 
-def test_an_encoder_that_read_no_masks_is_explained_exported_and_loaded_by_transformers(thrifty: CommandLine) -> None:
+def test_encoder_without_masks_exports_to_transformers(thrifty: CommandLine) -> None:
     changed = {**LEARNED["masked_token"], "objective__rate": 0.5, "model__depth": 4}
     thrifty.train("around", "--with", "data_selection.drop_masked_tokens:blocks=1", steps=2, **changed)
     explained = json.loads((thrifty.run("around") / "explanation.json").read_text())
@@ -95,7 +95,7 @@ def settings(thrifty: CommandLine, **changed: Any) -> DataSettings:
 
 
 class OwnEncoder(nn.Module):
-    """A user's model: tokens to logits, by nothing but torch."""
+    """A user's model in plain torch, from tokens to logits."""
 
     def __init__(self, vocabulary: int):
         super().__init__()
@@ -125,14 +125,14 @@ def masked_recipe(thrifty: CommandLine, *others: Any, **changed: Any) -> Recipe:
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_model_of_ones_own_learns_from_python(thrifty: CommandLine, tmp_path: Path) -> None:
+def test_own_model_is_trained_from_python(thrifty: CommandLine, tmp_path: Path) -> None:
     recipe = masked_recipe(thrifty, rate=0.3)
     summary = train(replace(recipe, objects=UserObjects(model=lambda: OwnEncoder(320))), tmp_path, quiet=True)
     assert summary["held_out_loss"] < 0.95 * 5.77  # the logarithm of 320, where it starts
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_run_may_cut_its_texts_before_they_are_masked(thrifty: CommandLine, tmp_path: Path) -> None:
+def test_run_cuts_texts_before_masking(thrifty: CommandLine, tmp_path: Path) -> None:
     recipe = masked_recipe(thrifty, SequenceLengthWarmup(start=8, until=2, phases=2))
     own = UserObjects(model=lambda: OwnEncoder(320))
     own = UserObjects(model=lambda: OwnEncoder(320))
@@ -144,7 +144,7 @@ def test_a_run_may_cut_its_texts_before_they_are_masked(thrifty: CommandLine, tm
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_lengths_are_those_of_the_recipe_whatever_the_text_they_are_made_of(thrifty: CommandLine) -> None:
+def test_example_lengths_equal_the_recipe(thrifty: CommandLine) -> None:
     for name, wanted in (("next_token", 33), ("masked_token", 32), ("sequence_to_sequence", 32), ("mass", 32)):
         recipe = Recipe(data=settings(thrifty), objective=ObjectiveSettings(name))
         objective, data = open_examples(recipe)
@@ -155,7 +155,7 @@ def test_lengths_are_those_of_the_recipe_whatever_the_text_they_are_made_of(thri
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_tokenizer_without_the_tokens_needed_is_refused_with_what_to_do(thrifty: CommandLine, tmp_path: Path) -> None:
+def test_tokenizer_without_required_tokens_is_refused(thrifty: CommandLine, tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")).save(str(tmp_path / "t.json"))
     for name, token in (
         ("masked_token", r"<mask> or \[MASK\]"),
@@ -169,6 +169,6 @@ def test_a_tokenizer_without_the_tokens_needed_is_refused_with_what_to_do(thrift
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_labels_cannot_be_learned_from_text(thrifty: CommandLine) -> None:
+def test_plain_text_without_labels_is_refused(thrifty: CommandLine) -> None:
     with pytest.raises(UsageError, match="no file called train"):
         open_examples(Recipe(data=settings(thrifty), objective=ObjectiveSettings("classification")))

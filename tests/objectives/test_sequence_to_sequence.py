@@ -1,4 +1,4 @@
-"""Teacher forcing on an encoder-decoder: what counts, and what only fills the rows up."""
+"""Teacher forcing on an encoder-decoder, with and without padding."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ OBJECTIVE = SequenceToSequence()
 
 
 class HiddenStates(nn.Module):
-    """The same T5 giving hidden states, its head beside them."""
+    """The same T5 with hidden states as output and a separate head."""
 
     def __init__(self, inner: T5ForConditionalGeneration):
         super().__init__()
@@ -51,7 +51,7 @@ def models() -> list[nn.Module]:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_loss_of_each_example_is_that_of_transformers(padded: bool) -> None:
+def test_loss_of_each_example_equals_transformers(padded: bool) -> None:
     rows = batch(padded)
     for model in models():
         losses = OBJECTIVE.losses(OBJECTIVE.predict(model, rows), rows)
@@ -70,7 +70,7 @@ def test_the_loss_of_each_example_is_that_of_transformers(padded: bool) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_a_head_apart_learns_what_logits_learn(padded: bool) -> None:
+def test_separate_head_trains_like_logits(padded: bool) -> None:
     rows, gradients = batch(padded), []
     for model in models():
         model.zero_grad()
@@ -80,7 +80,7 @@ def test_a_head_apart_learns_what_logits_learn(padded: bool) -> None:
         assert (one - other).norm() < 1e-5 * one.norm()
 
 
-def test_what_stands_in_the_padding_changes_nothing() -> None:
+def test_padding_changes_nothing() -> None:
     rows = batch(padded=True)
     counted, keep = rows["counted"], rows["source_keep"]
     tokens, source = rows["tokens"].clone(), rows["source"].clone()

@@ -1,4 +1,4 @@
-"""Spans cut out of plain text: nothing is lost, and every row has the same lengths."""
+"""Spans cut out of plain text: no token is lost, and all rows have the same lengths."""
 
 import math
 
@@ -24,15 +24,15 @@ def corrupt(tokens: np.ndarray, keys: np.ndarray, rate: float, mean_span: float)
 
 
 def parts(row: list[int]) -> list[list[int]]:
-    """A row divided at its sentinels, which must come in order."""
-    found: list[list[int]] = [[]]
+    """Return the parts of a row between its sentinels, which must be in order."""
+    divided: list[list[int]] = [[]]
     for token in row:
         if token >= FIRST_SENTINEL:
-            assert token == FIRST_SENTINEL + len(found) - 1
-            found.append([])
+            assert token == FIRST_SENTINEL + len(divided) - 1
+            divided.append([])
         else:
-            found[-1].append(token)
-    return found
+            divided[-1].append(token)
+    return divided
 
 
 @given(
@@ -41,7 +41,7 @@ def parts(row: list[int]) -> list[list[int]]:
     mean_span=some.floats(1, 12),
     keys=some.lists(some.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5),
 )
-def test_putting_each_span_in_the_place_of_its_mark_restores_the_text(
+def test_spans_in_place_of_sentinels_restore_the_text(
     length: int, rate: float, mean_span: float, keys: list[int]
 ) -> None:
     tokens = np.arange(len(keys) * length).reshape(len(keys), length)
@@ -57,7 +57,7 @@ def test_putting_each_span_in_the_place_of_its_mark_restores_the_text(
 
 
 @pytest.mark.parametrize(("length", "text", "target"), [(512, 568, 114), (128, 141, 29), (1024, 1137, 229)])
-def test_texts_are_as_long_as_those_of_t5(length: int, text: int, target: int) -> None:
+def test_text_lengths_equal_t5(length: int, text: int, target: int) -> None:
     assert text_length(length, 0.15, 3.0) == text
     assert lengths(text, 0.15, 3.0) == (length, target)
 
@@ -73,8 +73,8 @@ def test_a_length_too_short_for_any_span_is_refused() -> None:
         text_length(2, 0.15, 3.0)
 
 
-def test_every_division_into_spans_is_as_likely() -> None:
-    # 3 of 6 tokens in 2 spans: 2 ways to divide the text times 2 ways to divide what is cut out
+def test_divisions_into_spans_are_equally_likely() -> None:
+    # 3 of 6 tokens in 2 spans: 2 divisions of the text times 2 divisions of the cut tokens
     sources, _ = corrupt(np.tile(np.arange(6), (4000, 1)), np.arange(4000) * 7919, 0.5, 1.5)
     _, counts = np.unique(sources, axis=0, return_counts=True)
     assert len(counts) == 4
@@ -89,7 +89,7 @@ def objective(length: int) -> tuple[int, SequenceToSequence]:
 
 
 @given(step=some.integers(0, 10**6), start=some.integers(0, 7), rows=some.integers(1, 8))
-def test_any_rows_are_those_of_the_whole_batch_and_have_the_lengths_promised(step: int, start: int, rows: int) -> None:
+def test_any_rows_equal_the_whole_batch_with_fixed_lengths(step: int, start: int, rows: int) -> None:
     text, learned = objective(64)
     source = MappedSource(PackedTokens(TEXT, text, 8, seed=0), lambda _, batch: learned.examples(batch))
     whole, part = source.at(step), source.rows(step, start, min(start + rows, 8))
@@ -98,7 +98,7 @@ def test_any_rows_are_those_of_the_whole_batch_and_have_the_lengths_promised(ste
         assert torch.equal(part[name], whole[name][start : start + rows])
 
 
-def test_an_end_of_text_starts_the_target_and_ends_both() -> None:
+def test_end_of_text_starts_the_target_and_ends_both() -> None:
     text, learned = objective(64)
     batch = learned.examples(PackedTokens(TEXT, text, 8, seed=0).at(0))
     assert (batch["source"][:, -1] == 0).all() and (batch["source"][:, :-1] != 0).all()
@@ -107,12 +107,12 @@ def test_an_end_of_text_starts_the_target_and_ends_both() -> None:
     assert learned.tokens(batch) == 8 * 64
 
 
-def test_sentinels_are_asked_for_by_their_names_and_as_many_as_there_are_spans() -> None:
+def test_one_named_sentinel_per_span() -> None:
     names = SequenceToSequence().special_tokens(512)
     assert names[:2] == ("<extra_id_0>", "<extra_id_1>")
     assert len(names) == 114 - 1 - round(568 * 0.15)
 
 
-def test_pairs_are_left_as_they_are() -> None:
+def test_pairs_are_unchanged() -> None:
     pairs = Batch({"source": torch.ones(2, 3), "tokens": torch.ones(2, 4)}, torch.ones(2))
     assert SequenceToSequence().examples(pairs) is pairs

@@ -1,4 +1,4 @@
-"""Losses and metrics of the user's own: taken exactly, or refused with the fix."""
+"""User-defined losses and metrics: computed exactly, or refused with the fix."""
 
 from typing import Any
 
@@ -56,28 +56,28 @@ def halved(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("loss", [mean, each, halved])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_loss_of_each_form_has_the_gradient_of_torch(loss: Any, micro_batches: int) -> None:
+def test_each_form_of_loss_has_the_gradient_of_torch(loss: Any, micro_batches: int) -> None:
     model = network()
     mean(model, {"x": X, "y": Y}).backward()
     torch.testing.assert_close(gradient(loss, micro_batches), model.weight.grad)
 
 
-def test_a_mean_is_refused_where_it_cannot_be_taken_apart() -> None:
+def test_mean_loss_with_unequal_micro_batches_is_refused() -> None:
     with pytest.raises(RefusedError, match="micro-batches of 3 and 4 examples"):
         gradient(mean, 3, torch.full((11,), 1 / 11))  # 4, 4 and 3
     with pytest.raises(RefusedError, match="drawn with weights"):
         gradient(mean, weight=torch.linspace(0.1, 1, 12))
 
 
-def test_a_mean_is_judged_over_batches_of_one_size_and_what_is_left_out_is_said() -> None:
-    whole, told = batch(), []
+def test_mean_is_evaluated_over_equal_batches_with_a_note() -> None:
+    whole, notes = batch(), []
     parts = [whole.rows(0, 5), whole.rows(5, 10), whole.rows(10, 12)]
     count = lambda model, rows: torch.ones(len(rows["y"]))  # noqa: E731
-    found = evaluate(network(), objective(mean, count=count), parts, CPU, told.append)
-    assert found["loss"] == pytest.approx(float(mean(network(), {"x": X[:10], "y": Y[:10]})))
-    assert found["count"] == 1 and "the last 2 examples do not count" in told[0] and len(told) == 1
-    exact = evaluate(network(), objective(each), parts, CPU, told.append)
-    assert exact["loss"] == pytest.approx(float(mean(network(), {"x": X, "y": Y}))) and len(told) == 1
+    evaluation = evaluate(network(), objective(mean, count=count), parts, CPU, notes.append)
+    assert evaluation["loss"] == pytest.approx(float(mean(network(), {"x": X[:10], "y": Y[:10]})))
+    assert evaluation["count"] == 1 and "the last 2 examples do not count" in notes[0] and len(notes) == 1
+    exact = evaluate(network(), objective(each), parts, CPU, notes.append)
+    assert exact["loss"] == pytest.approx(float(mean(network(), {"x": X, "y": Y}))) and len(notes) == 1
 
 
 def changing(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
@@ -102,7 +102,7 @@ def weighted(weight: Any) -> Any:
         (lambda model, rows: each(model, rows).to("meta"), "is on meta, and the batch on cpu"),
         (lambda model, rows: each(model, rows).to(torch.complex64), "complex64"),
         (changing, r"changes the batch in place \(part x\)"),
-        (weighted(torch.ones(11)), r"weights are a tensor of shape \(11,\)"),
+        (weighted(torch.ones(11)), r"the weights are a tensor of shape \(11,\)"),
         (weighted(3), "weights are a int"),
         (weighted(torch.full((12,), float("nan"))), "not finite, such as nan"),
         (weighted(torch.full((12,), -1.0)), "negative"),
@@ -110,13 +110,13 @@ def weighted(weight: Any) -> Any:
         (lambda model, rows: (mean(model, rows), torch.ones(())), "values of shape"),
     ],
 )
-def test_a_loss_that_is_none_is_refused_with_the_fix(loss: Any, words: str) -> None:
+def test_invalid_loss_is_refused_with_the_fix(loss: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words) as error:
         gradient(loss)
     assert error.value.fix
 
 
-def test_a_part_that_does_not_count_may_have_any_value() -> None:
+def test_part_of_weight_zero_may_have_any_value() -> None:
     def loss(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         counts = torch.arange(12) < 6
         return torch.where(counts, each(model, rows), float("nan")), counts
@@ -126,7 +126,7 @@ def test_a_part_that_does_not_count_may_have_any_value() -> None:
     torch.testing.assert_close(gradient(loss), model.weight.grad)
 
 
-def test_metrics_of_all_predictions_are_those_of_scikit_learn() -> None:
+def test_dataset_metrics_equal_scikit_learn() -> None:
     metrics = pytest.importorskip("sklearn.metrics")
     whole, model = batch(), network()
     predict = lambda model, rows: (model(rows["x"]).argmax(1), rows["y"])  # noqa: E731
@@ -134,11 +134,11 @@ def test_metrics_of_all_predictions_are_those_of_scikit_learn() -> None:
     size = ModelMetric(lambda model: sum(p.numel() for p in model.parameters()))
     right = lambda model, rows: model(rows["x"]).argmax(1) == rows["y"]  # noqa: E731
     judged = objective(each, f1=f1, right=right, size=size)
-    found = evaluate(model, judged, [whole.rows(0, 5), whole.rows(5, 12)], CPU)
+    evaluation = evaluate(model, judged, [whole.rows(0, 5), whole.rows(5, 12)], CPU)
     guesses = model(X).argmax(1).numpy()
-    assert list(found) == ["loss", "right", "f1", "size"] == ["loss", *judged.metrics]
-    assert found["f1"] == metrics.f1_score(Y.numpy(), guesses, average="macro")
-    assert found["right"] == pytest.approx(np.mean(guesses == Y.numpy())) and found["size"] == 15
+    assert list(evaluation) == ["loss", "right", "f1", "size"] == ["loss", *judged.metrics]
+    assert evaluation["f1"] == metrics.f1_score(Y.numpy(), guesses, average="macro")
+    assert evaluation["right"] == pytest.approx(np.mean(guesses == Y.numpy())) and evaluation["size"] == 15
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_metrics_of_all_predictions_are_those_of_scikit_learn() -> None:
         (lambda model, rows: "a", "the metric 'm' of a batch of 12 examples is a str"),
     ],
 )
-def test_a_metric_that_is_none_is_refused_with_the_fix(metric: Any, words: str) -> None:
+def test_invalid_metric_is_refused_with_the_fix(metric: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words) as error:
         evaluate(network(), objective(each, m=metric), [batch()], CPU)
     assert error.value.fix

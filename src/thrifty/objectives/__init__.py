@@ -1,4 +1,7 @@
-"""What is learned. One file per objective; its class name in snake case is its name in a recipe."""
+"""Objectives: losses and the training examples that they require, one file per objective.
+
+The name of an objective in a recipe is the snake case of its class name. The docstring of its file is its card.
+"""
 
 from dataclasses import asdict, fields
 
@@ -34,9 +37,9 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def find_objective(name: str, **settings: float | str) -> Objective:
-    """The objective of this name with these of its settings; the others have their defaults.
+    """Return the objective of this name with these settings; other settings keep their defaults.
 
-    Raises UsageError for a name or a setting that is not there, and for a value out of bounds.
+    Raises UsageError for an unknown name or setting and for a value out of bounds.
     """
     if name not in OBJECTIVES:
         raise UsageError(
@@ -53,5 +56,5 @@ def find_objective(name: str, **settings: float | str) -> Objective:
 
 
 def chosen_objective(settings: ObjectiveSettings) -> Objective:
-    """The objective that a recipe's settings describe; raises UsageError as `find_objective` does."""
+    """Return the objective that a recipe's settings describe. Raises UsageError as `find_objective` does."""
     return find_objective(**{name: value for name, value in asdict(settings).items() if value is not None})

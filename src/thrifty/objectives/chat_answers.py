@@ -1,12 +1,17 @@
-"""Chat answers: the cross-entropy of each token of the answers in conversations (instruction tuning).
+"""Instruction tuning (Ouyang et al. 2022): train on the tokens of the answers in conversations.
 
-Paper     Ouyang et al. 2022, Training language models to follow instructions with human feedback (arXiv 2203.02155),
-          section 3.5, its first step; data and settings after Stanford Alpaca (Taori et al. 2023) and Alpaca-LoRA.
-Fields    "tokens" and "targets" (b, t), "segments" (b, t), "share" (b, t) and "amount" (b,) as `PackedConversations`
-          has them. An example is a row, which may hold several conversations that see nothing of each other.
-Note      Stanford Alpaca learns answers only, Alpaca-LoRA also the questions: `trained_on`. By default every token of
-          the effective batch counts alike, as if all its answers were one text: the gradient then does not depend on
-          how conversations were put together into rows. By conversations, short answers count as much as long ones.
+Paper       Ouyang et al. 2022, InstructGPT (arXiv 2203.02155), section 3.5, the supervised step. Data and settings
+            follow Stanford Alpaca (Taori et al. 2023) and Alpaca-LoRA.
+Promise     By default every answer token of the effective batch weighs the same. The gradient does not depend on how
+            conversations share rows.
+Use         own = {"objective.template": "chatml"}
+            run = thrifty.train("llama-nano", "chats.jsonl", loss="chat_answers", settings=own, budget="2000 steps")
+            print(run.loss)
+Start with  `--set objective.name=chat_answers`. With `objective.trained_on=everything` questions are trained, too, as in
+            Alpaca-LoRA.
+Cost        The same as next-token prediction on the same rows.
+Avoid       `objective.packed=true` with a model that cannot keep the conversations of a row apart.
+Does not    Learn from preferences or rewards. It does not add a chat template to a tokenizer: set `objective.template`.
 """
 
 from dataclasses import dataclass
@@ -23,19 +28,26 @@ CHOICES = {"trained_on": ("answers", "everything"), "weigh_by": ("tokens", "conv
 
 @dataclass(frozen=True)
 class ChatAnswers(TokenCrossEntropy):
-    """Answers of conversations, each token from the question and what was said before it."""
+    """Cross-entropy of the answers in conversations.
+
+    Fields    "tokens", "targets", "segments" and "share" (b, t), and "amount" (b,), as in `PackedConversations`. An
+              example is a row. It may hold several conversations, which do not attend to each other.
+
+    Weighted by tokens, all answers of the effective batch count like one text. Weighted by conversations, short answers
+    count as much as long ones.
+    """
 
     learns_from = ("chats",)
 
     trained_on: str = "answers"
-    """"answers", or "everything"."""
+    """Trained tokens: "answers" or "everything"."""
     weigh_by: str = "tokens"
-    """What counts alike: "tokens" or "conversations"."""
+    """Unit of equal weight: "tokens" or "conversations"."""
     packed: bool = True
-    """As many conversations to a row as fit; otherwise one, filled up, for models that cannot tell texts in a row
-    apart."""
+    """True to pack as many conversations into a row as fit. False pads one conversation per row, for models without a
+    mask between segments."""
     template: str = ""
-    """The chat template: "chatml", "alpaca" or a Jinja file; empty takes the tokenizer's own."""
+    """Chat template: "chatml", "alpaca" or a Jinja file. If empty, the tokenizer's own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,14 +1,14 @@
-"""Contrastive: which caption belongs to which image, among all pairs of the effective batch.
+"""Contrastive image-text (Radford et al. 2021): match each image with its caption among all of the batch.
 
-Paper     Radford et al. 2021, CLIP (arXiv 2103.00020), section 2.3.
-Fields    "inputs" (b, c, h, w); "tokens" (b, t); where captions are padded, "keep" (b, t), False on the padding.
-Loss      of a pair, half of the cross-entropy of its caption among all captions and half of that of its image among all
-          images. With several ranks along the data, those of all ranks: each pair is compared with the whole effective
-          batch. Held-out batches are compared within themselves, of as many pairs as the recipe's batch or as are
-          evaluated, whichever is fewer: a loss among another number of pairs is another number, up to its logarithm
-          where nothing is known.
-Measures  accuracy: how often the right one of such a batch is the nearest, mean of both directions. What a model is
-          worth over a whole set, `thrifty retrieve` tells.
+Paper       Radford et al. 2021, CLIP (arXiv 2103.00020), section 2.3.
+Promise     Every pair is compared with all pairs of the effective batch, across data-parallel ranks. The loss is the
+            mean of both directions.
+Use         run = thrifty.train(recipe="flip-emoji", data="captions", budget="2000 steps")
+            print(thrifty.retrieve(run))
+Start with  `--set objective.name=contrastive --set data.batch=128`. A larger batch compares each pair with more others.
+Cost        A matrix of similarities as large as the batch squared. Micro-batches require `large_batch.gradient_cache`.
+Avoid       Losses of batches of different sizes: they are not comparable, because a random model loses the logarithm.
+Does not    Evaluate across held-out batches: `thrifty retrieve` evaluates a whole set.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from thrifty.kernels.contrastive_loss import contrastive_losses, places_of_own
 
 @dataclass
 class PairPrediction(Prediction):
-    """Vectors of images and captions in one space, (b, 2, e) as `hidden`."""
+    """Embeddings of images and captions in one space, (b, 2, e) as `hidden`."""
 
     @cached_property
     def logits(self) -> Tensor:  # type: ignore[override]
-        """All products of these pairs (b, b), captions along the columns."""
+        """Similarities of all images (rows) and captions (columns), (b, b)."""
         assert self.hidden is not None
         images, captions = self.hidden.unbind(1)
         return images @ captions.T
@@ -39,15 +39,24 @@ class PairPrediction(Prediction):
 
 @dataclass(frozen=True)
 class Contrastive(Objective):
-    """Images and their captions: each finds the other among all of a batch."""
+    """Symmetric contrastive loss of images and captions.
+
+    Fields    "inputs" (b, c, h, w); "tokens" (b, t); for padded captions "keep" (b, t), False on padding.
+    Loss      half of the cross-entropy of the caption among all captions, plus half of that of the image among all
+              images, of all data-parallel ranks. A held-out batch is compared within itself. It has the batch size of
+              the recipe, or the number of evaluated pairs if that is smaller.
+    Metrics   accuracy: how often the right caption or image of a held-out batch is the nearest, mean of both
+              directions.
+    """
 
     learns_from, joint, measured = ("pairs",), True, ("accuracy",)
 
     def examples(self, batch: Batch) -> Batch:
         if missing := {"inputs", "tokens"} - batch.fields.keys():
             raise UsageError(
-                f"objective contrastive needs images and captions, and there are no {' and '.join(sorted(missing))}",
-                fix="name data of images with captions, or choose another objective: classification of images",
+                f"objective contrastive requires images and captions, and the data has no "
+                f"{' and '.join(sorted(missing))}",
+                fix="set data.source to images with captions, or objective.name=classification for images",
             )
         return batch
 
@@ -57,7 +66,7 @@ class Contrastive(Objective):
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         assert prediction.hidden is not None
         data = axis("data")
-        # what is held out is the same on all ranks, and is judged on each by itself
+        # held-out batches are equal on all ranks, so each rank evaluates them alone
         group = data.group or dist.group.WORLD if data.size > 1 and torch.is_grad_enabled() else None
         return contrastive_losses(*prediction.hidden.unbind(1), group)
 
@@ -65,6 +74,6 @@ class Contrastive(Objective):
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         assert prediction.hidden is not None
         images, captions = prediction.hidden.float().unbind(1)
-        numbers = torch.arange(len(images), device=images.device)
-        hits = [places_of_own(*pair, numbers, numbers) == 0 for pair in ((images, captions), (captions, images))]
+        pair_ids = torch.arange(len(images), device=images.device)
+        hits = [places_of_own(*pair, pair_ids, pair_ids) == 0 for pair in ((images, captions), (captions, images))]
         return {"accuracy": torch.stack(hits).float().mean(0)}

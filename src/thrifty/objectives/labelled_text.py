@@ -1,7 +1,7 @@
-"""Common base of objectives on labelled texts: the call of a model on padded rows, the scores of all predictions.
+"""Base class of objectives on labelled texts, and metrics over all held-out predictions.
 
-Fields    "inputs" (b, t) tokens; "keep" (b, t), False where a row is only filled up; of pairs of texts also "types"
-          (b, t), 1 for the second one; "labels".
+Fields    "inputs" (b, t) tokens; "keep" (b, t), False on padding; for pairs of texts also "types" (b, t), 1 for the
+          second text; "labels".
 """
 
 import warnings
@@ -17,11 +17,11 @@ from thrifty.core.classifier_inputs import classifier_inputs, takes_text
 from thrifty.core.objective import Objective, Prediction
 
 HAS_SCORES = find_spec("sklearn") is not None
-"""True if scikit-learn is installed (extra `metrics`), without which accuracy is the only metric of classes."""
+"""True if scikit-learn (extra `metrics`) is installed. Without it accuracy is the only metric of classes."""
 
 
 class LabelledTextObjective(Objective):
-    """An objective on texts with labels alone."""
+    """An objective on labelled texts only."""
 
     learns_from, needs_labels = ("labelled_text",), True
 
@@ -30,8 +30,11 @@ class LabelledTextObjective(Objective):
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits that a model has for a batch: those of a model of transformers by its own names of arguments,
-    of any other those of `model(tokens, keep)`, with the types of a pair's tokens as a third argument."""
+    """Return the logits of a model for a batch.
+
+    A model of transformers is called with its own argument names. Any other is called as `model(tokens, keep)`, with
+    the token types of a pair as a third argument.
+    """
     masks = [batch[name] for name in ("keep", "types") if name in batch.fields]
     if masks and takes_text(model):
         output = model(**classifier_inputs(model, batch["inputs"], *masks))
@@ -41,7 +44,10 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def class_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Return scikit-learn's F1 and Matthews correlation of classes (n,); of two classes F1 is that of the second."""
+    """Return scikit-learn's macro F1 and Matthews correlation of classes (n,).
+
+    For two classes the result also has the F1 of the second one.
+    """
     from sklearn import metrics
 
     scores = {
@@ -54,7 +60,7 @@ def class_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]
 
 
 def several_class_scores(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-    """Return scikit-learn's F1 over indicators of classes (n, c)."""
+    """Return scikit-learn's macro and micro F1 of class indicators (n, c)."""
     from sklearn import metrics
 
     kinds = ("macro", "micro")
@@ -62,7 +68,7 @@ def several_class_scores(labels: np.ndarray, predicted: np.ndarray) -> dict[str,
 
 
 def tag_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Return scikit-learn's F1 of single words (n,): the mean over tags, and over all words but those tagged "O"."""
+    """Return scikit-learn's F1 of word tags (n,): macro over all tags, micro without the tag "O"."""
     from sklearn import metrics
 
     inside = [number for number, name in enumerate(names) if name != "O"]
@@ -73,11 +79,11 @@ def tag_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) 
 
 
 def correlations(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-    """Return scipy's Pearson and Spearman correlations of numbers (n,); NaN where one side is constant."""
+    """Return scipy's Pearson and Spearman correlations of values (n,); NaN if one side is constant."""
     from scipy import stats
 
     kinds: dict[str, Callable[..., Any]] = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of constant predictions, as before the first step
-        few = len(labels) < 2
-        return {name: np.nan if few else float(kind(labels, predicted).statistic) for name, kind in kinds.items()}
+        warnings.simplefilter("ignore")  # predictions are constant before the first step
+        too_few = len(labels) < 2
+        return {name: np.nan if too_few else float(kind(labels, predicted).statistic) for name, kind in kinds.items()}

@@ -1,14 +1,15 @@
-"""Masked token: some tokens of a text are hidden, and predicted from all the others.
+"""Masked-token prediction (Devlin et al. 2019): hide random tokens and predict them from both sides.
 
-Paper     Devlin et al. 2019, BERT (arXiv 1810.04805), section 3.1: 15 % of the tokens are predicted; of these 80 % are
-          replaced by the mask, 10 % by a random token, 10 % stay. Liu et al. 2019, RoBERTa (arXiv 1907.11692): other
-          tokens each time that a text is seen.
-Fields    "tokens" (b, t) as the model sees them, "places" (b, k) of the tokens to predict in ascending order, "targets"
-          (b, k) what stood there. k = max(1, round(rate · t)), so the head is applied to k hidden states, not to t.
-          "visible" (b, n) are places without a mask in ascending order, for models that leave out what is hidden.
-Shares    are kept as exactly as whole tokens allow: where 80 % of k is no whole number, rows differ by one mask, at
-          random, so that it is 80 % on average. n = t less the most masks that a row has; in rows with one fewer, one
-          more that is predicted is not among the visible: one that a random token has replaced, if there is any.
+Paper       Devlin et al. 2019, BERT (arXiv 1810.04805), section 3.1. New masks each time a text is read: Liu et al.
+            2019, RoBERTa (arXiv 1907.11692).
+Promise     The head predicts a fraction `rate` of the tokens and no others. Of these, 80 % become the mask and 10 % a
+            random token; the rest stays.
+Use         run = thrifty.train("bert-nano", "my.txt", loss="masked_token", budget="2000 steps")
+            thrifty.export(run, "encoder")
+Start with  `--set objective.name=masked_token --set objective.rate=0.15`. A higher rate trains on more tokens per text.
+Cost        Few tokens per text have a loss, so that more text is read than in next-token prediction.
+Avoid       Models whose attention is causal: they predict from the left side only.
+Does not    Remove masked tokens from the encoder: add `data_selection.drop_masked_tokens`. Masks ignore word borders.
 """
 
 import math
@@ -29,9 +30,9 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 MASK = "<mask>"
 
 
-def counts_of_fates(share: float, count: int) -> tuple[int, int]:
-    """The fewest and the most of `count` tokens that a share of them may come to, rounded down or up."""
-    exact = round(share * count, 9)  # 0.8 · 15 is 12 and not a little more
+def rounded_counts(fraction: float, count: int) -> tuple[int, int]:
+    """Return a fraction of `count` tokens rounded down and rounded up."""
+    exact = round(fraction * count, 9)  # 0.8 · 15 is 12 and not a little more
     return math.floor(exact), math.ceil(exact)
 
 
@@ -45,60 +46,72 @@ def masked(
     mask_share: float = 0.8,
     random_share: float = 0.1,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Texts with `count` tokens each hidden (b, t), the places of these (b, count), what stood there (b, count), and
-    visible places (b, t - m), m being the most masks that a row may have.
+    """Return masked texts (b, t), predicted positions (b, count), their tokens (b, count) and visible positions.
 
-    `keys` (b,) decide all that is drawn. Random tokens are drawn among the `ordinary` ones; `special` ones are hidden
-    only in a text that has too few others.
+    Visible positions are (b, t - m), where m is the largest number of masks of any row. `keys` (b,) seed all random
+    choices. Random replacements come from the `ordinary` tokens. `special` tokens are predicted only in a text with
+    too few others.
     """
     b, t = tokens.shape
     scores = random_integers(keys, t) >> np.uint64(1)
     scores |= np.isin(tokens, special).astype(np.uint64) << np.uint64(63)
     places = random_subset(scores, count)
     targets = np.take_along_axis(tokens, places, axis=1)
-    fates, random = np.split(random_integers(keys, 2 * count, skip=t), 2, axis=1)
-    rank = fates.argsort(axis=1).argsort(axis=1)
+    order, random = np.split(random_integers(keys, 2 * count, skip=t), 2, axis=1)
+    rank = order.argsort(axis=1).argsort(axis=1)
     offset = random_fractions(random_integers(keys, 1, skip=t + 2 * count))
     masks, changed = (_rounded(share, count, offset) for share in (mask_share, mask_share + random_share))
-    strangers = ordinary[(random_fractions(random) * len(ordinary)).astype(np.int64)]
-    shown = np.where(rank < masks, mask, np.where(rank < changed, strangers, targets))
+    replacements = ordinary[(random_fractions(random) * len(ordinary)).astype(np.int64)]
+    shown = np.where(rank < masks, mask, np.where(rank < changed, replacements, targets))
     corrupted = tokens.copy()
     np.put_along_axis(corrupted, places, shown, axis=1)
-    most = counts_of_fates(mask_share, count)[1]
-    seen = np.ones((b, t), dtype=bool)
-    np.put_along_axis(seen, places, rank >= most, axis=1)
-    return corrupted, places, targets, np.nonzero(seen)[1].reshape(b, t - most)
+    most = rounded_counts(mask_share, count)[1]
+    is_visible = np.ones((b, t), dtype=bool)
+    np.put_along_axis(is_visible, places, rank >= most, axis=1)
+    return corrupted, places, targets, np.nonzero(is_visible)[1].reshape(b, t - most)
 
 
-def _rounded(share: float, count: int, offset: np.ndarray) -> np.ndarray:
-    """How many of `count` tokens have a share in each row (b, 1), rounded up where the row's offset in [0, 1) says so:
-    as often as makes the mean right."""
-    few, most = counts_of_fates(share, count)
-    return np.minimum(np.where(share * count - few > offset, most, few), count)
+def _rounded(fraction: float, count: int, offset: np.ndarray) -> np.ndarray:
+    """Return a fraction of `count` tokens for each row (b, 1), rounded at random by the row's offset in [0, 1).
+
+    The rounded counts have the right mean.
+    """
+    few, most = rounded_counts(fraction, count)
+    return np.minimum(np.where(fraction * count - few > offset, most, few), count)
 
 
 @dataclass(frozen=True)
 class MaskedToken(TokenCrossEntropy):
-    """The masked language model: hidden tokens from all others on both sides."""
+    """Cross-entropy of masked tokens.
+
+    Fields    "tokens" (b, t) with masks; "places" (b, k), predicted positions in ascending order; "targets" (b, k),
+              their tokens, with k = max(1, round(rate · t)). "visible" (b, n): positions without a mask in ascending
+              order, for models that leave out masked tokens.
+
+    The fractions of masks and random tokens are exact on average. If 80 % of k is no whole number, rows differ by one
+    mask at random. n is t minus the largest number of masks of a row. In a row with one mask fewer, one more
+    predicted position is left out of "visible": one with a random token, if there is any.
+    """
 
     rate: Fraction = 0.15
-    """Share of the tokens that is predicted."""
+    """Fraction of predicted tokens."""
     mask_share: Probability = 0.8
-    """Of these, the share that is replaced by the mask."""
+    """Fraction of the predicted tokens that the mask replaces."""
     random_share: Probability = 0.1
-    """Of these, the share that is replaced by a random token; the rest stays as it is."""
+    """Fraction of the predicted tokens that a random token replaces; the rest is unchanged."""
     mask: int = -1
-    """The token that hides another; like the next two it is known once the tokenizer is."""
+    """Mask token. It is set with the tokenizer, like the next two."""
     vocabulary: int = 0
     special: frozenset[int] = frozenset()
-    """Tokens that stand for no text: neither hidden nor drawn."""
+    """Tokens without text, neither predicted nor used as random tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mask_share + self.random_share > 1 + 1e-9:
             raise UsageError(
-                f"objective: mask_share {self.mask_share} and random_share {self.random_share} are more than all",
-                fix="lower one of them, so that their sum is at most 1",
+                f"objective.mask_share {self.mask_share} and objective.random_share {self.random_share} sum to more "
+                "than 1",
+                fix=f"--set objective.random_share={max(0.0, 1 - self.mask_share):g}",
             )
 
     def special_tokens(self, length: int) -> tuple[str, ...]:
@@ -109,15 +122,17 @@ class MaskedToken(TokenCrossEntropy):
         return replace(self, mask=mask, vocabulary=tokens.vocabulary, special=tokens.special | {mask})
 
     def examples(self, batch: Batch) -> Batch:
-        """Texts (b, t+1) without their last token, which the next window begins with, as masked ones; what is masked
-        already stays as it is."""
+        """Return masked texts (b, t) made of texts (b, t+1) without their last token; a masked batch is unchanged.
+
+        The next window begins with the last token.
+        """
         if "places" in batch.fields:
             return batch
         tokens = batch["tokens"][:, :-1].numpy()
         count = max(1, round(self.rate * tokens.shape[1]))
-        numbers = self.mask, self._ordinary, self._special
-        made = masked(tokens, batch["key"].numpy(), count, *numbers, self.mask_share, self.random_share)
-        fields = dict(zip(("tokens", "places", "targets", "visible"), map(torch.from_numpy, made), strict=True))
+        vocabulary = self.mask, self._ordinary, self._special
+        arrays = masked(tokens, batch["key"].numpy(), count, *vocabulary, self.mask_share, self.random_share)
+        fields = dict(zip(("tokens", "places", "targets", "visible"), map(torch.from_numpy, arrays), strict=True))
         return Batch(fields, batch.weight)
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:

@@ -1,13 +1,15 @@
-"""MASS: one span of a text is hidden from the encoder, and the decoder writes it.
+"""MASS (Song et al. 2019): mask one span of a text in the encoder and decode that span.
 
-Paper     Song et al. 2019, MASS: Masked Sequence to Sequence Pre-training for Language Generation (arXiv 1905.02450),
-          section 3: the span is half of the text and begins anywhere. A span of one token is BERT's task, one of all
-          tokens GPT's.
-Fields    "source" (b, t), the text with a mask in the place of each token of the span; "tokens" (b, s+1), the span
-          behind a mask: the decoder is given all but the last, so at each place the token before it in the span;
-          "positions" (b, s) of these places in the text. s = max(1, round(rate · t)).
-Note      a model with a table of positions (Marian's) reads the span at its own; T5's only knows distances inside it.
-          That the paper leaves some tokens of the span in sight, as BERT does, is from memory, and not done here.
+Paper       Song et al. 2019, MASS: Masked Sequence to Sequence Pre-training for Language Generation (arXiv
+            1905.02450), section 3.
+Promise     Every start of the span is equally likely. A span of one token is the task of BERT, a span of all tokens
+            that of GPT.
+Use         run = thrifty.train("marian-nano", "my.txt", loss="mass", budget="2000 steps")
+            print(run.loss)
+Start with  `--set objective.name=mass --set objective.rate=0.5`, as in the paper.
+Cost        The encoder reads the whole text and the decoder the span.
+Avoid       Models without a decoder. T5 knows no positions in the text, only distances inside the span.
+Does not    Leave some tokens of the span unmasked, as the paper does (unverified).
 """
 
 from dataclasses import dataclass, replace
@@ -27,10 +29,12 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 def hidden_span(
     tokens: np.ndarray, keys: np.ndarray, count: int, mask: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Texts (b, t) with `count` tokens in a row each hidden behind a mask, these tokens (b, count), and their places
-    (b, count). `keys` (b,) decide where the spans begin, every place with room behind it being as likely."""
-    room = tokens.shape[1] - count + 1
-    begins = (random_fractions(random_integers(keys, 1)) * room).astype(np.int64)
+    """Return texts (b, t) with a masked span of `count` tokens, these tokens (b, count) and their positions (b, count).
+
+    `keys` (b,) seed the start of each span; every start that fits is equally likely.
+    """
+    starts = tokens.shape[1] - count + 1
+    begins = (random_fractions(random_integers(keys, 1)) * starts).astype(np.int64)
     places = begins + np.arange(count)
     source = tokens.copy()
     np.put_along_axis(source, places, mask, axis=1)
@@ -39,12 +43,19 @@ def hidden_span(
 
 @dataclass(frozen=True)
 class Mass(TokenCrossEntropy):
-    """A hidden span of a text from what stands around it."""
+    """Cross-entropy of a masked span.
+
+    Fields    "source" (b, t), the text with a mask for each token of the span; "tokens" (b, s+1), the span after one
+              mask; "positions" (b, s) of the span in the text, with s = max(1, round(rate · t)). The decoder reads all
+              of "tokens" but the last.
+
+    A model with a table of positions, such as Marian, reads the span at its positions in the text.
+    """
 
     rate: Fraction = 0.5
-    """Share of the tokens that the span is."""
+    """Length of the span as a fraction of the text."""
     mask: int = -1
-    """The token that hides another, known once the tokenizer is."""
+    """Mask token, set with the tokenizer."""
 
     def special_tokens(self, length: int) -> tuple[str, ...]:
         return (MASK,)
@@ -53,21 +64,23 @@ class Mass(TokenCrossEntropy):
         return replace(self, mask=tokens.number_of(MASK, "[MASK]"))
 
     def examples(self, batch: Batch) -> Batch:
-        """Texts (b, t+1) without their last token, which the next window begins with, with a hidden span; what has one
-        already stays as it is."""
+        """Return texts with a masked span, made of texts (b, t+1) without their last token.
+
+        The next window begins with the last token. A batch that has masked spans is unchanged.
+        """
         if "source" in batch.fields:
             return batch
         tokens = batch["tokens"][:, :-1].numpy()
         count = max(1, round(self.rate * tokens.shape[1]))
         source, span, places = hidden_span(tokens, batch["key"].numpy(), count, self.mask)
-        behind = np.hstack((np.full((len(tokens), 1), self.mask), span))
-        made = {"source": source, "tokens": behind, "positions": places}
-        return Batch({name: torch.from_numpy(rows) for name, rows in made.items()}, batch.weight)
+        target = np.hstack((np.full((len(tokens), 1), self.mask), span))
+        arrays = {"source": source, "tokens": target, "positions": places}
+        return Batch({name: torch.from_numpy(rows) for name, rows in arrays.items()}, batch.weight)
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         inputs = batch["source"], batch["tokens"][:, :-1], None, batch["positions"]
         return prediction_of(model, model(*inputs))
 
     def tokens(self, batch: Batch) -> int:
-        """Those of the source."""
+        """Return the number of source tokens."""
         return batch["source"].numel()

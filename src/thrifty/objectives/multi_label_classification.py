@@ -1,7 +1,14 @@
-"""Classification with several labels: the binary cross-entropy of each class, of which a text has any number.
+"""Multi-label classification (no paper): predict for each class if a text belongs to it.
 
-Fields    those of `labelled_text`; "labels" (b, c) in float32, 1 for a class that the text has.
-Measures  accuracy: the share of texts of which every class is right; F1 of all held-out texts (scikit-learn).
+Paper       The usual binary cross-entropy of each class, as in transformers.
+Promise     The loss of a text is the mean over all classes. The run reports accuracy and, with scikit-learn, macro and
+            micro F1.
+Use         run = thrifty.train("bert-nano", "topics.jsonl", loss="multi_label_classification", budget="2000 steps")
+            print(run.metrics)
+Start with  `--set objective.name=multi_label_classification`.
+Cost        One logit per class and text.
+Avoid       Exactly one label per text: use `classification`.
+Does not    Weigh rare classes or tune the threshold: a class is predicted above a probability of one half.
 """
 
 from collections.abc import Mapping
@@ -17,7 +24,11 @@ from thrifty.objectives.labelled_text import HAS_SCORES, LabelledTextObjective, 
 
 @dataclass(frozen=True)
 class MultiLabelClassification(LabelledTextObjective):
-    """Any number of c labels for each text; the model's logits are (b, c)."""
+    """Binary cross-entropy of each of c classes of a text; the model's logits are (b, c).
+
+    Fields    as in `labelled_text`; "labels" (b, c) in float32, 1 for a class of the text.
+    Metrics   accuracy: fraction of texts with every class right; F1 of all held-out texts (scikit-learn).
+    """
 
     label_form = "classes"
     measured, collected = ("accuracy",), ("predicted", "label")

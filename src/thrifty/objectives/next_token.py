@@ -1,9 +1,14 @@
-"""Next token: at each position, the cross-entropy of the token that follows.
+"""Next-token prediction (Radford et al. 2018): predict each token of a text from the tokens before it.
 
-Fields    "tokens" (b, t+1).
-Note      Documents that are kept apart (`data.separate`) are learned as if each were alone: by the mask and positions
-          of conversations, and without a prediction of the first token from the document before it. All predictions of
-          an effective batch then count alike.
+Paper       Radford et al. 2018, Improving Language Understanding by Generative Pre-Training, section 3.1, equation 1.
+Promise     The loss is the mean cross-entropy per token, in nats. With `data.separate` no document of a row attends
+            to another one.
+Use         run = thrifty.train("llama-nano", "my.txt", loss="next_token", budget="2000 steps")
+            print(run.loss)
+Start with  `--set objective.name=next_token`, the default. Add `--set data.separate=true` for short documents.
+Cost        One logit per vocabulary entry and token. A linear head computes the logits in chunks and stores none.
+Avoid       Models whose attention reaches later tokens, such as BERT: they see the token to predict.
+Does not    Predict the first token of a separate document. Every other token of the effective batch weighs the same.
 """
 
 import inspect
@@ -18,15 +23,22 @@ from thrifty.core.objective import Prediction
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 
 LABELS = ("targets", "target", "labels", "label", "y")
-"""Names of a second argument that is something else."""
+"""Argument names that do not mean the document of each token."""
 
 
 @dataclass(frozen=True)
 class NextToken(TokenCrossEntropy):
-    """The language model: each token from those before it."""
+    """Cross-entropy of each token after the first.
+
+    Fields    "tokens" (b, t+1).
+
+    With `data.separate`, the mask and positions of packed conversations separate the documents of a row. The first
+    token of a document is then not predicted from the document before it, and all predictions of an effective batch
+    weigh the same.
+    """
 
     boundary: int | None = None
-    """The token that ends a document, where documents are kept apart."""
+    """End-of-document token, if documents are separate."""
 
     @property
     def may_weigh_parts(self) -> bool:  # type: ignore[override]
@@ -36,41 +48,47 @@ class NextToken(TokenCrossEntropy):
         return replace(self, boundary=end_of_text)
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        read = batch["tokens"][:, :-1]
+        inputs = batch["tokens"][:, :-1]
         if self.boundary is None:
-            return prediction_of(model, model(read))
-        _refuse_deaf(model)
-        prediction = prediction_of(model, model(read, document_numbers(read, self.boundary)))
-        prediction.part_weights = (read != self.boundary).sum(1).float()
+            return prediction_of(model, model(inputs))
+        _check_document_argument(model)
+        prediction = prediction_of(model, model(inputs, document_numbers(inputs, self.boundary)))
+        prediction.part_weights = (inputs != self.boundary).sum(1).float()
         return prediction
 
     def shares(self, batch: Batch) -> Tensor | None:
-        """1 for a prediction that counts: the losses are sums, divided by the weights of all parts together."""
+        """Return 1 for each prediction that counts and 0 for others, so that losses are sums over predictions.
+
+        The trainer divides them by the `part_weights` of all examples.
+        """
         return None if self.boundary is None else (batch["tokens"][:, :-1] != self.boundary).float()
 
     def tokens(self, batch: Batch) -> int:
         return batch["tokens"][:, 1:].numel()
 
 
-def _refuse_deaf(model: nn.Module) -> None:
+def _check_document_argument(model: nn.Module) -> None:
     """Raise RefusedError for a model whose second argument cannot be the document of each token."""
     try:
-        taken = [*inspect.signature(model.forward).parameters.values()]
+        parameters = [*inspect.signature(model.forward).parameters.values()]
     except ValueError:  # of a compiled function
         return
-    places = [each for each in taken if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
-    many = any(each.kind is each.VAR_POSITIONAL for each in places)
-    if many or (len(places) > 1 and places[1].name not in LABELS):
+    positional = [each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
+    is_variadic = any(each.kind is each.VAR_POSITIONAL for each in positional)
+    if is_variadic or (len(positional) > 1 and positional[1].name not in LABELS):
         return
+    names = ", ".join(each.name for each in parameters)
     raise RefusedError(
-        f"data.separate is set, and {type(model).__name__}.forward({', '.join(each.name for each in taken)}) does not "
-        "take the document of each token",
-        fix="let it take a second argument, whole numbers (b, t), and attend where they are equal; or leave "
+        f"data.separate is set, and {type(model).__name__}.forward({names}) does not take the document of each token",
+        fix="add a second argument, whole numbers (b, t), and attend only where they are equal; or leave "
         "data.separate out",
     )
 
 
 def document_numbers(tokens: Tensor, boundary: int) -> Tensor:
-    """Return the number of each token's document in its row (b, t), from 1 on; the boundary belongs to what it ends."""
+    """Return the document number of each token in its row, (b, t), counted from 1.
+
+    A boundary belongs to the document that it ends.
+    """
     ends = (tokens == boundary).long()
     return ends.cumsum(1) - ends + 1

@@ -1,7 +1,13 @@
-"""Regression: the squared error of a number predicted from a text or a pair of texts, as of STS-B.
+"""Regression (no paper): predict one number from a text or a pair of texts.
 
-Fields    those of `labelled_text`; "labels" (b,) in float32.
-Measures  Pearson and Spearman correlations of all predictions and labels (scipy).
+Paper       The usual squared error; the task of STS-B (Cer et al. 2017, arXiv 1708.00055).
+Promise     The loss is the mean squared error. The run reports Pearson and Spearman correlations of all held-out texts.
+Use         run = thrifty.train("bert-nano", "similarity.csv", loss="regression", budget="2000 steps")
+            print(run.metrics)
+Start with  `--set objective.name=regression`.
+Cost        One output per text.
+Avoid       Class numbers without an order: use `classification`.
+Does not    Scale the labels. Correlations require scipy and are NaN where predictions or labels are constant.
 """
 
 from collections.abc import Mapping
@@ -16,24 +22,28 @@ from thrifty.objectives.labelled_text import LabelledTextObjective, correlations
 
 @dataclass(frozen=True)
 class Regression(LabelledTextObjective):
-    """A number for each text; the model's logits are (b, 1), or (b,)."""
+    """Squared error of one number per text; the model's logits are (b, 1) or (b,).
+
+    Fields    as in `labelled_text`; "labels" (b,) in float32.
+    Metrics   Pearson and Spearman correlations of all predictions and labels (scipy).
+    """
 
     label_form = "number"
     loss_in = "mean squared error"
     collected, summarized = ("predicted", "label"), ("pearson", "spearman")
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return (_numbers(prediction) - batch["labels"]).square()
+        return (_outputs(prediction) - batch["labels"]).square()
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return 2 * (_numbers(prediction) - batch["labels"]).abs()
+        return 2 * (_outputs(prediction) - batch["labels"]).abs()
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        return {"predicted": _numbers(prediction), "label": batch["labels"]}
+        return {"predicted": _outputs(prediction), "label": batch["labels"]}
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         return correlations(rows["label"].numpy(), rows["predicted"].numpy())
 
 
-def _numbers(prediction: Prediction) -> Tensor:
+def _outputs(prediction: Prediction) -> Tensor:
     return prediction.logits.float().flatten()

@@ -1,5 +1,7 @@
-"""What a model of images and captions is worth beyond one batch: how it finds one by the other, and tells classes apart
-by their names (Radford et al. 2021, CLIP, sections 3.1 and appendix E.1)."""
+"""Retrieval and zero-shot classification over a whole set of images and captions.
+
+Paper     Radford et al. 2021, CLIP (arXiv 2103.00020), section 3.1 and appendix E.1.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,13 +13,15 @@ from thrifty.core.batches import Batch
 from thrifty.kernels.contrastive_loss import places_of_own
 
 FIRST = (1, 5, 10)
-"""Among how many of the nearest the right one is looked for."""
+"""Values of k in recall at k."""
 
 
 @torch.no_grad()
 def embed_pairs(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit vectors of images and of captions (n, e), and a number for each caption (n,) that equal ones share. The
-    model is one of ours with two towers, see `models/contrastive_model.py`."""
+    """Return unit embeddings of images and of captions (n, e), and the text number of each caption (n,).
+
+    Equal captions have the same text number. The model has two towers, see `models/contrastive_model.py`.
+    """
     model.eval()
     images, captions, texts = [], [], []
     for batch in batches:
@@ -32,9 +36,11 @@ def embed_pairs(model: nn.Module, batches: Iterable[Batch], device: torch.device
 
 
 def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, float]:
-    """Of unit vectors (n, e) and the number of each pair's caption (n,): the share of images that find their caption
-    among the first 1, 5 and 10 of all ("captions R@1" …), and of captions that find an image of theirs ("images R@1"
-    …). Where several images have one caption, any of them is right. Of equally near ones the wrong come first."""
+    """Return the recall at 1, 5 and 10 of unit embeddings (n, e) with text numbers (n,).
+
+    "captions R@k" is the fraction of images with their caption among the k nearest; "images R@k" is the converse. If
+    several images have the same caption, each of them counts as right. Ties are ranked last.
+    """
     recalls = {}
     for name, (queries, keys) in (("captions", (images, captions)), ("images", (captions, images))):
         places = places_of_own(queries, keys, numbers, numbers)
@@ -43,12 +49,12 @@ def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, fl
 
 
 def chance_retrieval(numbers: Tensor) -> dict[str, float]:
-    """What who knows nothing comes to, of captions with these numbers (n,)."""
+    """Return the expected recall of a random ranking for captions with text numbers (n,)."""
     total = len(numbers)
-    own = numbers.bincount()[numbers].double()  # of each pair, how many are right
+    own = numbers.bincount()[numbers].double()  # right candidates of each pair
     recalls = {}
     for first in FIRST:
-        # none of the first is right: drawn without replacement among the others
+        # probability that none of the first candidates is right, sampled without replacement
         missed = torch.ones(total, dtype=torch.float64)
         for drawn in range(min(first, total)):
             missed *= ((total - own - drawn) / (total - drawn)).clamp(min=0)
@@ -58,8 +64,10 @@ def chance_retrieval(numbers: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def class_vectors(model: nn.Module, prompts: Sequence[Batch], device: torch.device) -> Tensor:
-    """A unit vector for each of v classes (v, e): the mean of those of its prompts, each batch of which has one for
-    every class."""
+    """Return a unit embedding of each of v classes (v, e): the mean over its prompts.
+
+    Each batch of `prompts` has one prompt for every class.
+    """
     model.eval()
     parts = [model.of_captions(batch["tokens"].to(device), batch["keep"].to(device)).float() for batch in prompts]
     return F.normalize(torch.stack(parts).mean(0), dim=-1).cpu()
@@ -67,9 +75,12 @@ def class_vectors(model: nn.Module, prompts: Sequence[Batch], device: torch.devi
 
 @torch.no_grad()
 def zero_shot_accuracy(model: nn.Module, classes: Tensor, batches: Iterable[Batch], device: torch.device) -> float:
-    """The share of images whose own class's vector (of v, e) is the nearest; batches have "inputs" and "labels"."""
-    right, total = 0, 0
+    """Return the fraction of images whose nearest class embedding (of v, e) is that of their label.
+
+    Batches have "inputs" and "labels".
+    """
+    correct, total = 0, 0
     for batch in batches:
         nearest = (model.of_images(batch["inputs"].to(device)).float().cpu() @ classes.T).argmax(1)
-        right, total = right + int((nearest == batch["labels"]).sum()), total + len(batch)
-    return right / total
+        correct, total = correct + int((nearest == batch["labels"]).sum()), total + len(batch)
+    return correct / total

@@ -1,8 +1,15 @@
-"""Sequence to sequence: the cross-entropy of each token of a target, from a source and the tokens before it.
+"""Sequence to sequence (Raffel et al. 2020): predict a target text from a source, or cut-out spans of plain text.
 
-Fields    "source" (b, s); "tokens" (b, t+1), the target behind a start token; where rows are padded, "source_keep"
-          (b, s) and "counted" (b, t), true for what is no padding. An example's loss is the mean over what counts.
-Data      pairs, or plain text with spans cut out (see `span_corruption`). An end of text starts the target, ends both.
+Paper       Raffel et al. 2020, T5 (arXiv 1910.10683), section 3.1.4 and table 6, for plain text; pairs of texts:
+            Sutskever et al. 2014 (arXiv 1409.3215).
+Promise     The loss is the mean cross-entropy per target token of an example, in nats. Batches of plain text need no
+            padding.
+Use         run = thrifty.train("t5-nano", "pairs.tsv", loss="sequence_to_sequence", budget="2000 steps")
+            print(run.loss)
+Start with  `--set objective.name=sequence_to_sequence`. `rate` and `mean_span` set what is cut out of plain text.
+Cost        An encoder pass over the source, a decoder pass over the target and cross-attention between them.
+Avoid       Models without a decoder; a prompt and its answer fit `chat_answers`.
+Does not    Weigh long targets more: each example has the same weight.
 """
 
 from dataclasses import dataclass, replace
@@ -21,16 +28,22 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 
 @dataclass(frozen=True)
 class SequenceToSequence(TokenCrossEntropy):
-    """One text from another: pairs, or spans that were cut out of plain text."""
+    """Cross-entropy of a target text given a source text.
+
+    Fields    "source" (b, s); "tokens" (b, t+1), the target after a start token; for padded rows "source_keep" (b, s)
+              and "counted" (b, t), False on padding.
+    Data      pairs of texts, or plain text with spans cut out (see `span_corruption`). The end-of-text token starts the
+              target and ends source and target.
+    """
 
     learns_from = ("text_pairs", "text")
 
     rate: Annotated[float, SettingBound(above=0, most=0.9)] = 0.15
-    """Share of the tokens of plain text that is cut out."""
+    """Fraction of the tokens of plain text that is cut out."""
     mean_span: Annotated[float, SettingBound(least=1)] = 3.0
-    """Tokens in a span that is cut out, on average."""
+    """Mean length of a cut-out span in tokens."""
     sentinels: tuple[int, ...] = ()
-    """The tokens in the places of spans; like the next one they are known once the tokenizer is."""
+    """Tokens that replace the spans. They are set with the tokenizer, like the next one."""
     end_of_text: int = -1
 
     def text_length(self, length: int) -> int:
@@ -45,15 +58,18 @@ class SequenceToSequence(TokenCrossEntropy):
         return replace(self, sentinels=sentinels, end_of_text=tokens.end_of_text)
 
     def examples(self, batch: Batch) -> Batch:
-        """Pairs as they are; texts (b, t+1) without their last token, which the next window begins with, corrupted."""
+        """Return pairs unchanged, and texts (b, t+1) without their last token as corrupted source and target.
+
+        The next window begins with the last token.
+        """
         if "source" in batch.fields:
             return batch
         tokens = batch["tokens"][:, :-1].numpy()
         sizes = span_counts(tokens.shape[1], self.rate, self.mean_span)
         source, target = corrupt_spans(tokens, batch["key"].numpy(), *sizes, np.array(self.sentinels))
         end = np.full((len(tokens), 1), self.end_of_text)
-        made = {"source": np.hstack((source, end)), "tokens": np.hstack((end, target, end))}
-        return Batch({name: torch.from_numpy(rows) for name, rows in made.items()}, batch.weight)
+        arrays = {"source": np.hstack((source, end)), "tokens": np.hstack((end, target, end))}
+        return Batch({name: torch.from_numpy(rows) for name, rows in arrays.items()}, batch.weight)
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         keep = batch.fields.get("source_keep")
@@ -64,6 +80,6 @@ class SequenceToSequence(TokenCrossEntropy):
         return None if counted is None else counted / counted.sum(1, keepdim=True).clamp(min=1)
 
     def tokens(self, batch: Batch) -> int:
-        """Those of the source."""
+        """Return the number of source tokens without padding."""
         keep = batch.fields.get("source_keep")
         return batch["source"].numel() if keep is None else int(keep.sum())

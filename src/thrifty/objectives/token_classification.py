@@ -1,9 +1,14 @@
-"""Token classification: the cross-entropy of one label for each word of a text, as of entities or parts of speech.
+"""Token classification (no paper): predict one label of each word, such as its entity or part of speech.
 
-Fields    those of `labelled_text`; "labels" (b, t), -100 where a token has none: special tokens, and all but the first
-          token of a word.
-Measures  accuracy over words; F1 of single words over all held-out texts (scikit-learn), not of whole entities.
-Note      Every word of the effective batch counts alike, as in transformers.
+Paper       The usual cross-entropy per word, as in transformers.
+Promise     Every word of the effective batch weighs the same. The run reports accuracy and, with scikit-learn, F1 of
+            single words.
+Use         run = thrifty.train("bert-nano", "entities.jsonl", loss="token_classification", budget="2000 steps")
+            print(run.metrics)
+Start with  `--set objective.name=token_classification`.
+Cost        One logit per class and token.
+Avoid       One label per text: use `classification`.
+Does not    Train on special tokens or on any but the first token of a word. It does not score whole entities.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +27,12 @@ NO_LABEL = -100
 
 @dataclass(frozen=True)
 class TokenClassification(LabelledTextObjective):
-    """One of c labels for each word; the model's logits are (b, t, c)."""
+    """Cross-entropy of one label per word; the model's logits are (b, t, c).
+
+    Fields    as in `labelled_text`; "labels" (b, t), -100 for tokens without a label: special tokens, and all but the
+              first token of a word.
+    Metrics   accuracy over words; F1 of single words over all held-out texts (scikit-learn), not of whole entities.
+    """
 
     label_form = "tags"
     measured, collected = ("accuracy",), ("predicted", "label")
@@ -30,7 +40,7 @@ class TokenClassification(LabelledTextObjective):
     may_weigh_parts = True
 
     labels: tuple[str, ...] = ()
-    """Names of the labels; known once the data is open."""
+    """Label names, set when the data is opened."""
 
     def with_labels(self, labels: Sequence[str]) -> "TokenClassification":
         return replace(self, labels=tuple(labels))
@@ -39,20 +49,20 @@ class TokenClassification(LabelledTextObjective):
         return Prediction(given=logits_of(model, batch), part_weights=(batch["labels"] != NO_LABEL).sum(1).float())
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """The sum over the words of each text: the mean is over all words together."""
+        """Return the loss summed over the words of each text, (b,); the trainer takes the mean over all words."""
         logits = prediction.logits.float().transpose(1, 2)
         return F.cross_entropy(logits, batch["labels"], reduction="none", ignore_index=NO_LABEL).sum(1)
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         predicted, labels = prediction.logits.argmax(-1), batch["labels"]
         counted = labels != NO_LABEL
-        right = ((predicted == labels) & counted).sum(1).float()
+        correct = ((predicted == labels) & counted).sum(1).float()
         rows = {"predicted": predicted[counted], "label": labels[counted]}
-        return {"accuracy": torch.stack([right, counted.sum(1).float()]), **rows}
+        return {"accuracy": torch.stack([correct, counted.sum(1).float()]), **rows}
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
         return tag_scores(rows["label"].numpy(), rows["predicted"].numpy(), self.labels)
 
     def tokens(self, batch: Batch) -> int:
-        """Words with a label."""
+        """Return the number of words with a label."""
         return int((batch["labels"] != NO_LABEL).sum())

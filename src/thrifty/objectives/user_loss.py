@@ -1,4 +1,4 @@
-"""A loss of the user's own: a function of the model and a batch in the user's form."""
+"""User-defined loss: a function of the model and a batch in the user's form."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,25 +16,30 @@ from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 
 UserFunction = Callable[[nn.Module, Any], Any]
 RESERVED = ("loss", "trained_loss", "kind", "step")
-"""Names that the record of an evaluation has itself."""
+"""Names that the record of an evaluation uses."""
 UserMetric = UserFunction | DatasetMetric | ModelMetric
 
 
 @dataclass
 class UserPrediction(Prediction):
-    """Losses of a model, and the model itself, which metrics call again."""
+    """Losses of a model, and the model, which metrics call again."""
 
     model: nn.Module = field(default_factory=nn.Module, repr=False)
 
 
 class UserLoss(Objective):
-    """`loss(model, batch)` returns one loss for each example (b,), or losses and weights of its parts (b, …) each, such
-    as tokens, or a mean. With weights the loss of an effective batch is the weighted mean of all its parts, so that
-    parts and not examples count alike. A mean is taken for what it is: micro-batches of unequal size and examples of
-    unequal weight are refused, and an evaluation leaves out a last batch that is smaller.
+    """Objective of a user-defined loss.
 
-    `metrics` are functions of the same arguments and results, or metrics of all examples together. A budget counts an
-    example as `example_unit`, such as the tokens of a text.
+    `loss(model, batch)` returns one of three results:
+
+    - one loss per example, (b,);
+    - losses and weights of the parts of each example, such as tokens, (b, …) each. The loss of an effective batch is
+      the weighted mean of all parts;
+    - a mean. Micro-batches of unequal size and examples of unequal weight are then refused. An evaluation leaves out a
+      smaller last batch.
+
+    `metrics` are functions of the same form, or metrics of all examples. A budget counts an example as `example_unit`
+    units, such as the tokens of a text.
     """
 
     learns_from = ()
@@ -52,7 +57,7 @@ class UserLoss(Objective):
             if not name.isidentifier() or name in RESERVED:
                 raise UsageError(
                     f"a metric cannot be called {name!r}",
-                    fix="give it a name of letters, digits and underscores that records have not yet, such as 'f1'",
+                    fix=f"use letters, digits and underscores, such as 'f1', and none of {', '.join(RESERVED)}",
                 )
         kinds = DatasetMetric, ModelMetric
         self.means = {name: each for name, each in (metrics or {}).items() if not isinstance(each, kinds)}
@@ -65,8 +70,8 @@ class UserLoss(Objective):
         values, weights = _per_example(self._called(self.loss, model, batch, "the loss"), batch, "the loss")
         if torch.is_grad_enabled() and not values.requires_grad:
             raise UsageError(
-                "the loss has no gradient: it is no function of the model's trained parameters, or was detached",
-                fix="return the tensor that the model's output leads to, without .item(), .detach() or torch.no_grad()",
+                "the loss has no gradient: it does not depend on the trained parameters, or was detached",
+                fix="compute it from the model's output, without .item(), .detach() or torch.no_grad()",
             )
         is_mean = not values.ndim
         losses = values.expand(len(batch)) if is_mean else values
@@ -77,22 +82,22 @@ class UserLoss(Objective):
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         assert isinstance(prediction, UserPrediction)
-        found = {}
+        measured = {}
         with torch.no_grad():
             for name, metric in self.means.items():
                 values, weights = _per_example(
                     self._called(metric, prediction.model, batch, name), batch, _metric(name)
                 )
-                found[name] = values if weights is None else torch.stack([values, weights])
+                measured[name] = values if weights is None else torch.stack([values, weights])
             for name, metric in self.of_all.items():
                 rows = self._called(metric.predict, prediction.model, batch, name)
                 if not isinstance(rows, tuple | list) or len(rows) != 2 or len({len(each) for each in rows}) != 1:
                     raise UsageError(
                         f"{_metric(name)} predicts {_form(rows)}",
-                        fix="return predictions and labels, two tensors with as many rows",
+                        fix="return predictions and labels, two tensors with the same number of rows",
                     )
-                found |= {key: torch.as_tensor(each) for key, each in zip(_rows_of(name), rows, strict=True)}
-        return found
+                measured |= {key: torch.as_tensor(each) for key, each in zip(_rows_of(name), rows, strict=True)}
+        return measured
 
     def tokens(self, batch: Batch) -> int:
         return len(batch) * self.example_unit
@@ -111,13 +116,13 @@ class UserLoss(Objective):
         return scores
 
     def _called(self, function: UserFunction, model: nn.Module, batch: Batch, what: str) -> Any:
-        """Call a function of the user's. Raises UsageError if it changes the batch."""
+        """Return the result of a user's function. Raises UsageError if it changes the batch."""
         before = {name: tensor._version for name, tensor in batch.fields.items()}
         result = function(model, self.assembled(batch))
         changed = [name for name, tensor in batch.fields.items() if tensor._version != before[name]]
         if changed:
             raise UsageError(
-                f"{what} changes the batch in place (part {changed[0]}), which others read after it",
+                f"{what} changes the batch in place (part {changed[0]}), which is read again after it",
                 fix="change a copy: part = part.clone()",
             )
         return result
@@ -132,19 +137,22 @@ def _metric(name: str) -> str:
 
 
 def _rows_of(name: str) -> tuple[str, str]:
-    """Return the names of a metric's predictions and labels among the rows that are collected."""
+    """Return the names of a metric's predictions and labels in the collected rows."""
     return f"{name} predictions", f"{name} labels"
 
 
 def _form(value: Any) -> str:
-    """Describe a result for an error."""
+    """Return the description of a result for an error."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model of `transformers` computes itself of a batch with labels: a mean."""
+    """Return the mean loss that a model of `transformers` computes for a batch with labels.
+
+    Raises UsageError if the batch is no mapping or the output has no loss.
+    """
     if not isinstance(batch, Mapping):
         raise UsageError(
             f"there is no loss, and a batch is a {type(batch).__name__}, not keyword arguments of the model",
@@ -160,8 +168,10 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor | None]:
-    """For each example (b,) in float32 its value, or the weighted sum of its parts and the sum of their weights; for a
-    mean a scalar. Raises UsageError for a result of another form."""
+    """Return the value of each example (b,) in float32, or weighted sums of parts and sums of weights, (b,) each.
+
+    For a mean, return a scalar. Raises UsageError for a result of another form.
+    """
     count = len(batch)
     values, weights = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if isinstance(values, bool | int | float) and not torch.is_grad_enabled():
@@ -175,31 +185,31 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
         if torch.is_grad_enabled() and isinstance(each, Tensor) and each.device != batch.weight.device:
             raise UsageError(
                 f"{what} is on {each.device}, and the batch on {batch.weight.device}",
-                fix="compute it of the model's output and the batch alone, without .cpu() or .to()",
+                fix="compute it from the model's output and the batch only, without .cpu() or .to()",
             )
     if torch.is_grad_enabled() and not values.is_floating_point():
         raise UsageError(
-            f"{what} is of whole numbers ({values.dtype}), which have no gradient",
-            fix="return the loss itself, a float tensor; a count of mistakes is a metric",
+            f"{what} has whole numbers ({values.dtype}), which have no gradient",
+            fix="return a float tensor; pass counts of mistakes as metrics=",
         )
     values = values.float()
     if weights is None:
         return (values.reshape(count, -1).mean(1) if values.ndim else values), None
     if not isinstance(weights, Tensor) or weights.shape != values.shape or not values.ndim:
         raise UsageError(
-            f"{what} has values of shape {tuple(values.shape)}, and weights are {_form(weights)}",
-            fix="return both with one row for each example and of one shape",
+            f"{what} has values of shape {tuple(values.shape)}, and the weights are {_form(weights)}",
+            fix="return values and weights of the same shape, with one row for each example",
         )
     weights = weights.detach().float()
     if not isinstance(weights, FakeTensor) and not bool((weights.isfinite() & (weights >= 0)).all()):
         raise UsageError(
-            f"weights of {what} are negative or not finite, such as {_wrong(weights):g}",
-            fix="return weights from 0 on, such as (labels != -100).float()",
+            f"weights of {what} are negative or not finite, such as {_first_invalid(weights):g}",
+            fix="return finite weights of at least 0, such as (labels != -100).float()",
         )
-    # a part that does not count may have no finite value, such as a mean over nothing
+    # a part of weight 0 may have no finite value, such as a mean over nothing
     values = torch.where(weights > 0, values, 0.0)
     return (values * weights).reshape(count, -1).sum(1), weights.reshape(count, -1).sum(1)
 
 
-def _wrong(weights: Tensor) -> float:
+def _first_invalid(weights: Tensor) -> float:
     return weights[~(weights.isfinite() & (weights >= 0))].flatten()[0].item()

@@ -1,4 +1,4 @@
-"""Metrics of the user's own that are no means over examples."""
+"""User-defined metrics that are not means over examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class DatasetMetric:
-    """A metric of all held-out predictions and labels together, such as F1 or a correlation.
+    """A metric of all held-out predictions and labels, such as F1 or a correlation.
 
-    `predict(model, batch)` returns predictions and labels (n, …), as many rows of both. `score(labels, predictions)` is
-    called once an evaluation with all of them as numpy arrays, in the order of scikit-learn's metrics, and returns a
-    number.
+    `predict(model, batch)` returns predictions and labels (n, …), with equally many rows. `score(labels, predictions)`
+    is called once per evaluation with numpy arrays of all rows and returns a number. Its arguments have the order of
+    scikit-learn's metrics.
 
     Example::
 
@@ -27,8 +27,9 @@ class DatasetMetric:
 
 @dataclass(frozen=True)
 class ModelMetric:
-    """A metric of the model alone: `validate(model)` is called once an evaluation, without gradients and dropout, and
-    returns a number, such as the score of texts that it generates.
+    """A metric of the model, such as the score of generated texts.
+
+    `validate(model)` is called once per evaluation, without gradients and dropout, and returns a number.
 
     Example::
 
