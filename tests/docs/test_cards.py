@@ -108,12 +108,6 @@ def test_the_use_lines_of_a_technique_card_run(name: str, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_the_use_lines_of_an_objective_card_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_use(read_card(docstring(OBJECTIVES[name].__module__)), tmp_path, monkeypatch)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("module", DESIGNS)
 def test_the_use_lines_of_a_design_card_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_use(read_card(docstring(module)), tmp_path, monkeypatch)
