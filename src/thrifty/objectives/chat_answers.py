@@ -7,8 +7,8 @@ Promise     By default every answer token of the effective batch weighs the same
 Use         own = {"objective.template": "chatml"}
             run = thrifty.train("llama-nano", "chats.jsonl", loss="chat_answers", settings=own, budget="2000 steps")
             print(run.loss)
-Start with  `--set objective.name=chat_answers`. With `objective.trained_on=everything` questions are trained, too, as in
-            Alpaca-LoRA.
+Start with  `--set objective.name=chat_answers`. Alpaca-LoRA also trains on the questions:
+            `objective.trained_on=everything`.
 Cost        The same as next-token prediction on the same rows.
 Avoid       `objective.packed=true` with a model that cannot keep the conversations of a row apart.
 Does not    Learn from preferences or rewards. It does not add a chat template to a tokenizer: set `objective.template`.
