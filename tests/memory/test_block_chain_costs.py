@@ -1,4 +1,4 @@
-"""Costs of blocks, counted without running them, against figures on paper and against real steps."""
+"""Costs of blocks, counted without running them, compared with hand-computed costs and with real steps."""
 
 from collections.abc import Callable, Hashable
 
@@ -52,24 +52,24 @@ def costs(model: nn.Module, *args: Tensor, timed: bool = False) -> ChainCost:
     return survey(model, BlockChain(blocks, RecomputeSchedule()), model, args, {}, timed)
 
 
-def test_a_block_on_paper() -> None:
+def test_block_cost_equals_hand_computed_cost() -> None:
     product = 2 * ROWS * WIDTH * 2 * WIDTH  # to the hidden width of twice the width, and the same back
     cost = costs(Model(2 * WIDTH, WIDTH), torch.randn(ROWS, WIDTH))
     assert cost.input == A + 4 * ROWS  # and the mask
     first, second = cost.stages
     # forward: two products, and results of 2A, 2A, A, A and A bytes
     assert first.forward == 2 * product + WORTH_OF_A_BYTE * 7 * A
-    assert first.stopped == 2 * product + WORTH_OF_A_BYTE * 5 * A  # what is saved last is the mask
+    assert first.stopped == 2 * product + WORTH_OF_A_BYTE * 5 * A  # the mask is saved last
     assert first.backward >= 4 * product
     assert first.output == A
     assert first.saved == 2 * A + A  # the tanh, and the output
-    # while the sum is made: the product with the mask; while the tanh is made: what goes into it
+    # during the sum: the product with the mask; during the tanh: its input
     assert first.keeping == A and first.passing == 4 * A - A
     assert second.saved == 2 * A
     assert cost.kept == cost.input + 5 * A
 
 
-def test_looking_at_costs_changes_nothing() -> None:
+def test_cost_survey_changes_nothing() -> None:
     model, x = Model(8, 8), torch.randn(ROWS, WIDTH)
     model.norm.weight.grad = torch.ones(WIDTH)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -83,20 +83,20 @@ def test_looking_at_costs_changes_nothing() -> None:
     assert all(parameter.grad is None for parameter in model.blocks.parameters())
 
 
-def test_whoever_keeps_activations_does_not_see_it() -> None:
+def test_cost_survey_is_invisible_to_saved_tensor_hooks() -> None:
     seen: list[Tensor] = []
     with saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda saved: saved):
         costs(Model(8, 8), torch.randn(ROWS, WIDTH))
     assert not seen
 
 
-def test_fake_models_cost_what_real_ones_do() -> None:
+def test_fake_models_cost_the_same_as_real_models() -> None:
     real = costs(Model(8, 12), torch.randn(ROWS, WIDTH))
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert costs(Model(8, 12), torch.randn(ROWS, WIDTH)) == real
 
 
-def test_times_are_measured_where_asked_for_and_keep_their_parts() -> None:
+def test_measured_times_keep_ratios_of_counted_ones() -> None:
     x = torch.randn(ROWS, WIDTH)
     counted, timed = costs(Model(8, 4096), x), costs(Model(8, 4096), x, timed=True)
     assert [stage.saved for stage in counted.stages] == [stage.saved for stage in timed.stages]
@@ -106,7 +106,7 @@ def test_times_are_measured_where_asked_for_and_keep_their_parts() -> None:
         assert mine.backward / mine.forward == pytest.approx(theirs.backward / theirs.forward)
 
 
-def test_both_sides_of_an_encoder_decoder_are_one_chain() -> None:
+def test_encoder_decoder_is_one_chain() -> None:
     cost = costs(model_of_kind("our t5"), torch.ones(2, 16, dtype=torch.long), torch.ones(2, 16, dtype=torch.long))
     encoder, decoder = cost.stages[:3], cost.stages[3:]
     assert len(decoder) == 2 and len(set(encoder)) == len(set(decoder)) == 1
@@ -123,13 +123,13 @@ def test_frozen_blocks_save_less() -> None:
 
 
 def counted_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one for each call that is counted forward and backward."""
+    """Return a list that grows by one for each call that is counted forward and backward."""
     counted, count = list[object](), block_costs._counted
     monkeypatch.setattr(block_costs, "_counted", lambda *args: counted.append(args[0]) or count(*args))
     return counted
 
 
-def test_blocks_that_do_the_same_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_blocks_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = counted_calls(monkeypatch)
     stages = costs(Model(8, 12, 8, 8), torch.randn(ROWS, WIDTH)).stages
     assert len(counted) == 2
@@ -158,12 +158,12 @@ class Tripling(Doubling):
         (Doubling.apply, Tripling.apply),  # the same operations forward
         (torch.sin, torch.cos),
         (lambda x: x * x.clone(), lambda x: x * x),  # other tensors saved
-        (lambda x: x + x.detach(), lambda x: x.detach() + x.detach()),  # another way back
+        (lambda x: x + x.detach(), lambda x: x.detach() + x.detach()),  # another autograd graph
         (lambda x: x.exp().sin(), lambda x: x.sin().exp()),
         (lambda x: x + 1, lambda x: x + 2.5),
     ],
 )
-def test_calls_that_differ_in_anything_are_told_apart(
+def test_different_calls_have_different_costs(
     one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Doing(nn.Module):
@@ -200,11 +200,11 @@ def test_calls_that_differ_in_anything_are_told_apart(
         "sparsity.n_of_m",
     ],
 )
-def test_shared_costs_are_those_of_each_block_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def found() -> ChainCost:
+def test_shared_costs_equal_costs_of_each_block_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def survey_costs() -> ChainCost:
         model = composed(plain_run(), with_optimizer([technique(name)]), 4).build_model()
         return costs(model, torch.zeros(2, 16, dtype=torch.long))
 
-    shared = found()
+    shared = survey_costs()
     monkeypatch.setattr(ChainSurvey, "known", property(lambda self: {}, lambda self, value: None), raising=False)
-    assert found() == shared
+    assert survey_costs() == shared

@@ -1,4 +1,4 @@
-"""Calls of blocks that are made again: the same gradients whatever is kept, and nothing held that was not to be."""
+"""Recomputed calls of blocks: gradients are independent of the schedule, and no memory is held by mistake."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Loop(nn.Module):
-    """Calls its blocks in some order; `between` may change hidden states on the way."""
+    """A model that calls its blocks in any order; `between` may change hidden states after each block."""
 
     def __init__(
         self, depth: int, order: Sequence[int] | None = None, between: Callable[[Tensor], Tensor] = lambda x: x
@@ -60,9 +60,9 @@ def gradients(model: nn.Module, *times: int) -> list[Tensor]:
     return [x.grad, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
-def assert_equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    assert len(found) == len(wanted)
-    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
 
 
 advice = some.dictionaries(some.integers(0, 5), some.sampled_from([PASS, INPUT, ALL]))
@@ -70,13 +70,13 @@ advice = some.dictionaries(some.integers(0, 5), some.sampled_from([PASS, INPUT, 
 
 @settings(max_examples=60)
 @given(first=advice, again=some.dictionaries(some.integers(0, 5), advice))
-def test_gradients_are_the_same_whatever_is_kept(
+def test_gradients_are_independent_of_the_schedule(
     first: dict[int, RecomputeAction], again: dict[int, dict[int, RecomputeAction]]
 ) -> None:
-    wanted = gradients(Loop(6))
+    expected = gradients(Loop(6))
     model = Loop(6)
     BlockChain(list(model.blocks), RecomputeSchedule(first, again))
-    assert_equal(gradients(model), wanted)
+    assert_equal(gradients(model), expected)
 
 
 ODD_LOOPS = {
@@ -91,45 +91,46 @@ ODD_LOOPS = {
 
 @pytest.mark.parametrize("name", ODD_LOOPS)
 @pytest.mark.parametrize("do", [PASS, INPUT])
-def test_a_model_may_call_its_blocks_as_it_likes(name: str, do: RecomputeAction) -> None:
-    wanted = gradients(ODD_LOOPS[name]())
+def test_model_may_call_blocks_in_any_order(name: str, do: RecomputeAction) -> None:
+    expected = gradients(ODD_LOOPS[name]())
     model = ODD_LOOPS[name]()
     BlockChain(list(model.blocks), RecomputeSchedule(dict.fromkeys(range(5), do)))
-    assert_equal(gradients(model), wanted)
+    assert_equal(gradients(model), expected)
 
 
-def test_one_block_in_every_place_is_a_chain_too() -> None:
-    wanted, models = [], (Loop(1, [0] * 6), Loop(1, [0] * 6))
+def test_one_shared_block_is_a_chain() -> None:
+    results, models = [], (Loop(1, [0] * 6), Loop(1, [0] * 6))
     for model in models:
         if model is models[1]:
             BlockChain([model.blocks[0]] * 6, RecomputeSchedule({place: PASS for place in range(1, 6)} | {0: INPUT}))
-        wanted.append(gradients(model))
-    assert_equal(*wanted)
+        results.append(gradients(model))
+    assert_equal(*results)
     assert models[1].blocks[0].runs == 6 + (6 + 5 + 4 + 3 + 2 + 1)
 
 
-def test_several_forward_passes_may_wait_for_their_backward_passes() -> None:
-    found = []
-    for watched in (False, True):
+def test_several_forward_passes_before_backward() -> None:
+    results = []
+    for recomputed in (False, True):
         model = Loop(4)
-        if watched:
+        if recomputed:
             BlockChain(list(model.blocks), RecomputeSchedule(dict.fromkeys(range(4), PASS)))
         torch.manual_seed(0)
         first, second = model(inputs()), model(inputs() + 1)
         (first * second).sum().backward(retain_graph=True)
         first.sum().backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert_equal(*found)
+        results.append([parameter.grad for parameter in model.parameters()])
+    assert_equal(*results)
 
 
-def test_a_schedule_runs_what_it_says_and_keeps_no_more() -> None:
-    """Three of four blocks pass; the backward pass keeps the third's input on its way to the last."""
+def test_schedule_runs_and_keeps_exactly_its_operations() -> None:
+    """Run a schedule in which two of four blocks keep nothing; recomputation for the last block keeps the third's
+    input."""
     operations = [(INPUT, 0), (PASS, 1), (PASS, 2), (ALL, 3), (BACK, 3), (INPUT, 0), (PASS, 1), (ALL, 2), (BACK, 2)]
     operations += [(ALL, 0), (ALL, 1), (BACK, 1), (BACK, 0)]
     model = Loop(4).eval()
     BlockChain(list(model.blocks), RecomputeSchedule.of([ScheduledOperation(*each) for each in operations]))
     with StepTrace():
-        torch.ones(1)  # the first operation imports torch's compiler, and what that leaves behind holds local variables
+        torch.ones(1)  # the first operation imports torch's compiler, whose leftovers hold local variables
     x = inputs()
     with gc_disabled(), StepTrace(x, *model.parameters()) as live:
         out = model(x)
@@ -138,7 +139,7 @@ def test_a_schedule_runs_what_it_says_and_keeps_no_more() -> None:
     assert [block.runs for block in model.blocks] == [3, 3, 2, 1]
 
 
-def test_what_is_kept_goes_with_the_graph() -> None:
+def test_kept_tensors_are_freed_with_the_graph() -> None:
     model = Loop(4)
     chain = BlockChain(list(model.blocks), RecomputeSchedule(dict.fromkeys(range(4), PASS)))
     with gc_disabled():
@@ -146,17 +147,17 @@ def test_what_is_kept_goes_with_the_graph() -> None:
         call = chain._latest
         assert call is not None and call() is not None
         del out
-        assert call() is None  # freed at once, nothing waits for the cycle collector
+        assert call() is None  # freed at once, without the cycle collector
 
 
-def test_inputs_that_are_kept_go_through_hooks_around_the_model() -> None:
+def test_kept_inputs_pass_saved_tensor_hooks() -> None:
     seen: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
         seen.append(tensor.numel())
         return tensor.double()
 
-    wanted = gradients(Loop(4))
+    expected = gradients(Loop(4))
     model = Loop(4)
     BlockChain(list(model.blocks), RecomputeSchedule({1: PASS, 3: PASS}))
     x = inputs()
@@ -165,23 +166,23 @@ def test_inputs_that_are_kept_go_through_hooks_around_the_model() -> None:
         out = model(x)
     assert seen == [ROWS * WIDTH] * 2
     out.square().sum().backward()
-    assert_equal([x.grad, *(parameter.grad for parameter in model.parameters())], wanted)
+    assert_equal([x.grad, *(parameter.grad for parameter in model.parameters())], expected)
 
 
-def test_hooks_of_a_block_act_each_time() -> None:
-    found = []
-    for watched in (False, True):
+def test_hooks_of_a_block_run_each_time() -> None:
+    results = []
+    for recomputed in (False, True):
         model = Loop(3)
         for block in model.blocks:
             block.register_forward_hook(lambda module, args, output: 0.5 * output)
             block.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-        if watched:
+        if recomputed:
             BlockChain(list(model.blocks), RecomputeSchedule({1: PASS, 2: PASS}))
-        found.append(gradients(model))
-    assert_equal(*found)
+        results.append(gradients(model))
+    assert_equal(*results)
 
 
-def test_without_gradients_nothing_is_recorded() -> None:
+def test_nothing_is_recorded_without_gradients() -> None:
     model = Loop(3)
     chain = BlockChain(list(model.blocks), RecomputeSchedule())
     with torch.no_grad():
@@ -191,18 +192,18 @@ def test_without_gradients_nothing_is_recorded() -> None:
     assert list(model.state_dict()) == list(Loop(3).state_dict())
 
 
-def test_autocast_is_as_it_was() -> None:
-    found = []
-    for watched in (False, True):
+def test_recomputation_restores_autocast() -> None:
+    results = []
+    for recomputed in (False, True):
         model, x = Loop(3), inputs()
-        if watched:
+        if recomputed:
             BlockChain(list(model.blocks), RecomputeSchedule({1: PASS, 2: PASS}))
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16):
             out = model(x)
         out.float().sum().backward()
-        found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
-    assert_equal(*found)
+        results.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    assert_equal(*results)
 
 
 class Wavering(Block):
@@ -211,7 +212,7 @@ class Wavering(Block):
         return x + torch.tanh(self.linear(x[: ROWS - self.runs])).sum()
 
 
-def test_a_block_that_does_something_else_the_second_time_is_noticed() -> None:
+def test_block_that_changes_between_runs_is_detected() -> None:
     model = Loop(1)
     model.blocks[0] = Wavering()
     BlockChain(list(model.blocks), RecomputeSchedule())
@@ -223,14 +224,14 @@ class Cache:
     def update(self) -> None: ...
 
 
-def test_a_cache_is_refused() -> None:
+def test_writable_cache_is_refused() -> None:
     model = Loop(1)
     BlockChain(list(model.blocks), RecomputeSchedule())
-    with pytest.raises(RefusedError, match="Block is given a Cache to write into"):
+    with pytest.raises(RefusedError, match="Block cannot be recomputed: it writes into its argument of type 'Cache'"):
         model.blocks[0](inputs(), Cache())
 
 
-def test_references_to_outputs_do_not_keep_them() -> None:
+def test_outputs_are_weakly_referenced() -> None:
     model = Loop(2)
     chain = BlockChain(list(model.blocks), RecomputeSchedule())
     out = model(inputs())

@@ -1,4 +1,4 @@
-"""A block that runs again finds the random numbers of its first time, however it was called."""
+"""A recomputed block restores its random state, with positional and keyword arguments."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from thrifty.techniques.memory.recompute import Recompute
 
 
 class Named(nn.Module):
-    """Two blocks that are given their input, and a mask inside a mapping, by name alone."""
+    """A model of two blocks that receive their input, and a mask inside a mapping, only by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,10 +34,8 @@ class NamedBlock(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["every", "selective"])
-def test_torch_is_shown_every_tensor_that_a_block_is_given_by_name(
-    schedule: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It looks among what it is given by position for the devices whose random state it puts back."""
+def test_keyword_tensors_reach_torch_checkpoint_by_position(schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch restores the random state only of devices of positional arguments."""
     seen: list[int] = []
     infer = torch.utils.checkpoint._infer_device_type
 
@@ -47,20 +45,20 @@ def test_torch_is_shown_every_tensor_that_a_block_is_given_by_name(
 
     monkeypatch.setattr(torch.utils.checkpoint, "_infer_device_type", watch)
     gradients = []
-    for again in (False, True):
+    for recomputed in (False, True):
         torch.manual_seed(0)
         model = Named()
-        model = Recompute(schedule=schedule).model(model) if again else model
+        model = Recompute(schedule=schedule).model(model) if recomputed else model
         model(torch.ones(3, 8)).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert seen == [2, 2]
-    assert all(torch.equal(plain, found) for plain, found in zip(*gradients, strict=True))
+    assert all(torch.equal(plain, actual) for plain, actual in zip(*gradients, strict=True))
 
 
-def test_what_was_given_by_name_arrives_by_name() -> None:
+def test_keyword_arguments_arrive_by_keyword() -> None:
     block, x = NamedBlock().eval(), torch.randn(3, 8, requires_grad=True)
-    given = {"times": 2.0, "more": {"scale": torch.arange(8.0)}}
+    options = {"times": 2.0, "more": {"scale": torch.arange(8.0)}}
     torch.manual_seed(0)
-    wanted = block(x, **given)
+    expected = block(x, **options)
     torch.manual_seed(0)
-    assert torch.equal(recompute(block, (x,), given), wanted)
+    assert torch.equal(recompute(block, (x,), options), expected)

@@ -1,4 +1,4 @@
-"""What a keeper is handed of a forward pass, and what the backward pass gets back from it."""
+"""Tensors that an activation store receives in a forward pass, and that the backward pass receives from it."""
 
 from collections.abc import Callable
 
@@ -14,21 +14,21 @@ from thrifty.models.transformer import initialize
 
 
 class Copying:
-    """Keeps a copy of everything in other memory, and counts."""
+    """A store that keeps a copy of every tensor in other memory, and counts."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[torch.Size, torch.dtype]] = []
-        self.given = 0
+        self.restored = 0
 
     def store(self, activation: Tensor) -> Callable[[], Tensor]:
         self.kept.append((activation.shape, activation.dtype))
         copy = activation.clone(memory_format=torch.contiguous_format)
 
-        def give() -> Tensor:
-            self.given += 1
+        def restore() -> Tensor:
+            self.restored += 1
             return copy.clone()
 
-        return give
+        return restore
 
 
 class Refusing:
@@ -59,7 +59,7 @@ def gradients(model: nn.Module, keeper: object | None, autocast: bool) -> list[T
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 @pytest.mark.parametrize("keeper", [Copying, Refusing])
-def test_gradients_are_bitwise_the_same_through_a_keeper(style: str, autocast: bool, keeper: type) -> None:
+def test_gradients_through_a_store_are_bit_identical(style: str, autocast: bool, keeper: type) -> None:
     model = model_of(style)
     plain = gradients(model, None, autocast)
     for mine, theirs in zip(gradients(model, keeper(), autocast), plain, strict=True):
@@ -67,7 +67,7 @@ def test_gradients_are_bitwise_the_same_through_a_keeper(style: str, autocast: b
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_no_parameter_reaches_a_keeper(autocast: bool) -> None:
+def test_no_parameter_reaches_a_store(autocast: bool) -> None:
     model, keeper = model_of("gpt"), Copying()
     gradients(model, keeper, autocast)
     shapes = {parameter.shape for parameter in model.parameters()}
@@ -75,7 +75,7 @@ def test_no_parameter_reaches_a_keeper(autocast: bool) -> None:
     assert keeper.kept and not [shape for shape, dtype in keeper.kept if dtype.is_floating_point and shape in shapes]
 
 
-def test_a_storage_comes_once_and_is_given_back_once_to_all_who_need_it_together() -> None:
+def test_shared_storage_is_stored_and_restored_once() -> None:
     keeper = Copying()
     x = torch.randn(2, 8, 3 * 16, requires_grad=True)
     fused = x * 2
@@ -84,10 +84,10 @@ def test_a_storage_comes_once_and_is_given_back_once_to_all_who_need_it_together
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     assert [shape for shape, _ in keeper.kept].count(fused.shape) == 1
     out.sum().backward()
-    assert keeper.given == len(keeper.kept)
+    assert keeper.restored == len(keeper.kept)
 
 
-def test_a_value_that_was_changed_in_place_is_another_value() -> None:
+def test_value_changed_in_place_is_a_new_value() -> None:
     keeper = Copying()
     x = torch.randn(64, requires_grad=True)
     with use_activation_store(keeper, smallest=1):
@@ -99,7 +99,7 @@ def test_a_value_that_was_changed_in_place_is_another_value() -> None:
     assert torch.equal(second.grad, 2 * first.detach())
 
 
-def test_what_is_transposed_in_memory_comes_back_so() -> None:
+def test_memory_order_is_restored() -> None:
     keeper = Copying()
     x = torch.randn(8, 6, requires_grad=True)
     with use_activation_store(keeper, smallest=1):
@@ -109,7 +109,7 @@ def test_what_is_transposed_in_memory_comes_back_so() -> None:
     assert torch.equal(x.grad, x.detach().exp())
 
 
-def test_small_tensors_stay_where_they_are() -> None:
+def test_small_tensors_are_not_stored() -> None:
     keeper = Copying()
     x = torch.randn(100, requires_grad=True)
     with use_activation_store(keeper, smallest=101):
@@ -117,7 +117,7 @@ def test_small_tensors_stay_where_they_are() -> None:
     assert keeper.kept == []
 
 
-def test_a_parameter_is_known_in_every_shape_and_format() -> None:
+def test_is_parameter_in_every_shape_and_dtype() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
     for each in (weight, weight.t(), weight.bfloat16(), weight.bfloat16().t(), weight[1:], frozen, frozen.t()):

@@ -1,4 +1,4 @@
-"""Blocks that follow a plan compute what they would without one, whatever the plan."""
+"""Blocks that follow a plan compute the same values as without one, for any plan."""
 
 import random
 from collections.abc import Callable
@@ -20,7 +20,8 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    """Dropout twice, a fused projection, an operation in place, a tensor that is read before it is written again."""
+    """A block with two dropouts, a fused projection, an in-place operation, and a tensor read before it is written
+    again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ class Stack(nn.Module):
 
 
 def step(stack: Stack, autocast: bool) -> tuple[list[Tensor], int]:
-    """The gradients, and the bytes alive after the forward pass."""
+    """Return the gradients, and the bytes alive after the forward pass."""
     x = torch.linspace(-1, 1, 2 * 8 * WIDTH).view(2, 8, WIDTH)
     stack.zero_grad()
     torch.manual_seed(1)
@@ -79,7 +80,7 @@ def tapes_of(stack: Stack, autocast: bool) -> list[OpTrace]:
 
 
 def plan_of(tape: OpTrace, stored: set[int]) -> BlockPlan:
-    """Everything else that is needed is made again."""
+    """Return a plan that stores `stored` and recomputes everything else that is required."""
     again: set[int] = set()
     needed = [item.number for item in tape.items.values() if item.saved]
     while needed:
@@ -96,39 +97,39 @@ def follow(stack: Stack, plans: list[BlockPlan]) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_any_choice_of_what_is_stored_is_bitwise_the_plain_step(autocast: bool) -> None:
+def test_any_stored_items_give_bit_identical_step(autocast: bool) -> None:
     stack = Stack()
-    wanted, all_kept = step(stack, autocast)
+    expected, all_kept = step(stack, autocast)
     tapes = tapes_of(stack, autocast)
-    chance = random.Random(0)
+    rng = random.Random(0)
     for share in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
         for _ in range(3):
             plans = []
             for tape in tapes:
                 storable = [item.number for item in tape.items.values() if item.storable]
-                plans.append(plan_of(tape, {number for number in storable if chance.random() < share}))
+                plans.append(plan_of(tape, {number for number in storable if rng.random() < share}))
             follow(stack, plans)
             found, alive = step(stack, autocast)
-            assert all(torch.equal(mine, plain) for mine, plain in zip(found, wanted, strict=True))
+            assert all(torch.equal(mine, plain) for mine, plain in zip(found, expected, strict=True))
             assert share or alive < all_kept / 3
 
 
-def test_a_tensor_that_is_read_before_it_is_written_again_is_never_stored() -> None:
+def test_tensor_read_before_a_later_write_is_not_storable() -> None:
     tape = tapes_of(Stack(1), False)[0]
     gates = [item for item in tape.items.values() if item.name == "zeros_like"]
     assert [item.storable for item in gates] == [False]
     assert all(item.storable for item in tape.items.values() if item not in gates)
 
 
-def test_what_is_saved_on_tape_is_what_autograd_keeps() -> None:
+def test_saved_bytes_of_trace_equal_autograd() -> None:
     stack = Stack(1)
     _, alive = step(stack, False)
     (tape,) = tapes_of(stack, False)
-    result = 2 * 8 * WIDTH * 4  # lives too, and so does the loss
+    result = 2 * 8 * WIDTH * 4  # alive too, like the loss
     assert 0 <= alive - tape.saved_bytes - result <= 8
 
 
-def test_nothing_of_a_rehearsal_stays() -> None:
+def test_dry_run_leaves_no_traces() -> None:
     stack = Stack()
     stack.register_buffer("calls", torch.zeros(1))
     stack.register_forward_pre_hook(lambda module, args: module.calls.add_(1) and None)
@@ -139,7 +140,7 @@ def test_nothing_of_a_rehearsal_stays() -> None:
     assert all(parameter.grad is None for parameter in stack.parameters())
 
 
-def test_what_is_written_outside_is_written_once() -> None:
+def test_writes_outside_the_block_run_once() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -171,21 +172,21 @@ def test_what_is_written_outside_is_written_once() -> None:
     assert all(torch.equal(found[name], value) for name, value in plain.items())
 
 
-def test_items_know_their_module() -> None:
+def test_items_name_their_module() -> None:
     tape = tapes_of(Stack(1), False)[0]
     assert {"norm", "qkv", "out", "up", "down", "dropout", ""} == {item.where for item in tape.items.values()}
 
 
-def test_a_block_that_does_something_else_is_an_error_in_words() -> None:
+def test_block_that_changes_is_an_error() -> None:
     stack = Stack(1)
     tapes = tapes_of(stack, False)
     follow(stack, [plan_of(tapes[0], set())])
     stack.blocks[0].dropout.p = 0.0
-    with pytest.raises(IntegrityError, match=r"as its operation \d+, where .* was planned"):
+    with pytest.raises(IntegrityError, match=r"as its operation \d+, but its plan has .* there"):
         step(stack, False)
 
 
-def test_a_second_backward_pass_through_a_plan_is_an_error_in_words() -> None:
+def test_second_backward_pass_through_a_plan_is_an_error() -> None:
     stack = Stack(1)
     (tape,) = tapes_of(stack, False)
     projection = next(item.number for item in tape.items.values() if item.where == "qkv" and item.saved)

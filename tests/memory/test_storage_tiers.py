@@ -1,4 +1,4 @@
-"""Tensors that go to another memory come back as they were, cost what the model says, and leave nothing behind."""
+"""Offloaded tensors return bit for bit, cost the modeled time, and leave nothing behind."""
 
 import contextlib
 import math
@@ -41,7 +41,7 @@ def tensors() -> list[Tensor]:
     return [x, transposed, x[:, ::3], x[5:], x.bfloat16(), x > 0, torch.arange(7), torch.tensor(3.0), torch.zeros(0, 4)]
 
 
-def test_what_is_sent_comes_back_bit_for_bit_in_other_memory(tier: StorageTier) -> None:
+def test_sent_tensors_return_bit_identical_in_new_memory(tier: StorageTier) -> None:
     for tensor in tensors():
         ticket = tier.send(tensor)
         ticket.finish_transfer()
@@ -52,27 +52,27 @@ def test_what_is_sent_comes_back_bit_for_bit_in_other_memory(tier: StorageTier) 
         assert torch.equal(ticket.get(), tensor)  # and once more
 
 
-def test_what_has_not_been_settled_is_given_as_it_is(tier: StorageTier) -> None:
+def test_get_before_transfer_ends_returns_the_tensor_itself(tier: StorageTier) -> None:
     tensor = torch.randn(100)
     assert tier.send(tensor).get().data_ptr() == tensor.data_ptr()
 
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 5), USES), max_size=60))
-def test_any_order_of_use_gives_values_back_and_frees_every_place(steps: list[tuple[int, str]]) -> None:
+def test_any_order_of_calls_returns_values_and_frees_space(steps: list[tuple[int, str]]) -> None:
     for tier in (DiskTier(), SimulatedTier(SimulatedLink())):
         use(tier, steps)
         assert tier.account.now == 0
 
 
-def test_a_disk_that_is_let_go_writes_into_no_file_that_is_opened_after_it(tmp_path: Path) -> None:
-    go_on, tier = threading.Event(), DiskTier()
-    tier.thread.submit(go_on.wait)
+def test_closed_disk_tier_writes_to_no_later_file(tmp_path: Path) -> None:
+    release, tier = threading.Event(), DiskTier()
+    tier.thread.submit(release.wait)
     ticket, thread = tier.send(torch.ones(100)), tier.thread
     del tier, ticket
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context((tmp_path / f"{count}").open("wb")) for count in range(8)]
-        go_on.set()
+        release.set()
         thread.shutdown()
         assert all(not os.fstat(file.fileno()).st_size for file in files)
 
@@ -86,15 +86,15 @@ def use(tier: StorageTier, steps: list[tuple[int, str]]) -> None:
         elif key in tickets and what == "drop":
             del tickets[key]
         elif key in tickets:
-            found = getattr(tickets[key][0], what)()
-            assert found is None or torch.equal(found, tickets[key][1])
+            result = getattr(tickets[key][0], what)()
+            assert result is None or torch.equal(result, tickets[key][1])
     for ticket, expected in tickets.values():
         ticket.finish_transfer()
         assert torch.equal(ticket.get(), expected)
     assert tier.account.now == sum(expected.nbytes for _, expected in tickets.values())
 
 
-def test_the_devices_memory_is_free_from_settling_to_prefetching(tier: StorageTier) -> None:
+def test_device_memory_is_free_until_prefetch(tier: StorageTier) -> None:
     with StepTrace() as trace:
         tensor = torch.ones(1000) * 2
         ticket = tier.send(tensor)
@@ -109,7 +109,7 @@ def test_the_devices_memory_is_free_from_settling_to_prefetching(tier: StorageTi
         assert trace.now == 0
 
 
-def test_fake_tensors_come_and_go_without_a_byte() -> None:
+def test_fake_tensors_move_no_bytes() -> None:
     with FakeTensorMode(), StepTrace() as trace:
         tensor = torch.empty(8, 1000)
         for tier in (tier_for("disk", tensor), tier_for("simulated", tensor), tier_for("auto", tensor)):
@@ -120,7 +120,7 @@ def test_fake_tensors_come_and_go_without_a_byte() -> None:
             assert tier.allocate([tensor])[0] is tensor
 
 
-def test_placed_values_are_used_in_place_and_share_nothing_with_what_they_were(tier: StorageTier) -> None:
+def test_allocated_copies_share_no_memory(tier: StorageTier) -> None:
     before = tensors()
     placed = tier.allocate(before)
     assert all(map(torch.equal, placed, before))
@@ -133,14 +133,14 @@ def test_placed_values_are_used_in_place_and_share_nothing_with_what_they_were(t
     assert tier.account.now == 0
 
 
-def test_there_is_no_host_beside_a_processor() -> None:
+def test_host_tier_without_gpu_is_refused() -> None:
     with pytest.raises(RefusedError, match="runs on the processor") as refused:
         tier_for("host", torch.ones(1))
     assert 'to="disk"' in refused.value.fix
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="missing is no folder"):
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="missing' is not a writable folder"):
         DiskTier(str(tmp_path / "missing"))
 
 
@@ -154,7 +154,7 @@ def started(program: str, *args: object) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @LINUX
-def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
+def test_killed_process_leaves_no_files(tmp_path: Path) -> None:
     program = """
     tier = DiskTier(sys.argv[1])
     ticket = tier.send(torch.randn(300_000))
@@ -176,7 +176,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "way", ["tier.send(torch.ones(2_000_000)).finish_transfer()", "tier.allocate([torch.ones(2_000_000)])"]
 )
-def test_a_full_disk_is_reported_in_words(tmp_path: Path, way: str) -> None:
+def test_full_disk_is_reported(tmp_path: Path, way: str) -> None:
     program = f"""
     import resource
     from thrifty.core.errors import InfeasibleError
@@ -190,13 +190,13 @@ def test_a_full_disk_is_reported_in_words(tmp_path: Path, way: str) -> None:
     """
     with started(program, tmp_path) as process:
         out, errors = process.communicate(timeout=60)
-    assert f"{tmp_path} has no room for another 8,000,000 bytes (File too large)" in out, errors
+    assert f"'{tmp_path}' has no room for another 8,000,000 bytes (File too large)" in out, errors
     assert "a larger disk" in out
 
 
 @pytest.mark.slow
 @LINUX
-def test_state_in_a_mapped_file_is_no_memory_of_the_process(tmp_path: Path) -> None:
+def test_mapped_state_is_not_anonymous_memory(tmp_path: Path) -> None:
     program = """
     import re
     def own() -> int:
@@ -214,20 +214,20 @@ def test_state_in_a_mapped_file_is_no_memory_of_the_process(tmp_path: Path) -> N
     assert int(out) < 10e6, errors  # of 96 MB
 
 
-def test_a_link_carries_one_tensor_after_the_other_in_each_direction() -> None:
+def test_link_transfers_are_sequential_per_direction() -> None:
     clock = LinkClock(SimulatedLink(bandwidth=100, latency=1))
     assert [clock.out(200), clock.out(100)] == [3, 5]
     clock.compute(2)
     clock.wait(3)
     assert (clock.now, clock.waited) == (3, 1)
-    assert clock.back(100, gone=3) == 5  # beside what is still on its way out
+    assert clock.back(100, gone=3) == 5  # while another tensor is still leaving
     assert clock.back(100, gone=9) == 11
     shared = LinkClock(SimulatedLink(bandwidth=100, latency=1, duplex=False))
     assert [shared.out(200), shared.back(100, gone=0), shared.out(0)] == [3, 5, 6]
 
 
 @given(SIZES, st.floats(1e3, 1e12), st.floats(1, 100), st.booleans())
-def test_a_faster_link_never_makes_anyone_wait_longer(
+def test_faster_link_never_waits_longer(
     stages: list[tuple[int, float]], bandwidth: float, factor: float, duplex: bool
 ) -> None:
     slow, fast, endless = (
@@ -250,6 +250,6 @@ def waited(stages: list[tuple[int, float]], link: SimulatedLink) -> float:
 
 
 @pytest.mark.parametrize("wrong", [{"bandwidth": 0.0}, {"latency": -1.0}])
-def test_a_link_without_bandwidth_is_refused(wrong: dict[str, float]) -> None:
+def test_link_without_bandwidth_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="link: "):
         SimulatedLink(**wrong)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ from thrifty.core.technique import Numerics
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.memory.planner.memory_milp import fastest_plan
-from thrifty.memory.planner.memory_plan import TensorAction, is_whole, peak_of_ways, peak_when_kept
+from thrifty.memory.planner.memory_plan import TensorAction, is_whole, plan_peak, peak_when_kept
 from thrifty.memory.planner.plan_choice import least_peak
 from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.models.families import assemble
@@ -131,7 +131,7 @@ def test_what_is_made_again_is_of_few_bytes_a_second(monkeypatch: pytest.MonkeyP
     _, planner = peak_of(run_of(medium_run(), bytes=0.7))
     ((blocks, plan),) = planner.plans.values()
     kept, again = [], []
-    for block, ways in zip(blocks, plan.ways, strict=True):
+    for block, ways in zip(blocks, plan.actions, strict=True):
         for number, way in ways.items():
             item = block.tape.items[number]
             (kept if way.value == "keep" else again).append(item.seconds / item.bytes)
@@ -153,7 +153,7 @@ def test_no_periodic_recompute_is_faster_by_its_account_at_the_same_peak(costs: 
             for b, keep, again in zip(blocks, kept, whole, strict=True)
         ]
         seconds = sum(b.whole or math.inf for b, again in zip(blocks, whole, strict=True) if again)
-        plan = fastest_plan(blocks, peak_of_ways(blocks, ways) * 1.0001)
+        plan = fastest_plan(blocks, plan_peak(blocks, ways) * 1.0001)
         assert plan is not None and plan.seconds <= seconds * 1.006
 
 
@@ -172,7 +172,7 @@ def test_blocks_that_are_made_again_as_a_whole_follow_no_operations_and_change_n
     records, state = run_through(plain, with_optimizer([budget]), 4)
     assert state.model is not None
     ((blocks, plan),) = ACTIVATION_PLANNER.of(state.model).plans.values()  # type: ignore[union-attr]
-    chosen = [is_whole(block, ways) for block, ways in zip(blocks, plan.ways, strict=True)]
+    chosen = [is_whole(block, ways) for block, ways in zip(blocks, plan.actions, strict=True)]
     assert sum(chosen[:-1]) > 1
     planner = ACTIVATION_PLANNER.of(state.model)  # type: ignore[union-attr]
     assert [each.is_whole for each in planner.block_plans(blocks, plan)] == chosen[:-1]  # type: ignore[operator]

@@ -23,14 +23,14 @@ from thrifty.memory.op_trace import INPUT
 from thrifty.memory.planner.chain_plan import chain_costs, schedule_plan
 from thrifty.memory.planner.chain_schedule import least_bytes, optimal_schedule, periodic_schedule, simulate
 from thrifty.memory.planner.memory_plan import (
+    BlockActions,
     BlockCosts,
     CompressionOption,
     OffloadLink,
     TensorAction,
-    Ways,
     is_streamed,
-    peak_of_ways,
     peak_when_kept,
+    plan_peak,
     saved_items,
 )
 from thrifty.memory.planner.plan_choice import AllowedActions, best_plan, least_peak, plan_from_numbers, plan_to_numbers
@@ -101,9 +101,9 @@ def by_blocks(blocks: Sequence[BlockCosts], operations: Sequence[ScheduledOperat
     ]
 
 
-def streamed(blocks: Sequence[BlockCosts], way: TensorAction, last: int = 0) -> tuple[list[Ways], int]:
+def streamed(blocks: Sequence[BlockCosts], way: TensorAction, last: int = 0) -> tuple[list[BlockActions], int]:
     """All that is saved waits elsewhere, but for the last blocks: the ways, and how many bytes."""
-    ways, moved = list[Ways](), 0
+    ways, moved = list[BlockActions](), 0
     for place, block in enumerate(blocks):
         away = {n: sizes[way] for n, sizes in block.movable.items() if way in sizes and place < len(blocks) - 1 - last}
         ways.append(dict.fromkeys(saved_items(block.tape), TensorAction.KEEP) | dict.fromkeys(away, way))
@@ -114,7 +114,7 @@ def streamed(blocks: Sequence[BlockCosts], way: TensorAction, last: int = 0) -> 
 def exact_methods(blocks: Sequence[BlockCosts]) -> Iterator[tuple[str, float, float]]:
     """Each single method that changes no value: its extra seconds and its peak, written down anew."""
     inside, count = blocks[:-1], len(blocks) - 1
-    kept: list[Ways] = [dict.fromkeys(saved_items(block.tape), TensorAction.KEEP) for block in blocks]
+    kept: list[BlockActions] = [dict.fromkeys(saved_items(block.tape), TensorAction.KEEP) for block in blocks]
     for every in range(1, count + 1):
         again = [place % every == 0 for place in range(count)]
         ways = [
@@ -122,7 +122,7 @@ def exact_methods(blocks: Sequence[BlockCosts]) -> Iterator[tuple[str, float, fl
             for b, a, k in zip(inside, again, kept[:-1], strict=True)
         ]
         seconds = sum(block.whole or math.inf for block, a in zip(inside, again, strict=True) if a)
-        yield f"recompute, every {every}", seconds, peak_of_ways(blocks, [*ways, kept[-1]])
+        yield f"recompute, every {every}", seconds, plan_peak(blocks, [*ways, kept[-1]])
     chain = chain_costs(blocks)
     assert chain is not None and len(chain) == len(blocks)
     alone = replace(chain, stages=chain.stages[:-1])
@@ -139,7 +139,7 @@ def exact_methods(blocks: Sequence[BlockCosts]) -> Iterator[tuple[str, float, fl
         passes = sum(block.forward for block in blocks), sum(block.backward for block in blocks)
         seconds = sum(max(moved / LINK.bytes_per_second - each, 0.0) for each in passes)
         seconds += sum(block.streaming for block, each in zip(blocks, ways, strict=True) if is_streamed(block, each))
-        yield f"offload, the last {last} blocks stay", seconds, peak_of_ways(blocks, ways)
+        yield f"offload, the last {last} blocks stay", seconds, plan_peak(blocks, ways)
 
 
 def assert_best(
@@ -180,7 +180,7 @@ def test_no_compression_is_faster_or_reaches_lower(model: str) -> None:
     blocks = blocks_of(model)
     ways, moved = streamed(blocks, TensorAction.COMPRESS)
     seconds = COMPRESSION.seconds_per_byte * moved + sum(block.streaming for block in blocks if block.movable)
-    peak = peak_of_ways(blocks, ways, COMPRESSION.bits)
+    peak = plan_peak(blocks, ways, COMPRESSION.bits)
     for recompute in (False, True):
         plan = best_plan(blocks, peak, AllowedActions(recompute, COMPRESSION))
         assert plan is not None and plan.peak <= peak * (1 + 1e-9)
@@ -278,7 +278,7 @@ def test_the_refusal_says_what_may_be_given_up() -> None:
 @pytest.mark.slow
 def test_the_explanation_says_which_kind_was_taken_and_why() -> None:
     first = explain(run_of(nano(), bytes=0.01)).decisions[0]
-    assert "a schedule of whole blocks, which may run again several together: decided tensor by tensor" in first
+    assert "a schedule of whole blocks, which may recompute several together: decided tensor by tensor" in first
     first = explain(run_of(nano(), bytes=0.5)).decisions[0]
     assert "decided tensor by tensor: a schedule of whole blocks" in first and " takes " in first
 

@@ -224,7 +224,7 @@ def test_a_tier_that_there_is_none_of_is_refused_with_those_that_there_are() -> 
         OffloadOptimizer(to="dsik")  # type: ignore[arg-type]
     assert "disk" in refused.value.fix
     optimizer = offloaded(scale_by_learning_rate(0.1), to="dsik")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="there is no tier 'dsik'"):
+    with pytest.raises(UsageError, match="unknown tier 'dsik'"):
         TransformOptimizer([("weight", torch.nn.Parameter(torch.ones(2)))], optimizer)
 
 

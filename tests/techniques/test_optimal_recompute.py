@@ -191,7 +191,7 @@ def test_blocks_whose_shapes_depend_on_values_are_refused_with_what_runs_them() 
     model.blocks = nn.ModuleList([Routed(), Routed()])
     model.forward = lambda x: model.blocks[1](model.blocks[0](x))
     ScheduledRecompute(model, list(model.blocks), 0.5)
-    with pytest.raises(RefusedError, match="what Routed costs cannot be counted by shapes alone") as refused:
+    with pytest.raises(RefusedError, match="the cost of Routed cannot be counted from shapes alone") as refused:
         model(torch.randn(4, 8, requires_grad=True))
     assert "memory.recompute" in refused.value.fix
 

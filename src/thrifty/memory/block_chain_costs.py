@@ -1,7 +1,7 @@
-"""What the blocks of a chain cost, found out without running any: bytes and FLOPs are counted on fake tensors.
+"""Costs of the blocks of a chain, without running them: bytes and FLOPs are counted on fake tensors.
 
-The model's own forward pass runs once, unseen, and its blocks are answered for: each call is traced forward and
-backward on fake copies of its arguments and parameters, and zeros of the right shape go on to the next.
+The model's own forward pass runs once, with replaced blocks. Each call of a block is traced forward and backward on
+fake copies of its arguments and parameters. The next block receives zeros of the right shape.
 """
 
 import time
@@ -30,24 +30,24 @@ class ChainSurvey:
     def __init__(self, timed: bool):
         self.timed = timed
         self.stages: list[ChainStageCost] = []
-        self.given: dict[int, Tensor] = {}
-        """By storage, arguments that do not come from the call before."""
+        self.inputs: dict[int, Tensor] = {}
+        """Arguments that do not come from the previous call, by storage."""
         self.outputs: list[Tensor] = []
         self.known: dict[Hashable, ChainStageCost] = {}
-        """What calls cost, by what they do: most blocks do the same as the one before."""
+        """Costs by trace of operations, because most blocks do the same as the previous one."""
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
         own = [tensor for tensor in tensors if not any(tensor is output for output in self.outputs)]
-        self.given |= {tensor.untyped_storage()._cdata: tensor for tensor in own}
+        self.inputs |= {tensor.untyped_storage()._cdata: tensor for tensor in own}
         try:
             cost, result = block_cost(module, module.forward, args, kwargs, self.known)
         except ThriftyError:
             raise
-        except Exception as error:  # what a block does with fake tensors is not for us to know
+        except Exception as error:  # a block can raise anything on fake tensors
             raise RefusedError(
-                f"what {type(module).__name__} costs cannot be counted by shapes alone: {reason_of(error)}",
-                fix="use memory.recompute, which runs it",
+                f"the cost of {type(module).__name__} cannot be counted from shapes alone: {reason_of(error)}",
+                fix="use memory.recompute, which runs the block",
             ) from error
         if self.timed and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             cost = in_seconds(cost, forward_seconds(inner, args, kwargs))
@@ -56,14 +56,17 @@ class ChainSurvey:
         return result
 
     def cost(self) -> ChainCost:
-        return ChainCost(storage_bytes(self.given.values()), tuple(self.stages))
+        return ChainCost(storage_bytes(self.inputs.values()), tuple(self.stages))
 
 
 def survey(
     model: nn.Module, chain: BlockChain, forward: Callable[..., Any], args: tuple, kwargs: dict, timed: bool = False
 ) -> ChainCost:
-    """Costs of the chain's blocks in `forward(*args, **kwargs)`, a forward pass of the model: counted, or `timed` where
-    tensors are real. Nothing of the model, of its state or of the random numbers changes."""
+    """Return the costs of the chain's blocks in `forward(*args, **kwargs)`, a forward pass of the model.
+
+    The costs are counted, or measured if `timed` and the tensors are real. The model, its state and the random state do
+    not change.
+    """
     chain_survey = ChainSurvey(timed)
     fakes = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, FakeTensor)]
     with ExitStack() as stack:
@@ -71,20 +74,21 @@ def survey(
         stack.enter_context(gc_disabled())
         stack.enter_context(preserved_draws(model.parameters()))
         stack.enter_context(restore_module_state(model))
-        # this pass has no backward pass: whoever keeps activations of the real one must not see what it saves
+        # this pass has no backward pass: an activation store of the real pass must not see its saved tensors
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
         if fakes:
             stack.enter_context(fakes[0].fake_mode)
-        chain.instead = chain_survey.call
+        chain.replacement = chain_survey.call
         try:
             forward(*args, **kwargs)
         finally:
-            chain.instead = None
+            chain.replacement = None
     return chain_survey.cost()
 
 
 def forward_seconds(call: Callable[..., Any], args: tuple, kwargs: dict, times: int = 3) -> float:
-    """The least of some times after one that is not counted; of several ranks the mean, so that all decide alike."""
+    """Return the shortest of some timed calls after a warm-up; over several ranks the mean, so that all decide
+    alike."""
     seconds = []
     with saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
         for _ in range(1 + times):

@@ -1,4 +1,4 @@
-"""What one call of a block costs, found out without running it: bytes and FLOPs are counted on fake tensors."""
+"""Cost of one call of a block without running it: bytes and FLOPs are counted on fake tensors."""
 
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +18,14 @@ from thrifty.memory.call_signature import CallSignature
 from thrifty.memory.recompute_schedule import ChainStageCost
 
 WORTH_OF_A_BYTE = 30
-"""FLOPs of a well-filled product in the time in which a byte of a result is written and what it is made of is read: 10
-to 100 on today's processors. It matters only where blocks differ."""
+"""FLOPs of a full-size matrix product in the time to write one byte of a result and read its inputs.
+
+The value is 10 to 100 on today's processors. It matters only where blocks differ.
+"""
 
 
 class CostTrace(StepTrace):
-    """Counts what operations cost, too: FLOPs, and bytes of new results at their worth in FLOPs."""
+    """A trace that also counts costs: FLOPs, and bytes of new results converted to FLOPs."""
 
     written = 0
 
@@ -37,19 +39,19 @@ class CostTrace(StepTrace):
 
 
 def counted_stage(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> ChainStageCost | None:
-    """What a call costs, counted; None where shapes alone do not tell. Nothing of the module changes."""
+    """Return the counted cost of a call, or None if shapes alone do not determine it. The module does not change."""
     with _disable_current_modes(), gc_disabled(), restore_module_state(module):
         try:
             return block_cost(module, forward, args, kwargs)[0]
         except ThriftyError:
             raise
-        except Exception:  # what a block does with fake tensors is not for us to know
+        except Exception:  # a block can raise anything on fake tensors
             return None
 
 
 @contextmanager
 def restore_module_state(model: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass leaves in modules: buffers and attributes."""
+    """Undo the changes that a forward pass makes to modules: buffers and attributes."""
     before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -75,19 +77,20 @@ def block_cost(
     kwargs: dict,
     known: MutableMapping[Hashable, ChainStageCost] | None = None,
 ) -> tuple[ChainStageCost, Any]:
-    """What a call of a module's `forward` costs, counted, and zeros of the shape of its result; where that hands an
-    argument on, the argument. Calls that do the same as one that is `known` are not counted again.
+    """Return the counted cost of a call of a module's `forward`, and zeros in the shape of its result.
 
-    The module's own hooks are left out: those of sharding would gather parameters that the fake ones stand for.
+    If the result contains an argument, the argument itself is returned in its place. Calls with the operations of a
+    `known` one are not counted again. The module's own hooks do not run, because hooks of sharding would gather
+    parameters that are fake here.
     """
     leaves, form = tree_flatten((args, kwargs))
     mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
-    # what a technique gave the block beside its own parameters is real
+    # tensors that a technique attached to the block are real
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, fake_parameters(module) as own:
         inputs = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-        def call() -> Any:  # with containers of its own each time: a block may put something into them
+        def call() -> Any:  # with new containers each time, because a block may write into them
             fake_args, fake_kwargs = tree_unflatten(inputs, form)
             return forward(*fake_args, **fake_kwargs)
 
@@ -143,7 +146,7 @@ def _counted(
 
 
 def _returning_bytes(work: CostTrace, result: Any, inputs: Sequence[Tensor], own: Sequence[Tensor]) -> int:
-    """What a backward pass needs at its peak, beside what is saved and the gradients of output and input."""
+    """Return the peak bytes of a backward pass, without saved tensors and the gradients of output and input."""
     ends = [output for output in tensors_in(result) if output.grad_fn is not None]
     if not ends:
         return 0
@@ -156,7 +159,10 @@ def _returning_bytes(work: CostTrace, result: Any, inputs: Sequence[Tensor], own
 
 @contextmanager
 def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Fake parameters and buffers, whole where the real ones are divided over ranks; their gradients are dropped."""
+    """Replace parameters and buffers by fake ones inside the block.
+
+    Sharded ones become whole, and their gradients are dropped. Yields the fake tensors.
+    """
     before = [(each, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
     fakes: dict[int, Tensor] = {}
 
@@ -164,12 +170,12 @@ def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
         if tensor is None:
             return None
         if id(tensor) not in fakes:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             if isinstance(tensor, nn.Parameter):
-                made = nn.Parameter(made, tensor.requires_grad)
+                copied = nn.Parameter(copied, tensor.requires_grad)
             if tensor.requires_grad:
-                made.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-            fakes[id(tensor)] = made
+                copied.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+            fakes[id(tensor)] = copied
         return fakes[id(tensor)]
 
     for each, parameters, buffers in before:
@@ -184,7 +190,7 @@ def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def in_seconds(cost: ChainStageCost, forward: float) -> ChainStageCost:
-    """A counted cost on the scale of one measured time; the parts keep their ratios."""
+    """Return a counted cost on the scale of one measured forward time; the ratios of its parts stay."""
     rate = forward / cost.forward if cost.forward else 0.0
     stopped = None if cost.stopped is None else rate * cost.stopped
     return replace(cost, forward=forward, backward=rate * cost.backward, stopped=stopped)

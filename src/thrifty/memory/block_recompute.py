@@ -1,12 +1,11 @@
-"""Blocks that a model calls one after the other, as a chain whose forward passes can be made again.
+"""Recomputation of blocks that a model calls one after the other, as a chain.
 
-The model keeps its own loop. Each call of a block is watched from outside the module: outside its hooks, what a
-compiler made of it and what sharding does around it. What autograd saves inside is dropped, and found again in the
-backward pass by making the call once more. A call's input is kept or, where it is the output of the call before it,
-made again too.
+The model keeps its own loop. Each call of a block is wrapped from outside the module: outside its hooks, compiled code
+and sharding. Tensors that autograd saves inside are dropped, and recomputed in the backward pass by repeating the call.
+The input of a call is kept or, if it is the output of the previous call, recomputed too.
 
-Which call keeps what is advice: values never depend on it, only memory and time do. So a model may skip blocks, call
-one of them twice or change hidden states between two blocks, and still computes the same.
+The schedule decides what each call keeps. It affects only memory and time, never values. A model may therefore skip
+blocks, call one twice or change hidden states between two blocks, and still computes the same.
 """
 
 import weakref
@@ -29,13 +28,15 @@ from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
 
 
 class BlockChain:
-    """Watches the calls of these blocks and lets them keep what `schedule` says; None leaves them alone. It may be
-    replaced between two forward passes; a backward pass follows the schedule of its forward pass."""
+    """A chain of wrapped blocks that keep what `schedule` says; None switches recomputation off.
+
+    The schedule may be replaced between two forward passes. A backward pass follows the schedule of its forward pass.
+    """
 
     def __init__(self, blocks: Sequence[nn.Module], schedule: RecomputeSchedule | None):
         self.schedule = schedule
-        self.instead: Callable[..., Any] | None = None
-        """Answers calls in place of the blocks, while their costs are looked up."""
+        self.replacement: Callable[..., Any] | None = None
+        """Function that replaces the calls of the blocks during a cost survey."""
         self.places: dict[nn.Module, list[int]] = {}
         for place, block in enumerate(blocks):
             self.places.setdefault(block, []).append(place)
@@ -46,13 +47,13 @@ class BlockChain:
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         schedule = self.schedule if torch.is_grad_enabled() else None
-        if self.instead is None and schedule is None:
+        if self.replacement is None and schedule is None:
             return inner(*args, **kwargs)
         refuse_writable(module, (args, kwargs))
-        if self.instead is not None:
-            return self.instead(module, inner, *args, **kwargs)
+        if self.replacement is not None:
+            return self.replacement(module, inner, *args, **kwargs)
         assert schedule is not None
-        places = self.places[module]  # several where one block is used several times
+        places = self.places[module]  # several if the model uses the block several times
         place = self._place = next((each for each in places if each > self._place), places[0])
         before = self._latest() if self._latest else None
         do = schedule.first.get(place, RecomputeAction.KEEP_INPUT)
@@ -61,13 +62,13 @@ class BlockChain:
             return inner(*args, **kwargs)
         buffers = BufferSnapshot(module)
         call = BlockCall(inner, place, schedule, args, kwargs, before if do is RecomputeAction.PASS else None, buffers)
-        result = call.make(*args, **kwargs)
+        result = call.run(*args, **kwargs)
         self._latest = weakref.ref(call)
         return result
 
 
 class BlockCall:
-    """One call of a block, held by what stands in the autograd graph for the tensors that it did not keep."""
+    """One call of a block, referenced by the autograd graph in place of the dropped tensors."""
 
     def __init__(
         self,
@@ -84,23 +85,23 @@ class BlockCall:
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         self.constants = [None if number in tensors else leaf for number, leaf in enumerate(leaves)]
         self.trained = {number for number, tensor in tensors.items() if tensor.requires_grad}
-        self.links = before.found_in(tensors) if before else {}
-        """Leaves of the input that are leaves of the output of the call before."""
+        self.links = before.outputs_in(tensors) if before else {}
+        """Leaves of the input that are leaves of the output of the previous call."""
         self.before = before if self.links else None
         own = {number: tensor for number, tensor in tensors.items() if number not in self.links}
         self.own = list(own)
-        self.kept = _keep(own.values())
+        self.saved_inputs = _keep(own.values())
         self.relay: list[Tensor] | None = None
-        """What the links stand for, kept on the way through when this call was made again."""
-        self.surroundings = CallContext(tensors.values())
+        """Values of the links, kept if this call was recomputed on the path to a later one."""
+        self.context = CallContext(tensors.values())
         self.outputs: list[weakref.ref] = []
         self.saves: list[tuple[torch.Size, torch.dtype]] = []
-        self.found: list[Tensor | None] = []
-        """What `saves` describes, once it has been made again and until autograd has taken it."""
+        self.recomputed: list[Tensor | None] = []
+        """Tensors described by `saves`, from their recomputation until autograd takes them."""
 
-    def make(self, *args: Any, **kwargs: Any) -> Any:
-        """The first time: its result, with the tensors that autograd would save left out."""
-        with saved_tensors_hooks(self._leave_out, _give):
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the first call and return its result, with the tensors that autograd would save left out."""
+        with saved_tensors_hooks(self._leave_out, _unpack):
             result = self.inner(*args, **kwargs)
         self.buffers.forget_constant()
         self.outputs = [weakref.ref(tensor) for tensor in tensors_in(result)]
@@ -110,36 +111,39 @@ class BlockCall:
         self.saves.append((tensor.shape, tensor.dtype))
         return self, len(self.saves) - 1
 
-    def found_in(self, tensors: Mapping[int, Tensor]) -> dict[int, int]:
+    def outputs_in(self, tensors: Mapping[int, Tensor]) -> dict[int, int]:
         places = {id(output): place for place, ref in enumerate(self.outputs) if (output := ref()) is not None}
         return {number: places[id(tensor)] for number, tensor in tensors.items() if id(tensor) in places}
 
-    def give(self, index: int) -> Tensor:
-        """What autograd did not save, once."""
-        if not self.found or self.found[index] is None:
+    def saved_tensor(self, index: int) -> Tensor:
+        """Return a tensor that autograd did not save, once."""
+        if not self.recomputed or self.recomputed[index] is None:
             self._recover()
-        tensor, self.found[index] = self.found[index], None
+        tensor, self.recomputed[index] = self.recomputed[index], None
         assert tensor is not None
         return tensor
 
     def _recover(self) -> None:
-        """Make again the calls from the nearest one whose input is there up to this one."""
-        way = [self]
-        while way[-1].before is not None and way[-1].relay is None:
-            way.append(way[-1].before)
+        """Recompute the calls from the nearest one with an available input up to this one."""
+        path = [self]
+        while path[-1].before is not None and path[-1].relay is None:
+            path.append(path[-1].before)
         advice = self.schedule.again.get(self.place, {})
-        linked = way[-1].relay or []
-        for call, following in zip(reversed(way), [*reversed(way[:-1]), None], strict=True):
+        linked = path[-1].relay or []
+        for call, following in zip(reversed(path), [*reversed(path[:-1]), None], strict=True):
             do = RecomputeAction.KEEP_ALL if call is self else advice.get(call.place, RecomputeAction.PASS)
             if do is RecomputeAction.KEEP_INPUT:
                 call.relay = linked
-            outputs = call.again(linked, do is RecomputeAction.KEEP_ALL, stop=call is self)
+            outputs = call.rerun(linked, do is RecomputeAction.KEEP_ALL, stop=call is self)
             linked = [outputs[place] for place in following.links.values()] if following else []
         self.relay = None
 
-    def again(self, linked: Sequence[Tensor], keep: bool, stop: bool) -> list[Tensor]:
-        """Make the call again and return its output. With `keep`, what autograd saves is `found`; with `stop`, nothing
-        is computed that only the output needs, and there is none."""
+    def rerun(self, linked: Sequence[Tensor], keep: bool, stop: bool) -> list[Tensor]:
+        """Repeat the call and return its output.
+
+        With `keep`, the tensors that autograd saves go to `recomputed`. With `stop`, the call ends at the last saved
+        tensor and returns no output.
+        """
         tensors: list[Tensor | None] = []
 
         def pack(tensor: Tensor) -> None:
@@ -149,18 +153,18 @@ class BlockCall:
                     raise _StopRecompute
 
         outputs: list[Tensor] = []
-        around = self.surroundings.restored(), self.buffers.restored(), saved_tensors_hooks(pack, _gone)
-        with around[0], around[1], around[2], suppress(_StopRecompute):
+        contexts = self.context.restored(), self.buffers.restored(), saved_tensors_hooks(pack, _refuse_unpack)
+        with contexts[0], contexts[1], contexts[2], suppress(_StopRecompute):
             result = self._call(linked)
             outputs = [tensor.detach() for tensor in tensors_in(result)]
         if keep:
             self._check([(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None])
-            self.found = tensors
+            self.recomputed = tensors
         return outputs
 
     def _call(self, linked: Sequence[Tensor]) -> Any:
         leaves = list(self.constants)
-        for number, tensor in (*zip(self.own, self.kept(), strict=True), *zip(self.links, linked, strict=True)):
+        for number, tensor in (*zip(self.own, self.saved_inputs(), strict=True), *zip(self.links, linked, strict=True)):
             leaves[number] = tensor.detach().requires_grad_(number in self.trained)
         args, kwargs = tree_unflatten(leaves, self.form)
         return self.inner(*args, **kwargs)
@@ -168,24 +172,25 @@ class BlockCall:
     def _check(self, saves: list[tuple[torch.Size, torch.dtype]]) -> None:
         if saves != self.saves:
             raise IntegrityError(
-                f"block {self.place} saved {len(self.saves)} tensors for its backward pass, and {len(saves)} or others "
-                "when it ran again",
+                f"block {self.place} saved {len(self.saves)} tensors for its backward pass, but {len(saves)} or "
+                "different ones when it was recomputed",
                 fix=RERUN_FIX,
             )
 
 
 def refuse_writable(module: nn.Module, inputs: Any) -> None:
-    """Raises RefusedError for an argument that a forward pass writes into, such as a cache of keys and values."""
+    """Raise RefusedError for an argument that a forward pass writes into, such as a key-value cache."""
     for leaf in tree_leaves(inputs):
         if not isinstance(leaf, Tensor) and callable(getattr(leaf, "update", None)):
             raise RefusedError(
-                f"{type(module).__name__} is given a {type(leaf).__name__} to write into, and cannot run twice with it",
-                fix="train without a cache of keys and values: use_cache=False in the model's configuration",
+                f"{type(module).__name__} cannot be recomputed: it writes into its argument of type "
+                f"{type(leaf).__name__!r}",
+                fix="train without a key-value cache: use_cache=False in the model's configuration",
             )
 
 
 class CallContext:
-    """Generators and autocast at a call: what its result depends on beside its arguments."""
+    """State of a call in addition to its arguments: random generators and autocast."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         devices = {tensor.device for tensor in tensors}
@@ -206,11 +211,11 @@ class CallContext:
 
 
 class _StopRecompute(Exception):
-    """All that was to be saved has been seen."""
+    """Signal that all tensors to save were seen."""
 
 
 class _KeptOutput(torch.autograd.Function):
-    """A node that saves tensors and nothing else, so that saved-tensor hooks around the model see them."""
+    """An autograd node that only saves tensors, so that saved-tensor hooks around the model see them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -219,31 +224,34 @@ class _KeptOutput(torch.autograd.Function):
 
 
 def _keep(tensors: Iterable[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    # detached: the graph before them would hold this call, and this call the graph
+    # detached, because otherwise the graph and this call would reference each other
     kept = _KeptOutput.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
-    return lambda: kept.grad_fn.saved_tensors  # a node whose result is gone may forget what it saved
+    return lambda: kept.grad_fn.saved_tensors  # references the result: without it the node may free its tensors
 
 
-def _give(left_out: tuple[BlockCall, int]) -> Tensor:
+def _unpack(left_out: tuple[BlockCall, int]) -> Tensor:
     call, index = left_out
-    return call.give(index)
+    return call.saved_tensor(index)
 
 
-def _gone(packed: None) -> Tensor:
-    raise AssertionError("there is no backward pass through a call that is made again")
+def _refuse_unpack(packed: None) -> Tensor:
+    raise AssertionError("a recomputed call has no backward pass of its own")
 
 
 @cache
-def _watched(kind: type[nn.Module]) -> type[nn.Module]:
+def _wrapped_type(kind: type[nn.Module]) -> type[nn.Module]:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.watcher(self, partial(kind.__call__, self), *args, **kwargs)
+        return self.call_wrapper(self, partial(kind.__call__, self), *args, **kwargs)
 
     names = {"__call__": __call__, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), names)
 
 
 def wrap_call(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Let every call of a module be `wrapper(module, inner, *args, **kwargs)`, `inner` being what it did before, with
-    all of its hooks, compiled or not. A wrapped forward is inside of those; this is outside."""
-    module.watcher = wrapper  # type: ignore[assignment]
-    module.__class__ = _watched(type(module))
+    """Replace every call of a module by `wrapper(module, inner, *args, **kwargs)`.
+
+    `inner` is the original call with all of its hooks, compiled or not. A wrapped forward runs inside the hooks; this
+    wrapper runs outside.
+    """
+    module.call_wrapper = wrapper  # type: ignore[assignment]
+    module.__class__ = _wrapped_type(type(module))

@@ -1,4 +1,4 @@
-"""Whether two calls do the same, told by what they did: a forward pass on fake tensors is enough."""
+"""Signatures of calls from their operations on fake tensors, to detect blocks that compute the same thing."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
@@ -12,8 +12,7 @@ from thrifty.core.tensor_tracing import StepTrace
 
 
 class CallSignature(StepTrace):
-    """Takes down what a call does: each operation, what it was given, how many bytes were alive after it, what was
-    saved for the backward pass, and which steps that will have."""
+    """A trace of a call: operations, their inputs, bytes alive after each, saved tensors, and the autograd graph."""
 
     def __init__(self, *known: Tensor):
         self.steps: list[Hashable] = []
@@ -31,10 +30,10 @@ class CallSignature(StepTrace):
         self.steps.append(("saved", self._likeness(tensor)))
 
     def kind(self, result: Any) -> Hashable:
-        """Equal for calls that did the same and returned this."""
+        """Return a key that is equal for calls with the same operations and this result."""
         outputs = [self._likeness(leaf) for leaf in tree_leaves(result)]
         nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-        return *self.steps, *outputs, *_nodes_behind(nodes)
+        return *self.steps, *outputs, *_graph_nodes(nodes)
 
     def _likeness(self, value: Any) -> Hashable:
         if not isinstance(value, Tensor):
@@ -53,11 +52,11 @@ class CallSignature(StepTrace):
         super()._forget(key, own)
 
 
-def _nodes_behind(ends: Sequence[Any]) -> Iterator[Hashable]:
-    """Of an autograd graph the kinds of its nodes and how they hang together."""
+def _graph_nodes(ends: Sequence[Any]) -> Iterator[Hashable]:
+    """Yield the kind and the connections of each node of an autograd graph."""
     nodes = list(dict.fromkeys(ends))
     places = {node: place for place, node in enumerate(nodes)}
-    for node in nodes:  # which grow in number
+    for node in nodes:  # the loop appends to the list
         following = [(after, output) for after, output in node.next_functions if after is not None]
         for after, _ in following:
             if after not in places:

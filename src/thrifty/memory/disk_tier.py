@@ -1,6 +1,6 @@
-"""A disk as a tier: tensors in files without a name, written and read by a thread of their own.
+"""A disk as an offload tier: tensors in unnamed files, written and read by one thread.
 
-A file loses its name as soon as it is open, so that nothing remains of it once the process is gone, however it went.
+A file loses its name as soon as it is open, so that nothing remains of it after the process ends for any reason.
 """
 
 import errno
@@ -26,23 +26,23 @@ from thrifty.core.dtensors import is_dtensor
 from thrifty.core.errors import InfeasibleError, RefusedError, ThriftyError
 from thrifty.memory.storage_tier import OffloadHandle, StorageTier, is_dense, memory_of, on_part
 
-VAR_TMP = "/var/tmp"  # noqa: S108 - files without a name cannot be found by others
+VAR_TMP = "/var/tmp"  # noqa: S108 - other processes cannot find unnamed files
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ALIGNMENT = 64
-"""Bytes, of tensors in one mapped file."""
+"""Alignment, in bytes, of tensors in one mapped file."""
 
 
 def scratch_folder(folder: str = "") -> Path:
-    """The folder given, or $TMPDIR, or /var/tmp, which unlike /tmp is hardly ever in memory."""
+    """Return `folder`, or by default $TMPDIR or /var/tmp, which is rarely in memory, unlike /tmp."""
     usual = VAR_TMP if os.access(VAR_TMP, os.W_OK) else tempfile.gettempdir()
     path = Path(folder or os.environ.get("TMPDIR") or usual).expanduser()
     if not path.is_dir() or not os.access(path, os.W_OK):
-        raise RefusedError(f"{path} is no folder that can be written to", fix="give another as `folder`")
+        raise RefusedError(f"{str(path)!r} is not a writable folder", fix="set `folder` to a writable folder")
     return path
 
 
 class DiskTier(StorageTier):
-    """What is sent lies in one file, in places that are used again for tensors of the same size."""
+    """A tier in one file; space that is free again is used for later tensors of the same size."""
 
     def __init__(self, folder: str = ""):
         super().__init__("disk")
@@ -55,14 +55,14 @@ class DiskTier(StorageTier):
 
     @cached_property
     def file(self) -> FileIO:
-        return _nameless(self.folder)
+        return _unnamed_file(self.folder)
 
     @cached_property
     def thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, "thrifty-disk")
 
     def allocate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same values in one file, mapped into memory: the system keeps there what is in use."""
+        """Return the values in one file, mapped into memory; the system keeps the parts in use in memory."""
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return list(tensors)
         parts = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
@@ -71,10 +71,10 @@ class DiskTier(StorageTier):
         ]
 
     def take(self, size: int) -> int:
-        """Where in the file that many bytes go."""
+        """Return an offset in the file for this many bytes."""
         self.holds(size)
         with self.lock:
-            if self._out == 0 < self._end:  # what was written for an earlier step need not reach the disk at all
+            if self._out == 0 < self._end:  # data of an earlier step need not reach the disk
                 self._free.clear()
                 self._end = 0
                 self.thread.submit(self.file.truncate, 0)
@@ -98,7 +98,7 @@ class DiskTier(StorageTier):
         total = sum(sizes)
         if not total:
             return list(parts)
-        with in_words(self.folder, total), _nameless(self.folder) as file:
+        with translated_errors(self.folder, total), _unnamed_file(self.folder) as file:
             _reserve(file, total)
             mapping = mmap.mmap(file.fileno(), total)
         self.holds(total)
@@ -114,14 +114,14 @@ class _DiskHandle(OffloadHandle):
         self._written = self._begin(_write, tensor.cpu())
 
     def _begin(self, work: Callable[[FileIO, int, memoryview], None], tensor: Tensor) -> "Future[None]":
-        with in_words(self.tier.folder, self.bytes):
+        with translated_errors(self.tier.folder, self.bytes):
             file = self.tier.file
-        # the thread has the file, whose number may be another's once it is closed, and empties the list,
-        # so that once it is done only others hold the tensor
+        # the thread references the file, because a closed file's descriptor may be reused; it empties the list,
+        # so that it holds no reference to the tensor afterwards
         return self.tier.thread.submit(_on_memory, work, file, self.place, [tensor])
 
     def _gone(self) -> None:
-        with in_words(self.tier.folder, self.bytes):
+        with translated_errors(self.tier.folder, self.bytes):
             self._written.result()
 
     def _fetch(self, into: Tensor) -> None:
@@ -131,7 +131,7 @@ class _DiskHandle(OffloadHandle):
 
     def _arrived(self, into: Tensor) -> None:
         assert self._read is not None
-        with in_words(self.tier.folder, self.bytes):
+        with translated_errors(self.tier.folder, self.bytes):
             self._read.result()
         if self._landing is not into:
             into.copy_(self._landing)
@@ -162,12 +162,12 @@ def _read(file: FileIO, place: int, data: memoryview) -> None:
         place, data = place + read, data[read:]
 
 
-def _nameless(folder: Path) -> FileIO:
+def _unnamed_file(folder: Path) -> FileIO:
     return cast(FileIO, tempfile.TemporaryFile(dir=folder, prefix="thrifty-", buffering=0))
 
 
 def _reserve(file: FileIO, size: int) -> None:
-    """Room on the disk now, since a mapped file that finds none later ends the process without a word."""
+    """Reserve space on the disk, because a mapped file without space later ends the process without an error."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
         return
@@ -185,13 +185,15 @@ def _copied(part: Tensor, mapping: mmap.mmap, start: int) -> Tensor:
 
 
 @contextmanager
-def in_words(folder: Path, size: int) -> Iterator[None]:
+def translated_errors(folder: Path, size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno in NO_ROOM:
             raise InfeasibleError(
-                f"{folder} has no room for another {size:,} bytes ({error.strerror})",
-                fix="make room there, or give a `folder` on a larger disk",
+                f"{str(folder)!r} has no room for another {size:,} bytes ({error.strerror})",
+                fix="free some space there, or set `folder` to a folder on a larger disk",
             ) from error
-        raise ThriftyError(f"{folder} failed: {error.strerror}", fix="give another `folder`") from error
+        raise ThriftyError(
+            f"writing to {str(folder)!r} failed: {error.strerror}", fix="set another `folder`"
+        ) from error

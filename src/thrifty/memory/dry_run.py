@@ -1,6 +1,6 @@
-"""A forward pass to learn from: the tapes of its blocks, and what a block's backward pass needs beside them.
+"""A dry run of the forward pass that records the operations of each block and the peak of its backward pass.
 
-Nothing of it stays: buffers and random numbers are as they were, and no gradient is left behind.
+Buffers and the random state are restored afterwards, and no gradient remains.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,34 +23,34 @@ from thrifty.memory.recompute_schedule import ChainStageCost
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """What a call of a block holds beside its tape."""
+    """Memory of a call of a block in addition to its trace."""
 
     temporary: int
-    """Bytes that its passes need at their peak beside what is saved."""
+    """Peak bytes of its passes in addition to saved tensors."""
     stage: ChainStageCost | None
-    """The call as part of a chain, counted; None where shapes alone do not tell."""
-    moments: Sequence[PeakInterval]
+    """Counted cost of the call as part of a chain; None if shapes alone do not determine it."""
+    intervals: Sequence[PeakInterval]
 
 
 @dataclass
 class DryRun:
-    """Collects the tapes of blocks in the order in which they are called."""
+    """The traces of blocks in the order of their calls."""
 
     cost: Cost
     where: Where
     tapes: list[OpTrace] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    held: list[BlockMemory] = field(default_factory=list)
-    """What each call holds beside that."""
+    memories: list[BlockMemory] = field(default_factory=list)
+    """Memory of each call in addition to its trace."""
     streams: bool = False
-    """Whether it is to be known what calls hold whose saved tensors wait elsewhere."""
+    """True if the peak intervals of calls with offloaded saved tensors are counted too."""
     known: dict[Any, BlockMemory] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
-    """Of the call before."""
+    """Outputs of the previous call."""
     moved: list[StorageWeakRef | None] = field(default_factory=list)
-    """For each call what of its input may wait elsewhere."""
+    """For each call, the storage of its input that can be offloaded."""
     inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
-    """Storages that calls were given; weak references also keep addresses from being used again."""
+    """Input storages of all calls. Weak references also prevent reuse of their addresses."""
 
     def run(self, name: str, block: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         movable = self.movable(args)
@@ -60,45 +60,48 @@ class DryRun:
         tape.input_bytes = storage_bytes(new)
         self.inputs |= {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in inputs}
         kind = (type(block), *(_likeness(p) for p in block.parameters()), *map(_likeness, tree_leaves((args, kwargs))))
-        kind += (movable is None, *tape.operations, *tape.handed)
+        kind += (movable is None, *tape.operations, *tape.saved_tensors)
         if kind not in self.known:
-            self.known[kind] = self.held_by(block, function, args, kwargs, tape)
+            self.known[kind] = self.block_memory(block, function, args, kwargs, tape)
         self.tapes.append(tape)
         self.names.append(name)
-        self.held.append(self.known[kind])
+        self.memories.append(self.known[kind])
         self.moved.append(StorageWeakRef(movable.untyped_storage()) if movable is not None else None)
         self.outputs = tensors_in(result)
         return result
 
-    def held_by(
+    def block_memory(
         self, block: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: OpTrace
     ) -> BlockMemory:
         stage, temporary = counted_stage(block, function, args, kwargs), temporary_bytes(function, args, kwargs)
-        if stage is not None:  # which has counted gradients of parameters too, while they are on their way
+        if stage is not None:  # its count also contains the transient gradients of parameters
             of_inputs = storage_bytes(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
             temporary = max(temporary, stage.output + stage.returning + of_inputs)
-        moments = peak_intervals(block, function, args, kwargs, tape) if self.streams else []
-        return BlockMemory(temporary, stage, moments)
+        intervals = peak_intervals(block, function, args, kwargs, tape) if self.streams else []
+        return BlockMemory(temporary, stage, intervals)
 
     def movable(self, args: tuple) -> Tensor | None:
-        """The hidden states of a call, if they are made for it alone: by the call before, or before all calls."""
+        """Return the hidden states of a call if only this call uses them: output of the previous call, or made before
+        all calls."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.grad_fn is None:
             return None
         return first if not self.tapes or any(first is output for output in self.outputs) else None
 
     def settle(self) -> None:
-        """After the forward pass: an input that somebody still holds gains nothing by being moved."""
+        """Mark inputs as not movable if another object still references them after the forward pass."""
         self.outputs = []
         for tape, reference in zip(self.tapes, self.moved, strict=True):
             if reference is not None and not reference.expired():
                 tape.movable_input = 0
-                tape.handed = [each if each.owner != INPUT else each._replace(owner=None) for each in tape.handed]
+                tape.saved_tensors = [
+                    each if each.owner != INPUT else each._replace(owner=None) for each in tape.saved_tensors
+                ]
 
 
 @contextmanager
 def dry_run(model: nn.Module, cost: Cost, streams: bool = False) -> Iterator[DryRun]:
-    """Run the model forward inside the block; whatever else follows operations does not see it."""
+    """Run the model forward inside the block; other operation traces do not see it."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with untraced(), preserved_draws(model.parameters()), track_running_module(model) as where:
         yield DryRun(cost, where, streams=streams)
@@ -108,7 +111,7 @@ def dry_run(model: nn.Module, cost: Cost, streams: bool = False) -> Iterator[Dry
 
 
 def temporary_bytes(function: Callable[..., Any], args: tuple, kwargs: dict) -> int:
-    """What a function's forward and backward pass, down to its inputs, hold at the peak beside what it saves."""
+    """Return the peak bytes of a function's forward and backward pass, in addition to its saved tensors."""
     args, kwargs = tree_map(_leaf, (args, kwargs))
     leaves = tensors_in((args, kwargs))
     with StepTrace(*leaves) as live:

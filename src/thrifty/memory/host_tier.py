@@ -1,17 +1,16 @@
-"""Where tensors can go that the device has no room for: the memory of the host, a disk, or a simulation of either.
+"""Offload tiers for tensors that do not fit on the device: host memory, a disk, or a simulation of either.
 
-    tier = tier_for("auto", tensor)   the host's memory for a tensor of a GPU, a disk for one of a processor
-    ticket = tier.send(tensor)        its way out begins; nobody may change the tensor from here on
-    ticket.finish_transfer()          its memory is free again, if nobody else holds it
-    ticket.prefetch()                 its way back begins: memory for it is taken now
-    tensor = ticket.get()             waits for it; may be asked again; what was never settled is given as it is
-    tier.allocate(tensors)            the same values on the tier for good, computed on in place by a processor
-    tier.account                      bytes there now, at most, and moved either way
+    tier = tier_for("auto", tensor)   host memory for a tensor of a GPU, a disk for a tensor of a CPU
+    ticket = tier.send(tensor)        starts the transfer; the tensor must not change from here on
+    ticket.finish_transfer()          the tensor's memory is free, if nothing else references it
+    ticket.prefetch()                 starts the transfer back and allocates its memory
+    tensor = ticket.get()             waits for it; repeatable; before finish_transfer it returns the tensor itself
+    tier.allocate(tensors)            copies on the tier for good, updated in place by a CPU
+    tier.account                      bytes on the tier: now, peak, and moved in either direction
 
-A ticket that is dropped frees its place. Nothing on a tier is a tensor that an operation made, so that whoever counts
-the device's memory (`StepTrace`) need not know of tiers; fake tensors are sent and come back without moving a byte.
-`DiskTier` is in `disk_tier.py`; `SimulatedTier`, with the clock of a link of given bandwidth, in `simulated_tier.py`;
-what they share in `storage_tier.py`.
+A dropped ticket frees its space. Data on a tier is not a tensor made by an operation, so that `StepTrace` does not
+count it as device memory. Fake tensors are sent and returned without moving a byte. `DiskTier` is in `disk_tier.py`;
+`SimulatedTier`, with the clock of a link of fixed bandwidth, in `simulated_tier.py`; shared parts in `storage_tier.py`.
 """
 
 from collections import defaultdict
@@ -31,26 +30,25 @@ from thrifty.memory.storage_tier import HostTier, OffloadHandle, StorageTier
 Where = Literal["auto", "host", "disk", "simulated"]
 
 SIMULATED_LINK = SimulatedLink(bandwidth=16e9, latency=1e-5)
-"""Roughly that of a GPU on 16 lanes of PCIe 4."""
+"""A link about as fast as a GPU on 16 lanes of PCIe 4."""
 
 
 def tier_for(where: Where, tensor: Tensor, folder: str = "") -> StorageTier:
-    """The tier to which tensors like this one go; the same at every call. `folder` is where a disk's files are made.
+    """Return the tier for tensors like this one, the same at every call. `folder` holds a disk's files.
 
-    Raises UsageError for a tier that there is none of, and RefusedError for the host where there is no GPU whose memory
-    it would be beside.
+    Raises UsageError for an unknown tier, and RefusedError for the host without a GPU.
     """
     if where not in get_args(Where):
-        raise UsageError(f"there is no tier {where!r}", fix=did_you_mean(where, get_args(Where)))
+        raise UsageError(f"unknown tier {where!r}", fix=did_you_mean(where, get_args(Where)))
     fake = isinstance(tensor, FakeTensor)
-    beside_a_gpu = torch.cuda.is_available() and (fake or tensor.device.type == "cuda")
-    if where == "host" and not beside_a_gpu:
+    has_gpu = torch.cuda.is_available() and (fake or tensor.device.type == "cuda")
+    if where == "host" and not has_gpu:
         raise RefusedError(
-            "the host's memory is where the tensors of this run are already: it runs on the processor",
+            "cannot offload to host memory: the tensors are there already, because this run runs on the processor",
             fix='use to="disk", or run on a GPU',
         )
     if where == "auto":
-        where = "host" if beside_a_gpu else "disk"
+        where = "host" if has_gpu else "disk"
     if fake:
         return StorageTier(where)
     return _tier(where, tensor.device if where == "host" else None, folder if where == "disk" else "")
@@ -64,11 +62,11 @@ def _tier(where: Where, device: torch.device | None, folder: str) -> StorageTier
 
 
 class PinnedHostTier(HostTier):
-    """Pinned memory of the machine beside a GPU, reached by copies on two streams of their own.
+    """Pinned host memory of a GPU, reached by copies on two separate streams.
 
-    Tickets hold up no processor: every wait is the computing stream's for an event. What leaves is held by its ticket
-    until that stream has been told to wait for the copy, and the memory of what comes back belongs to that stream, so
-    that the allocator must be told of the other streams only where a ticket is dropped half-way.
+    Tickets do not block the CPU: the compute stream waits for events. A ticket references an outgoing tensor until the
+    compute stream waits for its copy, and incoming memory is allocated on that stream. The allocator therefore needs
+    `record_stream` only if a ticket is dropped during a transfer.
     """
 
     def __init__(self, device: torch.device):
@@ -84,7 +82,7 @@ class PinnedHostTier(HostTier):
         return ticket.copy
 
     def bring(self, values: Tensor, into: Tensor) -> None:
-        self.back.wait_stream(self.computing())  # which may still read what is written over
+        self.back.wait_stream(self.computing())  # it may still read the memory that is overwritten
         with torch.cuda.stream(self.back):
             into.copy_(values, non_blocking=True)
         self.account.returned += into.nbytes
@@ -99,7 +97,7 @@ class PinnedHostTier(HostTier):
         return torch.cuda.current_stream(self.device)
 
     def take(self, size: int) -> Tensor:
-        """Pinned bytes, used before where there are some: the stream `out` then waits for what was last done there."""
+        """Return pinned bytes, reused if possible: the stream `out` then waits for their last use."""
         self.holds(size)
         with self.lock:
             if not self._free[size]:
@@ -124,8 +122,8 @@ class _PinnedHostHandle(OffloadHandle):
     def __init__(self, tier: PinnedHostTier, tensor: Tensor):
         super().__init__(tensor)
         self.tier = tier
-        tier.out.wait_stream(tier.computing())  # where the values come to be
-        with torch.cuda.stream(tier.out), untraced():  # of memory that is not the device's
+        tier.out.wait_stream(tier.computing())  # it computes the values
+        with torch.cuda.stream(tier.out), untraced():  # host memory does not count as the device's
             self.buffer = tier.take(self.bytes)
             self.copy = self.buffer.view(self.dtype).as_strided(self.shape, self.stride)
             self.copy.copy_(tensor, non_blocking=True)
@@ -136,7 +134,7 @@ class _PinnedHostHandle(OffloadHandle):
 
     def _fetch(self, into: Tensor) -> None:
         back = self.tier.back
-        # its memory may have been freed just now, with work on it still before the computing stream
+        # the memory may be just freed, while the compute stream still has work on it queued
         back.wait_stream(self.tier.computing())
         back.wait_event(self.gone)
         with torch.cuda.stream(back):

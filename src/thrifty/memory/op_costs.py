@@ -1,4 +1,4 @@
-"""What a single operation takes: measured on this machine by itself, or counted from its shapes."""
+"""Cost of a single operation: measured on this machine in isolation, or counted from its shapes."""
 
 import time
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from thrifty.core.tensor_tracing import fillable, tensors_in
 
 FLOPS_PER_SECOND = {"cpu": 1e11, "cuda": 1e14}
 BYTES_PER_SECOND = {"cpu": 1e10, "cuda": 1e12}
-"""Of a typical device of either kind, for costs that must not depend on the one at hand."""
+"""Rates of a typical device of each kind, for costs that must not depend on the actual device."""
 
 
 def counted_seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-    """Of an operation on a typical device: by its FLOPs or by the bytes it touches, whichever takes longer."""
+    """Return the seconds of an operation on a typical device, by its FLOPs or its bytes, whichever takes longer."""
     tensors = tensors_in((args, kwargs, result))
     device = tensors[0].device.type if tensors else "cpu"
     formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))
@@ -30,8 +30,10 @@ def counted_seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 class MeasuredSeconds:
-    """Times each operation on random tensors of the same shapes, once for all that are alike: the best of a few. One
-    that fails on such tensors is counted."""
+    """A timer of operations on random tensors of the same shapes: the best of a few runs, once per kind.
+
+    An operation that fails on random tensors is counted instead.
+    """
 
     def __init__(self, times: int = 3):
         self.times = times
@@ -44,17 +46,17 @@ class MeasuredSeconds:
                 with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
                     real_args, real_kwargs = tree_map_only(Tensor, _random_like, (args, kwargs))
                     self.known[key] = self._best(lambda: func(*real_args, **real_kwargs), _device(real_args))
-            except Exception:  # it takes no random values, such as a mask of no place for some tokens
+            except Exception:  # the operation does not accept random values
                 self.known[key] = counted_seconds(func, args, kwargs, result)
         return self.known[key]
 
     def _best(self, run: Callable[[], Any], device: torch.device) -> float:
-        taken = []
+        seconds = []
         for _ in range(self.times + 1):
             began = _now(device)
             run()
-            taken.append(_now(device) - began)
-        return min(taken[1:])
+            seconds.append(_now(device) - began)
+        return min(seconds[1:])
 
 
 def _likeness(value: Any) -> Any:
@@ -64,10 +66,10 @@ def _likeness(value: Any) -> Any:
 
 
 def _random_like(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    every = fillable(made)
-    every.normal_() if every.is_floating_point() else every.zero_()
-    return made
+    filled = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    elements = fillable(filled)
+    elements.normal_() if elements.is_floating_point() else elements.zero_()
+    return filled
 
 
 def _device(args: tuple) -> torch.device:

@@ -1,7 +1,7 @@
-"""The operations of a block in the order they run: what each one makes, from what, and what of it autograd saves.
+"""Traces of the operations of a block, in order: their outputs, their inputs, and the outputs that autograd saves.
 
-What an operation makes, with what later operations write into it, is an `OpOutput`; views belong to the item they look
-at.
+The output of an operation, with the writes of later operations into it, is an `OpOutput`. Views belong to the output
+that they show.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,48 +17,49 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.tensor_tracing import EagerTrace, storage_bytes, tensors_in
 from thrifty.memory.saved_tensor_hooks import SMALLEST, base_storage, is_quantizable
 
-UNTOLD_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-"""Operations that write running statistics although their schema does not say so."""
+UNDECLARED_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
+"""Operations that write running statistics although their schema does not declare it."""
 
 SMALL = 8
-"""An operation's results that are so many times smaller than the largest are kept: the statistics of a norm."""
+"""Size ratio below which a result is small compared with the largest of its operation, such as the statistics of a
+norm. Small results are kept."""
 
 INPUT = -1
-"""Stands beside the numbers of items for what a block is given."""
+"""Item number of a block's input."""
 
 Where = Callable[[], str]
-"""The name of the module that runs at the moment."""
+"""A function that returns the name of the running module."""
 
 Cost = Callable[[Any, tuple, dict, Any], float]
-"""Seconds that an operation takes, from its function, arguments, keyword arguments and result."""
+"""A function that returns the seconds of an operation from its function, arguments, keyword arguments and result."""
 
 
 @dataclass
 class OpOutput:
-    """The storages that one operation makes, as they are after the last write into them."""
+    """The storages that one operation makes, with their values after the last write into them."""
 
     number: int
-    """Of the operation."""
+    """Number of the operation."""
     name: str
     where: str
-    """The module that it belongs to, by its name inside the block; "" is the block itself."""
+    """Name of its module inside the block; "" is the block itself."""
     bytes: int
     seconds: float = 0.0
     reads: set[int] = field(default_factory=set)
-    """The items it is made from, by number; what comes from outside the block is there anyway."""
+    """Numbers of the items that it is computed from; inputs from outside the block are always available."""
     last_write: int = -1
     saved_bytes: int = 0
-    """Of its storages that autograd keeps for the backward pass: of a norm it may be the statistics alone."""
+    """Bytes of its storages that autograd saves for the backward pass; for a norm this may be only the statistics."""
     storable: bool = True
-    """False where something reads it before it is written to again: there is no one value to store."""
+    """False if an operation reads it before another writes into it: then no single value can be stored."""
     repeatable: bool = True
-    """False where making it also writes into something outside the block, such as running statistics."""
-    codable: bool = True
-    """Whether codes make it smaller."""
+    """False if computing it also writes outside the block, for example into running statistics."""
+    quantizable: bool = True
+    """True if quantization makes it smaller."""
     itemsize: int = 4
-    """Bytes of a number."""
-    drawn: bool = False
-    """Whether its values are drawn: a mask of dropout."""
+    """Bytes per element."""
+    is_dropout_mask: bool = False
+    """True if its values are sampled zeros and ones: a dropout mask."""
 
     @property
     def saved(self) -> bool:
@@ -66,33 +67,33 @@ class OpOutput:
 
 
 class SavedTensor(NamedTuple):
-    """A storage that autograd saves, as whoever keeps activations is handed it."""
+    """A storage that autograd saves, as an activation store receives it."""
 
     owner: int | None
-    """Its item, or `INPUT`; None where it has to stay."""
+    """Number of its item, or `INPUT`; None if it must stay on the device."""
     bytes: int
     is_small: bool = False
-    """Beside what its item makes, such as the statistics of a norm: not for codes."""
+    """True for small results of an operation, such as the statistics of a norm, which are not quantized."""
 
 
 @dataclass
 class OpTrace:
-    """One call of a block."""
+    """The operations of one call of a block."""
 
     operations: list[str] = field(default_factory=list)
-    belongs: list[int | None] = field(default_factory=list)
-    """For each operation the item that it makes or writes into; None for views."""
+    owners: list[int | None] = field(default_factory=list)
+    """For each operation, the item that it makes or writes into; None for views."""
     outside: set[int] = field(default_factory=set)
-    """Operations that do nothing but write into something outside the block: once is enough."""
+    """Operations that only write outside the block: they must run only once."""
     items: dict[int, OpOutput] = field(default_factory=dict)
-    """By number, in the order in which they are made."""
+    """Items by number, in the order of their operations."""
     input_bytes: int = 0
     movable_input: int = 0
-    """Of these, bytes of what the call before has made for this one alone."""
+    """Bytes of the input that the previous call made only for this one."""
     input_itemsize: int = 4
-    """Bytes of a number of that."""
-    handed: list[SavedTensor] = field(default_factory=list)
-    """In the order of the forward pass."""
+    """Bytes per element of the movable input."""
+    saved_tensors: list[SavedTensor] = field(default_factory=list)
+    """Saved tensors in the order of the forward pass."""
 
     @property
     def saved_bytes(self) -> int:
@@ -102,22 +103,26 @@ class OpTrace:
 def record(
     function: Callable[..., Any], args: tuple, kwargs: dict, cost: Cost, where: Where, movable: Tensor | None = None
 ) -> tuple[Any, OpTrace]:
-    """Run a function forward, with gradients, and return its result and its tape. Nothing is saved for a backward
-    pass, so there can be none. Of its arguments only `movable` may wait elsewhere."""
+    """Run a function forward, with gradients, and return its result and its trace.
+
+    Nothing is saved, so that no backward pass is possible. Of the arguments, only `movable` may be offloaded.
+    """
     recording = _OpRecorder(tensors_in((args, kwargs)), cost, where)
     if movable is not None:
         recording.movable = movable.untyped_storage()._cdata
         recording.tape.movable_input = movable.untyped_storage().nbytes()
         recording.tape.input_itemsize = movable.element_size()
-    with same_casts(), torch.autograd.graph.saved_tensors_hooks(recording.saves, _gone), recording:
+    with same_casts(), torch.autograd.graph.saved_tensors_hooks(recording.saves, _refuse_unpack), recording:
         result = function(*args, **kwargs)
     return result, recording.tape
 
 
 @contextmanager
 def same_casts() -> Iterator[None]:
-    """Each cast of a weight is made where it is used: under autocast's cache a block's operations would depend on what
-    ran before."""
+    """Switch off autocast's cache inside the block, so that each use of a weight has its own cast.
+
+    With the cache, a block's operations would depend on what ran before.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -127,13 +132,12 @@ def same_casts() -> Iterator[None]:
 
 
 def is_counted(func: Any) -> bool:
-    """Whether an operation makes or writes something wherever it runs: autograd adds and leaves out `detach` as it
-    pleases, and tensors without values are asked for their device."""
+    """Return False for operations that traces skip: `detach`, which autograd adds at will, and queries of `prim`."""
     return func is not torch.ops.aten.detach.default and func.namespace != "prim"
 
 
-def _gone(packed: None) -> Tensor:
-    raise AssertionError("there is no backward pass through a recording")
+def _refuse_unpack(packed: None) -> Tensor:
+    raise AssertionError("a recorded forward pass has no backward pass")
 
 
 class _OpRecorder(EagerTrace):
@@ -141,45 +145,45 @@ class _OpRecorder(EagerTrace):
         super().__init__()
         self.tape, self.cost, self.where = OpTrace(input_bytes=storage_bytes(inputs)), cost, where
         self.block = where()
-        self.was_read: set[int] = set()
+        self.read_items: set[int] = set()
         self.seen_saved: set[int] = set()
-        self.seen_handed: dict[int, int] = {}
+        self.seen_versions: dict[int, int] = {}
         self.movable: int | None = None
-        # weak references also keep addresses from being used again
+        # weak references also prevent reuse of their addresses
         self.owners: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if _reads_values(func, args):
             raise RefusedError(
-                f"the block {self.block or 'that is traced'} reads values of tensors ({_short(func)}), so that what it "
-                "does changes from step to step",
-                fix="use memory.recompute with its default schedule, which runs whole blocks again",
+                f"{f'the block {self.block!r}' if self.block else 'the traced block'} reads values of tensors "
+                f"({_short(func)!r}), so its operations can change from step to step",
+                fix="use memory.recompute with its default schedule, which recomputes whole blocks",
             )
         result = func(*args, **kwargs)
         if is_counted(func):
-            self.write_down(func, args, kwargs, result)
+            self.record_operation(func, args, kwargs, result)
         return result
 
     def saves(self, tensor: Tensor) -> None:
-        self.hands(tensor)
+        self.note_saved_tensor(tensor)
         owner, storage = self.owner(tensor), tensor.untyped_storage()
         if owner is not None and storage._cdata not in self.seen_saved:
             self.seen_saved.add(storage._cdata)
             self.tape.items[owner].saved_bytes += storage.nbytes()
 
-    def hands(self, tensor: Tensor) -> None:
+    def note_saved_tensor(self, tensor: Tensor) -> None:
         whole = base_storage(tensor, SMALLEST)
-        if whole is None or self.seen_handed.get(whole.untyped_storage()._cdata) == whole._version:
+        if whole is None or self.seen_versions.get(whole.untyped_storage()._cdata) == whole._version:
             return
         storage, owner = whole.untyped_storage(), self.owner(whole)
-        self.seen_handed[storage._cdata] = whole._version
+        self.seen_versions[storage._cdata] = whole._version
         is_small = owner is not None and storage.nbytes() * SMALL <= self.tape.items[owner].bytes
         if storage._cdata == self.movable:
             owner = INPUT
-        self.tape.handed.append(SavedTensor(owner, storage.nbytes(), is_small))
+        self.tape.saved_tensors.append(SavedTensor(owner, storage.nbytes(), is_small))
 
-    def write_down(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def record_operation(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         number, items = len(self.tape.operations), self.tape.items
         inputs = tensors_in((args, kwargs))
         targets = list(_written(func, args, kwargs))
@@ -188,29 +192,29 @@ class _OpRecorder(EagerTrace):
         made = self.made(inputs, result)
         if made:
             items[number] = OpOutput(number, _short(func), self.module(), storage_bytes(made), reads=reads)
-            items[number].codable = is_quantizable(made[0])
+            items[number].quantizable = is_quantizable(made[0])
             items[number].itemsize = made[0].element_size()
             for storage in (StorageWeakRef(tensor.untyped_storage()) for tensor in made):
                 self.owners[storage.cdata] = storage, number
         for item in (items[owner] for owner in written):
             item.reads |= reads
-            item.storable &= item.number not in self.was_read
-        belongs = number if made else min(written, default=None)
-        if _short(func) in UNTOLD_WRITERS or any(self.owner(target) is None for target in targets):
-            if belongs is None:
+            item.storable &= item.number not in self.read_items
+        owner = number if made else min(written, default=None)
+        if _short(func) in UNDECLARED_WRITERS or any(self.owner(target) is None for target in targets):
+            if owner is None:
                 self.tape.outside.add(number)
             else:
-                items[belongs].repeatable = False
-        if belongs is not None:
-            items[belongs].seconds += self.cost(func, args, kwargs, result)
-            items[belongs].last_write = number
-            items[belongs].drawn |= torch.Tag.nondeterministic_seeded in func.tags and "bernoulli" in str(func)
-            self.was_read |= reads
+                items[owner].repeatable = False
+        if owner is not None:
+            items[owner].seconds += self.cost(func, args, kwargs, result)
+            items[owner].last_write = number
+            items[owner].is_dropout_mask |= torch.Tag.nondeterministic_seeded in func.tags and "bernoulli" in str(func)
+            self.read_items |= reads
         self.tape.operations.append(str(func))
-        self.tape.belongs.append(belongs)
+        self.tape.owners.append(owner)
 
     def made(self, inputs: Sequence[Tensor], result: Any) -> list[Tensor]:
-        """The results that are in storages of their own, not in those of arguments."""
+        """Return the results with new storages, not those of arguments."""
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
         return [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in before]
 
@@ -230,15 +234,17 @@ def _short(func: Any) -> str:
 
 
 def _reads_values(func: Any, args: tuple) -> bool:
-    """Return True if the shape of the result, or control flow in Python, depends on values. Torch tags all indexing so,
-    but only masks have such results."""
+    """Return True if the shape of the result, or control flow in Python, depends on values.
+
+    Torch tags all indexing in this way, but only masks have such results.
+    """
     if func is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
     return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(func.tags)
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """The arguments that an operation writes into."""
+    """Yield the arguments that an operation writes into."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)

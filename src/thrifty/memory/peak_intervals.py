@@ -1,4 +1,4 @@
-"""What a block holds, moment by moment, while all that it saves waits elsewhere and comes back tensor by tensor."""
+"""Memory of a block over time while its saved tensors are offloaded and return one by one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,28 +20,33 @@ from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
 @dataclass(frozen=True)
 class PeakInterval:
-    """A stretch of a block's passes between two tensors that are saved or asked for, by their places in
-    `OpTrace.handed`."""
+    """An interval of a block's passes between two tensors that autograd saves or unpacks.
+
+    Tensors are named by their index in `OpTrace.saved_tensors`.
+    """
 
     bytes: int
-    """At its peak beside the input and all that is saved; below zero where that has not been made yet, or is gone."""
+    """Peak bytes in addition to the input and all saved tensors; negative while some of them do not exist."""
     here: frozenset[int]
-    """What is on the device though it waits elsewhere: in use, or not yet made and so counted as saved."""
+    """Indices of offloaded tensors that are on the device: in use, or not yet made and so counted as saved."""
     next: tuple[int, ...]
-    """The first of these that a link carries is underway, and so on the device too."""
+    """Indices in order of transfer: the first of these that is offloaded is in transfer, and so also on the device."""
 
 
 def peak_intervals(
     module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: OpTrace
 ) -> list[PeakInterval]:
-    """Of a call of a module's `function`, counted on fake tensors; those that can decide over a peak. [] where shapes
-    alone do not tell, or the call does not save what its tape says. Nothing of the module changes."""
+    """Return the intervals of a call of a module's `function` that can determine the peak, counted on fake tensors.
+
+    Returns [] if shapes alone do not determine them, or if the call does not save the tensors of its trace. The module
+    does not change.
+    """
     with _disable_current_modes(), gc_disabled(), restore_module_state(module), same_casts():
         try:
             return _decisive(_followed(module, function, args, kwargs, tape))
         except ThriftyError:
             raise
-        except Exception:  # what a block does with fake tensors is not for us to know
+        except Exception:  # a block can raise anything on fake tensors
             return []
 
 
@@ -52,27 +57,27 @@ def _followed(
     mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
     with mode or FakeTensorMode(allow_non_fake_inputs=True), fake_parameters(module) as own:
         inputs = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        # a leaf would be taken for a parameter
+        # a leaf would count as a parameter
         computed = [
             a.clone() if isinstance(a, Tensor) and b.grad_fn else a for a, b in zip(inputs, leaves, strict=True)
         ]
         fake_args, fake_kwargs = tree_unflatten(computed, form)
         with _LivenessTrace(*tensors_in((inputs, computed)), *own) as live:
-            watching = _PeakTracer(live, tape)
-            with use_activation_store(watching, SMALLEST):
+            tracer = _PeakTracer(live, tape)
+            with use_activation_store(tracer, SMALLEST):
                 results = [value for value in tensors_in(function(*fake_args, **fake_kwargs)) if value.requires_grad]
-            watching.turn_back()
+            tracer.start_backward()
             ones = [torch.ones_like(value) for value in results]
             trained = [tensor for tensor in (*tensors_in(inputs), *own) if tensor.requires_grad]
             torch.autograd.backward(results, ones, inputs=trained)
-            watching.end()
-        if watching.sizes != [each.bytes for each in tape.handed]:
+            tracer.end()
+        if tracer.sizes != [each.bytes for each in tape.saved_tensors]:
             return []
-        return watching.moments(storage_bytes(results))
+        return tracer.intervals(storage_bytes(results))
 
 
 class _LivenessTrace(StepTrace):
-    """Knows which of some storages are alive at the peak."""
+    """A trace that records which of some storages are alive at the peak."""
 
     def __init__(self, *known: Tensor):
         super().__init__(*known)
@@ -89,29 +94,29 @@ class _LivenessTrace(StepTrace):
     def alive(self) -> frozenset[int]:
         return frozenset(place for place, storage in enumerate(self.watched) if not storage.expired())
 
-    def stretch(self) -> tuple[int, frozenset[int]]:
-        """The one that ends now: its peak, and what was alive then."""
+    def end_interval(self) -> tuple[int, frozenset[int]]:
+        """End the current interval and return its peak and the storages alive then."""
         interval = self.peak, self.at_peak
         self.peak, self.at_peak = self.now, self.alive()
         return interval
 
 
 class _PeakTracer:
-    """A keeper that keeps nothing and notes what is alive."""
+    """An activation store that stores nothing and records which storages are alive."""
 
     def __init__(self, live: _LivenessTrace, tape: OpTrace):
         self.live, self.tape = live, tape
         self.sizes: list[int] = []
         self.forth: list[tuple[int, frozenset[int]]] = []
-        """For each stretch of the forward pass its peak, and which of what has been saved was still used there."""
+        """Peak of each interval of the forward pass, and the saved tensors still in use at it."""
         self.back: list[int] = []
-        self.asked: list[int] = []
+        self.unpacked: list[int] = []
 
     def store(self, activation: Tensor) -> Callable[[], Tensor]:
         place = len(self.sizes)
-        self.forth.append(self.live.stretch())
+        self.forth.append(self.live.end_interval())
         self.sizes.append(activation.untyped_storage().nbytes())
-        stays = place >= len(self.tape.handed) or self.tape.handed[place].owner in (None, INPUT)
+        stays = place >= len(self.tape.saved_tensors) or self.tape.saved_tensors[place].owner in (None, INPUT)
         self.live.watched.append(StorageWeakRef(activation.untyped_storage()))
         if stays:
             return lambda: self.give(place, activation)
@@ -119,44 +124,44 @@ class _PeakTracer:
         return lambda: self.give(place, torch.empty_strided(size, stride, dtype=dtype, device=device))
 
     def give(self, place: int, tensor: Tensor) -> Tensor:
-        if place not in self.asked:
-            self.back.append(self.live.stretch()[0])
-            self.asked.append(place)
+        if place not in self.unpacked:
+            self.back.append(self.live.end_interval()[0])
+            self.unpacked.append(place)
         return tensor
 
-    def turn_back(self) -> None:
-        self.forth.append(self.live.stretch())
+    def start_backward(self) -> None:
+        self.forth.append(self.live.end_interval())
 
     def end(self) -> None:
-        self.back.append(self.live.stretch()[0])
+        self.back.append(self.live.end_interval()[0])
 
-    def moments(self, beside: int) -> list[PeakInterval]:
-        """Of what was alive on the way back so many bytes do not count: the results are there throughout, and are
-        counted with whoever is given them."""
-        handed = self.tape.handed
-        places = range(len(handed))
-        moved = [each.bytes if each.owner not in (None, INPUT) else 0 for each in handed]
+    def intervals(self, results: int) -> list[PeakInterval]:
+        """Return the intervals. The bytes of the `results` do not count in the backward pass, because other code counts
+        them."""
+        saved = self.tape.saved_tensors
+        places = range(len(saved))
+        moved = [each.bytes if each.owner not in (None, INPUT) else 0 for each in saved]
         stays = self.tape.saved_bytes - sum(moved)
         peaks = []
         for made, (peak, alive) in enumerate(self.forth):
             here = alive | frozenset(places[made:]) | self._inputs()
             peaks.append((peak, here, tuple(reversed(places[:made]))))
         for count, peak in enumerate(self.back):
-            gone = frozenset(self.asked[:count])
-            peaks.append((peak - beside, gone, tuple(place for place in reversed(places) if place not in gone)))
+            gone = frozenset(self.unpacked[:count])
+            peaks.append((peak - results, gone, tuple(place for place in reversed(places) if place not in gone)))
         return [
             PeakInterval(peak - stays - sum(moved[place] for place in here), here, following)
             for peak, here, following in peaks
         ]
 
     def _inputs(self) -> frozenset[int]:
-        return frozenset(place for place, each in enumerate(self.tape.handed) if each.owner == INPUT)
+        return frozenset(place for place, each in enumerate(self.tape.saved_tensors) if each.owner == INPUT)
 
 
-def _decisive(moments: Sequence[PeakInterval]) -> list[PeakInterval]:
-    """Without those that hold no more than another in any case."""
+def _decisive(intervals: Sequence[PeakInterval]) -> list[PeakInterval]:
+    """Return the intervals without those that another always exceeds."""
     peaks: list[PeakInterval] = []
-    for each in moments:
+    for each in intervals:
         if not any(other.bytes >= each.bytes and other.here >= each.here for other in peaks):
             peaks = [other for other in peaks if not (each.bytes >= other.bytes and each.here >= other.here)] + [each]
     return peaks

@@ -1,4 +1,4 @@
-"""A keeper of activations in codes: which saved tensors are coded, which take a bit each, which stay as they are."""
+"""A store of quantized activations: decides which saved tensors are quantized, take one bit each, or stay exact."""
 
 from collections.abc import Callable
 
@@ -12,13 +12,15 @@ from thrifty.machine.cpu_features import CHUNK_ELEMENTS
 from thrifty.memory.saved_tensor_hooks import SMALLEST, is_quantizable
 
 SAMPLE = 512
-"""Numbers of a tensor that are looked at to tell what it is."""
+"""Elements of a tensor that are sampled to classify it."""
 
 
 class QuantizedStore:
-    """Keeps the activations of one forward pass in codes: `kept_by(InCodes(seed))` around any forward pass. The n-th
-    tensor in codes gets `bits(n)` bits. `alive` are storages that stay anyway, such as a model's buffers; `like` is a
-    pass with as many tensors, whose choice of them is to be followed."""
+    """A store that quantizes the activations of one forward pass: `use_activation_store(QuantizedStore(seed))`.
+
+    The n-th quantized tensor has `bits(n)` bits. `alive` are storages that stay in memory anyway, such as a model's
+    buffers. `like` is the store of a pass with as many tensors; its choice of tensors is repeated.
+    """
 
     def __init__(
         self,
@@ -32,21 +34,21 @@ class QuantizedStore:
     ):
         self.seed, self.bits, self.group, self.heads, self.smallest = seed, bits, group, heads, smallest
         self.alive, self.like = alive, like
-        self.in_codes: list[bool] = []
-        """Of each tensor that was handed over."""
+        self.is_quantized: list[bool] = []
+        """For each saved tensor, whether it is quantized."""
         self.numbers: list[int] = []
-        """Of each tensor in codes."""
+        """Number of elements of each quantized tensor."""
         self.small_in_a_row = 0
 
     def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
-        followed = self.like is None or self.like.in_codes[len(self.in_codes)]
-        kept = self.kept(activation) if followed else None
-        self.in_codes.append(isinstance(kept, QuantizedTensor))
-        return None if kept is None else kept.decode
+        followed = self.like is None or self.like.is_quantized[len(self.is_quantized)]
+        compressed = self.compress(activation) if followed else None
+        self.is_quantized.append(isinstance(compressed, QuantizedTensor))
+        return None if compressed is None else compressed.decode
 
-    def kept(self, activation: Tensor) -> QuantizedTensor | PackedMask | None:
+    def compress(self, activation: Tensor) -> QuantizedTensor | PackedMask | None:
         if self.like is not None:
-            return self.coded(activation, few_values(activation)[0])
+            return self.quantize(activation, few_values(activation)[0])
         if activation.numel() < self.smallest or activation.untyped_storage()._cdata in self.alive:
             return None
         if activation.dtype == torch.bool:
@@ -58,35 +60,39 @@ class QuantizedStore:
             return None
         self.small_in_a_row = 0
         zeros, values = few_values(activation)
-        return self.coded(activation, zeros) if values is None else pack_mask(activation, values)
+        return self.quantize(activation, zeros) if values is None else pack_mask(activation, values)
 
-    def coded(self, activation: Tensor, zeros: bool) -> QuantizedTensor | None:
+    def quantize(self, activation: Tensor, zeros: bool) -> QuantizedTensor | None:
         position, numbers = len(self.numbers), activation.numel()
         ranges = by_head(activation.size(), activation.stride(), self.group) if self.heads else None
         ranges = ranges or by_group(numbers, self.group)
-        coded = quantize_tensor(activation, self.bits(position), self.seed + position, ranges, zeros)
-        if coded is not None:
+        quantized = quantize_tensor(activation, self.bits(position), self.seed + position, ranges, zeros)
+        if quantized is not None:
             self.numbers.append(numbers)
-        return coded
+        return quantized
 
     def is_statistic(self, activation: Tensor) -> bool:
-        """Whether it is one of few numbers for each row, as the means of a norm or the normalisers of attention, beside
-        what they were made from. They are small, and an error in one is an error in all that it is applied to."""
+        """Return True for a tensor with few elements per row, such as means of a norm or normalizers of attention.
+
+        Such tensors are small, and an error in one element changes all elements that it is applied to.
+        """
         small = 8 * activation.numel() <= max(self.numbers[-3:], default=0)
         return activation.size(-1) == 1 or (small and self.small_in_a_row < 3)
 
 
 def few_values(activation: Tensor) -> tuple[bool, tuple[float, float] | None]:
-    """Whether exact zeros are frequent, and the two values of a tensor that has no others: a dropout mask, or one that
-    is added to scores."""
+    """Return whether exact zeros are frequent, and the two values of a tensor that has no others.
+
+    Such tensors are dropout masks and additive attention masks.
+    """
     if isinstance(activation, FakeTensor):
         return False, None
-    numbers = memory_order(activation)
-    sample = numbers[:: len(numbers) // SAMPLE | 1].tolist()  # an odd stride meets all channels
+    elements = memory_order(activation)
+    sample = elements[:: len(elements) // SAMPLE | 1].tolist()  # an odd stride samples all channels
     zeros = 16 * sample.count(0.0) >= len(sample)
     distinct = set(sample)
     if len(distinct) > 2:
         return zeros, None
     low, high = min(distinct), max(distinct)
-    only = all(bool(((part == low) | (part == high)).all()) for part in numbers.split(64 * CHUNK_ELEMENTS))
+    only = all(bool(((part == low) | (part == high)).all()) for part in elements.split(64 * CHUNK_ELEMENTS))
     return zeros, (low, high) if only else None

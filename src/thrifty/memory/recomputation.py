@@ -1,4 +1,4 @@
-"""A forward pass that is run again for the backward pass."""
+"""Recomputation of a function's forward pass during its backward pass."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from thrifty.core.randomness import GeneratorStates
 from thrifty.core.written_buffers import BufferSnapshot
 
 RERUN_FIX = (
-    "a block that is to run again must do the same each time; the routing of a mixture of experts does not where the "
-    "block's input comes back rounded: --without memory.compress_activations"
+    "a recomputed block must do the same each time; the routing of a mixture of experts does not if the block's input "
+    "is quantized: --without memory.compress_activations"
 )
-"""Fix where a block saves other tensors when it runs again."""
+"""Fix of the error for a block that saves other tensors when it is recomputed."""
 
 
 def recompute(
@@ -22,14 +22,15 @@ def recompute(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     module: nn.Module | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Any:
-    """`function(*args, **kwargs)`, whose intermediate tensors are dropped and computed again when the backward pass
-    needs them. `how` are further arguments of torch's `checkpoint`. Python's and NumPy's generators draw the same
-    again, as torch's do; buffers of `module` are written once.
+    """Call `function(*args, **kwargs)`, dropping its intermediate tensors and recomputing them in the backward pass.
 
-    Everything goes to torch by position: it puts back the random state of those devices only that it finds tensors of
-    there, and with a block called by name alone dropout on a GPU would be another one the second time.
+    `options` go to torch's `checkpoint`. The generators of torch, Python and NumPy return the same values again;
+    buffers of `module` are written once.
+
+    All arguments reach torch by position, because `checkpoint` restores the random state only for devices of positional
+    tensors. With keyword arguments alone, dropout on a GPU would sample another mask the second time.
     """
     names, count = tuple(kwargs), len(args)
     modules = () if module is None else (module,)
@@ -38,15 +39,15 @@ def recompute(
 
     def by_position(*values: Any) -> Any:
         nonlocal is_first
-        given = dict(zip(names, values[count:], strict=True))
+        named = dict(zip(names, values[count:], strict=True))
         if before is None:
-            return function(*values[:count], **given)
+            return function(*values[:count], **named)
         if is_first:
             is_first = False
-            result = function(*values[:count], **given)
+            result = function(*values[:count], **named)
             before[0].forget_constant()
             return result
         with before[0].restored(), before[1].restored():
-            return function(*values[:count], **given)
+            return function(*values[:count], **named)
 
-    return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False, **how)
+    return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False, **options)

@@ -1,4 +1,4 @@
-"""What it costs to make a block again beside the operations themselves: Python's part, measured on this machine."""
+"""Overhead of recomputing a block in addition to its operations: the time in Python, measured on this machine."""
 
 import time
 from collections.abc import Callable
@@ -17,9 +17,11 @@ LINKS, TIMES = 24, 5
 
 @cache
 def measured_overheads() -> tuple[float, float]:
-    """Seconds that each operation of a block costs more, both ways together, where a plan is followed one by one, and
-    where the block is made again as a whole. Of a chain of operations on a processor, each so small that it takes
-    hardly any time itself; the best of a few."""
+    """Return the extra seconds per operation, forward and backward, of following a plan and of recomputing the whole
+    block.
+
+    Measured on a chain of tiny operations on a CPU; the best of a few runs.
+    """
     with _disable_current_modes(), unset_fake_temporarily(), torch.enable_grad():
         x = torch.ones(4, requires_grad=True)
         _, tape = record(_chain, (x,), {}, lambda *_: 0.0, lambda: "")
@@ -27,7 +29,7 @@ def measured_overheads() -> tuple[float, float]:
         everything = frozenset(tape.items)
         half = BlockPlan(tape, dict.fromkeys(saved[::2], keep_tensor), everything - {*saved[::2]})
         plain, planned, whole = (
-            _best(lambda plan=plan: _there_and_back(plan, x))  # type: ignore[misc]
+            _best(lambda plan=plan: _forward_backward(plan, x))  # type: ignore[misc]
             for plan in (None, half, BlockPlan(tape, {}, everything))
         )
     return tuple(max(each - plain, 0.0) / len(tape.operations) for each in (planned, whole))  # type: ignore[return-value]
@@ -39,15 +41,15 @@ def _chain(x: Tensor) -> Tensor:
     return x
 
 
-def _there_and_back(plan: BlockPlan | None, x: Tensor) -> None:
+def _forward_backward(plan: BlockPlan | None, x: Tensor) -> None:
     result = _chain(x) if plan is None else run_block_plan(plan, _chain, (x,), {})
     torch.autograd.grad(result, x, torch.ones_like(x))
 
 
 def _best(run: Callable[[], None]) -> float:
-    taken = []
+    seconds = []
     for _ in range(TIMES + 1):
         began = time.perf_counter()
         run()
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])

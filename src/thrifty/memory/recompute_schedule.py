@@ -1,6 +1,6 @@
-"""A chain of blocks as values: what each block costs, and when a schedule keeps or recomputes.
+"""Data classes for a chain of blocks: the cost of each block, and a schedule of what to keep or recompute.
 
-Stage i turns activation i into activation i+1. Its backward pass needs activation i and what its forward pass saved.
+Stage i turns activation i into activation i+1. Its backward pass requires activation i and its own saved tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import NamedTuple
 class RecomputeAction(Enum):
     PASS = "forward, keep nothing"  # noqa: S105 (no password)
     KEEP_INPUT = "forward, keep the input"
-    KEEP_ALL = "forward, keep what the backward pass needs"
+    KEEP_ALL = "forward, keep all saved tensors"
     BACKWARD = "backward"
 
 
@@ -24,11 +24,11 @@ class ScheduledOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class RecomputeSchedule:
-    """What forward passes keep, by stage; where nothing is said, the input."""
+    """Actions of forward passes by stage; a missing stage keeps its input."""
 
     first: Mapping[int, RecomputeAction] = field(default_factory=dict)
     again: Mapping[int, Mapping[int, RecomputeAction]] = field(default_factory=dict)
-    """For each stage, what others keep while forward passes are made again to reach its backward pass."""
+    """For each stage, the actions of earlier stages while they are recomputed for its backward pass."""
 
     @classmethod
     def of(cls, operations: Sequence[ScheduledOperation]) -> "RecomputeSchedule":
@@ -45,27 +45,27 @@ class RecomputeSchedule:
 
 @dataclass(frozen=True)
 class ChainStageCost:
-    """Times are in any unit. Temporaries are bytes that a pass holds at its peak beside what goes in, comes out and is
-    saved."""
+    """Cost of one stage. Times are in any unit; temporary bytes are peak bytes in addition to inputs, outputs and saved
+    tensors."""
 
     forward: float
     backward: float
     output: int
     saved: int
-    """What is there after a forward pass that keeps all and was not there before it: the output included."""
+    """Bytes that a forward pass that keeps all adds, output included."""
     passing: int = 0
     """Temporary bytes of a forward pass that keeps nothing."""
     keeping: int = 0
-    """Of one that keeps all."""
+    """Temporary bytes of a forward pass that keeps all."""
     returning: int = 0
-    """Of the backward pass, beside the gradients of output and input."""
+    """Temporary bytes of the backward pass, without the gradients of output and input."""
     stopped: float | None = None
-    """Time of a forward pass that ends with the last tensor it saves; all of `forward` where nothing is known."""
+    """Time of a forward pass that ends with its last saved tensor; None means the whole `forward`."""
 
 
 @dataclass(frozen=True)
 class ChainCost:
-    """The chain's input, in bytes, is held throughout; the gradient of its output has the output's size."""
+    """Cost of a chain. Its input, in bytes, stays throughout; the gradient of its output has the output's size."""
 
     input: int
     stages: tuple[ChainStageCost, ...]
@@ -79,12 +79,14 @@ class ChainCost:
         return [self.input, *(stage.output for stage in self.stages)]
 
     def rerun(self, index: int) -> float:
-        """Time of the forward pass of a stage whose backward pass comes next. The last one's output is yet to be used:
-        it never runs again."""
+        """Return the time of the forward pass of a stage right before its backward pass.
+
+        The last stage never runs again, because its output is still used.
+        """
         stage = self.stages[index]
         return stage.forward if stage.stopped is None or index == len(self) - 1 else stage.stopped
 
     @property
     def kept(self) -> int:
-        """Bytes that are held when everything is kept."""
+        """Bytes if everything is kept."""
         return self.input + sum(stage.saved for stage in self.stages)

@@ -1,4 +1,4 @@
-"""What autograd saves for the backward pass: which of it are activations, and who holds those in the meantime."""
+"""Hooks for tensors that autograd saves: find the activations among them, and pass these to an activation store."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,44 +16,49 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 SMALLEST = 1024
-"""Tensors of fewer numbers are left where they are."""
+"""Fewest elements of a tensor that is passed to a store."""
 
 _SAME_VALUES = frozenset(
     f"{name}Backward0"
     for name in ("T", "View", "Transpose", "Permute", "ToCopy", "Slice", "Select", "UnsafeView", "AsStrided", "Alias")
 )
-"""Nodes whose result is their input in another shape, order or number format."""
+"""Autograd nodes whose result is their input in another shape, order or dtype."""
 
 
 def is_quantizable(tensor: Tensor) -> bool:
-    """Whether it is of floating-point numbers that codes of 8 bits make smaller: not those of FP8, codes already."""
+    """Return True for floating-point tensors that 8-bit quantization makes smaller; FP8 tensors are quantized
+    already."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 class ActivationStore(Protocol):
     def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
-        """Take an activation over until the backward pass asks for it.
+        """Store an activation until the backward pass requires it.
 
-        It comes once, as the whole of its storage, however many operations save it or a view of it. Returns what gives
-        a tensor of its shape and values back, called as often as it is needed; None leaves it where it is. Whoever
-        returns a function must not hold on to the tensor itself.
+        Each activation arrives once, as its whole storage, however many operations save it or a view of it. Returns a
+        function that returns a tensor of its shape and values, callable several times, or None to leave the tensor as
+        it is. The function must not reference the tensor itself.
         """
         ...
 
 
 @contextmanager
 def use_activation_store(keeper: ActivationStore, smallest: int = SMALLEST) -> Iterator[None]:
-    """Activations that are saved inside the block are handed to the keeper; parameters, and casts and views of them,
-    are not. Open it around a forward pass; the backward pass may come later."""
-    # a compiler that is at work around them would trace into them
+    """Pass activations that autograd saves inside the block to the store, but not parameters, their casts and views.
+
+    Use it around a forward pass; the backward pass may come later.
+    """
+    # a surrounding torch.compile would trace into them
     pack, unpack = torch.compiler.disable(_HookedPass(keeper, smallest).pack), torch.compiler.disable(_unpack)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 def base_storage(tensor: Tensor, smallest: int) -> Tensor | None:
-    """What a keeper is asked to take over where this tensor is saved: the whole of its storage. None where it is not
-    asked: for parameters, for small tensors, and where the storage is not that of one tensor."""
+    """Return the whole storage of a saved tensor, as a store receives it.
+
+    Return None for parameters, for small tensors, and if the storage is not of one tensor.
+    """
     if tensor.numel() < smallest or is_parameter(tensor):
         return None
     whole = tensor if tensor._base is None else tensor._base
@@ -62,7 +67,7 @@ def base_storage(tensor: Tensor, smallest: int) -> Tensor | None:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, or one seen in another shape, order or number format."""
+    """Return True for a parameter, and for a parameter in another shape, order or dtype."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn
@@ -73,22 +78,22 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 class _SavedActivation:
-    """One storage in a keeper's hands. What is given back stays until the last of those who packed it has asked: they
-    are neighbours, such as queries, keys and values in one."""
+    """One storage in a store. A restored tensor stays until its last view was unpacked, because views such as queries,
+    keys and values are neighbors."""
 
-    def __init__(self, whole: Tensor, give: Callable[[], Tensor]):
-        self.size, self.stride, self.give = whole.size(), whole.stride(), give
+    def __init__(self, whole: Tensor, restore: Callable[[], Tensor]):
+        self.size, self.stride, self.restore = whole.size(), whole.stride(), restore
         self.waiting = 0
-        self.given: Tensor | None = None
+        self.restored: Tensor | None = None
 
     def view(self, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-        whole = self._give_again() if self.given is None else self.given
+        whole = self._restore() if self.restored is None else self.restored
         self.waiting -= 1
-        self.given = whole if self.waiting > 0 else None
+        self.restored = whole if self.waiting > 0 else None
         return whole.as_strided(size, stride, offset)
 
-    def _give_again(self) -> Tensor:
-        whole = self.give()
+    def _restore(self) -> Tensor:
+        whole = self.restore()
         if whole.stride() == self.stride:
             return whole
         return torch.empty_strided(self.size, self.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
@@ -96,7 +101,7 @@ class _SavedActivation:
 
 @dataclass
 class _TensorView:
-    kept: _SavedActivation
+    stored: _SavedActivation
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -104,9 +109,9 @@ class _TensorView:
 
 @dataclass
 class _LocalView:
-    """What this rank holds of a divided tensor."""
+    """This rank's part of a sharded tensor."""
 
-    held: Tensor | _TensorView
+    local: Tensor | _TensorView
     mesh: DeviceMesh
     placements: "Sequence[Placement]"
     size: torch.Size
@@ -118,7 +123,7 @@ class _HookedPass:
 
     def __init__(self, keeper: ActivationStore, smallest: int):
         self.keeper, self.smallest = keeper, smallest
-        # a weak reference also keeps the address from being used again
+        # a weak reference also prevents reuse of the address
         self.seen: dict[int, tuple[StorageWeakRef, int, _SavedActivation | None]] = {}
 
     def pack(self, tensor: Tensor) -> "Tensor | _TensorView | _LocalView":
@@ -130,26 +135,26 @@ class _HookedPass:
         whole = base_storage(tensor, self.smallest)
         if whole is None:
             return tensor
-        kept = self._kept(whole.detach())
-        if kept is None:
+        stored = self._stored(whole.detach())
+        if stored is None:
             return tensor
-        kept.waiting += 1
-        return _TensorView(kept, tensor.size(), tensor.stride(), tensor.storage_offset())
+        stored.waiting += 1
+        return _TensorView(stored, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _kept(self, whole: Tensor) -> _SavedActivation | None:
+    def _stored(self, whole: Tensor) -> _SavedActivation | None:
         storage = StorageWeakRef(whole.untyped_storage())
         known = self.seen.get(storage.cdata)
         if known is not None and known[1] == whole._version:
             return known[2]
-        give = self.keeper.store(whole)
-        kept = None if give is None else _SavedActivation(whole, give)
-        self.seen[storage.cdata] = (storage, whole._version, kept)
-        return kept
+        restore = self.keeper.store(whole)
+        stored = None if restore is None else _SavedActivation(whole, restore)
+        self.seen[storage.cdata] = (storage, whole._version, stored)
+        return stored
 
 
 def _unpack(packed: "Tensor | _TensorView | _LocalView") -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     if isinstance(packed, _LocalView):
-        return dtensor_of_local(_unpack(packed.held), packed.mesh, packed.placements, packed.size, packed.stride)
-    return packed.kept.view(packed.size, packed.stride, packed.offset)
+        return dtensor_of_local(_unpack(packed.local), packed.mesh, packed.placements, packed.size, packed.stride)
+    return packed.stored.view(packed.size, packed.stride, packed.offset)

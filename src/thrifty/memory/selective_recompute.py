@@ -1,7 +1,7 @@
-"""A block whose saved tensors are each kept, moved, or made again, as decided item by item.
+"""Selective recomputation: each saved tensor of a block is kept, moved or recomputed, as a plan decides.
 
-The forward pass stores what was decided to be stored. Before the block's backward pass its operations run again, but of
-these only the ones that are needed: what is stored is put in its place, and what nobody needs is left out.
+The forward pass stores the tensors that the plan stores. Before the block's backward pass, the operations that are
+required run again; stored tensors replace their results, and unused results are left out.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from thrifty.memory.recomputation import recompute
 from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
 Store = Callable[[Tensor], Callable[[], Tensor]]
-"""Takes a tensor over and returns what gives it back."""
+"""A function that stores a tensor and returns a function that restores it."""
 
 
 def keep_tensor(tensor: Tensor) -> Callable[[], Tensor]:
@@ -30,35 +30,37 @@ def keep_tensor(tensor: Tensor) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What happens to the items of a tape: stored in some way, or made again. An item in neither is not needed. Under
-    `INPUT` the way of the input, where that does not stay."""
+    """Actions for the items of a trace: stored with a function, or recomputed. An item in neither is unused.
+
+    The entry `INPUT` is the action for the input, if it does not stay.
+    """
 
     tape: OpTrace
     stored: Mapping[int, Store]
-    again: frozenset[int]
+    recomputed: frozenset[int]
 
     @property
     def is_plain(self) -> bool:
-        """Whether autograd's own way is the plan: everything saved is kept."""
+        """True if everything that autograd saves is kept."""
         stay = all(self.stored.get(item.number) is keep_tensor for item in self.tape.items.values() if item.saved)
         return stay and INPUT not in self.stored
 
     @property
     def is_streamed(self) -> bool:
-        """Whether nothing is made again: what was stored elsewhere comes back tensor by tensor."""
-        return not self.again and not self.is_plain
+        """True if nothing is recomputed: stored tensors return one by one."""
+        return not self.recomputed and not self.is_plain
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the block is made again at once: nothing is stored, left out or written beside it."""
+        """True if the whole block is recomputed at once, with nothing stored, left out or written outside."""
         stored = self.stored.keys() - {INPUT}
-        return not stored and not self.tape.outside and self.again == self.tape.items.keys()
+        return not stored and not self.tape.outside and self.recomputed == self.tape.items.keys()
 
 
 def run_block_plan(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
     """Run a block forward by its plan; its backward pass follows the plan too.
 
-    Raises IntegrityError where the block does not run the operations that the plan was made for.
+    Raises IntegrityError if the block does not run the operations of the plan.
     """
     if plan.is_plain:
         return function(*args, **kwargs)
@@ -66,41 +68,42 @@ def run_block_plan(plan: BlockPlan, function: Callable[..., Any], args: tuple, k
         with same_casts(), use_activation_store(_StorageStream(plan), SMALLEST):
             return function(*args, **kwargs)
     more: dict[str, Any] = {}
-    if not plan.is_whole:  # which needs no operation to be followed
-        holder = _HeldTensor()
-        more["context_fn"] = lambda: (_StoringPass(plan, holder), _ReplayPass(plan, holder))
-    around = use_activation_store(_InputHandle(plan, args), SMALLEST) if INPUT in plan.stored else nullcontext()
-    with same_casts(), around:
+    if not plan.is_whole:  # a whole block needs no trace of single operations
+        saved = _SavedResults()
+        more["context_fn"] = lambda: (_StoringPass(plan, saved), _ReplayPass(plan, saved))
+    stores = use_activation_store(_InputHandle(plan, args), SMALLEST) if INPUT in plan.stored else nullcontext()
+    with same_casts(), stores:
         return recompute(function, args, kwargs, **more)
 
 
 def store_large_only(store: Store, size: int) -> Store:
-    """A store that keeps what is small beside this size."""
+    """Return a store that keeps tensors that are small compared with this size."""
     return lambda tensor: keep_tensor(tensor) if tensor.untyped_storage().nbytes() * SMALL <= size else store(tensor)
 
 
 class _StorageStream:
-    """Hands each storage that a block saves to what was decided for it."""
+    """An activation store that passes each saved storage to the store that the plan names."""
 
     def __init__(self, plan: BlockPlan):
         self.plan, self.place = plan, 0
 
     def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
-        handed, place = self.plan.tape.handed, self.place
+        planned, place = self.plan.tape.saved_tensors, self.place
         self.place += 1
         size = activation.untyped_storage().nbytes()
-        if place >= len(handed) or handed[place].bytes != size:
+        if place >= len(planned) or planned[place].bytes != size:
             raise IntegrityError(
-                f"a block saves {size:,} bytes as tensor {place} for its backward pass, where others were planned",
-                fix="memory.recompute works on blocks that do something else each time",
+                f"a block saved {size:,} bytes as tensor {place} for its backward pass, but its plan has a different "
+                "tensor there",
+                fix="use memory.recompute, which works on blocks whose operations change from step to step",
             )
-        owner = handed[place].owner
+        owner = planned[place].owner
         store = keep_tensor if owner is None else self.plan.stored.get(owner, keep_tensor)
         return None if store is keep_tensor else store(activation)
 
 
 class _InputHandle:
-    """Hands over the input of a block that runs again, where that was decided."""
+    """An activation store that stores only the input of a recomputed block."""
 
     def __init__(self, plan: BlockPlan, args: tuple):
         self.store_input = plan.stored[INPUT]
@@ -111,21 +114,21 @@ class _InputHandle:
 
 
 @dataclass
-class _HeldTensor:
+class _SavedResults:
     results: dict[int, Any] = field(default_factory=dict)
-    """What gives back each stored item, in the form in which its operation returned it."""
+    """For each stored item, a function that restores it in the form in which its operation returned it."""
     left_out: dict[int, Any] = field(default_factory=dict)
-    """What an item that is not needed looks like: shapes without values."""
+    """Shapes of unused items, without values."""
     generators: dict[int, Tensor] = field(default_factory=dict)
-    """The state of the random numbers before each operation that draws some and will run again."""
+    """Random state before each random operation that will be recomputed."""
 
 
 class _TraceFollower(TorchDispatchMode):
-    """Counts operations along a tape."""
+    """A dispatch mode that compares operations with a trace."""
 
-    def __init__(self, plan: BlockPlan, holder: _HeldTensor):
+    def __init__(self, plan: BlockPlan, saved: _SavedResults):
         super().__init__()
-        self.plan, self.held, self.number = plan, holder, -1
+        self.plan, self.saved, self.number = plan, saved, -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -136,10 +139,10 @@ class _TraceFollower(TorchDispatchMode):
         if self.number >= len(operations) or operations[self.number] != str(func):
             planned = operations[self.number] if self.number < len(operations) else "the end"
             raise IntegrityError(
-                f"a block runs {func} as its operation {self.number}, where {planned} was planned",
-                fix="memory.recompute works on blocks that do something else each time",
+                f"a block runs {str(func)!r} as its operation {self.number}, but its plan has {planned!r} there",
+                fix="use memory.recompute, which works on blocks whose operations change from step to step",
             )
-        return self.follow(func, args, kwargs, self.plan.tape.belongs[self.number])
+        return self.follow(func, args, kwargs, self.plan.tape.owners[self.number])
 
     def follow(self, func: Any, args: tuple, kwargs: dict, item: int | None) -> Any:
         raise NotImplementedError
@@ -147,34 +150,34 @@ class _TraceFollower(TorchDispatchMode):
 
 class _StoringPass(_TraceFollower):
     def follow(self, func: Any, args: tuple, kwargs: dict, item: int | None) -> Any:
-        if item in self.plan.again and _draws(func):
-            self.held.generators[self.number] = _generator_state(args, kwargs)
+        if item in self.plan.recomputed and _is_random(func):
+            self.saved.generators[self.number] = _generator_state(args, kwargs)
         result = func(*args, **kwargs)
         if item is None:
             return result
-        if item == self.number and item not in self.plan.again:
-            self.held.results[item] = tree_map_only(Tensor, Tensor.detach, result)
-        if item in self.held.results and self.number == self.plan.tape.items[item].last_write:
-            self.put_away(item)
+        if item == self.number and item not in self.plan.recomputed:
+            self.saved.results[item] = tree_map_only(Tensor, Tensor.detach, result)
+        if item in self.saved.results and self.number == self.plan.tape.items[item].last_write:
+            self.store_item(item)
         return result
 
-    def put_away(self, item: int) -> None:
-        result = self.held.results.pop(item)
+    def store_item(self, item: int) -> None:
+        result = self.saved.results.pop(item)
         if item in self.plan.stored:
             largest = max(tensor.nbytes for tensor in tensors_in(result))
             store = self.plan.stored[item]
             stored = tree_map_only(Tensor, lambda value: _stored(value, store, largest / SMALL), result)
-            self.held.results[item] = stored
+            self.saved.results[item] = stored
         else:
-            self.held.left_out[item] = tree_map_only(Tensor, _TensorShape.like, result)
+            self.saved.left_out[item] = tree_map_only(Tensor, _TensorShape.like, result)
 
 
 class _ReplayPass(_TraceFollower):
     def __enter__(self) -> Self:
         if self.number >= 0:
             raise IntegrityError(
-                "the backward pass of a planned block is gone through a second time, and what it stored is given up",
-                fix="memory.recompute works with graphs that are kept",
+                "the backward pass of a planned block runs a second time, but its stored tensors are freed",
+                fix="use memory.recompute, which works with retain_graph=True",
             )
         return super().__enter__()
 
@@ -183,18 +186,18 @@ class _ReplayPass(_TraceFollower):
             return args[0]
         if item is None:
             return func(*args, **kwargs)
-        if item in self.plan.again:
-            if self.number in self.held.generators:
-                _set_generator_state(self.held.generators[self.number], args, kwargs)
+        if item in self.plan.recomputed:
+            if self.number in self.saved.generators:
+                _set_generator_state(self.saved.generators[self.number], args, kwargs)
             return func(*args, **kwargs)
-        if item != self.number:  # a write into what is already there, or not needed
+        if item != self.number:  # a write into a stored or unused item
             return args[0]
-        return tree_map(_given, self.held.results.pop(item, None) or self.held.left_out[item])
+        return tree_map(_restored, self.saved.results.pop(item, None) or self.saved.left_out[item])
 
 
 @dataclass(frozen=True)
 class _TensorShape:
-    """A tensor's place without its values."""
+    """Shape, strides, dtype and device of a tensor without its values."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -215,7 +218,7 @@ def _stored(tensor: Tensor, store: Store, small: float) -> _StoredResult:
     return _StoredResult((store if tensor.nbytes > small else keep_tensor)(tensor))
 
 
-def _given(value: Any) -> Any:
+def _restored(value: Any) -> Any:
     if isinstance(value, _StoredResult):
         return value.give().detach()
     if isinstance(value, _TensorShape):
@@ -223,7 +226,7 @@ def _given(value: Any) -> Any:
     return value
 
 
-def _draws(func: Any) -> bool:
+def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 

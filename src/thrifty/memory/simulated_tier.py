@@ -1,7 +1,7 @@
-"""A simulated tier: memory apart from the device's, behind a link of which a clock says what it would cost.
+"""A simulated tier: memory separate from the device's, with a clock of the transfers over its link.
 
-Copies are real, and made at once, so that whoever shares memory by mistake is found out. The clock knows nothing of
-real time: only transfers, and the seconds of computing that it is told of.
+Copies are real and immediate, so that memory shared by mistake is detected. The clock is independent of real time: it
+advances only by transfers and by the computing seconds passed to it.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,10 @@ from thrifty.memory.storage_tier import HostTier, OffloadHandle, memory_of
 
 @dataclass(frozen=True)
 class SimulatedLink:
-    """What connects two memories. Transfers of one direction follow each other; with `duplex` those of the other
-    direction go on beside them, without it all share one line."""
+    """A link between two memories. Transfers of one direction run one after the other.
+
+    With `duplex` the other direction runs at the same time; without it all transfers share one line.
+    """
 
     bandwidth: Annotated[float, SettingBound(above=0)] = inf
     """Bytes per second."""
@@ -34,7 +36,7 @@ class SimulatedLink:
 
 
 class LinkClock:
-    """When transfers are done, and how long computing has waited for them, in seconds since the clock was made."""
+    """End times of transfers, and the seconds that computing has waited for them, since the clock was created."""
 
     def __init__(self, link: SimulatedLink):
         self.link = link
@@ -45,11 +47,11 @@ class LinkClock:
         self.now += seconds
 
     def out(self, size: int) -> float:
-        """When a tensor that starts to leave now will be gone."""
+        """Return the time at which a tensor that starts to leave now is gone."""
         return self._begin(0, size, self.now)
 
     def back(self, size: int, gone: float) -> float:
-        """When a tensor will be here whose way back is asked for now, and begins once it is gone."""
+        """Return the time at which a tensor requested now is back; its transfer starts once it is `gone`."""
         return self._begin(1, size, max(self.now, gone))
 
     def wait(self, until: float) -> None:
@@ -63,7 +65,7 @@ class LinkClock:
 
 
 class SimulatedTier(HostTier):
-    """A second memory that is not there. `clock.compute(seconds)` says how long the device was at work meanwhile."""
+    """A simulated second memory. Call `clock.compute(seconds)` for each computation of the device."""
 
     def __init__(self, link: SimulatedLink):
         super().__init__("simulated")
@@ -95,7 +97,7 @@ class _SimulatedHandle(OffloadHandle):
         super().__init__(tensor)
         tier.holds(self.bytes)
         self.tier = tier
-        self.data = bytes(memory_of(tensor.cpu()))  # no tensor, which would count as the device's
+        self.data = bytes(memory_of(tensor.cpu()))  # a tensor would count as device memory
         self.gone = tier.clock.out(self.bytes)
 
     def read(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""A memory other than the device's, and what stands for a tensor that has gone there: the parts common to all tiers."""
+"""A memory other than the device's, and handles of tensors offloaded to it: the base classes of all tiers."""
 
 import ctypes
 import weakref
@@ -15,7 +15,7 @@ from thrifty.core.dtensors import dtensor_of_local, is_dtensor
 
 @dataclass
 class TierUsage:
-    """Bytes on a tier now and at most, and moved in either direction."""
+    """Bytes on a tier now and at its peak, and bytes moved in each direction."""
 
     now: int = 0
     peak: int = 0
@@ -24,7 +24,7 @@ class TierUsage:
 
 
 class OffloadHandle:
-    """What stands for a tensor that is on a tier. By itself it is that of a fake tensor and moves no bytes."""
+    """A handle of a tensor on a tier. The base class is for fake tensors and moves no bytes."""
 
     def __init__(self, tensor: Tensor):
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -33,19 +33,19 @@ class OffloadHandle:
         self._coming: Tensor | None = None
 
     def finish_transfer(self) -> None:
-        """From here on the device's memory is free, if nobody else holds the tensor."""
+        """Wait for the transfer and release the tensor: its device memory is free if nothing else references it."""
         if self._leaving is not None:
             self._gone()
             self._leaving = None
 
     def prefetch(self) -> None:
-        """Takes memory for the way back and begins it. What has not been settled is still here."""
+        """Allocate device memory and start the transfer back. Does nothing before `finish_transfer`."""
         if self._leaving is None and self._coming is None:
             self._coming = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
             self._fetch(self._coming)
 
     def get(self) -> Tensor:
-        """The tensor, once it is back. It may be asked for again, and is then brought again."""
+        """Return the tensor, once it is back. A second call transfers it again."""
         if self._leaving is not None:
             return self._leaving
         self.prefetch()
@@ -55,28 +55,28 @@ class OffloadHandle:
         return tensor
 
     def _gone(self) -> None:
-        """Waits until the memory of what leaves may be used again."""
+        """Wait until the memory of the leaving tensor may be used again."""
 
     def _fetch(self, into: Tensor) -> None:
-        """Begins to fill a tensor with the values."""
+        """Start to fill a tensor with the values."""
 
     def _arrived(self, into: Tensor) -> None:
-        """Waits until what `_fetch` began is done."""
+        """Wait until the transfer that `_fetch` started is complete."""
 
 
 class StorageTier:
-    """A memory. By itself one to which only fake tensors go."""
+    """A memory for offloaded tensors. The base class accepts only fake tensors."""
 
     def __init__(self, name: str):
         self.name = name
         self.account = TierUsage()
-        self.lock = RLock()  # the collector may drop a ticket in the middle of anything
+        self.lock = RLock()  # the garbage collector may drop a ticket at any time
 
     def __str__(self) -> str:
         return self.name
 
     def send(self, tensor: Tensor) -> OffloadHandle:
-        """Begins the way out of a tensor, which must not be changed any more."""
+        """Start the transfer of a tensor, which must not change any more, and return its handle."""
         tensor = tensor.detach()
         if isinstance(tensor, FakeTensor):
             return OffloadHandle(tensor)
@@ -85,8 +85,10 @@ class StorageTier:
         return ticket
 
     def allocate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The same values in this memory for good, where a processor computes on them in place. Of a tensor that is
-        divided over ranks it is this rank's part that goes there."""
+        """Return copies in this memory for good, where a CPU computes on them in place.
+
+        For a sharded tensor, this rank's part is copied.
+        """
         return [tensor if isinstance(tensor, FakeTensor) else on_part(tensor, self._put) for tensor in tensors]
 
     def _put(self, part: Tensor) -> Tensor:
@@ -102,32 +104,32 @@ class StorageTier:
         raise NotImplementedError
 
     def holds(self, size: int) -> None:
-        """That many bytes more, or fewer."""
+        """Add `size` bytes, which may be negative, to the usage."""
         with self.lock:
             self.account.now += size
             self.account.peak = max(self.account.peak, self.account.now)
 
 
 class HostTier(StorageTier):
-    """A memory on which a processor computes: what has been sent can be read there, and values can be sent back."""
+    """A memory that a CPU can compute on: it can read sent tensors there and send values back."""
 
     def there(self, ticket: OffloadHandle) -> Tensor:
-        """The copy on the tier, once it has come; the device's memory is free then."""
+        """Return the copy on the tier once it is complete; the device's memory is then free."""
         raise NotImplementedError
 
     def bring(self, values: Tensor, into: Tensor) -> None:
-        """Begins to copy `placed` values to a tensor of the device."""
+        """Start to copy `allocate`d values to a tensor of the device."""
         raise NotImplementedError
 
     def landed(self) -> None:
-        """What the device computes from here on sees all that was brought."""
+        """Make later computations of the device wait for all values sent back."""
 
     def still(self) -> None:
-        """Waits until nothing is being brought any more, so that the values may be changed."""
+        """Wait until no transfer back is running, so that the values may change."""
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor fill one stretch of memory, in whatever order."""
+    """Return True if the elements of a tensor fill one contiguous range of memory, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -137,7 +139,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def on_part(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """A change of a tensor, made on what this rank holds of it."""
+    """Return the tensor with `change` applied to this rank's part."""
     if not is_dtensor(tensor):
         return change(tensor)
     part = change(tensor.to_local())
@@ -145,7 +147,7 @@ def on_part(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a dense tensor of a processor, to be read and written while the tensor lives."""
+    """Return the bytes of a dense CPU tensor, readable and writable while the tensor lives."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(bytearray())

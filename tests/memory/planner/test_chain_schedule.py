@@ -1,4 +1,4 @@
-"""Schedules along a chain: by hand, against all schedules there are, and against periodic ones."""
+"""Schedules of a chain compared with hand-computed costs, with all possible schedules and with periodic ones."""
 
 import heapq
 import itertools
@@ -46,16 +46,16 @@ def random_chain(seed: int) -> ChainCost:
 
 
 def all_fronts(chain: ChainCost) -> list[tuple[int, float]]:
-    """Every schedule there is, tried out: the least time for each peak at which it falls, from the smallest peak on.
+    """Return the least time for each peak at which it decreases, from the smallest peak on, by trying every schedule.
 
-    Nothing is left out but repetitions: of two ways to the same place, one that takes no less time and no less memory
-    is not followed.
+    Only repetitions are left out: of two schedules to the same state, one without less time or less memory is not
+    followed.
     """
     start = ScheduleProgress(due=len(chain) - 1)
     queue, tie = [(start.peak, start.time, 0, start)], itertools.count(1)
     fastest: dict[tuple, float] = {}
     front: list[tuple[int, float]] = []
-    while queue:  # by peak, then by time: whoever arrives later has the larger peak
+    while queue:  # by peak, then by time: a later entry has a larger peak
         peak, taken, _, progress = heapq.heappop(queue)
         place = (progress.due, progress.inputs, progress.saved, progress.at)
         if taken >= fastest.get(place, float("inf")):
@@ -71,8 +71,10 @@ def all_fronts(chain: ChainCost) -> list[tuple[int, float]]:
 
 
 def possible(progress: ScheduleProgress) -> Iterator[ScheduledOperation]:
-    """What can come next: a backward pass as soon as it can, and nothing that leads nowhere, such as computing an
-    activation that is there already or one beyond the stage whose backward pass is due."""
+    """Yield the operations that can come next: a backward pass as soon as possible, and no useless operations.
+
+    Useless is computing an activation that exists already, or one after the stage of the next backward pass.
+    """
 
     def kept(index: int) -> bool:
         return index in progress.inputs or index - 1 in progress.saved
@@ -91,19 +93,19 @@ def possible(progress: ScheduleProgress) -> Iterator[ScheduledOperation]:
             yield ScheduledOperation(INPUT, index)
 
 
-def test_two_stages_by_hand() -> None:
+def test_costs_of_two_stages() -> None:
     first = ChainStageCost(1.0, 2.0, output=10, saved=40, passing=3, keeping=5, returning=7)
     second = ChainStageCost(4.0, 8.0, output=20, saved=50, passing=11, keeping=13, returning=17)
     chain = ChainCost(30, (first, second))
     keep = [(ALL, 0), (ALL, 1), (BACK, 1), (BACK, 0)]
-    # at the last stage's backward pass: input, both saved, gradients of output and input, temporary
+    # at the last stage's backward pass: input, saved tensors of both, gradients of output and input, temporary
     assert simulate(chain, [ScheduledOperation(*each) for each in keep]) == (15.0, 30 + 40 + 50 + 20 + 10 + 17)
     again = [(INPUT, 0), (ALL, 1), (BACK, 1), (ALL, 0), (BACK, 0)]
-    # there too: the first stage holds only its output, which is the second one's input
+    # same moment: the first stage holds only its output, which is the second stage's input
     assert simulate(chain, [ScheduledOperation(*each) for each in again]) == (16.0, 30 + 10 + 50 + 20 + 10 + 17)
 
 
-def test_a_forward_pass_whose_output_is_not_needed_may_stop_early() -> None:
+def test_recomputed_forward_pass_stops_early() -> None:
     stage = ChainStageCost(4.0, 2.0, output=10, saved=10, stopped=3.0)
     periodic = periodic_schedule(3, 1)
     assert simulate(ChainCost(0, (stage,) * 3), periodic)[0] == 3 * 4 + 2 * 3 + 3 * 2
@@ -120,14 +122,14 @@ def test_a_forward_pass_whose_output_is_not_needed_may_stop_early() -> None:
         [(PASS, 2)],
     ],
 )
-def test_what_is_no_schedule_is_refused(operations: list[tuple[RecomputeAction, int]]) -> None:
+def test_invalid_schedule_is_refused(operations: list[tuple[RecomputeAction, int]]) -> None:
     with pytest.raises(UsageError):
         simulate(ChainCost(1, EQUAL.stages[:2]), [ScheduledOperation(*each) for each in operations])
 
 
 @pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(200))
-def test_the_optimum_is_that_of_all_schedules_there_are(seed: int) -> None:
+def test_optimal_schedule_equals_exhaustive_search(seed: int) -> None:
     chain = random_chain(seed)
     front = all_fronts(chain)
     assert least_bytes(chain) == front[0][0]
@@ -135,7 +137,7 @@ def test_the_optimum_is_that_of_all_schedules_there_are(seed: int) -> None:
         assert simulate(chain, optimal_schedule(chain, bytes, slots=bytes + 1)) == (taken, bytes)
 
 
-def test_a_budget_below_the_least_says_what_the_least_is() -> None:
+def test_budget_below_minimum_reports_the_minimum() -> None:
     least = least_bytes(EQUAL)
     optimal_schedule(EQUAL, least)
     with pytest.raises(InfeasibleError, match=f"{least - 1:,} bytes") as infeasible:
@@ -148,9 +150,7 @@ chains = some.builds(random_chain, some.integers(0, 10**6))
 
 @settings(max_examples=100)
 @given(chain=chains, slots=some.integers(1, 60), extra=some.integers(0, 40))
-def test_no_periodic_schedule_is_faster_and_the_budget_is_kept_at_any_number_of_slots(
-    chain: ChainCost, slots: int, extra: int
-) -> None:
+def test_optimal_schedule_fits_and_beats_periodic_ones(chain: ChainCost, slots: int, extra: int) -> None:
     budget = least_bytes(chain) + extra
     taken, peak = simulate(chain, optimal_schedule(chain, budget, slots))
     assert peak <= budget
@@ -167,7 +167,7 @@ def test_more_memory_is_never_slower(chain: ChainCost, extra: int) -> None:
     assert large <= small
 
 
-def test_enough_memory_keeps_everything_and_the_least_keeps_what_it_must() -> None:
+def test_enough_memory_keeps_everything() -> None:
     everything = [ScheduledOperation(ALL, i) for i in range(16)] + [
         ScheduledOperation(BACK, i) for i in reversed(range(16))
     ]
@@ -175,12 +175,12 @@ def test_enough_memory_keeps_everything_and_the_least_keeps_what_it_must() -> No
     assert EQUAL.kept == 10 + 16 * 100
     assert optimal_schedule(EQUAL, needed) == everything
     assert simulate(EQUAL, optimal_schedule(EQUAL, needed - 1))[0] == 48 + 1
-    # three inputs beside one stage's backward pass: a chain of any length needs little more than one stage
+    # three inputs and one stage's backward pass: a chain of any length needs little more than one stage
     assert least_bytes(EQUAL) < 2 * 100
 
 
 @pytest.mark.slow
-def test_a_long_chain_of_unequal_stages_takes_seconds() -> None:
+def test_long_chain_is_solved_in_seconds() -> None:
     draw = random.Random(0)
     stages = tuple(
         ChainStageCost(draw.random(), draw.random(), 2**20, draw.randint(20, 40) * 2**20, 2**22, 2**21, 2**22)

@@ -1,5 +1,8 @@
-"""The best schedule of whole blocks as a plan for activations: what `chain_schedule` finds, in seconds and with all
-that lies outside the blocks as one more stage, at which nothing can be saved."""
+"""The best schedule of whole blocks as a memory plan.
+
+`chain_schedule` computes the schedule, with costs in seconds. Everything outside the blocks is one more stage, which
+cannot be recomputed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,19 +24,19 @@ from thrifty.memory.recompute_schedule import (
 )
 
 PORTIONS = 500
-"""Of a budget, in which bytes are counted; four times as many for short chains."""
+"""Portions of a budget in which bytes are counted; four times as many for short chains."""
 MOST_PORTIONS = 5_000_000
-"""Over all stretches of a chain."""
+"""Largest number of portions over all segments of a chain."""
 
 
 def chain_costs(blocks: Sequence[BlockCosts]) -> ChainCost | None:
-    """The blocks, the last of which stands for all that is outside of them, as a chain; None where one of them cannot
-    be made again as part of one."""
+    """Return the blocks as a chain; the last block stands for everything outside. Return None if a block cannot be
+    recomputed."""
     *inside, rest = blocks
     stages = [block.stage for block in inside if block.stage is not None]
     if not inside or len(stages) < len(inside):
         return None
-    # a block's own input is the output of the one before it; what else it is given is there throughout
+    # a block's first input is the output of the previous block; its other inputs stay in memory throughout
     input_bytes = inside[0].tape.input_bytes + sum(
         max(block.tape.input_bytes - before.output, 0) for block, before in zip(inside[1:], stages, strict=False)
     )
@@ -42,7 +45,7 @@ def chain_costs(blocks: Sequence[BlockCosts]) -> ChainCost | None:
 
 
 def schedule_plan(blocks: Sequence[BlockCosts], budget: float) -> MemoryPlan | None:
-    """The fastest schedule of whole blocks whose peak is within the budget; None where there is none."""
+    """Return the fastest schedule of whole blocks with a peak within the budget, or None if no schedule fits."""
     chain = chain_costs(blocks)
     if chain is None or least_bytes(chain) > int(budget):
         return None
@@ -54,8 +57,11 @@ def schedule_plan(blocks: Sequence[BlockCosts], budget: float) -> MemoryPlan | N
 
 
 def _schedules(chain: ChainCost, budget: int) -> list[list[ScheduledOperation]]:
-    """Those of the chain, and those of the blocks alone, as methods that know of nothing else find them: for all of the
-    budget, which is theirs but for one moment, and for what is left of it at that moment."""
+    """Return schedules of the whole chain, and schedules of the blocks alone.
+
+    Schedules of the blocks alone are computed for the whole budget, and for the budget minus the memory of the last
+    stage.
+    """
     end, alone = chain.stages[-1], replace(chain, stages=chain.stages[:-1])
     portions = max(MOST_PORTIONS // len(chain) ** 2, PORTIONS)
     schedules = schedules_near(chain, budget, min(portions, 4 * PORTIONS))
@@ -66,7 +72,8 @@ def _schedules(chain: ChainCost, budget: int) -> list[list[ScheduledOperation]]:
 
 
 def add_chain_end(operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:
-    """A schedule of the blocks alone, with what is outside of them between forward and backward passes."""
+    """Insert the last stage, everything outside the blocks, between the forward and backward passes of a schedule of
+    the blocks alone."""
     turn = next(place for place, (do, _) in enumerate(operations) if do is RecomputeAction.BACKWARD)
     end = operations[turn].stage + 1
     return [
@@ -78,7 +85,8 @@ def add_chain_end(operations: Sequence[ScheduledOperation]) -> list[ScheduledOpe
 
 
 def actions_of(blocks: Sequence[BlockCosts], schedule: RecomputeSchedule) -> tuple[dict[int, TensorAction], ...]:
-    """What a schedule means for single items: of a block all that is saved is kept, or all is made again."""
+    """Return the actions of a schedule for single items: of each block, all saved tensors are kept or all are
+    recomputed."""
     return tuple(
         dict.fromkeys(saved_items(block.tape), TensorAction.KEEP)
         if place == len(blocks) - 1 or schedule.first.get(place, RecomputeAction.KEEP_INPUT) is RecomputeAction.KEEP_ALL

@@ -1,8 +1,8 @@
-"""When to keep and when to recompute along a chain of stages, so that a step is fastest within a budget of bytes.
+"""Schedules that keep or recompute stages of a chain, so that a step is fastest within a budget of bytes.
 
-The dynamic program is that of Beaumont et al. 2019 (hal-02352969) for chains whose stages differ: the best schedule
-among those that keep whatever they once kept until its own backward pass ("memory-persistent"). `simulate` says byte by
-byte what a schedule holds and how long it takes; it shares no line with the dynamic program.
+The dynamic program is from Beaumont et al. 2019 (hal-02352969), for chains of unequal stages. It finds the best
+schedule among those that keep a saved tensor until its own backward pass ("memory-persistent"). `simulate` computes the
+peak and the time of a schedule byte by byte; it shares no code with the dynamic program.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,33 +18,35 @@ _ALL = 0
 
 @dataclass(frozen=True)
 class ScheduleProgress:
-    """Where a schedule stands, and its cost so far."""
+    """State of a schedule during simulation, and its cost so far."""
 
     due: int
-    """The stage whose backward pass is the next one."""
+    """Stage of the next backward pass."""
     inputs: frozenset[int] = frozenset({0})
-    """Stages whose input is kept."""
+    """Stages with a kept input."""
     saved: frozenset[int] = frozenset()
     at: int | None = None
-    """The stage whose input was just computed, and is kept by nobody."""
+    """Stage whose input was just computed but is not kept."""
     time: float = 0.0
     peak: int = 0
 
 
 def advance(chain: ChainCost, progress: ScheduleProgress, operation: ScheduledOperation) -> ScheduleProgress:
-    """One operation further; raises UsageError for one that is not possible now."""
+    """Return the progress after one more operation. Raises UsageError if the operation is not possible now."""
     do, index = operation
     if not (0 <= index <= progress.due):
-        raise UsageError(f"{do.value} of stage {index}, when the backward pass of stage {progress.due} is due")
+        raise UsageError(
+            f"invalid schedule: {do.value!r} of stage {index}, but the backward pass of stage {progress.due} comes next"
+        )
     return _back(chain, progress, index) if do is RecomputeAction.BACKWARD else _forth(chain, progress, do, index)
 
 
 def _forth(chain: ChainCost, progress: ScheduleProgress, do: RecomputeAction, index: int) -> ScheduleProgress:
     stage, sizes = chain.stages[index], chain.sizes
     if not (index in progress.inputs or index - 1 in progress.saved or index == progress.at):
-        raise UsageError(f"{do.value} of stage {index}, whose input is not there")
+        raise UsageError(f"invalid schedule: {do.value!r} of stage {index}, but its input is missing")
     if index in progress.saved:
-        raise UsageError(f"{do.value} of stage {index}, of which everything is kept already")
+        raise UsageError(f"invalid schedule: {do.value!r} of stage {index}, but all its tensors are kept already")
     if do is RecomputeAction.PASS:
         inputs, saved = progress.inputs, progress.saved
         passing_by = index not in inputs and index - 1 not in saved
@@ -58,21 +60,23 @@ def _forth(chain: ChainCost, progress: ScheduleProgress, do: RecomputeAction, in
         needed, at = stage.keeping, None
         time = chain.rerun(index) if index == progress.due else stage.forward
     after = replace(progress, inputs=inputs, saved=saved, at=at, time=progress.time + time)
-    return replace(after, peak=max(progress.peak, _held(chain, after) + needed))
+    return replace(after, peak=max(progress.peak, _kept_bytes(chain, after) + needed))
 
 
 def _back(chain: ChainCost, progress: ScheduleProgress, index: int) -> ScheduleProgress:
     stage, sizes = chain.stages[index], chain.sizes
     if index != progress.due or index not in progress.saved:
-        raise UsageError(f"backward pass of stage {index}, when that of {progress.due} is due, or nothing saved for it")
+        raise UsageError(
+            f"invalid schedule: backward pass of stage {index}, but stage {progress.due} comes next or nothing is saved"
+        )
     needed = sizes[index] + stage.returning + (sizes[-1] if index == len(chain) - 1 else 0)
-    peak = max(progress.peak, _held(chain, progress) + needed)
+    peak = max(progress.peak, _kept_bytes(chain, progress) + needed)
     inputs, saved = progress.inputs - {index}, progress.saved - {index}
     return ScheduleProgress(index - 1, inputs, saved, None, progress.time + stage.backward, peak)
 
 
-def _held(chain: ChainCost, progress: ScheduleProgress) -> int:
-    """Bytes kept, and the gradient of what comes after the stage that is due, once there is one."""
+def _kept_bytes(chain: ChainCost, progress: ScheduleProgress) -> int:
+    """Return the bytes kept, plus the gradient of the output of the due stage, if it exists."""
     sizes = chain.sizes
     inputs = sum(sizes[index] for index in progress.inputs if index - 1 not in progress.saved)
     gradient = sizes[progress.due + 1] if progress.due < len(chain) - 1 else 0
@@ -80,18 +84,20 @@ def _held(chain: ChainCost, progress: ScheduleProgress) -> int:
 
 
 def simulate(chain: ChainCost, schedule: Sequence[ScheduledOperation]) -> tuple[float, int]:
-    """Time and peak bytes of a schedule; raises UsageError where it is none."""
+    """Return the time and the peak bytes of a schedule. Raises UsageError if it is not valid."""
     progress = ScheduleProgress(due=len(chain) - 1)
     for operation in schedule:
         progress = advance(chain, progress, operation)
     if progress.due >= 0:
-        raise UsageError(f"the schedule ends before the backward pass of stage {progress.due}")
+        raise UsageError(f"invalid schedule: it ends before the backward pass of stage {progress.due}")
     return progress.time, progress.peak
 
 
 def periodic_schedule(stages: int, every: int) -> list[ScheduledOperation]:
-    """The input of every k-th stage is kept, and the k stages behind it are computed again together; the last k, whose
-    backward pass comes at once, keep all (Chen et al. 2016, arXiv 1604.06174)."""
+    """Return the schedule that keeps the input of every k-th stage and recomputes the k stages after it together.
+
+    The last k stages keep all, because their backward pass comes at once (Chen et al. 2016, arXiv 1604.06174).
+    """
     starts = range(0, stages, every)
     operations: list[ScheduledOperation] = []
     for start in starts:
@@ -109,22 +115,22 @@ def periodic_schedule(stages: int, every: int) -> list[ScheduledOperation]:
 
 
 def least_bytes(chain: ChainCost) -> int:
-    """The smallest budget that any schedule keeps to."""
+    """Return the smallest budget that any schedule meets."""
     return chain.input + int(_LeastBytesTable(chain).need[0, len(chain) - 1])
 
 
 def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[ScheduledOperation]:
-    """The fastest schedule whose peak is within `bytes`. Raises InfeasibleError where there is none, with the least
-    budget.
+    """Return the fastest schedule with a peak within `bytes`. Raises InfeasibleError with the smallest budget if none
+    fits.
 
-    Bytes are counted in at most `slots` portions. With as many slots as bytes that is exact; with fewer it is the
-    fastest of `schedules_near` the budget that keeps to it byte by byte.
+    Bytes are counted in at most `slots` portions. With as many slots as bytes the result is exact. With fewer, it is
+    the fastest of `schedules_near` the budget whose exact peak fits.
     """
     least = least_bytes(chain)
     if bytes < least:
         raise InfeasibleError(
             f"{len(chain)} stages cannot be trained with {bytes:,} bytes of activations",
-            fix=f"give them at least {least:,} bytes",
+            fix=f"allow at least {least:,} bytes",
         )
     return list(fastest_within(chain, schedules_near(chain, bytes, slots), bytes))
 
@@ -132,17 +138,18 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Sch
 def fastest_within(
     chain: ChainCost, schedules: Iterable[Sequence[ScheduledOperation]], bytes: int
 ) -> tuple[ScheduledOperation, ...]:
-    """Of these schedules the fastest whose peak is within `bytes`, of equally fast ones the leanest; one must be."""
+    """Return the fastest of these schedules with a peak within `bytes`; of equally fast ones the smallest. One must
+    fit."""
     costs = {schedule: simulate(chain, schedule) for schedule in dict.fromkeys(map(tuple, schedules))}
     return min((each for each in costs if costs[each][1] <= bytes), key=costs.__getitem__)
 
 
 def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[ScheduledOperation]]:
-    """The one that holds least, periodic ones, and optimal ones for this budget and for larger ones in portions.
+    """Return candidate schedules: the smallest one, periodic ones, and optimal ones for this budget and larger ones.
 
-    Sizes are rounded up to portions, the budget down: with few portions, schedules for a larger budget may keep to this
-    one. What rounding adds is less than a portion for each stage and each input held, so these are looked at one by
-    one, and those for up to a fifth more in larger steps.
+    Sizes are rounded up to portions, the budget down. With few portions, a schedule for a larger budget may fit this
+    one. Rounding adds less than a portion for each stage and each kept input, so these budgets are tried one by one.
+    Larger budgets, up to a fifth more, are tried in larger steps.
     """
     leanest = _LeastBytesTable(chain)
     schedules = [_unrolled(chain, lambda first, last, room: (int(leanest.choices(first, last).argmin()), 0, 0), 0)]
@@ -159,14 +166,15 @@ def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[Schedu
 
 
 def _unit(chain: ChainCost, bytes: int, slots: int) -> int:
-    """Bytes of a slot: few enough slots, and where it can be, the largest stage a whole number of them."""
+    """Return the bytes of a slot: at most `slots` slots and, if possible, the largest stage a whole number of them."""
     unit = max(1, -(-bytes // slots))
     largest = max(stage.saved for stage in chain.stages)
     return -(-largest // (largest // unit)) if largest >= unit else unit
 
 
 Choose = Callable[[int, int, int], tuple[int, int, int]]
-"""For the stages first … last and some room: the first choice, and the room for the stages behind it and before it."""
+"""A function of first stage, last stage and room. Returns the first choice, and the room for the stages after and
+before."""
 
 
 def _unrolled(chain: ChainCost, choose: Choose, room: int) -> list[ScheduledOperation]:
@@ -193,14 +201,14 @@ def _unrolled(chain: ChainCost, choose: Choose, room: int) -> list[ScheduledOper
 
 
 class _Peaks:
-    """Bytes that single operations of the segment first … last need, the segment's input not counted."""
+    """Bytes of single operations of the segment first … last, without the segment's input."""
 
     def __init__(self, chain: ChainCost):
         self.chain, self.sizes, n = chain, np.array(chain.sizes, dtype=np.int64), len(chain)
         self.saved = np.array([stage.saved for stage in chain.stages], dtype=np.int64)
         self.gradient = np.array([*self.sizes[1:n], 0], dtype=np.int64)
         self.passing = np.zeros((n, n), dtype=np.int64)
-        """[first, j - 1]: the most that forward passes from first through j - 1 hold when they keep nothing."""
+        """[first, j - 1]: peak bytes of forward passes from first through j - 1 that keep nothing."""
         each = self.sizes[1:] + np.array([stage.passing for stage in chain.stages])
         for first in range(n):
             run = each[first:] + self.sizes[first:n]
@@ -213,12 +221,12 @@ class _Peaks:
         return max(int(forward), int(stage.saved + sizes[first + 1] + sizes[first] + stage.returning))
 
     def splits(self, first: int, last: int) -> np.ndarray:
-        """For each split first + 1 … last."""
+        """Return the bytes for each split first + 1 … last."""
         return self.passing[first, first:last] + self.gradient[last]
 
 
 class _LeastBytesTable:
-    """The least bytes for each segment, whatever the time."""
+    """The least bytes of each segment, regardless of time."""
 
     def __init__(self, chain: ChainCost):
         self.peaks, n = _Peaks(chain), len(chain)
@@ -228,19 +236,19 @@ class _LeastBytesTable:
                 self.need[first, first + width] = self.choices(first, first + width).min()
 
     def choices(self, first: int, last: int) -> np.ndarray:
-        """The need when everything is kept of the first stage, and for each split."""
+        """Return the bytes if everything of the first stage is kept, and for each split."""
         peaks, need = self.peaks, self.need
         all_kept = peaks.keep_all(first, last)
         if first == last:
             return np.array([all_kept])
         all_kept = max(all_kept, peaks.saved[first] + need[first + 1, last])
-        behind = peaks.sizes[first + 1 : last + 1] + need[first + 1 : last + 1, last]
-        split = np.maximum(np.maximum(behind, need[first, first:last]), peaks.splits(first, last))
+        after = peaks.sizes[first + 1 : last + 1] + need[first + 1 : last + 1, last]
+        split = np.maximum(np.maximum(after, need[first, first:last]), peaks.splits(first, last))
         return np.array([all_kept, *split])
 
 
 class _LeastTimeTable:
-    """The least time for each segment and each number of slots, and what to do first for it."""
+    """The least time of each segment for each number of slots, and its first choice."""
 
     def __init__(self, chain: ChainCost, unit: int, slots: int):
         self.chain, self.peaks, self.unit = chain, _Peaks(chain), unit
@@ -249,36 +257,37 @@ class _LeastTimeTable:
         self.forward = np.cumsum([stage.forward for stage in chain.stages])
         self.room = np.arange(room)
         self.time = np.full((n, n, room), np.inf)
-        self.behind = np.full((n, n, room), np.inf)
-        """[last, first]: the time of first … last beside its own input."""
+        self.with_input = np.full((n, n, room), np.inf)
+        """[last, first]: time of first … last with its own input kept too."""
         self.choice = np.zeros((n, n, room), dtype=np.int16)
         for width in range(n):
             for first in range(n - width):
                 last = first + width
                 choices = self.choices(first, last)
                 self.time[first, last], self.choice[first, last] = choices.min(0), choices.argmin(0)
-                self.behind[last, first] = self._beside(self.time[first, last], int(self.sizes[first]))
+                self.with_input[last, first] = self._shifted(self.time[first, last], int(self.sizes[first]))
 
-    def _beside(self, time: np.ndarray, slots: int) -> np.ndarray:
+    def _shifted(self, time: np.ndarray, slots: int) -> np.ndarray:
         shifted = np.full_like(time, np.inf)
         if slots < len(time):
             shifted[slots:] = time[: len(time) - slots]
         return shifted
 
     def choices(self, first: int, last: int) -> np.ndarray:
-        """Times by room, (1 + splits, room): keep all of the first stage, or keep its input and start at a split."""
+        """Return times by room, shape (1 + splits, room): keep all of the first stage, or keep its input and start at a
+        split."""
         chain, peaks = self.chain, self.peaks
         all_kept = np.full_like(self.room, chain.stages[first].backward, dtype=float)
         if first == last:
             all_kept += chain.rerun(first)
         else:
             all_kept += chain.stages[first].forward
-            all_kept += self._beside(self.time[first + 1, last], int(self.saved[first]))
+            all_kept += self._shifted(self.time[first + 1, last], int(self.saved[first]))
         all_kept[self.room * self.unit < peaks.keep_all(first, last)] = np.inf
         if first == last:
             return all_kept[None]
-        on_the_way = self.forward[first:last] - (self.forward[first - 1] if first else 0.0)
-        split = on_the_way[:, None] + self.behind[last, first + 1 : last + 1] + self.time[first, first:last]
+        passing = self.forward[first:last] - (self.forward[first - 1] if first else 0.0)
+        split = passing[:, None] + self.with_input[last, first + 1 : last + 1] + self.time[first, first:last]
         split[self.room * self.unit < peaks.splits(first, last)[:, None]] = np.inf
         return np.concatenate([all_kept[None], split])
 

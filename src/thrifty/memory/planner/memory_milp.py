@@ -1,11 +1,11 @@
-"""Which saved tensor is kept, compressed, offloaded or made again, so that a step is fastest within a budget of bytes.
+"""Mixed-integer program that keeps, compresses, offloads or recomputes each saved tensor for the fastest step in a
+budget.
 
-One mixed-integer program over all blocks, solved by HiGHS. For each item of a block's tape at most one of the ways
-holds; what autograd saves needs one, and what an item that is made again is made from needs an exact one. Or a whole
-block is made again at once, as recompute does, which costs less than to follow its operations one by one. Or nothing of
-it is made again, and what waits elsewhere comes back tensor by tensor. The program of Checkmate (Jain et al. 2020,
-arXiv 1910.02653), with compression and with offload under a link's bandwidth (after Beaumont et al. 2021, and Patil et
-al. 2022, arXiv 2207.07697) as further ways.
+One program covers all blocks; HiGHS solves it. Each item of a block's trace has at most one action. A saved item needs
+one action, and the sources of a recomputed item need an exact one. Alternatively a whole block is recomputed at once,
+which costs less than following its operations one by one. Or nothing is recomputed, and offloaded tensors return one by
+one. The program is from Checkmate (Jain et al. 2020, arXiv 1910.02653). Compression and offload under a link's
+bandwidth are added as actions (after Beaumont et al. 2021, and Patil et al. 2022, arXiv 2207.07697).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,15 +21,15 @@ from thrifty.memory.planner.memory_plan import (
     MemoryPlan,
     OffloadLink,
     TensorAction,
-    peak_of_ways,
+    plan_peak,
 )
 from thrifty.memory.planner.milp_variables import BlockColumns, MilpOptions
 from thrifty.memory.planner.solver_stdout import suppress_stdout
 
 SECONDS, NODES = 20.0, 200
-"""How long the search goes on at most, and where plans must be the same again, how far."""
+"""Limits of the search: seconds, and nodes if plans must be reproducible."""
 INFEASIBLE = 2
-"""What scipy calls a program that nothing satisfies."""
+"""Status of scipy for a program without a solution."""
 
 
 def fastest_plan(
@@ -37,37 +37,38 @@ def fastest_plan(
     budget: float,
     compression: CompressionOption | None = None,
     link: OffloadLink | None = None,
-    ways: Sequence[TensorAction] = tuple(TensorAction),
+    actions: Sequence[TensorAction] = tuple(TensorAction),
     gap: float = 0.005,
 ) -> MemoryPlan | None:
-    """The plan with the least extra seconds whose peak is within the budget; None where there is none.
+    """Return the plan with the least extra seconds and a peak within the budget, or None if no plan fits.
 
-    Optimal within the relative `gap`, or the best that was found in 20 seconds: the plan says how far it may be from
-    the best. With compression, whose noise is the plan's, the search ends after a number of nodes instead, so that the
-    same costs give the same plan on a machine of any speed. A search that ends with none goes on to the first.
+    The plan is optimal within the relative `gap`, or the best found in 20 seconds; `MemoryPlan.gap` bounds its distance
+    from the optimum. With compression, the search stops after a number of nodes instead, because the plan determines
+    the noise. The same costs then give the same plan on a machine of any speed. A search without a solution at its
+    limit continues to the first one.
     """
-    program = _Program(blocks, compression, link, ways)
+    program = _Program(blocks, compression, link, actions)
     solution = program.solve(budget, gap)
     if solution is None:
         return None
     chosen, seconds, distance = solution
-    return MemoryPlan(tuple(chosen), seconds, peak_of_ways(blocks, chosen, program.bits), distance)
+    return MemoryPlan(tuple(chosen), seconds, plan_peak(blocks, chosen, program.bits), distance)
 
 
 class _Program:
-    """Columns: those of each block, then the seconds that either pass waits for the link."""
+    """The program. Its columns are those of each block, then the seconds that either pass waits for the link."""
 
     def __init__(
         self,
         blocks: Sequence[BlockCosts],
         compression: CompressionOption | None,
         link: OffloadLink | None,
-        ways: Sequence[TensorAction],
+        actions: Sequence[TensorAction],
     ):
-        self.offers = MilpOptions(compression, link, [way for way in TensorAction if way in ways])
+        self.options = MilpOptions(compression, link, [action for action in TensorAction if action in actions])
         self.bits = compression.bits if compression else 0.0
-        self.blocks = [BlockColumns(self.offers, block) for block in blocks]
-        self.waits = [self.offers.column(1.0), self.offers.column(1.0)] if link else []
+        self.blocks = [BlockColumns(self.options, block) for block in blocks]
+        self.waits = [self.options.column(1.0), self.options.column(1.0)] if link else []
         self.rows: list[dict[int, float]] = []
         self.lower: list[float] = []
         self.upper: list[float] = []
@@ -78,7 +79,7 @@ class _Program:
             self._modes(block)
         self._transfers()
         self._memory(budget)
-        count, cost = len(self.offers.cost), np.array(self.offers.cost)
+        count, cost = len(self.options.cost), np.array(self.options.cost)
         unit = cost.mean() or 1.0  # the solver's tolerances are absolute
         whole = np.ones(count)
         whole[self.waits] = 0
@@ -90,46 +91,50 @@ class _Program:
             "integrality": whole,
             "bounds": Bounds(np.zeros(count), upper),
         }
-        end = {"node_limit": NODES} if self.offers.compression else {"time_limit": SECONDS}
+        end = {"node_limit": NODES} if self.options.compression else {"time_limit": SECONDS}
         with suppress_stdout():
             result = milp(**problem, options={"mip_rel_gap": gap} | end)
-            if result.x is None and result.status != INFEASIBLE:  # cut off before it found any: then the first there is
+            if result.x is None and result.status != INFEASIBLE:  # stopped at its limit: accept the first solution
                 result = milp(**problem, options={"mip_rel_gap": np.inf})
         if result.x is None:
             return None
         return [block.chosen(result.x) for block in self.blocks], float(result.fun) * unit, float(result.mip_gap or 0.0)
 
     def _needs(self, block: BlockColumns) -> None:
-        """Of each item one way at most, and one at least where it is saved or needed."""
+        """Limit each item to one action; require one if it is saved or a source of a recomputed item."""
         for number, item in block.tape.items.items():
-            ways, whole = block.ways[number], block.whole
-            elsewhere = dict.fromkeys(block.away.get(number, {}).values(), 1.0)
-            self._row(dict.fromkeys(ways.values(), 1.0) | elsewhere | whole, 1.0 if item.saved else 0.0, 1.0)
+            columns, whole = block.columns[number], block.whole
+            streamed = dict.fromkeys(block.streams.get(number, {}).values(), 1.0)
+            self._row(dict.fromkeys(columns.values(), 1.0) | streamed | whole, 1.0 if item.saved else 0.0, 1.0)
             if item.saved:
-                self._row({ways[TensorAction.KEEP]: 1.0, block.planned: 1.0} | elsewhere | whole, 1.0, np.inf)
-            if not item.storable:  # autograd itself can keep it, where nothing is planned
-                self._row({ways[TensorAction.KEEP]: 1.0, block.planned: 1.0}, 0.0, 1.0)
-            if TensorAction.RECOMPUTE not in ways:
+                self._row({columns[TensorAction.KEEP]: 1.0, block.planned: 1.0} | streamed | whole, 1.0, np.inf)
+            if not item.storable:  # only autograd can keep it, in a block without a plan
+                self._row({columns[TensorAction.KEEP]: 1.0, block.planned: 1.0}, 0.0, 1.0)
+            if TensorAction.RECOMPUTE not in columns:
                 continue
             for source in item.reads:
-                # made from codes it would not be the expectation of anything
-                exact = {column: 1.0 for way, column in block.ways[source].items() if way is not TensorAction.COMPRESS}
-                self._row({**exact, ways[TensorAction.RECOMPUTE]: -1.0}, 0.0, np.inf)
+                # recomputed from a quantized value, it would be biased
+                exact = {
+                    column: 1.0
+                    for action, column in block.columns[source].items()
+                    if action is not TensorAction.COMPRESS
+                }
+                self._row({**exact, columns[TensorAction.RECOMPUTE]: -1.0}, 0.0, np.inf)
 
     def _modes(self, block: BlockColumns) -> None:
-        """A block is streamed, planned, made again as a whole, or none of these; its input is moved in one way."""
-        again = {block.planned: 1.0} | block.whole
+        """Let a block be streamed, planned, recomputed as a whole, or plain; move its input by one action at most."""
+        recomputed = {block.planned: 1.0} | block.whole
         if block.streamed is not None:
-            self._row(again | {block.streamed: 1.0}, 0.0, 1.0)
-            for ways in block.away.values():
-                for column in ways.values():
+            self._row(recomputed | {block.streamed: 1.0}, 0.0, 1.0)
+            for columns in block.streams.values():
+                for column in columns.values():
                     self._row({column: 1.0, block.streamed: -1.0}, -np.inf, 0.0)
-            self._row(dict.fromkeys(block.away.get(INPUT, {}).values(), 1.0), -np.inf, 1.0)
+            self._row(dict.fromkeys(block.streams.get(INPUT, {}).values(), 1.0), -np.inf, 1.0)
         if block.input is not None:
-            self._row({block.input: 1.0} | {column: -1.0 for column in again}, -np.inf, 0.0)
+            self._row({block.input: 1.0} | {column: -1.0 for column in recomputed}, -np.inf, 0.0)
 
     def _transfers(self) -> None:
-        link = self.offers.link
+        link = self.options.link
         if link is None:
             return
         moved = {column: size / link.bytes_per_second for b in self.blocks for column, size in b.moved().items()}
@@ -139,18 +144,20 @@ class _Program:
 
     def _memory(self, budget: float) -> None:
         stored: dict[int, float] = {}
-        coming: dict[int, float] = {}
+        returning: dict[int, float] = {}
         inputs = 0.0
         for block in self.blocks:
             own, always = block.stored(self.bits)
             stored |= own
             inputs += always
-            for beside, constant in block.moments():
-                row = {column: stored.get(column, 0.0) + beside.get(column, 0.0) for column in stored | beside} | coming
+            for extra, constant in block.intervals():
+                row = {
+                    column: stored.get(column, 0.0) + extra.get(column, 0.0) for column in stored | extra
+                } | returning
                 self._row(
                     {c: value / budget for c, value in row.items()}, -np.inf, (budget - inputs - constant) / budget
                 )
-            coming = {column: stored.get(column, 0.0) + size for column, size in block.coming().items()}
+            returning = {column: stored.get(column, 0.0) + size for column, size in block.returning().items()}
 
     def _row(self, entries: Mapping[int, float], lower: float, upper: float) -> None:
         self.rows.append({column: value for column, value in entries.items() if value})
@@ -160,4 +167,4 @@ class _Program:
     def _matrix(self) -> coo_array:
         entries = [(row, column, value) for row, each in enumerate(self.rows) for column, value in each.items()]
         rows, columns, values = zip(*entries, strict=True)
-        return coo_array((values, (rows, columns)), shape=(len(self.rows), len(self.offers.cost))).tocsr()
+        return coo_array((values, (rows, columns)), shape=(len(self.rows), len(self.options.cost))).tocsr()

@@ -1,5 +1,4 @@
-"""The columns of a program that decides what happens to saved tensors: what may be chosen for one block, and what each
-choice stores. Each is 0 or 1."""
+"""Columns of the mixed-integer program: the choices for one block, and the bytes that each stores. Each is 0 or 1."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +16,7 @@ from thrifty.memory.planner.memory_plan import (
 
 
 class MilpOptions:
-    """What may happen to items, and the columns made so far with their costs in seconds."""
+    """Allowed actions for items, and the columns created so far with their costs in seconds."""
 
     def __init__(
         self, compression: CompressionOption | None, link: OffloadLink | None, allowed: Sequence[TensorAction]
@@ -29,119 +28,122 @@ class MilpOptions:
         self.cost.append(cost)
         return len(self.cost) - 1
 
-    def ways_of(self, item: OpOutput) -> dict[TensorAction, int]:
+    def item_columns(self, item: OpOutput) -> dict[TensorAction, int]:
         compression, cost = self.compression, {TensorAction.KEEP: 0.0}
         if item.repeatable:
             cost[TensorAction.RECOMPUTE] = item.seconds
         if item.storable and self.link:
             cost[TensorAction.OFFLOAD] = 0.0
-        if item.storable and item.codable and compression:
+        if item.storable and item.quantizable and compression:
             cost[TensorAction.COMPRESS] = compression.seconds_per_byte * item.bytes
-        allowed = [way for way in cost if way in self.allowed or way is TensorAction.KEEP]
-        return {way: self.column(cost[way]) for way in allowed}
+        allowed = [action for action in cost if action in self.allowed or action is TensorAction.KEEP]
+        return {action: self.column(cost[action]) for action in allowed}
 
-    def ways_elsewhere(self, sizes: Mapping[TensorAction, int]) -> dict[TensorAction, int]:
+    def stream_columns(self, sizes: Mapping[TensorAction, int]) -> dict[TensorAction, int]:
         cost = {}
         if self.link and TensorAction.OFFLOAD in self.allowed:
             cost[TensorAction.OFFLOAD] = 0.0
         if self.compression and TensorAction.COMPRESS in self.allowed and TensorAction.COMPRESS in sizes:
             cost[TensorAction.COMPRESS] = self.compression.seconds_per_byte * sizes[TensorAction.COMPRESS]
-        return {way: self.column(each) for way, each in cost.items()}
+        return {action: self.column(each) for action, each in cost.items()}
 
 
 class BlockColumns:
     """The columns of one block."""
 
-    def __init__(self, offers: MilpOptions, block: BlockCosts):
+    def __init__(self, options: MilpOptions, block: BlockCosts):
         self.costs, self.tape = block, block.tape
-        self.ways = {n: offers.ways_of(item) for n, item in self.tape.items.items()}
-        self.planned = offers.column(block.overhead)
-        """Whether it follows a plan at all."""
-        may_be_whole = block.whole is not None and TensorAction.RECOMPUTE in offers.allowed
-        self.whole = {offers.column(block.whole or 0.0): 1.0} if may_be_whole else {}
-        """Whether it is made again as a whole."""
-        self.away = {n: offers.ways_elsewhere(sizes) for n, sizes in block.movable.items()}
-        """What waits elsewhere of a block that is streamed."""
-        self.streamed = offers.column(block.streaming) if any(self.away.values()) else None
-        """Whether it is streamed."""
-        self.input = offers.column(0.0) if offers.link and self.tape.movable_input else None
-        """Whether the input of a block that is planned or made again as a whole waits elsewhere."""
+        self.columns = {n: options.item_columns(item) for n, item in self.tape.items.items()}
+        self.planned = options.column(block.overhead)
+        """1 if the block follows a plan."""
+        may_be_whole = block.whole is not None and TensorAction.RECOMPUTE in options.allowed
+        self.whole = {options.column(block.whole or 0.0): 1.0} if may_be_whole else {}
+        """1 if the block is recomputed as a whole."""
+        self.streams = {n: options.stream_columns(sizes) for n, sizes in block.movable.items()}
+        """Columns for moved tensors of a streamed block, by item and action."""
+        self.streamed = options.column(block.streaming) if any(self.streams.values()) else None
+        """1 if the block is streamed."""
+        self.input = options.column(0.0) if options.link and self.tape.movable_input else None
+        """1 if the input of a planned or wholly recomputed block is offloaded."""
 
     def stored(self, bits: float) -> tuple[dict[int, float], float]:
-        """By column, bytes that are there from its forward to its backward pass; and those that are in any case."""
+        """Return bytes stored from the forward to the backward pass: by column, and the constant part."""
         tape = self.tape
-        beside = sum(tape.items[n].bytes for n in saved_items(tape)) - tape.saved_bytes
-        coefficients = {self.planned: float(beside)} | dict.fromkeys(self.whole, float(beside))
-        for number, ways in self.ways.items():
+        unsaved = sum(tape.items[n].bytes for n in saved_items(tape)) - tape.saved_bytes
+        coefficients = {self.planned: float(unsaved)} | dict.fromkeys(self.whole, float(unsaved))
+        for number, columns in self.columns.items():
             size = tape.items[number].bytes
-            coefficients |= {column: stored_bytes(tape, number, size, way, bits) for way, column in ways.items()}
-        for owner, ways in self.away.items():
-            for way, column in ways.items():
-                size = self.costs.movable[owner][way]
-                stays = -size if owner == INPUT else tape.items[owner].bytes - size  # an input is there in any case
-                coefficients[column] = stays + stored_bytes(tape, owner, size, way, bits)
+            coefficients |= {
+                column: stored_bytes(tape, number, size, action, bits) for action, column in columns.items()
+            }
+        for owner, columns in self.streams.items():
+            for action, column in columns.items():
+                size = self.costs.movable[owner][action]
+                stays = -size if owner == INPUT else tape.items[owner].bytes - size  # inputs count as stored already
+                coefficients[column] = stays + stored_bytes(tape, owner, size, action, bits)
         if self.input is not None:
             coefficients[self.input] = -float(tape.movable_input)
-        return coefficients, float(tape.input_bytes - beside)
+        return coefficients, float(tape.input_bytes - unsaved)
 
-    def moments(self) -> list[tuple[dict[int, float], float]]:
-        """For each moment at which its peak may be, bytes beside what is stored: by column, and in any case."""
-        tape, handed = self.tape, self.tape.handed
-        again = {self.ways[n][TensorAction.KEEP]: -float(tape.items[n].saved_bytes) for n in saved_items(tape)}
-        back = {} if self.input is None else {self.input: float(tape.movable_input)}
-        absent: dict[int, float] = {}  # counted with all that is not kept, though it is elsewhere
-        for number, ways in self.away.items():
+    def intervals(self) -> list[tuple[dict[int, float], float]]:
+        """Return the bytes in addition to stored ones, for each interval that may have the peak: by column, and
+        constant."""
+        tape, saved = self.tape, self.tape.saved_tensors
+        kept = {self.columns[n][TensorAction.KEEP]: -float(tape.items[n].saved_bytes) for n in saved_items(tape)}
+        input_back = {} if self.input is None else {self.input: float(tape.movable_input)}
+        absent: dict[int, float] = {}  # moved tensors, which `kept` counts as recomputed
+        for number, columns in self.streams.items():
             if number != INPUT:
-                absent |= dict.fromkeys(ways.values(), -float(tape.items[number].saved_bytes))
-        always, more = float(tape.saved_bytes), max(self.costs.making - self.costs.temporary, 0.0)
-        making = {self.planned: more} | dict.fromkeys(self.whole, more)
-        rows = [(again | back | absent | making, always + self.costs.temporary)]
+                absent |= dict.fromkeys(columns.values(), -float(tape.items[number].saved_bytes))
+        always, more = float(tape.saved_bytes), max(self.costs.recompute_temporary - self.costs.temporary, 0.0)
+        recompute_temporary = {self.planned: more} | dict.fromkeys(self.whole, more)
+        rows = [(kept | input_back | absent | recompute_temporary, always + self.costs.temporary)]
         if self.streamed is None:
             return rows
-        for moment in self.costs.moments:
-            row = dict(again | back | absent)
-            for place in moment.here:
-                for way, column in self.away.get(handed[place].owner, {}).items():
-                    if way is TensorAction.OFFLOAD or not handed[place].is_small:
-                        row[column] = row.get(column, 0.0) + handed[place].bytes
-            rows.append((row, always + moment.bytes))
+        for interval in self.costs.intervals:
+            row = dict(kept | input_back | absent)
+            for place in interval.here:
+                for action, column in self.streams.get(saved[place].owner, {}).items():
+                    if action is TensorAction.OFFLOAD or not saved[place].is_small:
+                        row[column] = row.get(column, 0.0) + saved[place].bytes
+            rows.append((row, always + interval.bytes))
             nearer: list[int] = []
-            for place in moment.next:
-                carried = self.away.get(handed[place].owner, {}).get(TensorAction.OFFLOAD)
+            for place in interval.next:
+                carried = self.streams.get(saved[place].owner, {}).get(TensorAction.OFFLOAD)
                 if carried is None or carried in nearer:
                     continue
-                if place not in moment.here:  # underway, if none that is nearer is carried
-                    size = float(handed[place].bytes)
-                    underway = dict(row)
-                    for column, share in [(carried, size), *((each, -size) for each in nearer)]:
-                        underway[column] = underway.get(column, 0.0) + share
-                    rows.append((underway, always + moment.bytes))
+                if place not in interval.here:  # in transfer, if no nearer tensor is offloaded
+                    size = float(saved[place].bytes)
+                    in_transfer = dict(row)
+                    for column, change in [(carried, size), *((each, -size) for each in nearer)]:
+                        in_transfer[column] = in_transfer.get(column, 0.0) + change
+                    rows.append((in_transfer, always + interval.bytes))
                 nearer.append(carried)
         return rows
 
-    def coming(self) -> dict[int, float]:
-        """By column, bytes that may come back while the block behind it is still at work."""
+    def returning(self) -> dict[int, float]:
+        """Return bytes by column that may return while the next block still runs its backward pass."""
         coefficients = {
-            ways[TensorAction.OFFLOAD]: float(self.tape.items[n].bytes)
-            for n, ways in self.ways.items()
-            if TensorAction.OFFLOAD in ways
+            columns[TensorAction.OFFLOAD]: float(self.tape.items[n].bytes)
+            for n, columns in self.columns.items()
+            if TensorAction.OFFLOAD in columns
         }
         return coefficients if self.input is None else coefficients | {self.input: float(self.tape.movable_input)}
 
     def moved(self) -> dict[int, float]:
-        """By column, bytes that go over the link."""
-        away = [
-            (ways[TensorAction.OFFLOAD], self.costs.movable[n])
-            for n, ways in self.away.items()
-            if TensorAction.OFFLOAD in ways
+        """Return bytes by column that the link transfers."""
+        streamed = [
+            (columns[TensorAction.OFFLOAD], self.costs.movable[n])
+            for n, columns in self.streams.items()
+            if TensorAction.OFFLOAD in columns
         ]
-        return self.coming() | {column: float(sizes[TensorAction.OFFLOAD]) for column, sizes in away}
+        return self.returning() | {column: float(sizes[TensorAction.OFFLOAD]) for column, sizes in streamed}
 
     def chosen(self, x: np.ndarray) -> dict[int, TensorAction]:
-        """The ways that a solution stands for."""
+        """Return the actions of a solution."""
         moved = {INPUT: TensorAction.OFFLOAD} if self.input is not None and x[self.input] > 0.5 else {}
         if any(x[column] > 0.5 for column in self.whole):
             return dict.fromkeys(self.tape.items, TensorAction.RECOMPUTE) | moved
         needed = self.tape.items if x[self.planned] > 0.5 else saved_items(self.tape)
-        columns = [*((n, self.ways[n]) for n in needed), *self.away.items()]
-        return {n: way for n, ways in columns for way, column in ways.items() if x[column] > 0.5} | moved
+        choices = [*((n, self.columns[n]) for n in needed), *self.streams.items()]
+        return {n: action for n, columns in choices for action, column in columns.items() if x[column] > 0.5} | moved

@@ -1,4 +1,4 @@
-"""The fastest of all plans for activations within a budget: one for single tensors, or one for the chain of blocks."""
+"""The faster of two memory plans within a budget: one for single tensors, or one for the chain of blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from thrifty.memory.planner.memory_plan import (
     OffloadLink,
     TensorAction,
     peak_when_kept,
-    peak_when_made_again,
+    peak_when_recomputed,
     peak_when_streamed,
 )
 from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
@@ -26,7 +26,7 @@ from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
 
 @dataclass(frozen=True)
 class AllowedActions:
-    """What may happen to a saved tensor beside being kept."""
+    """Allowed actions for a saved tensor in addition to keeping it."""
 
     recompute: bool = True
     compression: CompressionOption | None = None
@@ -37,12 +37,12 @@ RECOMPUTE = AllowedActions()
 
 
 def least_peak(blocks: Sequence[BlockCosts], allowed: AllowedActions = RECOMPUTE) -> float:
-    """Bytes at the peak when as much is given up as is allowed, in the way that leaves least."""
+    """Return the smallest peak bytes that the allowed actions can reach."""
     peaks = []
     if allowed.recompute:
-        peaks.append(peak_when_made_again(blocks))
+        peaks.append(peak_when_recomputed(blocks))
         if allowed.link:
-            peaks.append(peak_when_made_again(blocks, TensorAction.OFFLOAD))
+            peaks.append(peak_when_recomputed(blocks, TensorAction.OFFLOAD))
         if chain := chain_costs(blocks):
             peaks.append(float(least_bytes(chain)))
     if allowed.link:
@@ -53,50 +53,53 @@ def least_peak(blocks: Sequence[BlockCosts], allowed: AllowedActions = RECOMPUTE
 
 
 def best_plan(blocks: Sequence[BlockCosts], budget: float, allowed: AllowedActions) -> MemoryPlan | None:
-    """The plan with the least extra seconds, of those whose peak is within the budget; None where there is none."""
-    ways = [TensorAction.KEEP, TensorAction.COMPRESS, TensorAction.OFFLOAD] + [
+    """Return the plan with the least extra seconds and a peak within the budget, or None if no plan fits."""
+    actions = [TensorAction.KEEP, TensorAction.COMPRESS, TensorAction.OFFLOAD] + [
         TensorAction.RECOMPUTE
     ] * allowed.recompute
-    tensors = fastest_plan(blocks, budget, allowed.compression, allowed.link, ways)
+    tensors = fastest_plan(blocks, budget, allowed.compression, allowed.link, actions)
     chain = schedule_plan(blocks, budget) if allowed.recompute else None
     if tensors is None or chain is None:
         return tensors or chain
     if chain.seconds < tensors.seconds * (1 - 1e-6):
-        return replace(chain, instead_of=tensors.seconds)
-    return replace(tensors, instead_of=chain.seconds)
+        return replace(chain, other_seconds=tensors.seconds)
+    return replace(tensors, other_seconds=chain.seconds)
 
 
 def agree_on_plan(plan: MemoryPlan, blocks: Sequence[BlockCosts]) -> MemoryPlan:
-    """The first rank's plan on all ranks: what was measured differs, and they must gather weights together."""
+    """Return the first rank's plan on all ranks, because measured costs differ and ranks must gather weights
+    together."""
     if ranks() == 1:
         return plan
     count, items = len(blocks), [(place, n) for place, block in enumerate(blocks) for n in (*block.tape.items, INPUT)]
-    numbers = [_ORDER.index(plan.ways[place][n]) if n in plan.ways[place] else -1 for place, n in items]
+    numbers = [_ORDER.index(plan.actions[place][n]) if n in plan.actions[place] else -1 for place, n in items]
     numbers += plan_to_numbers(plan.schedule, count)
-    with _disable_current_modes():  # a plan is real where tensors are fake
+    with _disable_current_modes():  # the plan must be a real tensor even under a fake tensor mode
         numbers = from_first_rank(torch.tensor(numbers)).tolist()
     schedule = plan_from_numbers(numbers[len(items) :], count)
     chosen: list[dict[int, TensorAction]] = [{} for _ in blocks]
     for (place, item), number in zip(items, numbers, strict=False):
         if number >= 0:
             chosen[place][item] = _ORDER[number]
-    return replace(plan, ways=tuple(chosen), schedule=schedule)
+    return replace(plan, actions=tuple(chosen), schedule=schedule)
 
 
-_ORDER, _DEEDS = tuple(TensorAction), tuple(RecomputeAction)
+_ORDER, _SCHEDULE_ORDER = tuple(TensorAction), tuple(RecomputeAction)
 
 
 def plan_to_numbers(schedule: RecomputeSchedule | None, count: int) -> list[int]:
-    """Whether there is one, what is done first, and what is done again for each; -1 where nothing is said."""
+    """Encode a schedule: 1 or 0 for its presence, then first actions and repeated actions; -1 for a missing action."""
     passes = [schedule.first, *(schedule.again.get(place, {}) for place in range(count))] if schedule else []
-    said = [_DEEDS.index(each[place]) if place in each else -1 for each in passes for place in range(count)]
-    return [int(schedule is not None), *said, *[-1] * (count * (count + 1) - len(said))]
+    codes = [_SCHEDULE_ORDER.index(each[place]) if place in each else -1 for each in passes for place in range(count)]
+    return [int(schedule is not None), *codes, *[-1] * (count * (count + 1) - len(codes))]
 
 
 def plan_from_numbers(numbers: Sequence[int], count: int) -> RecomputeSchedule | None:
-    there, *said = numbers
-    if not there:
+    is_present, *codes = numbers
+    if not is_present:
         return None
-    rows = [said[start : start + count] for start in range(0, len(said), count)]
-    first, *again = ({place: _DEEDS[number] for place, number in enumerate(row) if number >= 0} for row in rows)
+    rows = [codes[start : start + count] for start in range(0, len(codes), count)]
+    first, *again = (
+        {place: _SCHEDULE_ORDER[number] for place, number in enumerate(row) if number >= 0} for row in rows
+    )
     return RecomputeSchedule(first, {place: each for place, each in enumerate(again) if each})

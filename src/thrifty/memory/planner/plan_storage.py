@@ -1,4 +1,4 @@
-"""Where a planned block leaves what it stores: on a tier, or in codes of few bits."""
+"""Storage of a planned block's tensors: on a tier, or quantized to few bits."""
 
 import time
 import weakref
@@ -16,28 +16,31 @@ from thrifty.core.randomness import seed_of
 from thrifty.kernels.quantization_ranges import GROUP
 from thrifty.kernels.quantized_tensors import pack_mask, quantize_tensor
 from thrifty.memory.host_tier import OffloadHandle, StorageTier, Where, tier_for
-from thrifty.memory.planner.memory_plan import BlockCosts, TensorAction, Ways, is_streamed
+from thrifty.memory.planner.memory_plan import BlockActions, BlockCosts, TensorAction, is_streamed
 from thrifty.memory.selective_recompute import BlockPlan, Store, keep_tensor, store_large_only
 from thrifty.memory.simulated_tier import SimulatedTier
 
 Bits = Literal[0, 2, 4, 8]
 
-TRIED = 2**22
-"""Numbers of the tensor by which a link is measured."""
+PROBE_ELEMENTS = 2**22
+"""Number of elements of the tensor that measures a link."""
 
 
 class TierStore:
-    """One forward pass's tensors on a tier, by the block that stored them. A block's transfers may take as long as the
-    next block computes; when those of the next are asked for, they are sent for."""
+    """One forward pass's tensors on a tier, by the block that stored them.
+
+    A block's transfers may overlap the computation of the next block. In the backward pass, the first tensor that a
+    block requires starts the transfers of the previous block.
+    """
 
     def __init__(self, tier: StorageTier):
         self.tier = tier
-        # tickets live as long as the graph that holds them
+        # tickets live as long as the autograd graph
         self.sent: dict[int, list[weakref.ref[OffloadHandle]]] = defaultdict(list)
         self.streams: dict[int, list[weakref.ref[OffloadHandle]]] = defaultdict(list)
 
     def finish_transfer(self, block: int) -> None:
-        """From here on the memory of what this block sent is free."""
+        """Wait for the transfers of this block; the memory of its sent tensors is then free."""
         for ticket in self.of(block):
             ticket.finish_transfer()
 
@@ -46,38 +49,38 @@ class TierStore:
             ticket = self.tier.send(tensor)
             self.sent[block].append(weakref.ref(ticket))
 
-            def give() -> Tensor:
+            def restore() -> Tensor:
                 for before in self.of(block - 1):
                     before.prefetch()
                 return ticket.get()
 
-            return give
+            return restore
 
         return send
 
     def stream(self, block: int) -> Store:
-        """For a block whose tensors come back one by one: at most one is underway, either way."""
+        """Return a store for a block whose tensors return one by one, with at most one transfer per direction."""
         line, places = self.streams[block], set[int]()
 
         def send(tensor: Tensor) -> Callable[[], Tensor]:
             ticket, place = self.tier.send(tensor), len(line)
-            if before := line[-1]() if line else None:
-                before.finish_transfer()
+            if previous := line[-1]() if line else None:
+                previous.finish_transfer()
             line.append(weakref.ref(ticket))
 
-            def give() -> Tensor:
+            def restore() -> Tensor:
                 places.add(place)
                 following = next((each for each in reversed(range(len(line))) if each not in places), None)
                 if following is not None and (coming := line[following]()):
                     coming.prefetch()
                 return ticket.get()
 
-            return give
+            return restore
 
         return send
 
     def end_stream(self, block: int) -> None:
-        """From here on the memory of what this block streamed is free."""
+        """Wait for the streamed tensors of this block; their memory is then free."""
         line = self.streams.get(block)
         if last := line[-1]() if line else None:
             last.finish_transfer()
@@ -86,33 +89,38 @@ class TierStore:
         return [ticket for reference in self.sent.get(block, ()) if (ticket := reference()) is not None]
 
 
-def build_block_plan(block: BlockCosts, ways: Ways, elsewhere: Store, bits: int, key: str) -> BlockPlan:
-    """What a block with these ways follows: what is offloaded goes elsewhere, and codes are drawn by the key."""
+def build_block_plan(block: BlockCosts, actions: BlockActions, offload: Store, bits: int, key: str) -> BlockPlan:
+    """Return the plan of a block with these actions. `offload` stores offloaded tensors; `key` seeds stochastic
+    rounding."""
     items, stored = block.tape.items, dict[int, Store]()
-    for number, way in ways.items():
-        if way is TensorAction.KEEP:
+    for number, action in actions.items():
+        if action is TensorAction.KEEP:
             stored[number] = keep_tensor
-        elif way is TensorAction.OFFLOAD:
-            stored[number] = elsewhere
-        elif way is TensorAction.COMPRESS:
-            stored[number] = quantizing_store(bits, f"{key}/{number}", number in items and items[number].drawn)
-            if number in items and is_streamed(block, ways):
+        elif action is TensorAction.OFFLOAD:
+            stored[number] = offload
+        elif action is TensorAction.COMPRESS:
+            stored[number] = quantizing_store(
+                bits, f"{key}/{number}", number in items and items[number].is_dropout_mask
+            )
+            if number in items and is_streamed(block, actions):
                 stored[number] = store_large_only(stored[number], items[number].bytes)
-    return BlockPlan(block.tape, stored, frozenset(ways.keys() - stored.keys()))
+    return BlockPlan(block.tape, stored, frozenset(actions.keys() - stored.keys()))
 
 
 def quantizing_store(bits: int, key: str, mask: bool) -> Store:
-    """Few bits for each number, rounded by chance as the key says; a mask of zeros and one other value exactly, with
-    one bit."""
+    """Return a store with few bits per element, rounded stochastically with the seed of `key`.
 
-    def code(tensor: Tensor) -> Callable[[], Tensor]:
+    A `mask` of zeros and one other value is stored exactly, with one bit per element.
+    """
+
+    def compress(tensor: Tensor) -> Callable[[], Tensor]:
         if mask:
             codes = pack_mask(tensor, (0.0, _other_value(tensor)))
         else:
             codes = quantize_tensor(tensor, bits, seed_of(key), zeros=True)
         return (lambda: tensor) if codes is None else codes.decode
 
-    return code
+    return compress
 
 
 def _other_value(mask: Tensor) -> float:
@@ -120,25 +128,26 @@ def _other_value(mask: Tensor) -> float:
 
 
 def stored_bits(bits: int) -> float:
-    """For each number: its code, and its share of two numbers of 16 bits for each group."""
+    """Return the bits per element: its quantized value, and its part of two 16-bit values per group."""
     return bits + 32 / GROUP
 
 
 @cache
 def bytes_per_second(where: Where, folder: str, device: torch.device) -> float:
-    """Of a tier's link, one way, measured here; of a simulated one what it says."""
+    """Return the measured bandwidth of a tier's link, one direction; of a simulated tier, the configured one."""
     with _disable_current_modes(), unset_fake_temporarily():
-        tensor = torch.arange(TRIED, dtype=torch.float32, device=device)  # nothing drawn: this may be amid a step
+        # arange, because a random tensor would change the random state during a step
+        tensor = torch.arange(PROBE_ELEMENTS, dtype=torch.float32, device=device)
         tier = tier_for(where, tensor, folder)
         if isinstance(tier, SimulatedTier):
             return tier.clock.link.bandwidth
 
-        def there_and_back() -> None:
+        def round_trip() -> None:
             ticket = tier.send(tensor)
             ticket.finish_transfer()
             ticket.get()
 
-        return 2 * tensor.nbytes / min(_seconds(there_and_back, device) for _ in range(3))
+        return 2 * tensor.nbytes / min(_seconds(round_trip, device) for _ in range(3))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

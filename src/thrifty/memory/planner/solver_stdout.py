@@ -1,4 +1,4 @@
-"""A solver that prints although nobody asked it to."""
+"""Suppression of the output that a solver prints unconditionally."""
 
 import ctypes
 import os
@@ -9,15 +9,18 @@ from contextlib import contextmanager
 
 @contextmanager
 def suppress_stdout() -> Iterator[None]:
-    """HiGHS prints some lines whatever it is told; standard output may be one JSON document."""
+    """Redirect standard output inside the block, because HiGHS prints lines even if output is switched off.
+
+    Standard output may be one JSON document.
+    """
     libc = ctypes.CDLL(None)
     sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
+    original, devnull = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 1)
     try:
         yield
     finally:
         libc.fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(original, 1)
+        os.close(original)
+        os.close(devnull)

@@ -118,7 +118,7 @@ class ActivationPlanner:
         learned, rest = self.rehearse(objective, model, batch)
         counted = self.settings.cost is counted_seconds or batch.weight.device.type != "cpu"
         overheads = OVERHEADS if counted else measured_overheads()
-        blocks = [costs_of(*each, overheads) for each in zip(learned.tapes, learned.held, strict=True)]
+        blocks = [costs_of(*each, overheads) for each in zip(learned.tapes, learned.memories, strict=True)]
         if self.chain is None or learned.names != self.blocks or LOSING_CORES.get(model) is not None:
             blocks = [replace(block, stage=None) for block in blocks]
         blocks.append(rest)  # comes last and has nothing to decide
@@ -151,7 +151,7 @@ class ActivationPlanner:
     def block_plans(self, blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[BlockPlan]:
         """What one forward pass follows."""
         key, plans = self._key_of_pass(), []
-        for place, (block, ways) in enumerate(zip(blocks[:-1], plan.ways, strict=False)):
+        for place, (block, ways) in enumerate(zip(blocks[:-1], plan.actions, strict=False)):
             elsewhere = keep_tensor
             if self.elsewhere:
                 elsewhere = self.elsewhere.stream(place) if is_streamed(block, ways) else self.elsewhere.store(place)

@@ -1,4 +1,4 @@
-"""Blocks that draw by Python, NumPy and torch, made again in the backward pass: they draw the same."""
+"""Recomputed blocks with random numbers of Python, NumPy and torch sample the same values again."""
 
 import random
 from typing import Any
@@ -61,19 +61,19 @@ def gradients(model: nn.Module) -> list[Tensor | None]:
         ("optimal_recompute", {"bytes": 0.4}),
     ],
 )
-def test_recomputed_blocks_draw_the_same(name: str, settings: dict[str, Any]) -> None:
-    made_again = thrifty.apply(drawing_model(), name, **settings)
-    assert equal(gradients(made_again), gradients(drawing_model()))
+def test_recomputed_blocks_sample_the_same_values(name: str, settings: dict[str, Any]) -> None:
+    recomputed = thrifty.apply(drawing_model(), name, **settings)
+    assert equal(gradients(recomputed), gradients(drawing_model()))
 
 
-def test_blocks_within_an_activation_budget_draw_the_same() -> None:
+def test_activation_budget_blocks_sample_the_same_values() -> None:
     model = drawing_model()
     with thrifty.activation_budget(model, "40%"):
-        found = gradients(model)
-    assert equal(found, gradients(drawing_model()))
+        actual = gradients(model)
+    assert equal(actual, gradients(drawing_model()))
 
 
-def test_draws_after_the_backward_pass_are_those_of_the_plain_run() -> None:
+def test_random_state_after_backward_equals_plain_run() -> None:
     following = []
     for model in (drawing_model(), thrifty.apply(drawing_model(), "recompute")):
         gradients(model)
