@@ -30,7 +30,7 @@ from thrifty.core.technique import Numerics
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.memory.planner.memory_milp import fastest_plan
-from thrifty.memory.planner.memory_plan import TensorAction, is_whole, plan_peak, peak_when_kept
+from thrifty.memory.planner.memory_plan import TensorAction, is_whole, peak_when_kept, plan_peak
 from thrifty.memory.planner.plan_choice import least_peak
 from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.models.families import assemble
