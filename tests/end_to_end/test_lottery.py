@@ -135,7 +135,7 @@ def test_another_lottery_is_not_mixed_with_one_that_is_there(
     played: tuple[Path, dict[str, Any]], recipe: Recipe
 ) -> None:
     runs, _ = played
-    with pytest.raises(UsageError, match=r"another lottery: lottery.prune: 0.5 → 0.3"):
+    with pytest.raises(UsageError, match=r"other settings: lottery.prune: 0.5 → 0.3"):
         run_lottery(recipe, replace(LOTTERY, prune=0.3), runs, quiet=True)
     with pytest.raises(UsageError, match=r"another lottery: recipe\.data\.batch: 4 → 8"):
         run_lottery(replace(recipe, data=replace(recipe.data, batch=8)), LOTTERY, runs, quiet=True)
@@ -178,7 +178,7 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
         gc.collect()
         return {"kept": [model() for model in built if model() is not None]}
 
-    monkeypatch.setattr("thrifty.experiments.lottery_rounds._Rounds.to_the_end", look)
+    monkeypatch.setattr("thrifty.experiments.lottery_rounds._Rounds.run_all", look)
     assert run_lottery(replace(recipe, objects=UserObjects(model=build)), LOTTERY, tmp_path, quiet=True) == {"kept": []}
     assert len(built) == 2  # one is on fake tensors: indices without a row are looked for
 

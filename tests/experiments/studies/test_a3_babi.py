@@ -39,7 +39,7 @@ def test_weights_are_those_of_the_papers_search_and_threshold() -> None:
         expected[left] = scores[left].softmax(0)
         torch.testing.assert_close(found[b], expected)
         kept += len(left)
-    assert (counting.kept, counting.there) == (kept, 17)
+    assert (counting.kept, counting.total) == (kept, 17)
 
 
 def test_without_search_and_threshold_it_is_softmax() -> None:

@@ -4,7 +4,7 @@ import pytest
 from pair_runs import write_crosses
 
 from thrifty.experiments import studies
-from thrifty.experiments.studies.flip import HALF_TUNED, TUNED, WAYS, WHOLE, label_of, measure, steps_for
+from thrifty.experiments.studies.flip import HALF_TUNED, TUNED, VARIANTS, WHOLE, label_of, measure, steps_for
 from thrifty.experiments.study import Cells
 
 
@@ -13,7 +13,7 @@ def cells(*recalls: float, work: tuple[int, ...] = (100, 300)) -> Cells:
     return {
         label_of(way, steps): {"recall_10": recall, "chance_10": 0.5}
         for steps in work
-        for way, recall in zip(WAYS, recalls, strict=True)
+        for way, recall in zip(VARIANTS, recalls, strict=True)
     }
 
 
@@ -39,9 +39,9 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path_factory.getbasetemp() / "flip-cache"))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", VARIANTS)
 def test_all_ways_of_a_budget_cost_the_same(way: str) -> None:
-    rate, tuned = WAYS[way]
+    rate, tuned = VARIANTS[way]
     whole, dropped = 7.0, 7.0 * (1 - 0.8 * rate)
     steps = steps_for(1000, whole, dropped, tuned)
     masked = round(steps * (1 - TUNED * tuned)) if rate else 0

@@ -33,7 +33,7 @@ def test_a_gain_that_shrinks_is_what_stacking_is_expected_to_show() -> None:
     found = {("full", 800): 1.628, ("full", 4000): 1.208, ("stacked", 800): 1.575, ("stacked", 4000): 1.191}
     cells = {
         f"way {way}, full_steps {steps}": {"loss": found.get((way, steps), found["stacked", steps])}
-        for way in stacking.WAYS
+        for way in stacking.VARIANTS
         for steps in (800, 4000)
     }
     assert cells.keys() == study.cases.keys()

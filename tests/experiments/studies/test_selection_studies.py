@@ -69,7 +69,7 @@ RIGHT = {
 
 
 def diet_cells(right: dict[str, float], agreement: dict[str, float]) -> Cells:
-    others = dict.fromkeys(data_diet.WAYS, 93.0)
+    others = dict.fromkeys(data_diet.VARIANTS, 93.0)
     return {way: {"accuracy": value} for way, value in (others | right).items()} | {data_diet.SCORES: agreement}
 
 
@@ -108,7 +108,7 @@ def halves(leads: dict[str, tuple[float, ...]]) -> dict[str, dict[str, float]]:
     return {
         hard_or_easy.label_of(way, data, images): {"accuracy": 80 + leads[way][place]}
         for data, of_each in sizes.items()
-        for way in hard_or_easy.WAYS
+        for way in hard_or_easy.VARIANTS
         for place, images in enumerate(of_each)
     }
 
@@ -134,7 +134,7 @@ def sampling_cells(losses: tuple[float, ...], gain: float, opened: float, work: 
             "opened": opened if data == "digits" else 0.0,
         }
         for data in ("digits", "text")
-        for way, loss in zip(importance_sampling.WAYS, losses, strict=True)
+        for way, loss in zip(importance_sampling.VARIANTS, losses, strict=True)
     }
 
 

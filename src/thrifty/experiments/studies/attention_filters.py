@@ -1,12 +1,12 @@
-"""Attention filters: what a small language model and a small ViT lose to each, by the share of pairs that is kept.
+"""Attention filters: the loss of each in a small language model and a small ViT, by the density it keeps.
 
 Papers    Ham et al. 2021, ELSA (ISCA); Ham et al. 2020, A3 (HPCA); Lu et al. 2021, Sanger (MICRO); Qu et al. 2022, DOTA
           (ASPLOS); Wang et al. 2021, SpAtten (HPCA); You et al. 2023, ViTCoD (HPCA); Beltagy et al. 2020, Longformer
           (arXiv 2004.05150); Zaheer et al. 2020, BigBird (2007.14062).
-Note      the papers filter trained models of 128 to 4096 tokens, some without training on; here models of 64 bytes and
-          of 17 patches are trained with their filter, after a tenth of plain attention where the paper starts so.
-          Density is measured of what attention gave: the share of visible pairs with a weight, over all blocks, heads
-          and held-out examples. Seconds say nothing of a filter: in software every one of them looks at all pairs.
+Note      The papers filter trained models of 128 to 4096 tokens, some without further training. Here models of 64 bytes
+          and of 17 patches are trained with their filter; if the paper does so, the first tenth uses plain attention.
+          Density is measured on the attention weights: the fraction of visible pairs with a weight, over all blocks,
+          heads and held-out examples. Seconds do not measure a filter: in software, every filter computes all pairs.
 """
 
 from collections.abc import Mapping
@@ -62,13 +62,13 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 @torch.no_grad()
 def density_of(model: nn.Module, *inputs: Tensor) -> float:
-    """The share of visible pairs that has a weight in one forward pass; 1 where no core was replaced."""
+    """Return the fraction of visible pairs with a weight in one forward pass; 1 if no attention core was replaced."""
     kept, visible = 0, 0
-    places = ATTENTION_SITES.get(model) or ()
-    cores = [place.module.core for place in places]
+    sites = ATTENTION_SITES.get(model) or ()
+    cores = [site.module.core for site in sites]
 
-    def watching(core: Any, causal: bool) -> Any:
-        def watch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def counting(core: Any, causal: bool) -> Any:
+        def counted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             nonlocal kept, visible
             weights = core_weights(core, q, k)
             kept += int((weights > 0).sum())
@@ -76,15 +76,15 @@ def density_of(model: nn.Module, *inputs: Tensor) -> float:
             visible += pairs * weights.shape[0] * weights.shape[1]
             return core(q, k, v)
 
-        return watch
+        return counted
 
-    for place, core in zip(places, cores, strict=True):
-        place.module.core = watching(core, place.causal)
+    for site, core in zip(sites, cores, strict=True):
+        site.module.core = counting(core, site.causal)
     try:
         model.eval()(*inputs)
     finally:
-        for place, core in zip(places, cores, strict=True):
-            place.module.core = core
+        for site, core in zip(sites, cores, strict=True):
+            site.module.core = core
     return kept / visible if visible else 1.0
 
 
@@ -99,7 +99,7 @@ def measure(
     batch: int,
     length: int,
 ) -> dict[str, float]:
-    """Held-out loss and, for images, accuracy; and how much was kept at the end."""
+    """Return the held-out loss, the error on images, and the density at the end."""
     chosen = [] if method == PLAIN else [FILTERS[method](**settings)]
     if model == "images":
         trained = train_on_images(
@@ -132,12 +132,12 @@ def label_of(model: str, method: str, setting: str = "") -> str:
 def attention_filters(
     seeds: int = 3, steps: int = 500, depth: int = 3, width: int = 64, batch: int = 16, length: int = 64
 ) -> Study:
-    """Eight filters, each wide and narrow, in a 3-block decoder of bytes and a 3-block ViT of handwritten digits.
+    """Eight filters, each at a wide and a narrow setting, in a 3-block byte decoder and a 3-block ViT on digits.
 
     Command   thrifty study attention_filters
-    Expect    of text a window of 4 bytes to lose next to nothing, and the filters that look at scores less than blocks
-              that do not. Of digits a gain by ViTCoD's fixed masks, and losses where a query keeps one or two patches.
-              About 40 minutes of one core, a third of it A3's.
+    Expect    On text, a window of 4 bytes loses almost nothing. Filters that compute scores lose less than blocks that
+              do not. On digits, ViTCoD's fixed masks gain, and filters lose if a query keeps only one or two patches.
+              About 40 minutes of one core, a third of it for A3.
     """
     fixed = {"steps": steps, "depth": depth, "width": width, "batch": batch, "length": length}
     cases: dict[str, Mapping[str, Any]] = {}
@@ -150,46 +150,46 @@ def attention_filters(
                 cases[label_of(model, method, name)] = case
 
     def lost(cells: Cells, model: str, method: str, setting: str) -> float:
-        """Nats of held-out loss beyond plain attention's."""
+        """Return the held-out loss above that of plain attention, in nats."""
         return cells[label_of(model, method, setting)]["loss"] - cells[label_of(model, PLAIN)]["loss"]
 
     def density(cells: Cells, model: str, method: str, setting: str) -> float:
         return cells[label_of(model, method, setting)]["density"]
 
-    of_scores = ("ELSA", "A3", "Sanger", "DOTA", "SpAtten")
+    score_based = ("ELSA", "A3", "Sanger", "DOTA", "SpAtten")
     return Study(
         measure=measure,
         cases=cases,
         quantities={
             "loss": MeasuredQuantity("held-out loss at the end, nats (per byte, or per image)"),
-            "wrong": MeasuredQuantity("held-out images told wrong, percent; of text there is none"),
+            "wrong": MeasuredQuantity("held-out images classified wrongly, percent; infinite for text"),
             "density": MeasuredQuantity("visible pairs with a weight at the end, percent"),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect={
-            "narrow settings keep fewer pairs than wide ones, of every filter in both models": lambda c: all(
+            "for every filter in both models, the narrow setting keeps fewer pairs than the wide one": lambda c: all(
                 density(c, model, method, "narrow") < density(c, model, method, "wide")
                 for model in ("text", "images")
                 for method in SETTINGS
             ),
-            "wide settings cost the language model less than a tenth of a nat": lambda c: all(
+            "in the language model, wide settings cost less than 0.1 nats": lambda c: all(
                 lost(c, "text", method, "wide") < 0.1 for method in SETTINGS
             ),
-            (
-                "filters that look at scores lose less than the narrow blocks, which do not, at a lower density"
-            ): lambda c: all(
-                lost(c, "text", method, "narrow") < lost(c, "text", "block-sparse", "narrow")
-                for method in of_scores
-                if density(c, "text", method, "narrow") < density(c, "text", "block-sparse", "narrow")
+            ("at a lower density, score-based filters lose less than narrow blocks, which ignore scores"): lambda c: (
+                all(
+                    lost(c, "text", method, "narrow") < lost(c, "text", "block-sparse", "narrow")
+                    for method in score_based
+                    if density(c, "text", method, "narrow") < density(c, "text", "block-sparse", "narrow")
+                )
             ),
-            "of text, four bytes back are enough to lose less than a tenth of a nat": lambda c: (
+            "on text, a window of four bytes loses less than 0.1 nats": lambda c: (
                 lost(c, "text", "window", "narrow") < 0.1
             ),
         },
         plots=[
             StudyPlot("loss", "Held-out loss by percent of pairs kept", x="density", y="loss", by="method", log_x=True),
-            StudyPlot("wrong", "Percent told wrong by percent of pairs kept", x="density", y="wrong", by="method"),
+            StudyPlot("wrong", "Error by percent of pairs kept", x="density", y="wrong", by="method"),
         ],
         minutes=30,
     )

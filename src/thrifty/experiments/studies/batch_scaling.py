@@ -1,11 +1,11 @@
-"""Batch scaling: how far a rate found at a small batch can be carried to larger ones, by which rule.
+"""Batch scaling: the largest batch at which a learning rate tuned at a small batch still works, by scaling rule.
 
-Paper     Goyal et al. 2017, Accurate, Large Minibatch SGD (arXiv 1706.02677); You, Gitman & Ginsburg 2017, LARS
-          (arXiv 1708.03888).
-Note      a fixed number of epochs, so a larger batch has fewer steps. The rates are not decayed. LARS takes the
-          same base rate; its coefficient of 0.01 was the best of eight settings tried on the test images at the
-          largest batch, and the other methods were not tuned: a small lead of LARS proves nothing. With the usual
-          0.001 it stays below the square root there.
+Paper     Goyal et al. 2017, Accurate, Large Minibatch SGD (arXiv 1706.02677); You, Gitman & Ginsburg 2017, LARS (arXiv
+          1708.03888).
+Note      The number of epochs is fixed, so a larger batch has fewer steps. Rates are not decayed. LARS uses the same
+          base rate. Its coefficient of 0.01 was the best of eight values tried on the test images at the largest batch;
+          the other methods were not tuned. A small lead of LARS therefore proves nothing. With the usual 0.001, LARS is
+          worse there than the square root.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ PIXELS, CLASSES = 64, 10
 
 @dataclass(frozen=True)
 class ScalingMethod:
-    """How a rate is carried over: which optimizer's, by which rule, and over how many epochs it grows."""
+    """A method to scale the learning rate: optimizer, rule, and warm-up in epochs."""
 
     optimizer: type[Technique]
     rule: Rule | None
@@ -48,7 +48,7 @@ METHODS = {
 
 
 def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
-    """Images (b, 8, 8) to logits (b, 10), with torch's first values."""
+    """Return a perceptron from images (b, 8, 8) to logits (b, 10), with torch's default initialization."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers: list[nn.Module] = [nn.Flatten()]
@@ -60,7 +60,7 @@ def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
 
 
 def chosen(method: ScalingMethod, rate: float, coefficient: float, base_batch: int, batch: int) -> list[Technique]:
-    """The optimizer at the base rate, and what scales that rate."""
+    """Return the optimizer at the base rate, and the technique that scales the rate."""
     settings = {"lr": rate} | ({"trust_coefficient": coefficient} if method.optimizer is Lars else {})
     techniques: list[Technique] = [build(method.optimizer, settings)]
     if method.rule:
@@ -71,7 +71,7 @@ def chosen(method: ScalingMethod, rate: float, coefficient: float, base_batch: i
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """The share of the test images that is told right."""
+    """Return the accuracy on the test images as a fraction."""
     test = DigitImages("test")
     return float((model(test.images).argmax(1) == test.labels).float().mean())
 
@@ -79,7 +79,7 @@ def accuracy(model: nn.Module) -> float:
 def measure(
     seed: int, batch: int, method: str, rate: float, coefficient: float, base_batch: int, epochs: int, hidden: list[int]
 ) -> dict[str, float]:
-    """A perceptron trained on handwritten digits for some epochs of batches of this size."""
+    """Train a perceptron on handwritten digits for some epochs of batches of this size."""
     plain = BaseRun(lambda: perceptron(hidden, seed), DigitEpochs("train", batch, seed), Classification())
     techniques = chosen(METHODS[method], rate, coefficient, base_batch, batch)
     model, state = run_to_end(compose(plain, techniques, max(1, epochs * TRAIN // batch)), seed, may_diverge=True)
@@ -94,12 +94,13 @@ def batch_scaling(
     epochs: int = 15,
     hidden: tuple[int, ...] = (256, 256),
 ) -> Study:
-    """A perceptron on 1300 handwritten digits for 15 epochs, in batches from 16 to half of all, by five methods.
+    """A perceptron on 1300 handwritten digits for 15 epochs, with batches from 16 to half of all images, by five
+    methods.
 
     Command   thrifty study batch_scaling
-    Expect    all methods of SGD reach 98 % at the base batch. The same rate collapses as batches grow; the linear rule
-              holds at 256 and breaks at half of the images, where warm-up does not save it. The square root and LARS
-              hold to the end, LARS at 95 %. Two minutes on two cores.
+    Expect    All SGD methods reach 98 % at the base batch. The unscaled rate collapses as batches grow. The linear rule
+              holds at batch 256 and fails at half of the images, with or without warm-up. The square root and LARS hold
+              to the end, LARS at 95 %. Two minutes on two cores.
     """
     base, largest = batches[0], batches[-1]
     fixed = {"rate": rate, "coefficient": coefficient, "base_batch": base, "epochs": epochs, "hidden": list(hidden)}
@@ -115,25 +116,25 @@ def batch_scaling(
             for batch in batches
         },
         quantities={
-            "accuracy": MeasuredQuantity("share of the 497 test images told right after the last step"),
+            "accuracy": MeasuredQuantity("accuracy on the 497 test images after the last step, as a fraction"),
             "steps": MeasuredQuantity("steps of training"),
         },
         seeds=seeds,
         expect={
-            "the same rate collapses: a fifth less at the largest batch than at the base batch": lambda c: (
+            "the same rate collapses: accuracy at the largest batch is more than 0.2 below the base batch": lambda c: (
                 reached(c, "same rate", largest) < reached(c, "same rate", base) - 0.2
             ),
-            "the linear rule holds at the batches between: within 0.03 of the base batch": lambda c: all(
+            "the linear rule holds at intermediate batches: within 0.03 of the base batch": lambda c: all(
                 reached(c, "linear", batch) > reached(c, "linear", base) - 0.03 for batch in batches[1:-1]
             ),
-            "the linear rule breaks at the largest batch: below 0.8": lambda c: reached(c, "linear", largest) < 0.8,
-            "warm-up does not help the linear rule: not 0.05 better at any batch": lambda c: all(
+            "the linear rule fails at the largest batch: below 0.8": lambda c: reached(c, "linear", largest) < 0.8,
+            "warm-up does not help the linear rule: less than 0.05 better at every batch": lambda c: all(
                 reached(c, "linear, warm-up", batch) < reached(c, "linear", batch) + 0.05 for batch in batches
             ),
-            "the square root holds at the largest batch: above 0.9": lambda c: (
+            "the square-root rule holds at the largest batch: above 0.9": lambda c: (
                 reached(c, "square root, warm-up", largest) > 0.9
             ),
-            "LARS is the highest at the largest batch, within 0.03 of its base batch": lambda c: (
+            "LARS is the best at the largest batch, and within 0.03 of its base batch": lambda c: (
                 max(METHODS, key=lambda method: reached(c, method, largest)) == LARS
                 and reached(c, LARS, largest) > reached(c, LARS, base) - 0.03
             ),

@@ -1,8 +1,8 @@
-"""Compressed activations: 12 blocks trained with what the backward pass needs in 8, 4 or 2 bits, against 32.
+"""Compressed activations: 12 blocks trained with saved activations of 8, 4 or 2 bits instead of 32.
 
 Paper     Chen et al. 2021, ActNN (arXiv 2104.14129); Liu et al. 2022, GACT (arXiv 2206.11357).
-Note      a loss at this size says little about large models. The papers find no loss at 4 bits on average and some at
-          2; what is compared here is how much of that shows in some hundred steps, and what is saved.
+Note      A loss at this size says little about large models. The papers report no loss at 4 bits on average and some at
+          2. The study compares the loss after some hundred steps, and the memory saved.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ PLAIN = "32 bits"
 
 
 def build(depth: int, width: int, length: int, seed: int) -> nn.Module:
-    """A decoder of bytes with GELU, whose derivative is not linear in what is kept."""
+    """Return a byte decoder with GELU, whose derivative is not linear in the saved tensor."""
     heads = max(1, width // 16)
     return initialized(ModelConfig("gpt", depth, width, heads, heads, 4 * width, BYTES, length, tied=True), seed)
 
@@ -40,7 +40,7 @@ def measure(
     ranges: str = "group",
     adaptive: bool = False,
 ) -> dict[str, float]:
-    """The losses of one run, and the bytes of activations that are alive when its forward pass ends."""
+    """Return the losses of one run, and the bytes of activations alive at the end of its forward pass."""
     chosen: list[Technique] = [*decayed_adamw(width)]
     if bits < 32:
         settings: dict[str, Any] = {"bits": bits, "ranges": ranges, "adaptive": adaptive, "every": 100}
@@ -62,11 +62,11 @@ def measure(
 def compressed_activations(
     seeds: int = 3, depth: int = 12, width: int = 64, length: int = 64, batch: int = 16, steps: int = 300
 ) -> Study:
-    """A 12-block decoder of bytes with six ways to keep its activations.
+    """A 12-block byte decoder with six ways to store its activations.
 
     Command   thrifty study compressed_activations
-    Expect    8 and 4 bits, whatever shares a range, end within a twentieth of a nat of the plain run, 2 bits above it;
-              activations shrink to less than a third, a fifth and a seventh. Ten minutes on two cores.
+    Expect    8 and 4 bits end within 0.05 nats of the plain run for every grouping of ranges; 2 bits end above it.
+              Activations shrink to less than 1/3, 1/5 and 1/7. Ten minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     variants: dict[str, dict[str, Any]] = {
@@ -89,12 +89,12 @@ def compressed_activations(
         seeds=seeds,
         expect={
             **{
-                f"{label} end within 0.05 nats of {PLAIN}": lambda c, label=label: _worse(c, label) < 0.05
+                f"{label}: final loss within 0.05 nats of {PLAIN}": lambda c, label=label: _worse(c, label) < 0.05
                 for label in variants
                 if label.startswith(("8", "4"))
             },
-            "2 bits end above 4 bits": lambda c: c["2 bits"]["loss"] > c["4 bits"]["loss"],
-            "activations shrink to less than a third, a fifth and a seventh in 8, 4 and 2 bits": lambda c: all(
+            "the final loss with 2 bits is above that with 4 bits": lambda c: c["2 bits"]["loss"] > c["4 bits"]["loss"],
+            "activations of 8, 4 and 2 bits take less than 1/3, 1/5 and 1/7 of the memory": lambda c: all(
                 _share(c, f"{bits} bits") < 1 / most for bits, most in ((8, 3), (4, 5), (2, 7))
             ),
         },

@@ -1,13 +1,13 @@
-"""What half of a training set is worth keeping, where some labels are wrong.
+"""Data pruning with label noise: accuracy after training on half of a dataset, selected by different scores.
 
-Papers    Paul, Ganguli & Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075): EL2N and GraNd; Kirsch 2023
-          (2303.14753): GraNd at first values follows the norm of the input and finds nothing; Toneva et al. 2019
-          (1812.05159): forgetting; Sorscher et al. 2022 (2206.14486): prototypes.
-Note      all but the prototypes are averaged over ten networks from other first values, which are not the one that is
-          trained in the end, after one epoch of the run of that one. It makes the same number of steps whatever is
-          kept; scoring costs a fifth of them more and is not counted here. Distances to prototypes are in the last
-          hidden layer of one of the ten. Scored five epochs into the run, the hardest half was as good as a random one
-          (one seed): by then the networks are sure of most of what they were shown.
+Papers    Paul, Ganguli & Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075): EL2N and GraNd. Kirsch 2023
+          (2303.14753): GraNd at initialization follows the input norm and selects nothing useful. Toneva et al. 2019
+          (1812.05159): forgetting. Sorscher et al. 2022 (2206.14486): prototypes.
+Note      Scores are averaged over ten networks with other initializations, after one epoch; prototype distances use the
+          last hidden layer of one of them. The final network has its own initialization, and always trains for the same
+          number of steps. Scoring adds a fifth of that compute, which is not counted. With scores after five epochs,
+          the hardest half was as good as a random one (one seed), because the networks were then confident of most
+          examples.
 """
 
 from contextlib import closing
@@ -36,17 +36,17 @@ from thrifty.kernels.example_scores import Fields, ForgettingCounter, el2n, gran
 
 ALL, SCORES = "all", "the scores themselves"
 BEGUN, TRAINED = "GraNd at first values", "GraNd"
-WAYS = (
+VARIANTS = (
     ALL, "random", "EL2N, hardest", "EL2N, easiest", "EL2N, hardest but some", f"{TRAINED}, hardest but some",
     f"{BEGUN}, hardest", "input norm, hardest", "forgetting, hardest but some", "prototype, hardest",
     "prototype, easiest",
 )  # fmt: skip
 LOOK = 2
-"""Steps between two looks at what has been forgotten."""
+"""Steps between two forgetting evaluations."""
 
 
 def gradient_norms(model: nn.Module, data: FixedImages) -> Tensor:
-    """GraNd of every example (n,)."""
+    """Return the GraNd score of every example (n,)."""
 
     def loss(parameters: Fields, example: Fields) -> Tensor:
         logits = functional_call(model, dict(parameters), (example["inputs"][None],))
@@ -59,7 +59,7 @@ def gradient_norms(model: nn.Module, data: FixedImages) -> Tensor:
 def scores_of_runs(
     seed: int, wrong: float, networks: int, scored_after: int, width: int, steps: int, batch: int
 ) -> dict[str, Tensor]:
-    """By kind of score, those of each network (r, n); of prototypes and inputs there is one row."""
+    """Return the scores of each network (r, n) by kind; prototypes and inputs have one row."""
     data, _ = with_wrong_labels(wrong, seed)
     everything, by_method = torch.arange(len(data)), {name: [] for name in ("EL2N", TRAINED, BEGUN, "forgetting")}
     for network in range(networks):
@@ -88,8 +88,10 @@ def scores_of_runs(
 
 
 def chosen(scores: Tensor, rule: str, share: float, offset: float) -> Tensor:
-    """The places of the examples to keep, by their scores (n,); "hardest but some" first takes away the share `offset`
-    of the very hardest."""
+    """Return the indices of the examples to keep, given scores (n,).
+
+    "hardest but some" first skips the fraction `offset` of the hardest.
+    """
     order = scores.argsort(descending=rule != "easiest", stable=True)
     first = round(offset * len(scores)) if rule == "hardest but some" else 0
     return order[first : first + round(share * len(scores))]
@@ -111,7 +113,7 @@ def measure(
     steps: int,
     batch: int,
 ) -> dict[str, float]:
-    """What a network learns of the kept examples; or of the scores, how they agree with one another."""
+    """Return the test accuracy after training on the kept examples, or the agreement between scores."""
     data, flipped = with_wrong_labels(wrong, seed)
     if way == ALL:
         kept = torch.arange(len(data))
@@ -131,7 +133,7 @@ def measure(
 
 
 def agreement(scores: dict[str, Tensor], flipped: Tensor) -> dict[str, float]:
-    """Rank correlations, and how many of the wrong labels are among as many examples of highest EL2N."""
+    """Return rank correlations of scores, and the percentage of wrong labels among equally many highest EL2N scores."""
     runs = scores["EL2N"]
     half, count = len(runs) // 2, int(flipped.sum())
     singles = [rank_correlation(one, runs[half:].mean(0)) for one in runs[:half]]
@@ -155,12 +157,13 @@ def data_diet(
     steps: int = 1000,
     batch: int = 64,
 ) -> Study:
-    """Half of 1,300 digits, 5 % of them under wrong labels, kept by eight kinds of score; what a perceptron learns.
+    """Half of 1,300 digits, 5 % of them with wrong labels, selected by eight kinds of score; accuracy of a perceptron.
 
     Command   thrifty study data_diet
-    Expect    the hardest half holds all wrong labels, and is worse than a random one; so is the easiest, which holds
-              none. Without the hardest 5 % the next half beats even the whole, whose wrong labels it leaves out. GraNd
-              at first values follows the norm of the input and is no better than chance. Two minutes on two cores.
+    Expect    The hardest half contains all wrong labels and is worse than a random half. The easiest half contains none
+              and is worse too. Without the hardest 5 %, the next hardest half beats even the whole set, because it
+              excludes the wrong labels. GraNd at initialization follows the input norm and is no better than random.
+              Two minutes on two cores.
     """
     settings = {
         "share": share, "offset": offset, "wrong": wrong, "networks": networks, "scored_after": scored_after,
@@ -172,40 +175,38 @@ def data_diet(
 
     return Study(
         measure=measure,
-        cases={way: {"way": way, **settings} for way in (*WAYS, SCORES)},
+        cases={way: {"way": way, **settings} for way in (*VARIANTS, SCORES)},
         quantities={
-            "accuracy": MeasuredQuantity("test images told right at the end, percent"),
-            "wrong_labels": MeasuredQuantity("wrong labels among those kept"),
+            "accuracy": MeasuredQuantity("test accuracy at the end, percent"),
+            "wrong_labels": MeasuredQuantity("wrong labels among the kept examples"),
             "first_grand_to_input_norm": MeasuredQuantity(
-                "rank correlation of GraNd at first values with the input's norm"
+                "rank correlation of GraNd at initialization with the input norm"
             ),
             "one_to_mean": MeasuredQuantity("rank correlation of EL2N of one network with the mean of five others"),
-            "mean_to_mean": MeasuredQuantity("the same of the mean of five with that of five others"),
-            "caught": MeasuredQuantity(
-                "percent wrong labels among as many examples of highest EL2N as there are wrong labels"
+            "mean_to_mean": MeasuredQuantity(
+                "rank correlation of the mean EL2N of five networks with that of five others"
             ),
+            "caught": MeasuredQuantity("precision of the highest EL2N scores as a detector of wrong labels, percent"),
         },
         seeds=seeds,
         expect={
-            (
-                "the hardest half by EL2N is more than two points worse than a random one, and so is the easiest"
-            ): lambda c: max(right(c, "EL2N, hardest"), right(c, "EL2N, easiest")) < right(c, "random") - 2,
-            "without the very hardest, EL2N's half beats a random one by two points, and all by one": lambda c: (
+            ("the hardest and the easiest half by EL2N are each more than two points below a random half"): lambda c: (
+                max(right(c, "EL2N, hardest"), right(c, "EL2N, easiest")) < right(c, "random") - 2
+            ),
+            "without the hardest 5 %, EL2N's hard half beats random by two points and the whole by one": lambda c: (
                 right(c, "EL2N, hardest but some") > max(right(c, "random") + 2, right(c, ALL) + 1)
             ),
-            "GraNd at first values does not beat a random half by more than half a point": lambda c: (
+            "GraNd at initialization beats a random half by at most half a point": lambda c: (
                 right(c, f"{BEGUN}, hardest") < right(c, "random") + 0.5
             ),
-            "GraNd at first values follows the norm of the input: rank correlation above 0.6": lambda c: (
+            "GraNd at initialization follows the input norm: rank correlation above 0.6": lambda c: (
                 c[SCORES]["first_grand_to_input_norm"] > 0.6
             ),
-            "one network's EL2N agrees with the mean of five less well than another mean of five does": lambda c: (
+            "the EL2N of one network agrees less with a mean of five than another mean of five does": lambda c: (
                 c[SCORES]["one_to_mean"] < c[SCORES]["mean_to_mean"]
             ),
-            "more than six in ten of the wrong labels are among as many of highest EL2N": lambda c: (
-                c[SCORES]["caught"] > 60
-            ),
+            "the highest EL2N scores find more than 60 % of the wrong labels": lambda c: c[SCORES]["caught"] > 60,
         },
-        plots=[StudyPlot("accuracy", "Percent told right by what half is kept", y="accuracy")],
+        plots=[StudyPlot("accuracy", "Test accuracy by selected half", y="accuracy")],
         minutes=2,
     )

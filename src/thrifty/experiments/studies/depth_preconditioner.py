@@ -1,8 +1,8 @@
-"""Depth as preconditioner: a product of linear maps fits the same functions as one, and gradient descent takes it there
-by another path, a preconditioned one, which no regulariser can imitate.
+"""Depth as preconditioner: a product of linear maps represents the same functions as one map, but gradient descent on
+it is preconditioned, which no regularizer can imitate.
 
-Paper     Arora, Cohen & Hazan 2018, On the Optimization of Deep Networks: Implicit Acceleration by
-          Overparameterization (arXiv 1802.06509): theorem 1, and the contrast of section 8 between l4 and l2.
+Paper     Arora, Cohen & Hazan 2018, On the Optimization of Deep Networks: Implicit Acceleration by Overparameterization
+          (arXiv 1802.06509): theorem 1, and the contrast of section 8 between l4 and l2.
 """
 
 import math
@@ -16,8 +16,10 @@ RATES = tuple(10 ** (exponent / 8) for exponent in range(-24, 9))
 
 
 def balanced_factors(end_to_end: Tensor, depth: int) -> list[Tensor]:
-    """W_1 … W_depth with product W_depth … W_1 = `end_to_end` (out, in) and W_{j+1}ᵀ W_{j+1} = W_j W_jᵀ, by the
-    singular value decomposition, each factor with a root of the singular values."""
+    """Return W_1 … W_depth with product W_depth … W_1 = `end_to_end` (out, in) and W_{j+1}ᵀ W_{j+1} = W_j W_jᵀ.
+
+    By singular value decomposition, each factor has a root of the singular values.
+    """
     if depth == 1:
         return [end_to_end.clone()]
     u, s, v = torch.linalg.svd(end_to_end, full_matrices=False)
@@ -26,8 +28,8 @@ def balanced_factors(end_to_end: Tensor, depth: int) -> list[Tensor]:
 
 
 def regression(seed: int, examples: int, features: int, condition: float) -> tuple[Tensor, Tensor]:
-    """Inputs (n, d) whose columns have scales from 1 down to 1 / `condition`, and targets (n,): a linear function
-    with unit noise."""
+    """Return inputs (n, d) with column scales from 1 down to 1 / `condition`, and targets (n,): linear with unit
+    noise."""
     generator = torch.Generator().manual_seed(seed)
     scales = torch.logspace(0, -math.log10(condition), features, dtype=torch.float64)
     x = torch.randn(examples, features, generator=generator, dtype=torch.float64) * scales
@@ -36,7 +38,7 @@ def regression(seed: int, examples: int, features: int, condition: float) -> tup
 
 
 def lowest_loss(x: Tensor, y: Tensor, p: int) -> float:
-    """The minimum over w of mean |x w - y|^p / p, by Newton's method from the least squares."""
+    """Return the minimum over w of mean |x w - y|^p / p, by Newton's method from the least-squares solution."""
     w = torch.linalg.lstsq(x, y[:, None]).solution[:, 0]
     for _ in range(100):
         error = x @ w - y
@@ -48,8 +50,10 @@ def lowest_loss(x: Tensor, y: Tensor, p: int) -> float:
 def measure(
     seed: int, p: int, depth: int, examples: int, features: int, condition: float, most_steps: int
 ) -> dict[str, float]:
-    """Steps of gradient descent on a product of `depth` factors until the loss is within 0.1 % of the lowest, at the
-    best of all rates; they are tried side by side, in a leading dimension."""
+    """Return the steps of gradient descent on `depth` factors until the loss is within 0.1 % of the minimum.
+
+    All rates of the grid are tried in parallel along a leading dimension; the best one counts.
+    """
     x, y = regression(seed, examples, features, condition)
     goal = lowest_loss(x, y, p) * 1.001
     start = torch.randn(1, features, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64)
@@ -73,11 +77,11 @@ def measure(
 def depth_preconditioner(
     seeds: int = 20, examples: int = 500, features: int = 20, condition: float = 5.0, most_steps: int = 10_000
 ) -> Study:
-    """Linear regression through products of 1, 2 and 3 factors, with the fourth and the second power of the error.
+    """Linear regression by products of 1, 2 and 3 factors, with l4 and l2 loss.
 
     Command   thrifty study depth_preconditioner
-    Expect    with the fourth power, two and three factors need less than half of the steps of one; with the second
-              power they gain nothing. Under a minute on two cores.
+    Expect    With l4, two and three factors require less than half of the steps of one. With l2 they gain nothing.
+              Under a minute on two cores.
     """
     fixed = {"examples": examples, "features": features, "condition": condition, "most_steps": most_steps}
     cases = {label: {**levels, **fixed} for label, levels in grid(p=(4, 2), depth=(1, 2, 3)).items()}
@@ -98,16 +102,16 @@ def depth_preconditioner(
         cases=cases,
         quantities={
             "steps": MeasuredQuantity("steps of gradient descent to 0.1 % above the lowest loss, at the best rate"),
-            "rate": MeasuredQuantity("the best rate of the grid, which has eight to a decade"),
-            "speedup": MeasuredQuantity("steps of one factor over steps of several, seed by seed"),
+            "rate": MeasuredQuantity("best rate of the grid, with eight rates per decade"),
+            "speedup": MeasuredQuantity("steps with one factor divided by steps with several, per seed"),
         },
         seeds=seeds,
         derive=speedups,
         expect={
-            "l4: two factors need less than 0.7 of one's steps": lambda c: speedup(c, 4, 2) > 1 / 0.7,
-            "l4: three factors need less than 0.7 of one's steps": lambda c: speedup(c, 4, 3) > 1 / 0.7,
-            "l2: two factors gain at most a tenth": lambda c: speedup(c, 2, 2) < 1.1,
-            "l2: three factors gain at most a tenth": lambda c: speedup(c, 2, 3) < 1.1,
+            "l4: two factors require less than 0.7 of the steps of one": lambda c: speedup(c, 4, 2) > 1 / 0.7,
+            "l4: three factors require less than 0.7 of the steps of one": lambda c: speedup(c, 4, 3) > 1 / 0.7,
+            "l2: two factors are at most 10 % faster": lambda c: speedup(c, 2, 2) < 1.1,
+            "l2: three factors are at most 10 % faster": lambda c: speedup(c, 2, 3) < 1.1,
         },
         plots=[StudyPlot("steps", "Steps to 0.1 % above the lowest loss", x="depth", y="steps", by="p", log_y=True)],
         minutes=0.5,

@@ -1,10 +1,10 @@
-"""The hardest or the easiest half of few and of many real images.
+"""Data pruning on real images: accuracy with the hardest or the easiest half, for small and large datasets.
 
 Paper     Sorscher et al. 2022, Beyond neural scaling laws: beating power law scaling via data pruning (arXiv
-          2206.14486): the hardest where data are abundant, the easiest where they are scarce.
-Note      how hard an image is is its EL2N, averaged over networks that were trained for a moment on all that there are.
-          Of each class an equal share is kept: a half of Fashion-MNIST chosen without that, mostly shirts and
-          pullovers, taught next to nothing of shoes. All networks make the same number of steps.
+          2206.14486): keep the hardest examples if data are abundant, the easiest if they are scarce.
+Note      Difficulty is EL2N, averaged over networks trained briefly on all examples. An equal fraction of each class is
+          kept. Without that rule, half of Fashion-MNIST consisted mostly of shirts and pullovers, and the network
+          learned almost nothing about shoes. All networks train for the same number of steps.
 """
 
 from contextlib import closing
@@ -24,19 +24,19 @@ from thrifty.experiments.tasks.whole_run import in_steps
 from thrifty.kernels.example_scores import el2n
 
 ALL = "all"
-WAYS = (ALL, "random", "hardest", "easiest", "hardest but some")
+VARIANTS = (ALL, "random", "hardest", "easiest", "hardest but some")
 
 
 @cache
 def images_of(data: str, part: DataSplit) -> FixedImages:
-    """All images of a part as vectors (n, pixels), their pixels standardised."""
+    """Return all images of a split as standardized vectors (n, pixels)."""
     arrays = open_images(DataSettings(source=data, batch=1), 0, None, lambda text: None).parts[part]
     fields = arrays.fields(np.arange(len(arrays)))
     return FixedImages(fields["inputs"].flatten(1), fields["labels"])
 
 
 def trained(data: FixedImages, classes: int, width: int, steps: int, until: int, batch: int, seed: int) -> nn.Module:
-    """A classifier after the first `until` steps of a run of `steps`."""
+    """Return a classifier after the first `until` steps of a run of `steps`."""
     sizes = (data.images.shape[1], width, width, classes)
     run = run_on(lambda: nn.Sequential(*linear_layers(sizes, seed)), data, steps=steps, batch=batch, seed=seed)
     with closing(in_steps(run, seed)) as states:
@@ -47,10 +47,10 @@ def trained(data: FixedImages, classes: int, width: int, steps: int, until: int,
 def pool_and_scores(
     seed: int, data: str, images: int, networks: int, scored_after: int, width: int, steps: int, batch: int
 ) -> tuple[FixedImages, Tensor]:
-    """So many training images at random, and the EL2N of each (n,)."""
+    """Return a random training subset, and the EL2N score of each example (n,)."""
     whole = images_of(data, DataSplit.TRAIN)
-    places = torch.randperm(len(whole), generator=keyed_generator(f"hard or easy/{seed}"))[:images]
-    pool, classes = FixedImages(whole.images[places], whole.labels[places]), int(whole.labels.max()) + 1
+    indices = torch.randperm(len(whole), generator=keyed_generator(f"hard or easy/{seed}"))[:images]
+    pool, classes = FixedImages(whole.images[indices], whole.labels[indices]), int(whole.labels.max()) + 1
     scores = []
     for network in range(networks):
         own_seed = seed_of(f"hard or easy/{seed}/{network}")
@@ -60,8 +60,8 @@ def pool_and_scores(
 
 
 def kept_of_each_class(keys: Tensor, labels: Tensor, share: float, offset: float) -> Tensor:
-    """The places of those with the highest keys (n,), an equal share of each class, after a first share is passed
-    over."""
+    """Return the indices with the highest keys (n,), an equal fraction of each class, after skipping a first
+    fraction."""
     kept = []
     for label in labels.unique():
         own = (labels == label).nonzero().squeeze(1)
@@ -83,7 +83,7 @@ def measure(
     steps: int,
     batch: int,
 ) -> dict[str, float]:
-    """What a network that learned from the kept images tells right; `kept_of` as in "hardest of digits"."""
+    """Return the test accuracy of a network trained on the kept images; `kept_of` is such as "hardest of digits"."""
     way, _, data = kept_of.rpartition(" of ")
     pool, scores = pool_and_scores(seed, data, images, networks, scored_after, width, steps, batch)
     keys = {
@@ -118,14 +118,13 @@ def hard_or_easy(
     steps: int = 1000,
     batch: int = 64,
 ) -> Study:
-    """Half of 100 to 1,300 digits and of 250 to 30,000 pictures of clothes, the hardest or the easiest of each class.
+    """Half of 100 to 1,300 digits and of 250 to 30,000 images of clothes: the hardest or the easiest of each class.
 
     Command   thrifty study hard_or_easy
-    Expect    the more images there are, the better the hardest half stands against the easiest. The paper's advice for
-              few images was not borne out at one seed: the easiest half was nowhere better than a random one; and on
-              clothes, where the hardest are ambiguous, a random half beat both. Leaving the hardest tenth out first
-              helped there.
-              Needs `thrifty data get fashion-mnist`. Six minutes on two cores.
+    Expect    With more images, the hardest half improves relative to the easiest. At one seed, the paper's advice for
+              few images failed: the easiest half was never better than a random one. On clothes, where the hardest are
+              ambiguous, a random half beat both; skipping the hardest tenth helped there. Requires `thrifty data get
+              fashion-mnist`. Six minutes on two cores.
     """
     sets = {"digits": digits, "fashion-mnist": clothes}
     fixed = {
@@ -136,7 +135,7 @@ def hard_or_easy(
         label_of(way, data, images): {"kept_of": f"{way} of {data}", "images": images, **fixed}
         for data, sizes in sets.items()
         for images in sizes
-        for way in WAYS
+        for way in VARIANTS
     }
 
     def error(cells: Cells, way: str, data: str, images: int) -> float:
@@ -149,26 +148,26 @@ def hard_or_easy(
         measure=measure,
         cases=cases,
         quantities={
-            "accuracy": MeasuredQuantity("test images told right at the end, percent"),
-            "kept": MeasuredQuantity("images that were learned from"),
+            "accuracy": MeasuredQuantity("test accuracy at the end, percent"),
+            "kept": MeasuredQuantity("training images kept"),
         },
         seeds=seeds,
         expect={
             (
-                "the errors of the hardest half, as a share of those of the easiest, are fewer where there are most "
-                "images than where there are fewest, on both sets"
+                "on both sets, the error of the hardest half relative to the easiest is lower with the most images "
+                "than with the fewest"
             ): lambda c: all(odds(c, data, sizes[-1]) < odds(c, data, sizes[0]) for data, sizes in sets.items()),
-            "where images are fewest the easiest half beats a random one, on both sets": lambda c: all(
+            "on both sets, the easiest half beats a random one with the fewest images": lambda c: all(
                 error(c, "easiest", data, sizes[0]) < error(c, "random", data, sizes[0]) for data, sizes in sets.items()
             ),
-            "of the most digits the hardest half is within a point of all": lambda c: (
+            "with the most digits, the hardest half is within one point of all images": lambda c: (
                 error(c, "hardest", "digits", digits[-1]) < error(c, ALL, "digits", digits[-1]) + 1
             ),
-            "of the most clothes a random half beats the hardest and the easiest by three points": lambda c: all(
+            "with the most clothes, a random half beats the hardest and the easiest by three points": lambda c: all(
                 error(c, way, "fashion-mnist", clothes[-1]) > error(c, "random", "fashion-mnist", clothes[-1]) + 3
                 for way in ("hardest", "easiest")
             ),
-            "leaving out the hardest tenth first makes the hardest half of the most clothes better": lambda c: (
+            "with the most clothes, skipping the hardest tenth improves the hardest half": lambda c: (
                 error(c, "hardest but some", "fashion-mnist", clothes[-1])
                 < error(c, "hardest", "fashion-mnist", clothes[-1])
             ),
@@ -176,7 +175,7 @@ def hard_or_easy(
         plots=[
             StudyPlot(
                 "accuracy",
-                "Percent told right by how many images there were",
+                "Test accuracy by number of images",
                 x="images",
                 y="accuracy",
                 by="kept_of",

@@ -1,8 +1,8 @@
-"""IsoFLOP: at each compute budget the loss has its lowest point at some size of model, and that size grows with it.
+"""IsoFLOP: at each compute budget the loss has a minimum at some model size, and that size grows with compute.
 
 Paper     Hoffmann et al. 2022, Training Compute-Optimal Large Language Models (arXiv 2203.15556), approach 2.
-Note      the rate is decayed to the end of each run: a run cut off in the middle of its schedule says nothing about
-          its budget. Compute is 6 · parameters · tokens, all parameters counted.
+Note      The rate is decayed to the end of each run, because a run cut off within its schedule is not comparable.
+          Compute is 6 · parameters · tokens, with all parameters counted.
 """
 
 import math
@@ -15,12 +15,12 @@ from thrifty.planning import isoflop_analysis
 from thrifty.planning.scaling_law_fit import TrainedRun
 
 SIZES = ((2, 12), (2, 20), (2, 32), (3, 40), (3, 54))
-"""Depth and width; 7 to 120 thousand parameters, each about twice the one before."""
+"""Depth and width of the models: 7 to 120 thousand parameters, each about twice the previous one."""
 EXPONENT = "exponent"
 
 
 def measure(seed: int, depth: int, width: int, flops: float, length: int, batch: int) -> dict[str, float]:
-    """The held-out loss of a model of this size that was given this much compute."""
+    """Return the held-out loss of a model of this size trained at this compute."""
     parameters = parameters_of(llama(depth, width, length, seed))
     steps = steps_for(flops, parameters, length * batch)
     trained = train_llama(
@@ -35,7 +35,7 @@ def measure(seed: int, depth: int, width: int, flops: float, length: int, batch:
 
 
 def optima(budgets: Sequence[float], cells: Cells) -> Cells:
-    """The lowest point of each budget's parabola, where its sizes enclose one, and how it grows with compute."""
+    """Return the minimum of each budget's parabola, if its sizes enclose one, and the scaling exponent over budgets."""
     runs = {
         flops: [
             TrainedRun(cell["parameters"], cell["tokens"], cell["loss"])
@@ -67,11 +67,11 @@ def _optimum(flops: float) -> str:
 def isoflop(
     seeds: int = 3, budgets: tuple[float, ...] = (1e11, 2.5e11, 6e11, 1.5e12), length: int = 64, batch: int = 8
 ) -> Study:
-    """Five sizes of a Llama-style model of bytes at four compute budgets.
+    """Five sizes of a Llama-style byte model at four compute budgets.
 
     Command   thrifty study isoflop
-    Expect    the size of least loss grows from each budget to the next, with an exponent of about a half. About
-              twenty minutes on two cores.
+    Expect    The best size grows from each budget to the next, with an exponent of about 0.5. About twenty minutes on
+              two cores.
     """
     cases = {
         _label(flops, depth, width): {
@@ -91,18 +91,18 @@ def isoflop(
             "parameters": MeasuredQuantity("all parameters"),
             "tokens": MeasuredQuantity("bytes trained on"),
             "loss": MeasuredQuantity(
-                "held-out loss at the end, nats per byte; of an optimum, the parabola's lowest point"
+                "held-out loss at the end, nats per byte; for an optimum, the minimum of the parabola"
             ),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
-            "optimal_parameters": MeasuredQuantity("size at the lowest point of the budget's parabola in log size"),
-            "flops": MeasuredQuantity("compute of the budget, as spent"),
-            "exponent": MeasuredQuantity("of compute, to which the optimal size is proportional"),
+            "optimal_parameters": MeasuredQuantity("size at the minimum of the budget's parabola in log size"),
+            "flops": MeasuredQuantity("compute actually used for the budget, FLOP"),
+            "exponent": MeasuredQuantity("exponent of compute in the optimal size"),
         },
         seeds=seeds,
         derive=partial(optima, budgets),
         expect={
             "the optimal size grows from each budget to the next": lambda c: sizes(c) == sorted(set(sizes(c))),
-            "its exponent is between 0.3 and 0.8 (the literature has about a half)": lambda c: (
+            "the scaling exponent is between 0.3 and 0.8 (literature: about 0.5)": lambda c: (
                 0.3 <= c[EXPONENT]["exponent"] <= 0.8
             ),
         },

@@ -1,10 +1,10 @@
-"""LAMB's batch: with the same number of sequences, LAMB gains on AdamW as batches grow and steps get few.
+"""LAMB against AdamW at equal sequences: LAMB's advantage as batches grow and steps become few.
 
 Paper     You et al. 2020, Large Batch Optimization for Deep Learning (arXiv 1904.00962). Nado et al. 2021 (2102.06356)
           match it with well-tuned Adam.
-Note      the best of five rates each, a factor of two apart: small differences are not settled by this. Gradients are
-          clipped for both, and each has its own betas: at batch 16, giving it those of the other changed the loss by
-          about 0.01 at most.
+Note      Each optimizer has the best of five rates, a factor of two apart, so small differences are not decided.
+          Gradients are clipped for both, and each has its own betas. At batch 16, exchanging the betas changed the loss
+          by at most about 0.01.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,8 @@ RATES: Mapping[Optimizer, Sequence[float]] = {
 def measure(
     seed: int, optimizer: Optimizer, batch: int, rate: float, sequences: int, depth: int, width: int, length: int
 ) -> dict[str, float]:
-    """The held-out loss after so many sequences at this peak rate, warmed up for a tenth of the run and decayed."""
+    """Return the held-out loss after these sequences at this peak rate, with warm-up for a tenth of the run, then
+    decay."""
     settings = {"lr": rate, "weight_decay": 0.01}
     chosen: list[Technique] = [
         build(techniques.find(f"optimizers.{optimizer}"), settings),
@@ -43,7 +44,7 @@ def measure(
 
 
 def optima(batches: Sequence[int], cells: Cells) -> Cells:
-    """Each optimizer at the best of its rates, and how far LAMB is below AdamW, for each batch."""
+    """Return each optimizer's best rate, and LAMB's lead over AdamW, for each batch."""
     rows: dict[str, dict[str, float]] = {}
     for batch in batches:
         best = {}
@@ -82,9 +83,9 @@ def lamb_batch(
     """AdamW and LAMB at five rates each, on 9600 sequences in batches of 16, 64 and 256.
 
     Command   thrifty study lamb_batch
-    Expect    the larger the batch, the further LAMB is below AdamW: by some 0.2 nats at 256, where 37 steps are left.
-              That AdamW is lower at batch 16 is expected from other small studies; one seed here had LAMB lower by
-              0.04 there too. A quarter of an hour on two cores.
+    Expect    LAMB's lead over AdamW grows with the batch, to about 0.2 nats at batch 256, where 37 steps remain. Other
+              small studies suggest that AdamW is better at batch 16; one seed here had LAMB lower by 0.04 there too. A
+              quarter of an hour on two cores.
     """
     fixed = {"sequences": sequences, "depth": depth, "width": width, "length": length}
 
@@ -102,11 +103,11 @@ def lamb_batch(
         quantities={
             "loss": MeasuredQuantity("held-out loss at the end, nats per byte"),
             "steps": MeasuredQuantity("steps of training"),
-            "best_rate": MeasuredQuantity("the best of the rates, seed by seed"),
-            "inside": MeasuredQuantity("1 where it is not at one of the ends of its grid, otherwise 0"),
-            "batch": MeasuredQuantity("sequences a step"),
+            "best_rate": MeasuredQuantity("the best rate, per seed"),
+            "inside": MeasuredQuantity("1 if the best rate is not at an end of its grid, otherwise 0"),
+            "batch": MeasuredQuantity("sequences per step"),
             "lamb_gain": MeasuredQuantity(
-                "least loss of AdamW minus that of LAMB, nats per byte: above 0 where LAMB is lower"
+                "lowest loss of AdamW minus lowest loss of LAMB, nats per byte; positive if LAMB is better"
             ),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
@@ -116,12 +117,12 @@ def lamb_batch(
             "no best rate is at an end of its grid": lambda c: all(
                 c[_best(optimizer, batch)]["inside"] == 1 for optimizer in RATES for batch in batches
             ),
-            "AdamW is lower at the smallest batch": lambda c: gain(c, batches[0]) < 0,
-            "LAMB is lower at the largest batch": lambda c: gain(c, batches[-1]) > 0,
-            "LAMB gains from each batch to the next": lambda c: all(
+            "AdamW has the lower loss at the smallest batch": lambda c: gain(c, batches[0]) < 0,
+            "LAMB has the lower loss at the largest batch": lambda c: gain(c, batches[-1]) > 0,
+            "LAMB's lead grows from each batch to the next": lambda c: all(
                 gain(c, one) < gain(c, other) for one, other in pairwise(batches)
             ),
         },
-        plots=[StudyPlot("gain", "How far LAMB is below AdamW, nats per byte", x="batch", y="lamb_gain", log_x=True)],
+        plots=[StudyPlot("gain", "Lead of LAMB over AdamW, nats per byte", x="batch", y="lamb_gain", log_x=True)],
         minutes=15,
     )

@@ -1,9 +1,8 @@
-"""Progressive layer dropping at equal work: nothing is gained.
+"""Progressive layer dropping at equal compute: no gain.
 
 Paper     Zhang & He 2020, Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping
-          (arXiv 2010.13369); found to gain nothing at equal budgets by Kaddour et al. 2023, No Train No Gain
-          (arXiv 2307.06440).
-Note      work is counted in expected block-steps, so a run that drops blocks has more steps.
+          (arXiv 2010.13369). Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440), found no gain at equal budgets.
+Note      Compute is counted in expected block-steps, so a run that drops blocks has more steps.
 """
 
 from typing import Literal
@@ -24,7 +23,7 @@ RATES: dict[Rate, Technique] = {
 
 
 def steps_for(block_steps: float, depth: int, theta: float = THETA, settle: float = SETTLE) -> int:
-    """The longest run whose expected number of computed blocks, over all its steps, is within `block_steps`."""
+    """Return the longest run whose expected number of computed blocks, over all its steps, is at most `block_steps`."""
 
     def spent(steps: int) -> float:
         pace = round(settle * steps)
@@ -41,7 +40,7 @@ def steps_for(block_steps: float, depth: int, theta: float = THETA, settle: floa
 def measure(
     seed: int, dropping: bool, rate: Rate, full_steps: int, depth: int, width: int, length: int, batch: int, lr: float
 ) -> dict[str, float]:
-    """The held-out loss after the work of `full_steps` steps of all blocks."""
+    """Return the held-out loss at the compute of `full_steps` steps of all blocks."""
     steps = steps_for(full_steps * depth, depth) if dropping else full_steps
     chosen = [RATES[rate], *([LayerDrop(theta=THETA, time_constant=SETTLE, seed=seed)] if dropping else [])]
     return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
@@ -56,11 +55,12 @@ def layer_drop(
     batch: int = 16,
     lr: float = 2e-3,
 ) -> Study:
-    """An 8-block model of bytes with and without dropped blocks, in the work of 800 and of 4000 full steps, at a
-    constant and at a decayed rate.
+    """An 8-block byte model with and without dropped blocks, at the compute of 800 and of 4000 full steps.
+
+    The rate is constant or decayed.
 
     Command   thrifty study layer_drop
-    Expect    at none of the four is there a gain of a hundredth of a nat. Forty minutes on two cores.
+    Expect    No gain of 0.01 nats in any of the four settings. Forty minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     levels = grid(dropping=(False, True), rate=tuple(RATES), full_steps=budgets)
@@ -86,7 +86,7 @@ def layer_drop(
         derive=gains,
         expect={
             (
-                f"at a {rate} rate nothing is gained in the work of {budget} steps: less than 0.01 nats"
+                f"at a {rate} rate, the gain at the compute of {budget} steps is less than 0.01 nats"
             ): lambda c, rate=rate, budget=budget: gain(c, rate, budget) < 0.01
             for rate in RATES
             for budget in budgets

@@ -1,8 +1,8 @@
-"""Lion's rate: its best learning rate lies 3 to 10 times below AdamW's.
+"""Lion's learning rate: its best rate is 3 to 10 times below AdamW's.
 
 Paper     Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675).
-Note      without weight decay, whose strength would change with the rate. Lion is said to need large batches; at the
-          16 examples of a step here it is expected to end above AdamW, and the study says by how much.
+Note      Without weight decay, whose strength would change with the rate. Lion is reported to require large batches; at
+          the 16 examples per step here it is expected to end above AdamW, and the study measures the difference.
 """
 
 import math
@@ -24,22 +24,25 @@ RATES: Mapping[Optimizer, Sequence[float]] = {
     "adamw": (1.8e-3, 3.2e-3, 5.6e-3, 1e-2, 1.8e-2, 3.2e-2),
     "lion": (3.2e-4, 5.6e-4, 1e-3, 1.8e-3, 3.2e-3, 5.6e-3),
 }
-"""Four to a decade."""
+"""Learning rates, four per decade."""
 RATIO = "AdamW's best rate over Lion's"
 
 
 def measure(
     seed: int, optimizer: Optimizer, rate: float, depth: int, width: int, length: int, batch: int, steps: int
 ) -> dict[str, float]:
-    """The held-out loss of a model trained at this peak rate, warmed up and decayed to the end of the run."""
+    """Return the held-out loss of a model trained at this peak rate, with warm-up and decay to the end of the run."""
     chosen = [OPTIMIZERS[optimizer](lr=rate, weight_decay=0.0), LinearDecay(warmup=0.1), GradientClipping()]
     trained = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
     return {"loss": trained.held_out_loss(), "seconds": trained.seconds}
 
 
 def lowest_point(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
-    """The rate of least loss and that loss: of the parabola in log rate through the best of the rates and its
-    neighbours; the best itself where it has no two of finite loss."""
+    """Return the rate of lowest loss, and that loss, of the parabola in log rate through the best rate and its
+    neighbours.
+
+    Return the best rate itself if it has no two neighbours of finite loss.
+    """
     best = min(range(len(rates)), key=lambda place: losses[place])
     near = slice(best - 1, best + 2)
     if best == 0 or len(rates[near]) < 3 or not all(map(math.isfinite, losses[near])):
@@ -50,7 +53,7 @@ def lowest_point(rates: Sequence[float], losses: Sequence[float]) -> tuple[float
 
 
 def optima(cells: Cells) -> Cells:
-    """The best rate of each optimizer, and how they compare."""
+    """Return the best rate of each optimizer, and their comparison."""
     rows = {}
     for optimizer, rates in RATES.items():
         losses = [cells[_label(optimizer, rate)]["loss"] for rate in rates]
@@ -70,10 +73,10 @@ def _label(optimizer: Optimizer, rate: float) -> str:
 def lion_rate(
     seeds: int = 3, depth: int = 3, width: int = 64, length: int = 64, batch: int = 16, steps: int = 600
 ) -> Study:
-    """AdamW and Lion at six rates each, on a 3-block model of bytes.
+    """AdamW and Lion at six rates each, on a 3-block byte model.
 
     Command   thrifty study lion_rate
-    Expect    the optimum of Lion is 3 to 10 times below that of AdamW; both lie inside their grids. At this small batch
+    Expect    The optimum of Lion is 3 to 10 times below that of AdamW; both lie inside their grids. At this small batch
               Lion ends higher, by several tenths of a nat. A quarter of an hour on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
@@ -86,15 +89,15 @@ def lion_rate(
         },
         quantities={
             "loss": MeasuredQuantity(
-                "held-out loss at the end, nats per byte; of a best rate, the parabola's lowest point"
+                "held-out loss at the end, nats per byte; for a best rate, the minimum of the parabola"
             ),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
             "best_rate": MeasuredQuantity(
-                "rate of least loss, by a parabola through the best of the grid and its neighbours"
+                "rate of lowest loss, by a parabola through the best of the grid and its neighbours"
             ),
-            "inside": MeasuredQuantity("1 where the best of the grid is not at one of its ends, otherwise 0"),
-            "rate_ratio": MeasuredQuantity("best rate of AdamW over that of Lion, seed by seed"),
-            "loss_difference": MeasuredQuantity("least loss of Lion above that of AdamW, nats per byte"),
+            "inside": MeasuredQuantity("1 if the best of the grid is not at one of its ends, otherwise 0"),
+            "rate_ratio": MeasuredQuantity("best rate of AdamW divided by best rate of Lion, per seed"),
+            "loss_difference": MeasuredQuantity("lowest loss of Lion minus lowest loss of AdamW, nats per byte"),
         },
         seeds=seeds,
         derive=optima,
@@ -103,7 +106,7 @@ def lion_rate(
                 c["best of adamw"]["inside"] == c["best of lion"]["inside"] == 1
             ),
             "Lion's best rate is 3 to 10 times lower than AdamW's": lambda c: 3 <= c[RATIO]["rate_ratio"] <= 10,
-            "at this small batch Lion ends higher": lambda c: c[RATIO]["loss_difference"] > 0,
+            "at this small batch, Lion has the higher loss": lambda c: c[RATIO]["loss_difference"] > 0,
         },
         plots=[StudyPlot("loss", "Held-out loss by learning rate", x="rate", y="loss", by="optimizer", log_x=True)],
         minutes=12,

@@ -1,9 +1,10 @@
-"""Lottery tickets on digits: what is left of a trained network learns from its own first values as well as the whole.
+"""Lottery tickets on digits: a pruned network with its original initialization trains as well as the dense network.
 
 Paper     Frankle & Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635).
-Note      the paper takes 20 % a round; here 37 %, since nine such rounds of a network this wide end at 13 %, where any
-          mask learns digits. The head loses half of it, as in the paper's fully connected networks. Rounds are gone
-          through within a process, without run folders; `thrifty lottery` does the same with them.
+Note      The paper prunes 20 % a round. Here it is 37 %, since nine rounds of 20 % end at a density of 13 % in this
+          wide network, at which any mask learns digits. The head loses half the fraction, as in the paper's fully
+          connected networks. All rounds run in one process without run folders; `thrifty lottery` does the same with
+          them.
 """
 
 import hashlib
@@ -35,14 +36,14 @@ DENSE = "dense"
 
 class LotteryRound(NamedTuple):
     masks: dict[str, Tensor]
-    """Under which it was trained."""
+    """Masks used in training."""
     weights: dict[str, Tensor]
-    """At the end, by name: matrices alone."""
+    """Matrices at the end of training, by name."""
     numbers: dict[str, float]
 
 
 def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: int, batch: int) -> LotteryRound:
-    """The network of a seed, trained under masks or a control of them; always on the same images in the same order."""
+    """Train the network of a seed under masks or a control of them, always on the same batches."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ticket.safetensors")
         file.write_bytes(mask_file_bytes(masks, "a round of this study", {}))
@@ -68,7 +69,7 @@ def matrices(model: nn.Module) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=32)
 def round_of(number: int, seed: int, prune: float, width: int, steps: int, batch: int) -> LotteryRound:
-    """The ticket after so many rounds, trained; 0 is the dense network. Rounds before it are kept for the next ones."""
+    """Return the trained ticket after this many rounds; round 0 is the dense network. Earlier rounds are cached."""
     if number:
         before = round_of(number - 1, seed, prune, width, steps, batch)
         head = [*before.weights][-1]
@@ -92,12 +93,13 @@ def lottery_ticket(
     steps: int = 1500,
     batch: int = 64,
 ) -> Study:
-    """Digits by a network of three hidden layers, pruned in nine rounds, against the same masks with other first
-    values, and masks as dense at random places.
+    """Digits with a network of three hidden layers, pruned in nine rounds.
+
+    Controls are the same masks with another initialization, and random masks of equal density.
 
     Command   thrifty study lottery_ticket
-    Expect    at 10 % of the weights and below the ticket has the least loss, its mask with other first values comes
-              next, and a random mask is worst (here the last two part at 2 % only). Five minutes on two cores.
+    Expect    At 10 % of the weights and below, the ticket has the lowest loss. Its mask with another initialization
+              comes second and a random mask last (here the last two differ at 2 % only). Five minutes on two cores.
     """
     fixed = {"prune": prune, "width": width, "steps": steps, "batch": batch}
     cases = {DENSE: {"kind": "ticket", "rounds": 0, **fixed}}
@@ -117,32 +119,32 @@ def lottery_ticket(
         measure=measure,
         cases=cases,
         quantities={
-            "density": MeasuredQuantity("share of the weights left, of all matrices"),
-            "accuracy": MeasuredQuantity("percent of the test images that are told right"),
-            "loss": MeasuredQuantity("cross-entropy of the test images, nats"),
+            "density": MeasuredQuantity("fraction of the weights of all matrices that remain"),
+            "accuracy": MeasuredQuantity("test accuracy, percent"),
+            "loss": MeasuredQuantity("cross-entropy on the test images, nats"),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect={
-            "at 10 % and less the loss of the ticket is below that of its mask with other first values": lambda c: (
+            "at 10 % and less, the ticket has a lower loss than its mask with another initialization": lambda c: (
                 in_order(c, KINDS[:2])
             ),
-            "at 10 % and less the loss of its mask with other first values is below that of a random mask": lambda c: (
+            "at 10 % and less, the mask with another initialization has a lower loss than a random mask": lambda c: (
                 in_order(c, KINDS[1:])
             ),
-            "at 10 % and less the loss of the ticket is below that of a random mask": lambda c: in_order(
+            "at 10 % and less, the ticket has a lower loss than a random mask": lambda c: in_order(
                 c, ("ticket", "random mask")
             ),
-            "with the fewest weights the ticket is the most accurate, a random mask the least": lambda c: (
+            "with the fewest weights, the ticket has the highest accuracy and a random mask the lowest": lambda c: (
                 at(c, "ticket", "accuracy") > at(c, "other first values", "accuracy") > at(c, "random mask", "accuracy")
             ),
-            "a ticket of 10 to 20 % stays within a percent of the dense network's accuracy": lambda c: all(
+            "a ticket of 10 to 20 % stays within one point of the dense network's accuracy": lambda c: all(
                 at(c, "ticket", "accuracy", n) > c[DENSE]["accuracy"] - 1 for n in most
             ),
         },
         plots=[
-            StudyPlot("loss", "Loss of the test images", x="density", y="loss", by="kind", log_x=True, log_y=True),
-            StudyPlot("accuracy", "Test images told right, percent", x="density", y="accuracy", by="kind", log_x=True),
+            StudyPlot("loss", "Loss on the test images", x="density", y="loss", by="kind", log_x=True, log_y=True),
+            StudyPlot("accuracy", "Test accuracy, percent", x="density", y="accuracy", by="kind", log_x=True),
         ],
         minutes=5,
     )

@@ -1,11 +1,12 @@
-"""Masked autoencoders: what leaving out removed patches saves, and what pre-training is worth where labels are few.
+"""Masked autoencoders: speedup from leaving masked patches out of the encoder, and value of pre-training with few
+labels.
 
 Paper     He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (MAE, arXiv 2111.06377): 3 times as fast or
-          more at 75 %, the best share of its ablation (unverified).
-Note      paces are those of a larger model on images of `side` pixels, in patches of 8 (6 blocks of width 192, 2 of
-          width 96 in the decoder): forward pass, backward pass and update on one thread. A classifier is trained as
-          long from an autoencoder's encoder as from first values, and from those once more for `longer` times as many
-          steps. Its head is given the mean of the patches. Each seed has other images with labels.
+          more at 75 %, the best rate of its ablation (unverified).
+Note      Speedups are measured on a larger model, with images of `side` pixels in patches of 8: 6 blocks of width 192,
+          and 2 of width 96 in the decoder. They cover forward, backward and update on one thread. Classifiers start
+          from an autoencoder's encoder or from scratch with equal steps, and from scratch with `longer` times the
+          steps. The head reads the mean over patches. Each seed has other labelled images.
 """
 
 from thrifty.composition.compose import compose
@@ -37,7 +38,7 @@ def dropping(blanks: bool) -> list[Technique]:
 def pretrained(
     sizes: AutoencoderSizes, data: str, rate: float, blanks: bool, steps: int, batch: int, lr: float, seed: int
 ) -> tuple[MaskedAutoencoder, float]:
-    """A trained autoencoder, and the seconds in its steps."""
+    """Return a trained autoencoder, and the seconds of its steps."""
     plain = masked(sizes, data, batch, rate, seed, AugmentationSettings(crop=1))
     model, state = run_to_end(compose(plain, [*adamw(lr), *dropping(blanks)], steps), seed)
     assert isinstance(model, MaskedAutoencoder)
@@ -60,8 +61,10 @@ def measure(
     side: int,
     paced: int,
 ) -> dict[str, float]:
-    """What classifiers come to that start from an autoencoder trained so, from first values where `rate` is 0; and the
-    pace of such an autoencoder."""
+    """Return the accuracy of classifiers that start from this autoencoder, and the speedup and FLOPs of its training.
+
+    If `rate` is 0, the classifiers start from an untrained encoder.
+    """
     sizes = AutoencoderSizes(patch, depth, width, decoder_depth=2, decoder_width=width // 2)
     numbers: dict[str, float] = {}
     if rate:
@@ -95,12 +98,12 @@ def mae(
     side: int = 96,
     paced: int = 9,
 ) -> Study:
-    """Digits of which half, three quarters and nine tenths are removed; classifiers of 100 and of 300 labelled ones.
+    """Digits with half, three quarters and nine tenths of the patches masked; classifiers with 100 and 300 labels.
 
     Command   thrifty study mae
-    Expect    at 75 % the encoder is 4 times as fast as with blanks, a step 3 times. With 100 labels 92 % told right
-              after 50 %, 87 % after 75 %, 84 % after that with blanks and 66 % after 90 %; 73 % from scratch, and 83 %
-              in five times as many steps (seed 0). Half an hour on two cores.
+    Expect    At 75 % the encoder is 4 times as fast as with mask tokens, and a step 3 times. With 100 labels, the
+              accuracy is 92 % after 50 %, 87 % after 75 %, 84 % after 75 % with mask tokens, and 66 % after 90 %. From
+              scratch it is 73 %, and 83 % with five times the steps (seed 0). Half an hour on two cores.
     """
     fixed = {
         "steps": steps, "tuning": tuning, "labels": list(labels), "data": data, "patch": patch, "depth": depth,
@@ -115,59 +118,59 @@ def mae(
     } | {label_of(rate): {"rate": rate, "blanks": False, **fixed} for rate in rates}
 
     def faster(cells: Cells, rate: float, part: str) -> float:
-        """How many times as fast as with blanks."""
+        """Return the speedup over mask tokens in the encoder."""
         return cells[label_of(rate)][f"{part}_gain"]
 
-    def gain(cells: Cells, rate: float, how: str, other: str = SCRATCH) -> float:
-        """Points above another start, with the fewest labels."""
-        return cells[label_of(rate)][f"{how}_{few}"] - cells[other][f"{how}_{few}"]
+    def gain(cells: Cells, rate: float, metric: str, other: str = SCRATCH) -> float:
+        """Return the accuracy gain over another start with the fewest labels, in points."""
+        return cells[label_of(rate)][f"{metric}_{few}"] - cells[other][f"{metric}_{few}"]
 
     accuracies = {
-        f"{name}_{count}": MeasuredQuantity(f"test images told right, {words} {count} labelled ones, percent")
+        f"{name}_{count}": MeasuredQuantity(f"test accuracy with {words} {count} labelled images, percent")
         for count in labels
-        for name, words in (("tuned", "all weights tuned on"), ("probe", "a head alone trained on"))
+        for name, words in (("tuned", "all weights tuned on"), ("probe", "only a head trained on"))
     }
     return Study(
         measure=measure,
         cases=cases,
         quantities={
             **accuracies,
-            "seconds": MeasuredQuantity("seconds in the steps of pre-training, one thread", of_machine=True),
-            "step_gain": MeasuredQuantity("a step of the larger model: times as fast as with blanks", of_machine=True),
-            "step_flops": MeasuredQuantity("its FLOPs"),
+            "seconds": MeasuredQuantity("seconds in pre-training steps, one thread", of_machine=True),
+            "step_gain": MeasuredQuantity("speedup of a step of the larger model over mask tokens", of_machine=True),
+            "step_flops": MeasuredQuantity("FLOPs of a step of the larger model"),
             "encoder_gain": MeasuredQuantity(
-                "the larger encoder's two passes: times as fast as with blanks", of_machine=True
+                "speedup of the larger encoder's forward and backward pass over mask tokens", of_machine=True
             ),
-            "encoder_flops": MeasuredQuantity("their FLOPs"),
+            "encoder_flops": MeasuredQuantity("FLOPs of the larger encoder's forward and backward pass"),
         },
         seeds=seeds,
         expect={
-            "at 75 % the encoder is 3.5 times as fast or more, and the whole step 2.5 times": lambda c: (
+            "at 75 %, the encoder is more than 3.5 times as fast, and the whole step more than 2.5 times": lambda c: (
                 faster(c, 0.75, "encoder") > 3.5 and faster(c, 0.75, "step") > 2.5
             ),
-            "the more is removed the faster, in the encoder and in the whole step": lambda c: all(
+            "a higher rate is faster, in the encoder and in the whole step": lambda c: all(
                 faster(c, 0.9, part) > faster(c, 0.75, part) > faster(c, 0.5, part) > 1 for part in ("encoder", "step")
             ),
-            f"with {few} labels 50 and 75 % are a better start than none, by 3 points and more": lambda c: (
+            f"with {few} labels, pre-training at 50 and at 75 % gains more than 3 points over none": lambda c: (
                 min(gain(c, rate, "tuned") for rate in (0.5, 0.75)) > 3
             ),
-            f"with {few} labels 90 %, where one patch of 16 is left, is no better start than 75 %": lambda c: (
+            f"with {few} labels, 90 %, which keeps one patch of 16, is a worse start than 75 %": lambda c: (
                 gain(c, 0.9, "tuned") < gain(c, 0.75, "tuned")
             ),
-            f"with {few} labels 75 % is above training from scratch {longer} times as long": lambda c: (
+            f"with {few} labels, 75 % is better than training from scratch {longer} times as long": lambda c: (
                 gain(c, 0.75, "tuned", LONGER) > 0
             ),
-            f"a head on frozen features, {few} labels: 75 % is 20 points above first values": lambda c: (
+            f"head on frozen features, {few} labels: 75 % is 20 points above an untrained encoder": lambda c: (
                 gain(c, 0.75, "probe") > 20
             ),
-            "leaving out blanks costs nothing at equal steps: within 3 points or above, tuned": lambda c: (
+            "leaving out mask tokens costs less than 3 points after tuning, at equal steps": lambda c: (
                 gain(c, 0.75, "tuned", BLANKS) > -3
             ),
         },
         plots=[
-            StudyPlot("tuned", f"Told right after tuning on {few} labels, percent", x="case", y=f"tuned_{few}"),
-            StudyPlot("step", "A step: times as fast as with blanks, by FLOPs", x="step_flops", y="step_gain"),
-            StudyPlot("encoder", "The encoder: times as fast, by FLOPs", x="encoder_flops", y="encoder_gain"),
+            StudyPlot("tuned", f"Test accuracy after tuning on {few} labels, percent", x="case", y=f"tuned_{few}"),
+            StudyPlot("step", "Speedup of a step over mask tokens, by FLOPs", x="step_flops", y="step_gain"),
+            StudyPlot("encoder", "Speedup of the encoder, by FLOPs", x="encoder_flops", y="encoder_gain"),
         ],
         minutes=30,
     )

@@ -1,14 +1,13 @@
-"""Masked tokens: half of a text hidden and left out of the encoder, against BERT's 15 % with masks in it.
+"""Masked-token training at equal FLOPs: half of the tokens left out of the encoder, against BERT's 15 % mask tokens.
 
 Papers    Liao et al. 2022, Mask More and Mask Later (3ML, arXiv 2211.04898); Devlin et al. 2019, BERT (1810.04805).
-Note      losses at two rates cannot be compared, and the model that left masks out has never read one. So encoders
-          are judged by what can be told from them, in two ways that all of them are met with alike, their decoders
-          taken off: how well a linear probe of the state at a letter tells whether that is in a comment, a string, a
-          keyword or another name, in files that the probe has not seen (pre-training has, without labels); and the
-          held-out loss at 15 % after the same short training at 15 %, closer to what the plain runs did before. All
-          cases are paid for the same counted FLOPs until then, heads, decoders and optimizer included. Texts are
-          short: of 128 bytes, the plain run knew no more than how often bytes are after 300 steps (one seed). A probe
-          of the mean state for the package that 32 bytes are from told no encoder from one with its first values.
+Note      Losses at different masking rates are not comparable, and an encoder that left masks out never read one. So
+          the encoders are compared, without their decoders, on two common tasks. The first is a linear probe of the
+          state at a letter: comment, string, keyword or other name, in files unseen by the probe (pre-training saw them
+          without labels). The second is the held-out loss at 15 % after the same short training at 15 %, a task closer
+          to the plain runs. All cases have the same counted FLOPs before, with heads, decoders and optimizer included.
+          Texts are short: with 128 bytes, the plain run only learned byte frequencies in 300 steps (one seed). A probe
+          of the mean state for the source package of 32 bytes did not separate any encoder from an untrained one.
 """
 
 from collections.abc import Iterable
@@ -36,21 +35,21 @@ from thrifty.techniques.schedules.linear import LinearDecay
 from thrifty.training.evaluation import held_out_loss
 
 HIDDEN = MaskedToken(mask=0, vocabulary=BYTES, special=frozenset({0}))
-"""Byte 0, which no source text has, stands for a mask."""
+"""Masked-token objective; byte 0, which no source text contains, is the mask."""
 UNTRAINED, BERT, MORE, SELF, CROSS = "untrained", "MLM, 15 %", "MLM, 50 %", "3ML self, 50 %", "3ML cross, 50 %"
 DECODERS = {SELF: "self", CROSS: "cross"}
 RATES = {BERT: 0.15, MORE: 0.5, SELF: 0.5, CROSS: 0.5}
 
 
 def encoder(depth: int, width: int, length: int, seed: int) -> nn.Module:
-    """A BERT of bytes with its first values, heads of 16."""
+    """Return a randomly initialized byte-level BERT with 16-wide heads."""
     heads = max(1, width // 16)
     shape = ModelConfig("bert", depth, width, heads, heads, 4 * width, BYTES, length, tied=True, norm_eps=1e-12)
     return initialized(shape, seed)
 
 
 def composed(way: str, steps: int, lr: float, depth: int, width: int, length: int, batch: int, seed: int) -> Run:
-    """The run that pre-trains in one of the ways; a decoder is one block for six of the encoder."""
+    """Return the pre-training run of a variant; a decoder has one block per six of the encoder."""
     source = PackedTokens(source_text()[0], length, batch, seed)
     plain = BaseRun(partial(encoder, depth, width, length, seed), source, replace(HIDDEN, rate=RATES[way]))
     chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(warmup=0.1), GradientClipping()]
@@ -61,13 +60,13 @@ def composed(way: str, steps: int, lr: float, depth: int, width: int, length: in
 
 @cache
 def flops(way: str, **sizes: Any) -> float:
-    """Of one step."""
+    """Return the FLOPs of one step."""
     run = composed(way, 2, **sizes)
     return count(run, run.techniques)[1].flops
 
 
 def trained(run: Run, seed: int) -> tuple[nn.Module, float]:
-    """The plain model at the end of a run, and seconds in its steps."""
+    """Return the plain model at the end of a run, and the seconds of its steps."""
     model, state = run_to_end(run, seed)
     for technique in reversed(run.techniques):
         model = technique.finish(model)
@@ -77,23 +76,23 @@ def trained(run: Run, seed: int) -> tuple[nn.Module, float]:
 def measure(
     seed: int, way: str, steps: int, tuning: int, depth: int, width: int, length: int, batch: int, lr: float
 ) -> dict[str, float]:
-    """What one encoder came to, after as many steps as cost what `steps` of BERT's do."""
+    """Evaluate one encoder after the number of steps with the cost of `steps` of BERT's."""
     sizes = {"lr": lr, "depth": depth, "width": width, "length": length, "batch": batch, "seed": seed}
-    model, seconds, paid = encoder(depth, width, length, seed), 0.0, 0
+    model, seconds, own_steps = encoder(depth, width, length, seed), 0.0, 0
     if way != UNTRAINED:
-        paid = max(1, round(steps * flops(BERT, **sizes) / flops(way, **sizes)))
-        model, seconds = trained(composed(way, paid, **sizes), seed)
+        own_steps = max(1, round(steps * flops(BERT, **sizes) / flops(way, **sizes)))
+        model, seconds = trained(composed(way, own_steps, **sizes), seed)
     return {
         "told": probe_accuracy(model, length, seed),
         "tuned_loss": tuned_loss(model, tuning, length, batch, lr, seed),
-        "paid": paid,
+        "paid": own_steps,
         "seconds": seconds,
     }
 
 
 def tuned_loss(model: nn.Module, steps: int, length: int, batch: int, lr: float, seed: int) -> float:
-    """Nats per hidden byte at BERT's rate on held-out text, after so many plain steps at that rate on text of other
-    draws."""
+    """Return the held-out loss in nats per masked byte at BERT's rate, after plain steps on other batches of the
+    text."""
     source = PackedTokens(source_text()[0], length, batch, seed + 1000)
     run = compose(
         BaseRun(lambda: deepcopy(model), source, HIDDEN),
@@ -119,17 +118,16 @@ def masked_tokens(
     batch: int = 32,
     lr: float = 3e-3,
 ) -> Study:
-    """Encoders of bytes pre-trained at equal work, little and more of it: BERT's way, with half of the text hidden, and
-    with that half left out.
+    """Byte encoders pre-trained at a small and a larger equal FLOP budget: BERT, half masked, and half left out.
 
     Command   thrifty study masked_tokens
-    Expect    of one seed: after the work of 600 steps the encoder that reads no masks tells 53 % of the letters and is
-              at 2.78 nats, BERT's at 38 % and 3.22, which is how often bytes are; after that of 2,500 steps it is 61 %
-              and 2.03 against 63 % and 1.88. Twenty minutes on two cores.
+    Expect    One seed. At the FLOPs of 600 steps, the encoder that reads no masks has 53 % probe accuracy and 2.78
+              nats. BERT's has 38 % and 3.22, the level of byte frequencies. At 2,500 steps it has 61 % and 2.03,
+              against 63 % and 1.88. Twenty minutes on two cores.
     """
     fixed = {"tuning": tuning, "depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     little, more = steps
-    trained_ways = {label_of(way, paid): {"way": way, "steps": paid, **fixed} for paid in steps for way in RATES}
+    trained_cases = {label_of(way, paid): {"way": way, "steps": paid, **fixed} for paid in steps for way in RATES}
 
     def least(cells: Cells, number: str, ways: Iterable[str], paid: int) -> float:
         return min(cells[label_of(way, paid)][number] for way in ways)
@@ -139,39 +137,37 @@ def masked_tokens(
 
     return Study(
         measure=measure,
-        cases={UNTRAINED: {"way": UNTRAINED, "steps": 0, **fixed}} | trained_ways,
+        cases={UNTRAINED: {"way": UNTRAINED, "steps": 0, **fixed}} | trained_cases,
         quantities={
-            "told": MeasuredQuantity("letters whose kind, of four, a linear probe tells, percent"),
+            "told": MeasuredQuantity("accuracy of a linear probe on four kinds of letters, percent"),
             "tuned_loss": MeasuredQuantity(
-                "held-out loss at 15 % after the same short training at 15 %, nats per hidden byte"
+                "held-out loss at 15 % after the same short training at 15 %, nats per masked byte"
             ),
-            "paid": MeasuredQuantity("steps that the work paid for"),
+            "paid": MeasuredQuantity("steps at equal FLOP"),
             "seconds": MeasuredQuantity("seconds in these steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect={
-            "with more work every way is better than none: by 2 points of the probe, and after tuning": lambda c: (
+            "at the larger budget, every variant beats none: by 2 points in the probe, and after tuning": lambda c: (
                 least(c, "told", RATES, more) > c[UNTRAINED]["told"] + 2
                 and most(c, "tuned_loss", RATES, more) < c[UNTRAINED]["tuned_loss"]
             ),
-            (
-                "with little work each decoder's encoder is ahead of BERT's: by 5 points of the probe, and 0.2 nats"
-            ): lambda c: (
+            ("at the small budget, both decoder variants beat BERT by 5 points of the probe and 0.2 nats"): lambda c: (
                 least(c, "told", DECODERS, little) > most(c, "told", [BERT], little) + 5
                 and most(c, "tuned_loss", DECODERS, little) < least(c, "tuned_loss", [BERT], little) - 0.2
             ),
-            "with more work one of them is no worse than BERT's way: less than a point behind by the probe": lambda c: (
+            "at the larger budget, one of them is less than one point behind BERT in the probe": lambda c: (
                 most(c, "told", DECODERS, more) > most(c, "told", [BERT], more) - 1
             ),
-            "and no more than 0.05 nats behind it after tuning at 15 %, where that had been all along": lambda c: (
+            "at the larger budget, one of them is less than 0.05 nats behind BERT after tuning at 15 %": lambda c: (
                 least(c, "tuned_loss", DECODERS, more) < least(c, "tuned_loss", [BERT], more) + 0.05
             ),
-            "with more work one of them is better by the probe than half of the text masked": lambda c: (
+            "at the larger budget, one of them beats half masked in the probe": lambda c: (
                 most(c, "told", DECODERS, more) > most(c, "told", [MORE], more)
             ),
         },
         plots=[
-            StudyPlot("told", "Letters told right by a linear probe, percent", x="steps", y="told", by="way"),
+            StudyPlot("told", "Accuracy of a linear probe, percent", x="steps", y="told", by="way"),
             StudyPlot(
                 "tuned_loss", "Held-out loss at 15 % after tuning, nats per byte", x="steps", y="tuned_loss", by="way"
             ),

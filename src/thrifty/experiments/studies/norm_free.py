@@ -1,9 +1,9 @@
-"""Norm-free training: 24 blocks learn without norms and without warm-up if their first values are right.
+"""Norm-free training: with the right initialization, 24 blocks train without norms and without warm-up.
 
 Papers    Zhang et al. 2019, Fixup (arXiv 1901.09321); Bachlechner et al. 2020, ReZero (2003.04887); De & Smith 2020,
           SkipInit (2002.10444); Huang et al. 2020, T-Fixup (ICML); Touvron et al. 2021, LayerScale (2103.17239).
-Note      all start from Xavier's first values, those of the Transformer that had its norms behind the sums and needed
-          warm-up. LayerScale keeps the norms; at this depth it is expected to change little.
+Note      All variants start from Xavier initialization, as in the post-norm Transformer that required warm-up.
+          LayerScale keeps the norms; at this depth little change is expected.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ NORM_FREE = ("rezero", "skip_init", "t_fixup", "fixup")
 
 
 def build(style: Style, norms: bool, depth: int, width: int, length: int, seed: int) -> nn.Module:
-    """A decoder of bytes with pre-norm ("gpt") or post-norm ("gpt1") blocks, or with no norm at all."""
+    """Return a byte decoder with pre-norm ("gpt") or post-norm ("gpt1") blocks, or without norms."""
     model = assemble(ModelConfig(style, depth, width, 4, 4, 4 * width, BYTES, length, tied=False))
     model.law = xavier_uniform_init
     initialize(model, seed)
@@ -40,12 +40,12 @@ def build(style: Style, norms: bool, depth: int, width: int, length: int, seed: 
 
 
 def initialization(name: str, seed: int) -> list[Technique]:
-    """The technique of this name, drawing with this seed where it draws; none for the empty name."""
+    """Return the initialization technique of this name, with this seed if it has one; none for the empty name."""
     if not name:
         return []
     kind = techniques.find(f"initializations.{name}")
-    draws = any(field.name == "seed" for field in dataclasses.fields(kind))
-    return [build_value(kind, {"seed": seed} if draws else {})]
+    has_seed = any(field.name == "seed" for field in dataclasses.fields(kind))
+    return [build_value(kind, {"seed": seed} if has_seed else {})]
 
 
 def measure(
@@ -60,7 +60,7 @@ def measure(
     technique: str = "",
     norms: bool = True,
 ) -> dict[str, float]:
-    """Training losses of one variant, under Adam with a rate of 1e-3 that is constant after the warm-up."""
+    """Return training losses of one variant, under Adam at 1e-3, constant after the warm-up."""
     trained = train_on_bytes(
         lambda: build(style, norms, depth, width, length, seed),
         [
@@ -95,12 +95,12 @@ def norm_free(
     steps: int = 250,
     warmup: int = 100,
 ) -> Study:
-    """Ten variants of a 24-block decoder of bytes for 250 steps.
+    """Ten variants of a 24-block byte decoder for 250 steps.
 
     Command   thrifty study norm_free
-    Expect    post-norm stays at the unigram entropy, with and without warm-up, and no norms at all diverge; pre-norm
-              and every norm-free initialisation learn from the first step on, T-Fixup fastest. A quarter of an hour
-              on two cores.
+    Expect    Post-norm stays at the unigram entropy, with and without warm-up. Without norms and without another
+              initialization, training diverges. Pre-norm and every norm-free initialization learn from the first step;
+              T-Fixup is fastest. A quarter of an hour on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     variants: dict[str, dict] = {
@@ -117,27 +117,29 @@ def norm_free(
         measure=measure,
         cases=cases,
         quantities={
-            "early_loss": MeasuredQuantity("training loss about a fifth into the run, nats per byte"),
-            "middle_loss": MeasuredQuantity("the same about three fifths into the run"),
-            "loss": MeasuredQuantity("the same at the end: the mean of the last twelfth of the steps"),
+            "early_loss": MeasuredQuantity("training loss after about 20 % of the run, nats per byte"),
+            "middle_loss": MeasuredQuantity("training loss after about 60 % of the run, nats per byte"),
+            "loss": MeasuredQuantity(
+                "training loss at the end: mean over the last twelfth of the steps, nats per byte"
+            ),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         derive=lambda cells: {UNIGRAM: {"loss": unigram_entropy()}},
         expect={
-            "post-norm is stuck: not a tenth of a nat below the unigram entropy, with warm-up or without": lambda c: (
+            "post-norm does not learn, even with warm-up: less than 0.1 nats below the unigram entropy": lambda c: (
                 min(_loss(c, "post-norm"), _loss(c, "post-norm, warm-up")) > _loss(c, UNIGRAM) - 0.1
             ),
-            "pre-norm learns: half a nat below post-norm": lambda c: _gain(c, "pre-norm") > 0.5,
-            "without norms and without another start it ends above where it would begin, ln 256": lambda c: (
+            "pre-norm learns: 0.5 nats below post-norm": lambda c: _gain(c, "pre-norm") > 0.5,
+            "without norms or another initialization, the final loss is above the initial one, ln 256": lambda c: (
                 _loss(c, "nothing") > np.log(BYTES)
             ),
             **{
-                f"{name} learns: half a nat below post-norm": lambda c, name=name: _gain(c, name) > 0.5
+                f"{name} learns: 0.5 nats below post-norm": lambda c, name=name: _gain(c, name) > 0.5
                 for name in NORM_FREE
             },
-            "T-Fixup is the lowest of all": lambda c: min(cases, key=lambda label: _loss(c, label)) == "t_fixup",
-            "LayerScale changes little at this depth: within a tenth of pre-norm": lambda c: (
+            "T-Fixup has the lowest loss": lambda c: min(cases, key=lambda label: _loss(c, label)) == "t_fixup",
+            "LayerScale changes little at this depth: within 0.1 nats of pre-norm": lambda c: (
                 abs(_loss(c, "layer_scale") - _loss(c, "pre-norm")) < 0.1
             ),
         },
@@ -147,7 +149,7 @@ def norm_free(
 
 
 def unigram_entropy() -> float:
-    """In nats per byte: what a model reaches that knows how often each byte occurs and nothing else."""
+    """Return the entropy of the byte frequencies in nats per byte: the loss of a model that knows only these."""
     counts = np.bincount(source_text()[0], minlength=BYTES)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -1,11 +1,11 @@
-"""Pruning digits: which weights to keep matters the more, the fewer are kept.
+"""Pruning digits: the choice of weights to keep matters more at lower densities.
 
 Papers    Lee et al. 2019, SNIP (arXiv 1810.02340); Wang et al. 2020, GraSP (2002.07376); Mocanu et al. 2018, SET
           (1707.04780); Evci et al. 2020, RigL (1911.11134), for these baselines too.
-Note      the head is masked as well, which is what collapses first. Pixels are standardised: given as they are, in
-          [0, 1], so little passes a random mask of 2 % that the network had not begun to learn after 1500 steps (one
-          seed). First weights are He's, biases zero. GraSP starts from Xavier's weights, as in its paper: from He's it
-          chose at 10 % what trained to nothing (two seeds).
+Note      The head is masked too, and collapses first. Pixels are standardized: with pixels in [0, 1] and a random mask
+          of 2 %, the network had not begun to learn after 1500 steps (one seed). Weights have He initialization, biases
+          are zero. GraSP starts from Xavier initialization, as in its paper: from He's, its choice at 10 % did not
+          train (two seeds).
 """
 
 from thrifty.composition.compose import BaseRun, compose
@@ -27,11 +27,11 @@ METHODS = (
     "static, uniform", "static, ERK", "magnitude, global", "SNIP", "GraSP", "SET", "RigL",
 )  # fmt: skip
 EVERY = r"weight$"
-"""All matrices of the network, its head too."""
+"""Pattern for all matrices of the network, including the head."""
 
 
 def masking(method: str, density: float, every: int, seed: int) -> list[Technique]:
-    """The technique that a method is; none for the dense network."""
+    """Return the technique of a method; none for the dense network."""
     moves = {"density": density, "where": EVERY, "every": every, "seed": seed}
     choices: dict[str, Technique] = {
         "static, uniform": StaticMask(density=density, where=EVERY, distribution="uniform", seed=seed),
@@ -46,14 +46,18 @@ def masking(method: str, density: float, every: int, seed: int) -> list[Techniqu
 
 
 def measure(seed: int, method: str, density: float, width: int, steps: int, batch: int, every: int) -> dict[str, float]:
-    """What one network came to."""
+    """Return the accuracy, the lowest layer density and the seconds of one network."""
     plain = BaseRun(
         lambda: perceptron(width, seed, method == "GraSP"), DigitEpochs("train", batch, seed), Classification()
     )
     run = compose(plain, [*decayed_sgd(), *masking(method, density, every, seed)], steps)
     model, state = run_to_end(run, seed, may_diverge=True)
-    kept = [float(mask.float().mean()) for mask in masks_in(state).values()]
-    return {"accuracy": accuracy(model), "least_density": min(kept, default=1.0), "seconds": state.counters["seconds"]}
+    densities = [float(mask.float().mean()) for mask in masks_in(state).values()]
+    return {
+        "accuracy": accuracy(model),
+        "least_density": min(densities, default=1.0),
+        "seconds": state.counters["seconds"],
+    }
 
 
 def label_of(method: str, density: float) -> str:
@@ -68,12 +72,14 @@ def pruning_digits(
     batch: int = 64,
     every: int = 50,
 ) -> Study:
-    """Seven ways to keep 10, 2 and 0.5 % of the weights of a perceptron of three hidden layers, on 1,300 digits.
+    """Seven pruning methods at 10, 2 and 0.5 % of the weights of a perceptron with three hidden layers, on 1,300
+    digits.
 
     Command   thrifty study pruning_digits
-    Expect    at 10 % all but GraSP are within two points of the dense network's 98 % right; at 2 % uniform random masks
-              and first magnitudes collapse, ERK saves much, random growth more, and RigL, SNIP and GraSP stay near
-              96 %; at 0.5 % SNIP and GraSP are above half, static masks are not. Ten minutes on two cores.
+    Expect    At 10 %, all methods but GraSP are within two points of the dense network's 98 %. At 2 %, uniform random
+              masks and initial magnitudes collapse. ERK is much better, random growth better still, and RigL, SNIP and
+              GraSP stay near 96 %. At 0.5 %, SNIP and GraSP are above 50 %, static masks below. Ten minutes on two
+              cores.
     """
     fixed = {"width": width, "steps": steps, "batch": batch, "every": every}
     cases = {DENSE: {"method": DENSE, "density": 1.0, **fixed}} | {
@@ -89,28 +95,28 @@ def pruning_digits(
         measure=measure,
         cases=cases,
         quantities={
-            "accuracy": MeasuredQuantity("test images told right at the end, percent"),
-            "least_density": MeasuredQuantity("density of the layer that keeps the least; 0 is a network cut through"),
+            "accuracy": MeasuredQuantity("test accuracy at the end, percent"),
+            "least_density": MeasuredQuantity("lowest density of any layer; 0 means a disconnected network"),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect={
-            "at 10 % all methods but GraSP stay within two points of dense": lambda c: all(
+            "at 10 %, all methods but GraSP stay within two points of dense": lambda c: all(
                 right(c, method, 0.1) > c[DENSE]["accuracy"] - 2 for method in METHODS if method != "GraSP"
             ),
-            "at 10 % GraSP is worse than SNIP, at 2 % it is not: within a point of it or above": lambda c: (
+            "at 10 %, GraSP is worse than SNIP; at 2 %, it is at most one point below SNIP": lambda c: (
                 right(c, "GraSP", 0.1) < right(c, "SNIP", 0.1) and right(c, "GraSP", 0.02) > right(c, "SNIP", 0.02) - 1
             ),
-            "at 2 % ERK beats uniform by more than 20 points": lambda c: (
+            "at 2 %, ERK beats uniform by more than 20 points": lambda c: (
                 right(c, "static, ERK", 0.02) > right(c, "static, uniform", 0.02) + 20
             ),
-            "at 2 % RigL beats SET, and SET beats the static mask": lambda c: (
+            "at 2 %, RigL beats SET, and SET beats the static mask": lambda c: (
                 right(c, "RigL", 0.02) > right(c, "SET", 0.02) > right(c, "static, ERK", 0.02)
             ),
-            "at 2 % a global threshold on first values collapses: below half right": lambda c: (
+            "at 2 %, a global threshold on initial weights collapses: below 50 %": lambda c: (
                 right(c, "magnitude, global", 0.02) < 50
             ),
-            "at 0.5 % SNIP and GraSP are above half right, static masks and first magnitudes below": lambda c: (
+            "at 0.5 %, SNIP and GraSP are above 50 %, static masks and initial magnitudes below": lambda c: (
                 min(right(c, method, 0.005) for method in ("SNIP", "GraSP"))
                 > 50
                 > max(right(c, method, 0.005) for method in METHODS[:3])
@@ -119,7 +125,7 @@ def pruning_digits(
         plots=[
             StudyPlot(
                 "accuracy",
-                "Percent told right by the share of weights kept",
+                "Test accuracy by density",
                 x="density",
                 y="accuracy",
                 by="method",

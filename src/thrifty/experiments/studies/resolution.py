@@ -1,9 +1,9 @@
-"""Progressive resolution: accuracy against seconds of a small ViT that sees small images first.
+"""Progressive resolution: accuracy against training seconds of a small ViT that starts with small images.
 
-Papers    Wang et al. 2022, EfficientTrain (arXiv 2211.09703); the resizing of Tan & Le 2021, EfficientNetV2
-          (arXiv 2104.00298).
-Note      all ways of a budget have equally many steps and images; what small images save is time. Accuracy is that of
-          full images. Not a Vision Transformer of ImageNet's size: 64 patches have little to lose.
+Papers    Wang et al. 2022, EfficientTrain (arXiv 2211.09703); the resizing of Tan & Le 2021, EfficientNetV2 (arXiv
+          2104.00298).
+Note      All variants of a budget have equal steps and images, so small images save time only. Accuracy is on full
+          images. This is no ViT at the scale of ImageNet: with 64 patches there is little to save.
 """
 
 from statistics import fmean
@@ -30,7 +30,7 @@ def techniques_of(way: Way, patch: int) -> list[Technique]:
 def measure(
     seed: int, way: Way, steps: int, data: str, depth: int, width: int, patch: int, batch: int, tested: int
 ) -> dict[str, float]:
-    """Accuracy and loss on held-out images, and what the steps took."""
+    """Return accuracy and loss on held-out images, mean patches per image, and seconds."""
     trained = train_on_images(
         techniques_of(way, patch),
         steps=steps, seed=seed, data=data, depth=depth, width=width, patch=patch, batch=batch, lr=1e-3,
@@ -55,12 +55,11 @@ def resolution(
     batch: int = 64,
     tested: int = 5000,
 ) -> Study:
-    """A 4-block ViT on CIFAR-10 for 200, 400 and 800 steps: full images throughout, images that grow, and images of
-    low frequencies that grow.
+    """A 4-block ViT on CIFAR-10 for 200, 400 and 800 steps: full images, growing images, and growing low frequencies.
 
     Command   thrifty study resolution
-    Expect    small images first save a third of the seconds. What they cost in accuracy at equally many steps is less
-              than a run of half as many full steps costs. Needs `thrifty data get cifar10`. Forty minutes on two cores.
+    Expect    Starting with small images saves a third of the seconds. It costs less accuracy at equal steps than
+              halving the number of full steps. Requires `thrifty data get cifar10`. Forty minutes on two cores.
     """
     fixed = {"data": data, "depth": depth, "width": width, "patch": patch, "batch": batch, "tested": tested}
     levels = grid(way=("full", "resolution", "low_frequency"), steps=budgets)
@@ -73,9 +72,9 @@ def resolution(
         measure=measure,
         cases={label: {**level, **fixed} for label, level in levels.items()},
         quantities={
-            "accuracy": MeasuredQuantity("share of held-out images, in full size, that are told right"),
+            "accuracy": MeasuredQuantity("accuracy on full-size held-out images, as a fraction"),
             "loss": MeasuredQuantity("held-out loss, nats"),
-            "patches": MeasuredQuantity("patches of an image in training, the mean over steps"),
+            "patches": MeasuredQuantity("mean patches per training image"),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
@@ -84,19 +83,17 @@ def resolution(
             for way in PROGRESSIVE
             for sentence, holds in (
                 (
-                    f"{way} takes less than four fifths of the seconds of full images",
+                    f"{way} takes less than 80 % of the seconds of full images",
                     lambda c, way=way: value(c, way, last, "seconds") < 0.8 * value(c, "full", last, "seconds"),
                 ),
                 (
-                    f"{way} loses less accuracy than half as many full steps do",
+                    f"{way} loses less accuracy than halving the full steps",
                     lambda c, way=way: value(c, way, last, "accuracy") > value(c, "full", half, "accuracy"),
                 ),
             )
         },
         plots=[
-            StudyPlot(
-                "accuracy", "Accuracy against seconds in training", x="seconds", y="accuracy", by="way", log_x=True
-            ),
+            StudyPlot("accuracy", "Accuracy against training seconds", x="seconds", y="accuracy", by="way", log_x=True),
             StudyPlot("by_steps", "Accuracy against steps", x="steps", y="accuracy", by="way", log_x=True),
         ],
         minutes=40,

@@ -1,9 +1,9 @@
-"""Progressive stacking at equal work: a large gain in a short run, a small one in a run five times as long.
+"""Progressive stacking at equal compute: a large gain in a short run, a small one in a run five times as long.
 
-Paper     Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML); the schedule, and the warning,
-          of Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
-Note      work is counted in block-steps, so a run that starts shallow has more steps; every rate is decayed to the end
-          of its own run. Embedding and head are not counted: at this size they are a twentieth of a step.
+Paper     Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML). Schedule and caveat follow
+          Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
+Note      Compute is counted in block-steps, so a run that starts shallow has more steps. Every rate is decayed to the
+          end of its own run. Embedding and head are not counted: at this size they are a twentieth of a step.
 """
 
 from typing import Literal
@@ -15,10 +15,10 @@ from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.schedules.cosine import CosineDecay
 
 AT = (0.125, 0.3)
-"""Shares of a run after which the depth doubles."""
+"""Fractions of a run after which the depth doubles."""
 
 Way = Literal["full", "stacked", "zeroed", "mean"]
-WAYS: dict[Way, list[Technique]] = {
+VARIANTS: dict[Way, list[Technique]] = {
     "full": [],
     "stacked": [ProgressiveStacking(at=AT)],
     "zeroed": [ProgressiveStacking(at=AT, start="zeroed")],
@@ -27,7 +27,7 @@ WAYS: dict[Way, list[Technique]] = {
 
 
 def mean_depth(depth: int, at: tuple[float, ...] = AT) -> float:
-    """Blocks a step has on average over a run whose depth doubles at these shares of it and ends at `depth`."""
+    """Return the mean depth over a run whose depth doubles at these fractions and ends at `depth`."""
     ends, total = (*at, 1.0), 0.0
     for stage, end in enumerate(ends):
         start = ends[stage - 1] if stage else 0.0
@@ -38,9 +38,9 @@ def mean_depth(depth: int, at: tuple[float, ...] = AT) -> float:
 def measure(
     seed: int, way: Way, full_steps: int, depth: int, width: int, length: int, batch: int, lr: float
 ) -> dict[str, float]:
-    """The held-out loss after the work of `full_steps` steps of the full model."""
+    """Return the held-out loss at the compute of `full_steps` steps of the full model."""
     steps = full_steps if way == "full" else round(full_steps * depth / mean_depth(depth))
-    chosen = [CosineDecay(warmup=0.05), *WAYS[way]]
+    chosen = [CosineDecay(warmup=0.05), *VARIANTS[way]]
     return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
 
 
@@ -53,15 +53,15 @@ def stacking(
     batch: int = 16,
     lr: float = 2e-3,
 ) -> Study:
-    """An 8-block model of bytes, full from the start or stacked twice, in the work of 800 and of 4000 full steps.
+    """An 8-block byte model, full from the start or stacked twice, at the compute of 800 and of 4000 full steps.
 
     Command   thrifty study stacking
-    Expect    stacking gains at the short budget, and less than half of that at five times as long a one. Copies that
-              start silent, and moments from the mean of their layer, change less than stacking itself does. Forty
-              minutes on two cores.
+    Expect    Stacking gains at the short budget, and less than half of that at a budget five times as long. Copies with
+              zeroed output, and moments averaged over layers, change less than stacking itself. Forty minutes on two
+              cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
-    cases = {label: {**case, **fixed} for label, case in grid(way=tuple(WAYS), full_steps=budgets).items()}
+    cases = {label: {**case, **fixed} for label, case in grid(way=tuple(VARIANTS), full_steps=budgets).items()}
     short, long = budgets[0], budgets[-1]
 
     def gain(cells: Cells, budget: int, way: Way = "stacked") -> float:
@@ -69,7 +69,7 @@ def stacking(
         return full - other
 
     def gains(cells: Cells) -> Cells:
-        ways = [way for way in WAYS if way != "full"]
+        ways = [way for way in VARIANTS if way != "full"]
         return {
             f"gain of {way}, full_steps {budget:g}": {"gain": gain(cells, budget, way)}
             for way in ways
@@ -83,10 +83,10 @@ def stacking(
         seeds=seeds,
         derive=gains,
         expect={
-            "at the short budget stacking gains more than 0.02 nats": lambda c: gain(c, short) > 0.02,
-            "at the long budget the gain is less than half as large": lambda c: gain(c, long) < gain(c, short) / 2,
+            "at the short budget, stacking gains more than 0.02 nats": lambda c: gain(c, short) > 0.02,
+            "at the long budget, the gain is less than half as large": lambda c: gain(c, long) < gain(c, short) / 2,
             **{
-                f"at the short budget {way} gains too": lambda c, way=way: gain(c, short, way) > 0
+                f"at the short budget, {way} gains too": lambda c, way=way: gain(c, short, way) > 0
                 for way in ("zeroed", "mean")
             },
         },

@@ -1,11 +1,10 @@
-"""Which examples to keep depends on how many there are: the perceptron that shows it.
+"""Data pruning of a perceptron: the best examples to keep depend on the dataset size.
 
 Paper     Sorscher et al. 2022, Beyond neural scaling laws: beating power law scaling via data pruning (arXiv
           2206.14486), the teacher-student perceptron of its theory.
-Note      a teacher, a direction in d dimensions, labels Gaussian examples; the student is the direction of largest
-          margin on what is kept, and its error is its angle to the teacher, exactly. Hard examples lie close to the
-          boundary of a probe that scores them: the teacher itself, or one at an angle to it. Unlike on real data no
-          label is wrong.
+Note      A teacher, a direction in d dimensions, labels Gaussian examples. The student is the maximum-margin direction
+          on the kept examples; its exact error is its angle to the teacher. Hard examples are close to the boundary of
+          a scoring probe: the teacher itself, or a direction at an angle to it. Unlike in real data, no label is wrong.
 """
 
 import math
@@ -16,14 +15,14 @@ from scipy.optimize import nnls
 from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 
 ALL, BLURRED = "all", "hardest, blurred probe"
-WAYS = (ALL, "random", "easiest", "hardest", BLURRED)
+VARIANTS = (ALL, "random", "easiest", "hardest", BLURRED)
 
 
 def max_margin(signed: np.ndarray) -> np.ndarray:
-    """The shortest w (d,) with signed @ w >= 1 for examples times labels (n, d) that some direction separates.
+    """Return the shortest w (d,) with signed @ w >= 1, for separable examples times labels (n, d).
 
-    Least distance programming as Lawson and Hanson 1974, Solving Least Squares Problems, chapter 23, reduce it to
-    least squares over numbers that are not negative.
+    Least distance programming, reduced to nonnegative least squares as in Lawson and Hanson 1974, Solving Least Squares
+    Problems, chapter 23.
     """
     count, width = signed.shape
     system = np.vstack([signed.T, np.ones((1, count))])
@@ -35,15 +34,15 @@ def max_margin(signed: np.ndarray) -> np.ndarray:
 
 
 def probe_at(teacher: np.ndarray, degrees: float, random: np.random.Generator) -> np.ndarray:
-    """A direction (d,) of length 1 at this angle to the teacher, which has length 1."""
-    aside = random.standard_normal(len(teacher))
-    aside -= (aside @ teacher) * teacher
-    aside /= np.linalg.norm(aside)
-    return math.cos(math.radians(degrees)) * teacher + math.sin(math.radians(degrees)) * aside
+    """Return a unit vector (d,) at this angle to the teacher, a unit vector."""
+    orthogonal = random.standard_normal(len(teacher))
+    orthogonal -= (orthogonal @ teacher) * teacher
+    orthogonal /= np.linalg.norm(orthogonal)
+    return math.cos(math.radians(degrees)) * teacher + math.sin(math.radians(degrees)) * orthogonal
 
 
 def measure(seed: int, per_dimension: float, kept: str, share: float, blur: float, width: int) -> dict[str, float]:
-    """The student's error: the share of new examples that it and the teacher tell differently."""
+    """Return the student's error: the probability that it and the teacher label a new example differently."""
     random = np.random.default_rng(seed)
     teacher = random.standard_normal(width)
     teacher /= np.linalg.norm(teacher)
@@ -69,16 +68,18 @@ def teacher_perceptron(
     blur: float = 20.0,
     width: int = 100,
 ) -> Study:
-    """A quarter of the examples of a perceptron in 100 dimensions: by chance, the hardest, the easiest.
+    """A quarter of the examples of a perceptron in 100 dimensions: random, the hardest, or the easiest.
 
     Command   thrifty study teacher_perceptron
-    Expect    of 2 examples per dimension the easiest quarter is best and the hardest worse than chance; of 16 and 32 it
-              is the other way round, and the hardest quarter is as good as all. A probe at 20° to the teacher loses
-              half of that. Less than a minute on two cores.
+    Expect    With 2 examples per dimension the easiest quarter is best, and the hardest is worse than random. With 16
+              and 32 it is reversed, and the hardest quarter is as good as all. A probe at 20° to the teacher loses half
+              of that. Less than a minute on two cores.
     """
     fixed = {"share": share, "blur": blur, "width": width}
     cases = {
-        label_of(kept, many): {"per_dimension": many, "kept": kept, **fixed} for many in per_dimension for kept in WAYS
+        label_of(kept, many): {"per_dimension": many, "kept": kept, **fixed}
+        for many in per_dimension
+        for kept in VARIANTS
     }
 
     def error(cells: Cells, kept: str, many: float) -> float:
@@ -88,24 +89,24 @@ def teacher_perceptron(
         measure=measure,
         cases=cases,
         quantities={
-            "error": MeasuredQuantity("share of new examples that student and teacher tell differently"),
-            "examples": MeasuredQuantity("examples that the student learned from"),
+            "error": MeasuredQuantity("probability that student and teacher label a new example differently"),
+            "examples": MeasuredQuantity("training examples of the student"),
         },
         seeds=seeds,
         expect={
             (
-                "of 2 and 4 examples per dimension the easiest quarter beats a random one, and that the hardest"
+                "with 2 and 4 examples per dimension, the easiest quarter beats a random one, which beats the hardest"
             ): lambda c: all(error(c, "easiest", n) < error(c, "random", n) < error(c, "hardest", n) for n in (2, 4)),
-            "of 16 and 32 the hardest quarter beats the easiest, and that a random one": lambda c: all(
+            "with 16 and 32, the hardest quarter beats the easiest, which beats a random one": lambda c: all(
                 error(c, "hardest", n) < error(c, "easiest", n) < error(c, "random", n) for n in (16, 32)
             ),
-            "of 16 and 32 the hardest quarter is within a tenth of the error of all examples": lambda c: all(
+            "with 16 and 32, the error of the hardest quarter is within 10 % of all examples": lambda c: all(
                 error(c, "hardest", n) < 1.1 * error(c, ALL, n) for n in (16, 32)
             ),
-            "of 2 the easiest quarter is within a tenth of the error of all examples": lambda c: (
+            "with 2, the error of the easiest quarter is within 10 % of all examples": lambda c: (
                 error(c, "easiest", 2) < 1.1 * error(c, ALL, 2)
             ),
-            "of 32 a probe at an angle to the teacher finds a quarter that is worse by half": lambda c: (
+            "with 32, a probe at an angle to the teacher selects a quarter with 50 % more error": lambda c: (
                 error(c, BLURRED, 32) > 1.5 * error(c, "hardest", 32)
             ),
         },

@@ -1,8 +1,8 @@
-"""Train large, then compress: with more compute wider models win, and what they have too much can be cut away.
+"""Train large, then compress: with more compute wider models win, and can be pruned afterwards.
 
 Paper     Li et al. 2020, Train Large, Then Compress (arXiv 2002.11794).
-Note      the paper cuts with further training; here weights are set to zero in one shot and nothing is trained after,
-          the hardest test of its claim.
+Note      The paper prunes with further training. Here weights are set to zero in one shot without further training, the
+          hardest test of its claim.
 """
 
 from itertools import pairwise
@@ -16,25 +16,25 @@ from thrifty.modeling.parameter_kinds import is_matrix
 
 
 def block_matrices(model: nn.Module) -> list[Tensor]:
-    """The weights that are cut: the matrices of the blocks; embedding, head and norms stay."""
+    """Return the weights to prune: the matrices of the blocks, without embedding, head and norms."""
     return [p for name, p in model.named_parameters() if name.startswith("blocks.") and is_matrix(name, p)]
 
 
 @torch.no_grad()
 def keep_largest(weights: list[Tensor], kept: int) -> None:
-    """Sets all but the `kept` entries of largest magnitude, over all tensors together, to zero."""
+    """Set all but the `kept` elements of largest magnitude, over all tensors together, to zero."""
     sizes = torch.cat([weight.abs().flatten() for weight in weights])
     if kept < len(sizes):
-        largest_cut = sizes.kthvalue(len(sizes) - kept).values
+        threshold = sizes.kthvalue(len(sizes) - kept).values
         for weight in weights:
-            weight.mul_(weight.abs() > largest_cut)
+            weight.mul_(weight.abs() > threshold)
 
 
 def measure(
     seed: int, depth: int, width: int, flops: float, length: int, batch: int, narrower: int | None = None
 ) -> dict[str, float]:
-    """A model trained for this much compute: its loss as it is, with half of its block weights, and with as many as
-    the model of width `narrower` has."""
+    """Return the losses of a model trained at this compute: dense, pruned to half of its block weights, and pruned to
+    those of width `narrower`."""
     parameters = parameters_of(llama(depth, width, length, seed))
     steps = steps_for(flops, parameters, length * batch)
     trained = train_llama(
@@ -49,7 +49,7 @@ def measure(
     weights = block_matrices(trained.model)
     keep_largest(weights, sum(weight.numel() for weight in weights) // 2)
     numbers["halved_loss"] = trained.held_out_loss()
-    if narrower:  # narrower models have fewer than half, so that one cut leads to the next
+    if narrower:  # narrower models have fewer than half of these weights, so that pruning can continue
         keep_largest(weights, sum(weight.numel() for weight in block_matrices(llama(depth, narrower, length, seed))))
         numbers["cut_loss"] = trained.held_out_loss()
     return numbers
@@ -63,12 +63,12 @@ def train_large(
     length: int = 64,
     batch: int = 8,
 ) -> Study:
-    """Llama-style models of bytes at four widths and three compute budgets, then pruned by magnitude.
+    """Llama-style byte models at four widths and three compute budgets, then pruned by magnitude.
 
     Command   thrifty study train_large
-    Expect    the best width grows with the budget, and a wider model loses less when half of its weights are cut.
-              That a wide model cut to the size of a narrow one beats it is the paper's claim, and is not expected of
-              a cut in one shot at these sizes. A quarter of an hour on two cores.
+    Expect    The best width grows with the budget, and a wider model loses less when half of its weights are pruned.
+              The paper claims that a wide model pruned to the size of a narrow one beats it. That is not expected from
+              one-shot pruning at these sizes. A quarter of an hour on two cores.
     """
     cases = {}
     for flops in budgets:
@@ -99,20 +99,24 @@ def train_large(
             "parameters": MeasuredQuantity("all parameters"),
             "steps": MeasuredQuantity("steps of training"),
             "loss": MeasuredQuantity("held-out loss at the end, nats per byte"),
-            "halved_loss": MeasuredQuantity("the same with half of the block weights set to zero, the smallest ones"),
-            "cut_loss": MeasuredQuantity("the same with as many block weights left as the next narrower model has"),
+            "halved_loss": MeasuredQuantity(
+                "held-out loss with the smaller half of the block weights set to zero, nats per byte"
+            ),
+            "cut_loss": MeasuredQuantity(
+                "held-out loss when pruned to the block weights of the next narrower model, nats per byte"
+            ),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
-            "best_width": MeasuredQuantity("width of least loss at this budget"),
+            "best_width": MeasuredQuantity("width of lowest loss at this budget"),
         },
         seeds=seeds,
         derive=best_widths,
         expect={
             "the best width grows with the budget": grow,
-            "at the largest budget, each wider model loses less when half of its block weights are cut": lambda c: all(
-                lost(c, wide) < lost(c, narrow) for narrow, wide in pairwise(widths)
+            "at the largest budget, each wider model loses less when half of its block weights are pruned": lambda c: (
+                all(lost(c, wide) < lost(c, narrow) for narrow, wide in pairwise(widths))
             ),
             (
-                "at the largest budget, a model cut to the size of the next narrower one beats it (the paper's claim)"
+                "at the largest budget, a model pruned to the next narrower size beats that model (the paper's claim)"
             ): lambda c: all(
                 at_most(c, wide)["cut_loss"] < at_most(c, narrow)["loss"] for narrow, wide in pairwise(widths)
             ),

@@ -1,9 +1,9 @@
-"""Weight averaging: at a constant rate the mean of the latest weights is far better than the last ones; once the rate
-has been decayed it is not.
+"""Weight averaging: at a constant rate the mean of the latest weights is far better than the last weights; after rate
+decay it is not.
 
 Paper     Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981); Sanyal et al. 2023 (arXiv 2306.03241).
-Note      a case trains up to one moment of a run that is planned for `steps`, so that raw weights and both means are
-          judged there; the runs of one schedule and seed are the same as far as they go.
+Note      A case trains up to one step of a run planned for `steps`, and evaluates the raw weights and both means there.
+          Runs of one schedule and seed are identical up to that step.
 """
 
 from typing import Literal
@@ -30,7 +30,7 @@ Schedule = Literal["constant", "cosine"]
 
 
 def schedule_of(name: Schedule, warmup: int, steps: int) -> Technique:
-    """For a run planned for `steps`, however early it is looked at."""
+    """Return the schedule of a run planned for `steps`, independent of the evaluation step."""
     if name == "cosine":
         return CosineDecay(warmup=warmup, until=steps)
     return ConstantThenDecay(warmup=warmup, decay_from=steps, until=steps)
@@ -50,7 +50,7 @@ def measure(
     length: int,
     batch: int,
 ) -> dict[str, float]:
-    """Held-out losses after `at` steps: of the weights themselves, and of the two means that were kept beside them."""
+    """Return held-out losses after `at` steps: of the raw weights, and of the two running means."""
     source = PackedTokens(source_text()[0], length, batch, seed)
     plain = BaseRun(lambda: llama(depth, width, length, seed), source, NextToken())
     techniques = [AdamW(lr=lr), GradientClipping(), schedule_of(schedule, steps // 50, steps)]
@@ -95,13 +95,14 @@ def weight_averaging(
     length: int = 64,
     batch: int = 16,
 ) -> Study:
-    """A 3-block model of bytes for 2400 steps at a constant and at a cosine-decayed rate, judged at five moments: the
-    weights, the mean of the latest six copies (LAWA), and an exponential average (EMA).
+    """A 3-block byte model for 2400 steps at a constant and at a cosine rate, evaluated at five steps.
+
+    The evaluated weights are the raw ones, the mean of the latest six copies (LAWA), and an exponential average (EMA).
 
     Command   thrifty study weight_averaging
-    Expect    LAWA is worse early, when its copies are older than the progress they miss. At the constant rate both
-              means gain almost a tenth of a nat from the middle on, by the end about as much as the decay does. At
-              the decayed rate the gain vanishes as the run ends. Twelve minutes on two cores.
+    Expect    Early, LAWA is worse, because its copies are outdated. At the constant rate both means gain almost 0.1
+              nats from the middle on, and by the end about as much as decay does. At the decayed rate the gain vanishes
+              as the run ends. Twelve minutes on two cores.
     """
     fixed = {
         "steps": moments[-1], "lr": lr, "copies": copies, "every": every, "decay": decay, "depth": depth,
@@ -120,28 +121,30 @@ def weight_averaging(
         measure=measure,
         cases={label: {**level, **fixed} for label, level in levels.items()},
         quantities={
-            "loss": MeasuredQuantity("held-out loss of the weights after so many steps, nats per byte"),
-            "lawa_loss": MeasuredQuantity(f"the same of the mean of the latest {copies} copies, {every} steps apart"),
-            "ema_loss": MeasuredQuantity(f"the same of the exponential average with a decay of {decay:g}"),
-            "lawa_gain": MeasuredQuantity("by how much the mean of the copies is lower, in the same run"),
-            "ema_gain": MeasuredQuantity("by how much the exponential average is lower, in the same run"),
+            "loss": MeasuredQuantity("held-out loss of the weights after these steps, nats per byte"),
+            "lawa_loss": MeasuredQuantity(
+                f"held-out loss of the mean of the latest {copies} copies, {every} steps apart"
+            ),
+            "ema_loss": MeasuredQuantity(f"held-out loss of the exponential average with a decay of {decay:g}"),
+            "lawa_gain": MeasuredQuantity("loss of the weights minus loss of the mean of the copies, in the same run"),
+            "ema_gain": MeasuredQuantity("loss of the weights minus loss of the exponential average, in the same run"),
             "seconds": MeasuredQuantity("seconds in training steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect={
-            "early the mean of the copies is worse than the weights, at both rates": lambda c: (
+            "early, the mean of the copies is worse than the weights, at both rates": lambda c: (
                 max(value(c, name, early, "lawa_gain") for name in ("constant", "cosine")) < 0
             ),
-            "at the constant rate both means gain more than 0.03 in the middle and at the end": lambda c: (
+            "at the constant rate, both means gain more than 0.03 in the middle and at the end": lambda c: (
                 min(gains(c, "constant", middle) + gains(c, "constant", end)) > 0.03
             ),
-            "at the decayed rate both means differ from the weights by less than 0.01 at the end": lambda c: (
+            "at the decayed rate, both means differ from the weights by less than 0.01 at the end": lambda c: (
                 max(abs(gain) for gain in gains(c, "cosine", end)) < 0.01
             ),
             (
-                "at the constant rate the mean of the copies saves the last stretch: it is lower than the weights get"
+                "at the constant rate, the mean of the copies before the last stretch beats the final weights"
             ): lambda c: value(c, "constant", moments[-2], "lawa_loss") < value(c, "constant", end, "loss"),
-            "at the end it is within 0.02 of the weights of the decayed rate": lambda c: (
+            "at the end, that mean is within 0.02 of the weights at the decayed rate": lambda c: (
                 value(c, "constant", end, "lawa_loss") < value(c, "cosine", end, "loss") + 0.02
             ),
         },

@@ -1,9 +1,9 @@
-"""Width and laziness: the wider a network, the fewer steps to fit random labels and the less its weights have to move.
+"""Width and lazy training: a wider network fits random labels in fewer steps, and its weights move less.
 
-Paper     Allen-Zhu, Li & Song 2019, A Convergence Theory for Deep Learning via Over-Parameterization
-          (arXiv 1811.03962); Du et al. 2019 (arXiv 1810.02054), whose two-layer network this is.
-Note      it hangs on the 1/sqrt(width) of the output; with torch's own initialisation the weights move at any width.
-          Labels that contradict each other cannot be fitted at any width: the control.
+Paper     Allen-Zhu, Li & Song 2019, A Convergence Theory for Deep Learning via Over-Parameterization (arXiv
+          1811.03962); Du et al. 2019 (arXiv 1810.02054), whose two-layer network this is.
+Note      The effect depends on the output scale 1/sqrt(width); with torch's own initialization the weights move at any
+          width. Contradictory labels cannot be fitted at any width: the control.
 """
 
 import math
@@ -21,19 +21,21 @@ CONTROL = "conflicting labels"
 
 
 def unit_inputs(kind: Inputs, examples: int, generator: torch.Generator) -> Tensor:
-    """So many different inputs (n, d) of norm 1: images of handwritten digits, or points drawn from the sphere."""
+    """Return distinct inputs (n, d) of norm 1: images of handwritten digits, or random points on the sphere."""
     if kind == "sphere":
         x = torch.randn(examples, 64, generator=generator)
     else:
         images = digits().images.flatten(1)
         if len(images) < examples:
-            raise UsageError(f"there are {len(images)} digits, fewer than {examples}", fix="lower examples")
+            raise UsageError(
+                f"examples is {examples}, but there are only {len(images)} digits", fix=f"--set examples={len(images)}"
+            )
         x = images[torch.randperm(len(images), generator=generator)[:examples]]
     return x / x.norm(dim=1, keepdim=True)
 
 
 def forward(x: Tensor, weight: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """f(x) = output · relu(weight x), (n,), and which units are on, (n, m); `output` (m,) has entries ±1/sqrt(m)."""
+    """Return f(x) = output · relu(weight x), (n,), and the active units, (n, m); `output` (m,) is ±1/sqrt(m)."""
     before = x @ weight.mT
     on = before > 0
     return (before * on) @ output, on
@@ -42,8 +44,10 @@ def forward(x: Tensor, weight: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
 def measure(
     seed: int, width: int, inputs: Inputs, examples: int, rate: float, goal: float, most_steps: int, conflicts: int
 ) -> dict[str, float]:
-    """Full-batch gradient descent on the first layer until half the mean squared error is at most `goal`. The last
-    `conflicts` inputs are those before them again, with the opposite labels."""
+    """Train the first layer by full-batch gradient descent until half the mean squared error is at most `goal`.
+
+    The last `conflicts` inputs repeat the ones before them, with the opposite labels.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = unit_inputs(inputs, examples, generator)
     labels = torch.randint(0, 2, (examples,), generator=generator) * 2.0 - 1
@@ -77,12 +81,12 @@ def width_lazy(
     examples: int = 200,
     most_steps: int = 40_000,
 ) -> Study:
-    """A two-layer network fits random labels of 200 digits at five widths; a sixth case has labels in conflict.
+    """A two-layer network fits random labels of 200 digits at five widths; a sixth case has contradictory labels.
 
     Command   thrifty study width_lazy
-    Expect    from width 16 to 4096 the steps fall to about a third, the relative movement of the weights about as
-              1/sqrt(width), from several times their norm to a fifth. Conflicting labels are never fitted. About five
-              minutes on two cores.
+    Expect    From width 16 to 4096, the steps fall to about a third. The relative movement of the weights falls about
+              as 1/sqrt(width), from several times their norm to a fifth. Contradictory labels are never fitted. About
+              five minutes on two cores.
     """
     fixed = {"inputs": inputs, "examples": examples, "rate": 10.0, "goal": 0.025, "most_steps": most_steps}
     cases = {label: {**levels, **fixed, "conflicts": 0} for label, levels in grid(width=widths).items()}
@@ -99,20 +103,20 @@ def width_lazy(
         measure=measure,
         cases=cases,
         quantities={
-            "steps": MeasuredQuantity("steps to half a mean squared error of 0.025"),
+            "steps": MeasuredQuantity("steps until half the mean squared error is 0.025"),
             "loss": MeasuredQuantity("half the mean squared error at the end"),
-            "movement": MeasuredQuantity("norm of the weights' change over the norm of their start"),
-            "largest_movement": MeasuredQuantity("largest change of one unit's weights, as a norm"),
-            "flips": MeasuredQuantity("share of (input, unit) pairs whose activation changed its side"),
+            "movement": MeasuredQuantity("norm of the weight change divided by the norm of the initial weights"),
+            "largest_movement": MeasuredQuantity("largest norm of the weight change of one unit"),
+            "flips": MeasuredQuantity("fraction of (input, unit) pairs whose ReLU switched"),
         },
         seeds=seeds,
         expect={
-            "the widest network needs at most half of the narrowest one's steps": lambda c: (
+            "the widest network requires at most half of the steps of the narrowest one": lambda c: (
                 c[wide]["steps"] <= 0.5 * c[narrow]["steps"]
             ),
             "the relative movement falls from each width to the next": lambda c: falls(c, "movement"),
             "the largest movement of a unit falls too": lambda c: falls(c, "largest_movement"),
-            "conflicting labels are never fitted": lambda c: math.isinf(c[CONTROL]["steps"]),
+            "contradictory labels are never fitted": lambda c: math.isinf(c[CONTROL]["steps"]),
         },
         plots=[
             StudyPlot(
@@ -125,7 +129,7 @@ def width_lazy(
                 log_y=True,
             ),
             StudyPlot("steps", "Steps until the labels are fitted", x="width", y="steps", by="conflicts", log_x=True),
-            StudyPlot("flips", "Share of activations that changed", x="width", y="flips", by="conflicts", log_x=True),
+            StudyPlot("flips", "Fraction of ReLUs that switched", x="width", y="flips", by="conflicts", log_x=True),
         ],
         minutes=5,
     )
