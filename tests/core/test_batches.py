@@ -111,7 +111,7 @@ def test_sizes_that_cannot_be_shared_equally_are_refused_wherever_the_sharing_co
         lambda: RankShard(Numbered(8), 0, 4).with_batch_size([2, 8]),
     ):
         with pytest.raises(
-            RefusedError, match="multiples of 2 examples cannot be shared equally by 4 ranks"
+            RefusedError, match="multiples of 2 examples cannot be divided equally among 4 ranks"
         ) as refused:
             make()
         assert refused.value.fix.endswith("multiples of 4")

@@ -296,5 +296,5 @@ def test_moments_in_eight_bits_go_on_as_those_in_float32(moments: str) -> None:
 
 def test_a_value_of_another_shape_must_be_said_how_to_get() -> None:
     change = StructuralChange("wider")
-    with pytest.raises(IntegrityError, match="is to be of shape"):
+    with pytest.raises(IntegrityError, match="must have shape"):
         change.resize("weight", torch.zeros(2), torch.Size([3]))

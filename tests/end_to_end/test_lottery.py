@@ -144,7 +144,7 @@ def test_another_lottery_is_not_mixed_with_one_that_is_there(
 def test_what_no_lottery_can_be_is_refused(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"lottery: prune is 1\.0"):
         LotterySettings(prune=1.0)
-    with pytest.raises(UsageError, match="where is no pattern"):
+    with pytest.raises(UsageError, match="where is no regular expression"):
         LotterySettings(where="(")
     for moment in (-1, 1.0):
         with pytest.raises(UsageError, match="before the last one"):

@@ -51,4 +51,4 @@ def test_a_checkpoint_of_some_ranks_resumes_on_another_number(
 def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_nearest_that_can(thrifty: CommandLine) -> None:
     words = thrifty.recipe("run", "--with", "parallelism.replicate", data__batch=7)
     done = thrifty(*words, ranks=2, exit_code=1)
-    assert "7 examples cannot be shared equally by 2 ranks" in done.stderr and "data.batch=8" in done.stderr
+    assert "7 examples cannot be divided equally among 2 ranks" in done.stderr and "data.batch=8" in done.stderr

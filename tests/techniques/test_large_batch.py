@@ -132,7 +132,7 @@ def test_a_step_of_the_ramp_is_a_plain_step_on_its_examples() -> None:
 
 
 def test_sizes_that_ranks_cannot_share_are_refused_when_they_share() -> None:
-    with pytest.raises(RefusedError, match="multiples of 2 examples cannot be shared equally by 4 ranks"):
+    with pytest.raises(RefusedError, match="multiples of 2 examples cannot be divided equally among 4 ranks"):
         RankShard(ramped().source, 0, 4)
 
 

@@ -226,7 +226,7 @@ def test_a_parameter_that_came_after_its_depth_was_found_is_an_error_and_no_sile
 def test_what_it_cannot_do_is_refused_in_words() -> None:
     with pytest.raises(RefusedError, match="no list of equal blocks"):
         LayerwiseLearningRateDecay().model(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(UsageError, match="embedding_pattern is no pattern"):
+    with pytest.raises(UsageError, match="embedding_pattern is no regular expression"):
         LayerwiseLearningRateDecay(embedding_pattern="(")
     for decay in (0.0, 1.1):
         with pytest.raises(UsageError, match="decay must be above 0 and at most 1"):

@@ -111,7 +111,7 @@ def test_a_move_that_keeps_too_much_is_noticed_at_once(name: str, monkeypatch: p
 def test_in_a_loop_of_ones_own_moments_are_steps_and_masks_move(name: str) -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    with pytest.raises(UsageError, match=f"{name}: .* is 0.[0-9]+, a share of a run whose steps are not known here"):
+    with pytest.raises(UsageError, match=f"{name}: .* is 0.[0-9]+, a fraction of a run"):
         techniques.find(name)().update(adamw(lr=1e-2))
     steps = {"until": 4, "every": 2, "density": 0.25} | ({"start": 1} if name == "sparsity.gradual" else {})
     sparse = techniques.find(name)(**steps)

@@ -104,7 +104,7 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
         ({"n": 4, "m": 8, "transposable": True}, "sparsity.n_of_m: .*of 8 x 8 116,963,796,250"),
         ({"every": 0}, "every is 0"),
         ({"decay": -1.0}, "decay is -1.0"),
-        ({"where": "("}, "where is no pattern"),
+        ({"where": "("}, "where is no regular expression"),
     ],
 )
 def test_settings_without_sense_are_refused(settings: dict[str, Any], words: str) -> None:

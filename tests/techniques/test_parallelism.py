@@ -112,7 +112,7 @@ def test_ranks_have_the_same_statistics_of_norms_over_the_batch_and_judge_alike(
 @pytest.mark.parametrize("strategy", CLAIMING)
 def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_next_that_can(strategy: str) -> None:
     for what, fix in on_ranks(2, refusals, strategy):
-        assert "an effective batch of 3 examples cannot be shared equally by 2 ranks" in what
+        assert "an effective batch of 3 examples cannot be divided equally among 2 ranks" in what
         assert fix == "--set data.batch=4"
 
 

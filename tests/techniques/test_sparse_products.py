@@ -268,7 +268,9 @@ def test_weights_that_are_an_update_behind_stay_dense() -> None:
     assert [record.notes["sparse_products"] for record in records] == [0] * 3
 
 
-@pytest.mark.parametrize(("where", "words"), [("nowhere", "no layer has a name"), ("(", "where is no pattern")])
+@pytest.mark.parametrize(
+    ("where", "words"), [("nowhere", "no layer has a name"), ("(", "where is no regular expression")]
+)
 def test_a_pattern_without_a_layer_is_refused(where: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         SparseProducts(where=where).model(plain_run().build())

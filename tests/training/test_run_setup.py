@@ -150,7 +150,7 @@ def test_an_epoch_of_a_comparison_is_that_of_its_pilots(tmp_path: Path) -> None:
     cost = step_cost(tmp_path / "digits")
     steps = prepare_run(digits(budget=Budget(epochs=2)), quiet=True).run.steps
     assert steps_of_baseline(Budget(epochs=2), cost) == steps
-    with pytest.raises(UsageError, match="needs data whose examples are counted"):
+    with pytest.raises(UsageError, match="requires data with a known number of examples"):
         steps_of_baseline(Budget(epochs=2), replace(cost, epoch_steps=None))
 
 

@@ -1,1 +1,2 @@
-"""The nouns of Thrifty. Imports torch and the standard library, nothing else of ours."""
+"""Core types of Thrifty: recipe, technique, batch, objective, gradient transform, state. Imports no other package of
+Thrifty."""

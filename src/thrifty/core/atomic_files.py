@@ -1,8 +1,8 @@
-"""The one door to the disk: everything a save changes in the file system passes through a method of `AtomicFiles`.
+"""Atomic file operations. Every change that a save makes to the file system is a method of `AtomicFiles`.
 
-Each primitive is one change that can fail or be the last thing a process does, so a test overrides them, counts them
-and stops the world at every single one. What is written is on the disk, not only in the page cache, once the file
-(`write_file`) and the folder that names it (`sync_folder`) have been flushed.
+Each primitive is one change that can fail, or that a killed process makes last. Tests override and count them, and stop
+at each one. Written data is on the disk, not only in the page cache, after two flushes: of the file (`write_file`) and
+of the folder that names it (`sync_folder`).
 """
 
 import errno
@@ -19,27 +19,27 @@ from pathlib import Path
 from thrifty.core.errors import UsageError
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that mean: the disk, the quota or the limit on file sizes is used up."""
+"""Error numbers of a full disk, an exhausted quota, or the limit on file sizes."""
 
 _CHUNK = 16 << 20
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """What a file must hold: its length in bytes and the sha256 of its content in hexadecimal."""
+    """Expected content of a file: its length in bytes and its sha256 in hexadecimal."""
 
     bytes: int
     sha256: str
 
 
 class AtomicFiles:
-    """The real disk. The first group of methods are the primitives; the second is built on them alone."""
+    """File operations on the real disk. The first methods are primitives; those from `write_file` on use only them."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
 
     def create_file(self, path: Path) -> int:
-        """A new file; what lies there under its name, a link above all, is neither opened nor followed."""
+        """Create and open a new file. An existing file or link of that name is neither opened nor followed."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
@@ -54,7 +54,7 @@ class AtomicFiles:
             os.fsync(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Atomic; a file at `target` is replaced."""
+        """Rename atomically; a file at `target` is replaced."""
         os.replace(source, target)
 
     def remove_file(self, path: Path) -> None:
@@ -64,14 +64,14 @@ class AtomicFiles:
         path.rmdir()
 
     def free_bytes(self, folder: Path) -> int:
-        """What a user may still write where `folder` is, or will be."""
+        """Return the bytes that a user may still write in `folder`, or in its nearest existing parent."""
         while not folder.exists():
             folder = folder.parent
-        facts = os.statvfs(folder)
-        return facts.f_bavail * facts.f_frsize
+        stats = os.statvfs(folder)
+        return stats.f_bavail * stats.f_frsize
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-        """Writes and flushes one file; its name is safe only after `sync_folder(path.parent)`."""
+        """Write and flush one file. Its name is safe only after `sync_folder(path.parent)`."""
         length, digest = 0, hashlib.sha256()
         descriptor = self.create_file(path)
         try:
@@ -94,7 +94,7 @@ class AtomicFiles:
             os.close(descriptor)
 
     def make_folders(self, path: Path) -> None:
-        """`path` and its missing parents, each flushed into the folder above it."""
+        """Create `path` and its missing parents, and flush each parent folder."""
         if path.is_dir():
             return
         self.make_folders(path.parent)
@@ -102,15 +102,15 @@ class AtomicFiles:
         self.sync_folder(path.parent)
 
     def swap(self, path: Path, content: bytes) -> FileDigest:
-        """Replaces a file as a whole: a reader, or the next start, sees the old content or the new one."""
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")  # which nobody can put there before
+        """Replace a file as a whole: readers see the old content or the new one, also after a crash."""
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")  # random: nobody can create it before
         try:
             written = self.write_file(aside, [content])
             self.rename(aside, path)
         except OSError as error:
             with suppress(OSError):
                 self.remove_file(aside)
-            error.filename = str(path)  # which a failed write does not say, and an own name says nothing to a user
+            error.filename = str(path)  # a failed write names no file, and the temporary name means nothing to a user
             raise
         self.sync_folder(path.parent)
         return written
@@ -119,7 +119,7 @@ class AtomicFiles:
         self.swap(path, text.encode())
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a folder and what is in it; a link is removed, not followed."""
+        """Delete a folder and its contents; a link is deleted, not followed."""
         if path.is_symlink():
             self.remove_file(path)
             return
@@ -132,11 +132,13 @@ class AtomicFiles:
 
 
 def refuse_links(*folders: Path) -> None:
-    """Raises UsageError if one of these, or an entry directly in one, is a symbolic link, which would lead reads and
-    writes out of a run folder, or a pipe or device, at which they would wait forever."""
+    """Raise UsageError if a folder, or an entry directly in it, is a symbolic link, a pipe or a device.
+
+    A link would lead reads and writes out of a run folder; a pipe or device would block them forever.
+    """
     for path in (path for folder in folders for path in (folder, *folder.glob("*"))):
         if path.is_symlink():
-            what = f"{path} is a symbolic link, and nothing outside a run folder is read or written"
-            raise UsageError(what, fix="remove the link, or put a copy of what it names in its place")
+            what = f"{path} is a symbolic link, and files outside a run folder are neither read nor written"
+            raise UsageError(what, fix="replace the link with a copy of its target")
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise UsageError(f"{path} is a pipe or a device, not a regular file", fix=f"rm {shlex.quote(str(path))}")

@@ -1,4 +1,4 @@
-"""Folders that appear under their name whole or not at all, whoever was killed while writing one."""
+"""Folders that appear under their name complete or not at all, even if the writing process is killed."""
 
 import glob
 import os
@@ -13,10 +13,10 @@ from thrifty.core.file_locks import lock_file
 
 @contextmanager
 def write_aside(folder: Path) -> Iterator[Path]:
-    """Make a new folder to write into, which takes the name `folder` when the block ends well and vanishes otherwise.
+    """Yield a new folder to write into. It is renamed to `folder` if the block succeeds, and deleted otherwise.
 
-    Its writer holds a lock on it, so that the next one removes what a killed process left. Raises OSError, also if
-    something else than an empty folder has the name by then.
+    Its writer holds a lock on it, so that the next writer can delete the leftovers of a killed process. Raises OSError,
+    also if the name is taken by then, unless by an empty folder.
     """
     _remove_leftovers(folder)
     aside = _aside(folder)
@@ -36,7 +36,7 @@ def write_aside(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Do as `write_aside`; a `folder` that exists is replaced."""
+    """Write a folder as `write_aside` does, and replace an existing `folder`."""
     old = _aside(folder)
     try:
         with write_aside(folder) as aside:
@@ -54,7 +54,7 @@ def _aside(folder: Path) -> Path:
 def _remove_leftovers(folder: Path) -> None:
     for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
         with suppress(OSError), _opened(leftover) as descriptor:
-            if lock_file(descriptor, wait=False):  # else the file system has no locks, and it may still be written
+            if lock_file(descriptor, wait=False):  # without locks, another process may still be writing it
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -68,7 +68,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _flush(path: Path) -> None:
-    """Force a file or folder to the disk, so that the rename never outlives what it names."""
+    """Flush a file or folder to the disk, so that a rename never survives without its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

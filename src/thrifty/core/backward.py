@@ -1,4 +1,4 @@
-"""How gradients are obtained: a function that leaves them, summed, in each parameter's `.grad`."""
+"""Backward passes: functions that add the gradients of a batch to each parameter's `.grad`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,20 +15,24 @@ from thrifty.core.objective import Objective
 
 @dataclass
 class BackwardResult:
-    """What one backward pass found: the weighted loss (scalar, detached) and anything worth recording."""
+    """Result of one backward pass: the weighted loss (scalar, detached) and values to record."""
 
     loss: Tensor
     notes: dict[str, float] = field(default_factory=dict)
     answered: bool = False
-    """Whether gradients that are not finite have been answered already, by a lower loss scale: such a step is skipped
-    like any other, but is no sign of divergence."""
+    """True if a lower loss scale already handles gradients that are not finite.
+
+    Such a step is skipped like any other, but is no sign of divergence.
+    """
     parts: Tensor | None = None
-    """Sum of the weights of the examples' parts (scalar), by which the loss and the gradients are still to be divided;
-    None where examples count by their weights alone."""
+    """Sum of the weights of the examples' parts (scalar); loss and gradients are still to be divided by it.
+
+    None if each example counts by its own weight alone.
+    """
     mean_of: int | None = None
-    """Rows that the loss is a mean of, where it is one that cannot be taken apart."""
+    """Number of rows if the loss is their mean and cannot be divided into a loss per example; None otherwise."""
     scale_growth: float = 1.0
-    """Factor by which the loss scale, and so all gradients inside the pass, grows from this step to the next."""
+    """Growth factor of the loss scale, and so of all gradients inside the pass, from this step to the next."""
 
     def __add__(self, other: "BackwardResult") -> "BackwardResult":
         known = [each.parts for each in (self, other) if each.parts is not None]
@@ -50,29 +54,32 @@ Backward = Callable[[nn.Module, Objective, Batch], BackwardResult]
 
 
 def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-    """The whole batch in one forward and one backward pass."""
+    """Run the whole batch in one forward and one backward pass."""
     prediction = objective.predict(model, batch)
     mean_of = len(batch) if prediction.is_mean else None
     if mean_of and not weigh_alike(batch):
         raise RefusedError(
-            "examples are drawn with weights, and the loss is a mean in which all count alike",
+            "examples are sampled with weights, but the loss is a mean in which all count alike",
             fix="return one loss for each example",
         )
     loss, weights = (objective.losses(prediction, batch) * batch.weight).sum(), prediction.part_weights
-    del prediction  # what the backward pass does not need of it is freed before
+    del prediction  # free tensors that the backward pass does not read
     loss.backward()
     return BackwardResult(loss.detach(), parts=None if weights is None else weights.detach().sum(), mean_of=mean_of)
 
 
 def weigh_alike(batch: Batch) -> bool:
-    """Return True if all examples have one weight, which is not looked at where weights have no values."""
+    """Return True if all examples have the same weight. Fake tensors have no values and count as equal."""
     first = batch.weight[0]
     return isinstance(first, FakeTensor) or bool((batch.weight == first).all())
 
 
 def divided_by_parts(backward: Backward) -> Backward:
-    """A backward pass of a whole effective batch whose loss and gradients are divided by the weights of its parts, over
-    all data ranks, where the objective counts by parts. Raises RefusedError if examples do not weigh alike."""
+    """Return a backward pass for a whole effective batch that divides loss and gradients by the parts' weights.
+
+    The weights are summed over all data ranks. Nothing changes for objectives that do not weigh parts. The pass raises
+    RefusedError if examples have different weights.
+    """
 
     def divided(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)
@@ -80,7 +87,7 @@ def divided_by_parts(backward: Backward) -> Backward:
             return outcome
         if not weigh_alike(batch):
             raise RefusedError(
-                "examples are drawn with weights, and the loss counts by the weights of their parts",
+                "examples are sampled with weights, but the loss counts by the weights of their parts",
                 fix="return one loss for each example",
             )
         parts, data = outcome.parts.clone(), axis("data")
@@ -88,8 +95,8 @@ def divided_by_parts(backward: Backward) -> Backward:
             dist.all_reduce(parts, group=data.group)
         if not isinstance(parts, FakeTensor) and not bool(parts):
             raise UsageError(
-                "the weights of all parts of the batch sum to 0: no part of it is learned",
-                fix="leave examples without a part to learn out of the data",
+                "the weights of all parts of the batch sum to 0, so that the batch has nothing to learn",
+                fix="remove the examples without a part to learn",
             )
         total = parts * batch.weight[0]
         for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """Data as a pure function of (seed, step).
 
-A `BatchSource` answers `at(step)` with the same examples whatever was asked before and however many ranks, workers or
-micro-batches there are. A position in a pure function is all that resuming needs.
+`BatchSource.at(step)` returns the same examples after any earlier calls, and for any number of ranks, workers or
+micro-batches. Resuming therefore requires only the step.
 """
 
 import math
@@ -21,15 +21,14 @@ from thrifty.core.errors import RefusedError
 class Batch:
     """Examples in rows. Every tensor of `fields` has b rows; `weight` (b,) sums to 1 over the effective batch.
 
-    The weights are fixed once, for the effective batch. Whoever splits it (ranks, micro-batches) or draws from it
-    (sampling) only selects and multiplies, and gradients are only ever summed: no mean of means anywhere.
+    Weights are set once, for the effective batch. Ranks and micro-batches only select rows, and sampling multiplies
+    weights. Gradients are only summed, so no mean of means occurs.
     """
 
     fields: Mapping[str, Tensor]
     weight: Tensor
     last: bool = True
-    """Whether the gradients are complete once these rows have been through the backward pass: False for a micro-batch
-    that others of the same sum follow."""
+    """True if gradients are complete after the backward pass of these rows; False before the last micro-batch."""
 
     def __getitem__(self, field: str) -> Tensor:
         return self.fields[field]
@@ -45,7 +44,7 @@ class Batch:
         return self.map(lambda tensor: tensor[start:stop])
 
     def take(self, rows: Tensor) -> "Batch":
-        """The examples at these indices (n,), repeats allowed."""
+        """Return the examples at these indices (n,); indices may repeat."""
         return self.map(lambda tensor: tensor[rows])
 
     def pin_memory(self) -> "Batch":
@@ -60,68 +59,70 @@ class Batch:
 
 @dataclass(frozen=True)
 class ExampleIndex:
-    """The examples that a source goes through in an epoch, by number and in no order of training."""
+    """Numbered examples of one epoch of a source, in no training order."""
 
     count: int
     fingerprint: str
-    """A hash of what they are: other examples, and these cut into other pieces, have another."""
+    """Hash of the examples. It changes if the examples or their boundaries change."""
     labels: Tensor | None = None
-    """The number of each one's class (n,), where examples have one."""
+    """Class number of each example (n,), if examples have classes."""
     label_names: tuple[str, ...] = ()
-    """The classes by number, where they have names."""
+    """Class names by number, if classes have names."""
 
 
 @dataclass(frozen=True)
 class ExampleSubset:
-    """Which examples of a source are gone through."""
+    """Selection of a source's examples."""
 
     kept: Tensor
-    """Their numbers in the whole source, int64 (k,), ascending."""
+    """Numbers of the selected examples in the whole source, int64 (k,), ascending."""
     scores: Tensor | None = None
-    """Of all its examples (n,), what they were chosen by: higher is harder."""
+    """Selection score of every example of the source (n,); higher is harder."""
 
 
 class BatchSource:
-    """The effective batch of every step. Subclasses give `rows`; the rest follows."""
+    """Source of the effective batch of every step. Subclasses implement `rows`."""
 
     batch: int = 0
-    """Examples in the effective batch, over all ranks and micro-batches; the largest one where it varies. 0 where there
-    are no data, as when a finished model is restored."""
+    """Examples in the effective batch, over all ranks and micro-batches; the largest if it varies.
+
+    0 without data, for example when a finished model is restored.
+    """
     examples: int | None = None
-    """Examples in one epoch; None where there are no epochs, as of a stream."""
+    """Examples in one epoch; None for sources without epochs, such as streams."""
     notices: tuple[str, ...] = ()
-    """Sentences about how examples are read, for a run's records."""
+    """Sentences for a run's records about how examples are read."""
     unrepeatable: str = ""
-    """Why a resumed run is not given what the run that was not stopped was given; empty where it is."""
+    """Reason why a resumed run reads other data than an uninterrupted one; empty if it reads the same."""
 
     @property
     def in_thread(self) -> bool:
-        """True if batches may be computed in another thread while a step is made."""
+        """True if batches may be computed in another thread during a step."""
         return True
 
     @property
     def loading(self) -> Mapping[str, Any]:
-        """Settings of a torch DataLoader by which processes read batches ahead; empty without processes."""
+        """Settings of a torch DataLoader whose processes read batches ahead; empty without processes."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return plain values by which a resumed run continues reading, where that is not a function of the step."""
+        """Return plain values from which a resumed run continues reading, if the step does not determine them."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was returned."""
+        """Continue from a result of `state`."""
 
     @property
     def unit(self) -> int:
-        """What the size of every step's effective batch is a multiple of."""
+        """Number that divides every step's effective batch."""
         return self.batch
 
     def size(self, step: int) -> int:
-        """Examples in the effective batch of this step."""
+        """Return the number of examples in the effective batch of this step."""
         return self.batch
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Rows start … stop-1 of the step's effective batch; nothing else need be read."""
+        """Return rows start … stop-1 of the step's effective batch; other rows need not be read."""
         raise NotImplementedError
 
     def amount(self, step: int) -> float:
@@ -132,32 +133,36 @@ class BatchSource:
         return self.rows(step, 0, self.size(step))
 
     def with_batch_size(self, sizes: Sequence[int]) -> "BatchSource":
-        """The same examples in the same order, in effective batches of other sizes: those of the first steps, the last
-        of which holds for all later ones."""
+        """Return a source of the same examples in the same order, with these effective batch sizes by step.
+
+        The last size holds for all later steps.
+        """
         return ResizedSource(self, sizes)
 
     def example_index(self) -> ExampleIndex:
-        """Raises RefusedError where examples have no numbers to be known by."""
+        """Return the numbered examples. Raises RefusedError if examples have no fixed numbers."""
         raise _numberless(self)
 
     def subset(self, choice: ExampleSubset) -> "BatchSource":
-        """The same kind of source with these of its examples; all else, such as the seed, stays. Raises RefusedError
-        where examples have no numbers, or fewer are left than one effective batch."""
+        """Return the same source restricted to these examples; all else, such as the seed, stays.
+
+        Raises RefusedError if examples have no numbers, or fewer than one effective batch remain.
+        """
         raise _numberless(self)
 
     @property
     def selected_subset(self) -> ExampleSubset | None:
-        """Which of its examples it goes through, where not all."""
+        """Selection of its examples; None if all are used."""
         return None
 
 
 def _numberless(source: BatchSource) -> RefusedError:
-    what = f"the examples of this data ({type(source).__name__}) have no fixed numbers to be known by"
+    what = f"the examples of this data ({type(source).__name__}) have no fixed numbers to select them by"
     return RefusedError(what, "train on all of them")
 
 
 def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
-    """Examples first … stop-1 of all that a source gives, in its order; its effective batches are of one size."""
+    """Return examples first … stop-1 of a source in its order. Its effective batches must have one size."""
     size = source.batch
     steps = range(first // size, -(-stop // size))
     parts = [source.rows(step, max(first - step * size, 0), min(stop - step * size, size)) for step in steps]
@@ -166,7 +171,7 @@ def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
 
 
 class WrappedSource(BatchSource):
-    """Another source with something done to what it gives; its examples are that one's."""
+    """Wrapper that changes the batches of another source, with the same examples."""
 
     source: BatchSource
 
@@ -199,7 +204,7 @@ class WrappedSource(BatchSource):
 
 
 class MappedSource(WrappedSource):
-    """Another source with a pure function of (step, batch) applied to what it gives."""
+    """Wrapper that applies a pure function of (step, batch) to another source's batches."""
 
     def __init__(self, source: BatchSource, function: Callable[[int, Batch], Batch]):
         self.source, self.function, self.batch = source, function, source.batch
@@ -219,8 +224,10 @@ class MappedSource(WrappedSource):
 
 
 class RankShard(WrappedSource):
-    """The rows of one rank: an equal, contiguous part of the effective batch. Raises RefusedError where there is
-    none."""
+    """Rows of one rank: an equal, contiguous part of the effective batch.
+
+    Raises RefusedError if the effective batch cannot be divided equally.
+    """
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
         self.source, self.rank, self.ranks, self.batch = source, rank, ranks, source.batch // ranks
@@ -243,16 +250,16 @@ class RankShard(WrappedSource):
 
 
 def _refuse_unequal(source: BatchSource, ranks: int) -> None:
-    what = f"cannot be shared equally by {ranks} ranks"
+    what = f"cannot be divided equally among {ranks} ranks"
     if source.batch % ranks:
         fix = f"--set data.batch={-(-source.batch // ranks) * ranks}"
         raise RefusedError(f"an effective batch of {source.batch} examples {what}", fix)
-    fix = f"let all sizes be multiples of {math.lcm(source.unit, ranks)}"
+    fix = f"make all sizes multiples of {math.lcm(source.unit, ranks)}"
     raise RefusedError(f"effective batches in multiples of {source.unit} examples {what}", fix)
 
 
 class OversampledSource(WrappedSource):
-    """`times` consecutive effective batches as one, for techniques that choose among more than they train on."""
+    """Source whose batch joins `times` consecutive effective batches, for techniques that select examples."""
 
     def __init__(self, source: BatchSource, times: int):
         self.source, self.times, self.batch = source, times, source.batch * times
@@ -275,7 +282,7 @@ class OversampledSource(WrappedSource):
 
 
 class ResizedSource(WrappedSource):
-    """Another source's examples in its own order, none skipped and none repeated, in batches of varying size."""
+    """Source with another source's examples in the same order, none skipped or repeated, in batches of varying size."""
 
     def __init__(self, source: BatchSource, sizes: Sequence[int]):
         self.source, self.sizes, self.batch = source, sizes, max(sizes)
@@ -289,7 +296,7 @@ class ResizedSource(WrappedSource):
         return self.sizes[min(step, len(self.sizes) - 1)]
 
     def first(self, step: int) -> int:
-        """How many examples the steps before this one have."""
+        """Return the number of examples in the steps before this one."""
         last = len(self.sizes) - 1
         return self.firsts[min(step, last)] + max(step - last, 0) * self.sizes[last]
 

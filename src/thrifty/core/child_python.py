@@ -1,24 +1,27 @@
-"""Start Python processes that import the installed modules, and no file of the working folder."""
+"""Python child processes that import the installed modules, not files of the working folder."""
 
 import os
 import sys
 
 SAFE = "PYTHONSAFEPATH"
-"""If set, Python does not import from the working folder, where a file named like torch or pip would run in place of
-the installed one."""
+"""If set, Python does not import from the working folder, where a file named like torch would shadow the package."""
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the environment, with these variables, of a process that imports what this one can. The working folder
-    comes last on its path, if it is on this one's."""
-    here = os.path.realpath(os.getcwd())
-    places = sorted((place for place in sys.path if place), key=lambda place: os.path.realpath(place) == here)
-    return {**os.environ, SAFE: "1", "PYTHONPATH": os.pathsep.join(places), **variables}
+    """Return the environment, with these variables, for a child process that can import the same modules.
+
+    If the working folder is on the import path, it comes last.
+    """
+    working_folder = os.path.realpath(os.getcwd())
+    folders = sorted((each for each in sys.path if each), key=lambda each: os.path.realpath(each) == working_folder)
+    return {**os.environ, SAFE: "1", "PYTHONPATH": os.pathsep.join(folders), **variables}
 
 
 def leave_working_folder() -> None:
-    """Remove the working folder, which `python -m` and `python -c` put first, from the path of this process and of its
-    child processes."""
+    """Remove the working folder from the import path of this process and of its child processes.
+
+    `python -m` and `python -c` put it first.
+    """
     os.environ[SAFE] = "1"
     if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]

@@ -1,7 +1,7 @@
-"""Claims: what at most one technique of a run may decide.
+"""Claims: decisions that at most one technique of a run may make.
 
-A technique lists what it decides (`Technique.claims`) and what it cannot be combined with (`Technique.clashes`). The
-value of a claim is its text in messages, after "the".
+A technique lists its decisions (`Technique.claims`) and the claims it cannot be combined with (`Technique.clashes`).
+Messages print the value of a claim after "the".
 """
 
 from enum import StrEnum
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 class Claim(StrEnum):
     ACTIVATION_BYTES = "bytes of activations"
-    """A limit on the memory of activations, which freed pieces between others would exceed."""
+    """A limit on the memory of activations, which tensors freed in between would exceed."""
     ATTENTION_CORE = "attention core"
     """The function from queries, keys and values to the output of attention."""
     AUXILIARY_LOSSES = "auxiliary losses"
@@ -49,7 +49,7 @@ class Claim(StrEnum):
     PRECISION = "precision"
     """The number format in which the model computes."""
     RANK_WIDE_PLAN = "common plan of all ranks"
-    """A plan of saved tensors that all ranks agree on at the first step."""
+    """A plan for saved tensors that all ranks agree on at the first step."""
     RECOMPUTATION = "recomputation"
     """The activations that the backward pass recomputes."""
     RESIDUAL_GAINS = "residual gains"
@@ -71,7 +71,7 @@ class Claim(StrEnum):
     TOKENS_OF_BLOCKS = "tokens of some blocks"
     """Tokens that only some blocks read."""
     TRAINED_START = "trained initial values"
-    """Weights that a run starts from and continues to train. The run claims it, and no technique."""
+    """Weights from which a run continues training. The run makes this claim, no technique does."""
     TRAINED_VECTORS = "trained vectors alone"
     """Training of vectors only, without any matrix."""
     WEIGHT_MASKS = "weight masks"

@@ -1,4 +1,4 @@
-"""Arguments by which a classifier of `transformers` is called on padded texts."""
+"""Keyword arguments for calling a `transformers` classifier on padded texts."""
 
 import inspect
 from typing import Any
@@ -7,17 +7,20 @@ from torch import Tensor, nn
 
 
 def takes_text(model: nn.Module) -> bool:
-    """Return True for a model that takes texts by the names of transformers."""
+    """Return True if the model's `forward` takes `input_ids`, the name of token ids in transformers."""
     return "input_ids" in inspect.signature(model.forward).parameters
 
 
 def classifier_inputs(
     model: nn.Module, tokens: Tensor, keep: Tensor | None = None, types: Tensor | None = None
 ) -> dict[str, Any]:
-    """Return the arguments for tokens (b, t), of which those that `keep` (b, t) marks are no padding. `types` (b, t), 1
-    in the second text of a pair, are for models with several types of tokens; no model keeps a cache."""
+    """Return the keyword arguments for token ids (b, t).
+
+    `keep` (b, t) is True for tokens that are not padding. `types` (b, t) is 1 in the second text of a pair; it is
+    passed only to models with several token types. Key-value caches are off.
+    """
     takes = inspect.signature(model.forward).parameters
-    config = getattr(model, "config", None)  # of a model of the user's own, none or another
+    config = getattr(model, "config", None)  # a user's own model may have none, or one of another kind
     has_types = not hasattr(config, "model_type") or (getattr(config, "type_vocab_size", None) or 0) > 1
     inputs: dict[str, Any] = {"input_ids": tokens}
     if keep is not None:

@@ -1,6 +1,6 @@
-"""DTensors, told from plain tensors and made without importing what they are made of before there are any.
+"""Type check and constructors for DTensors that import `torch.distributed.tensor` only when one is used.
 
-`torch.distributed.tensor` takes more than half as long to import as torch itself, and a run of one process has none.
+The import takes more than half as long as torch itself, and a run of one process has no DTensors.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,21 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
 def dtensor_of_local(
     local: Tensor, mesh: DeviceMesh, placements: "Sequence[Placement]", shape: torch.Size, stride: tuple[int, ...]
 ) -> "DTensor":
-    """Return the tensor of `shape` of which this rank holds `local`."""
+    """Return the DTensor of `shape` whose local shard on this rank is `local`."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def replicated_like(tensor: Tensor, divided: "DTensor") -> "DTensor":
-    """Return a tensor that every rank has on the mesh of another one."""
+    """Return the tensor as a DTensor replicated on the mesh of `divided`."""
     from torch.distributed.tensor import DTensor, Replicate
 
     return DTensor.from_local(tensor, divided.device_mesh, [Replicate()] * divided.device_mesh.ndim)
 
 
 def with_partial_sums_added(tensor: "DTensor") -> "DTensor":
+    """Return the DTensor with `Partial` placements reduced to `Replicate`."""
     from torch.distributed.tensor import Replicate
 
     return tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])

@@ -1,4 +1,4 @@
-"""Errors a user can act on: what happened, where, and the smallest fix. Each kind has a stable exit code."""
+"""Errors with a message, a fix and a stable exit code of each kind."""
 
 import difflib
 import os
@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable
 
 
 class ThriftyError(Exception):
-    """A run failed for a reason that is ours to explain."""
+    """An error that Thrifty explains: the message and its fix."""
 
     exit_code = 1
     told = False
-    """Whether the user has been told, by this process or by another of the same run."""
+    """True if a process of the same run has already printed the error."""
 
     def __init__(self, what: str, fix: str = ""):
         super().__init__(f"{what}\n  fix: {for_reader(fix)}" if fix else what)
@@ -19,64 +19,66 @@ class ThriftyError(Exception):
 
 
 class UsageError(ThriftyError):
-    """A recipe, an option or an input file is not what it must be."""
+    """A recipe, an option or an input file is not valid."""
 
     exit_code = 2
 
 
 class InfeasibleError(ThriftyError):
-    """What was asked for cannot fit the budget or the machine."""
+    """A request that does not fit the budget or the machine."""
 
     exit_code = 3
 
 
 class IntegrityError(ThriftyError):
-    """Stored data is damaged, or a promise made by a technique no longer holds."""
+    """Stored data is damaged, or a technique's promise no longer holds."""
 
     exit_code = 4
 
 
 class RefusedError(UsageError):
-    """A technique cannot do its work here, and says why."""
+    """A technique refuses to run here; the message has the reason."""
 
 
 class NeedsTrainer(RefusedError):
-    """A technique changes what only the trainer has: data, gradients over several passes, or the model's structure."""
+    """A technique requires the trainer, since it changes data, gradients over several passes, or model structure."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error in one line: what ours say, and the kind and first line of any other."""
+    """Return an error in one line: the message of a ThriftyError, else the type and first line of any other error."""
     if isinstance(error, ThriftyError):
         return error.what
     return ": ".join(filter(None, (type(error).__name__, str(error).strip().partition("\n")[0])))
 
 
 def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None:
-    """Raise UsageError for a word that is not known: the complaint, the word, and what may be meant."""
+    """Raise UsageError for an unknown word, with the complaint, the word, and the nearest known one."""
     if word not in known:
         raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(str(word), known))
 
 
 TYPED = "THRIFTY_TYPED"
-"""Environment variable of the processes of a command, in which messages are in its words."""
+"""Environment variable set in processes of the command line, where fixes name options."""
 
 
 def spelled(command: str, python: str) -> str:
-    """Return a fix for the reader of a message: who typed a command, or who called a function."""
+    """Return the fix for the reader: the command on the command line, the Python call otherwise."""
     return command if TYPED in os.environ else python
 
 
 WORDS_BETWEEN = "and|another|are|for|in|is|looks|of|or|that|to|with"
-"""Words of a text that are no value of the option before them."""
+"""Words of a sentence that are no value of the preceding option."""
 OPTION = re.compile(
     rf"(?<![\w-])--(?:(no-[a-z-]+)|([a-z][a-z-]*)(?:[ =](?!\"|(?:{WORDS_BETWEEN})\b)(\S*[^\s,;:.()]))?)"
 )
-"""An option of the command line with its value: one that switches something off, or the name and the value."""
+"""Pattern of a command-line option and its value: a `--no-…` switch, or the name and the value."""
 
 
 def for_reader(text: str) -> str:
-    """Return a text whose options are arguments where the reader called a function: `--set data.batch=16` is
-    `settings={"data.batch": 16}` there. A text with a whole command stays as it is."""
+    """Return a text with options rewritten as arguments if the reader called a function.
+
+    `--set data.batch=16` becomes `settings={"data.batch": 16}`. Texts with a whole command stay unchanged.
+    """
     is_command = "thrifty " in text or "torchrun " in text
     return text if TYPED in os.environ or is_command else OPTION.sub(_argument, text)
 
@@ -96,7 +98,7 @@ def _argument(option: re.Match[str]) -> str:
 
 
 def _literal(value: str) -> str:
-    """Return a value of the command line as Python has it; one in capitals, such as FILE, stands for another."""
+    """Return a value of the command line as a Python literal; a placeholder in capitals, such as FILE, becomes "…"."""
     value = value.strip('"')
     if not value or (value.isalpha() and value.isupper()):
         return '"…"' if value else "…"
@@ -106,7 +108,7 @@ def _literal(value: str) -> str:
 
 
 def did_you_mean(word: str, options: Iterable[str], otherwise: str = "") -> str:
-    """A hint naming the nearest option; when none is near, `otherwise`, or all of them."""
+    """Return a hint with the nearest option; if none is near, return `otherwise`, or all options."""
     options = sorted(options)
     near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     if near:

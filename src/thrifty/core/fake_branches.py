@@ -1,4 +1,4 @@
-"""Branches of other libraries that depend on values, taken on fake tensors as they are on real ones."""
+"""Value-dependent branches of other libraries on fake tensors: they take the same side as on real tensors."""
 
 import sys
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 
 @contextmanager
 def causal_masks_of_plain_rows() -> Iterator[None]:
-    """Inside the block, models of transformers know of fake positions whether texts share a row.
+    """Inside the block, transformers detects rows of one text on fake position ids too.
 
-    On real tensors they read the values, and leave out the mask where each row is one text. On fake tensors they would
-    build the mask, and attention would take another kernel. Positions that all rows share are those of one text.
+    On real tensors it reads the values, and leaves out the mask if each row is one text. On fake tensors it would build
+    the mask, and attention would use another kernel. Position ids that all rows share mark one text per row.
     """
     module = sys.modules.get(_MASKS)
     find = getattr(module, _PACKED, None)

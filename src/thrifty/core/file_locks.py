@@ -1,16 +1,16 @@
-"""File locks that the system releases when their process ends."""
+"""File locks that the operating system releases when their process ends."""
 
 import errno
 import fcntl
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL})
-"""Error numbers of file systems without locks, such as some shared ones of clusters."""
+"""Error numbers of file systems without locks, such as some shared file systems of clusters."""
 
 
 def lock_file(descriptor: int, wait: bool = True) -> bool:
     """Lock an open file for this process; return False on a file system without locks.
 
-    Raises BlockingIOError if another process holds the lock and `wait` is false.
+    Raises BlockingIOError if another process holds the lock and `wait` is False.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

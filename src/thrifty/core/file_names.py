@@ -1,4 +1,4 @@
-"""Names that become folders and stand in exported files, and text that becomes comments there."""
+"""Checks for names of folders and exported files, and escaping of text for comments in them."""
 
 from collections.abc import Iterable
 
@@ -10,10 +10,10 @@ _ALLOWED = frozenset(" -_.+=,@%()[]:")
 
 
 def check_name(name: str, subject: str = "name") -> str:
-    """Return a name that is safe as a folder, in a shell command and in source code.
+    """Return the name if it is safe as a folder, in a shell command and in source code.
 
-    Raises UsageError unless it has at most 200 letters, digits and characters of ` -_.+=,@%()[]:`, begins with a
-    letter, a digit or "_", and does not end with a space; and unless it looks like a key of some service.
+    Raises UsageError unless it has at most 200 letters, digits and characters of ` -_.+=,@%()[]:`. It must begin with a
+    letter, a digit or "_", and not end with a space. Names that look like an API key are refused.
     """
     if redact_text(name) != name:
         raise UsageError(
@@ -27,6 +27,6 @@ def check_name(name: str, subject: str = "name") -> str:
 
 
 def comment_lines(texts: Iterable[str]) -> str:
-    """Return each text as one comment line of Python, YAML or TOML; unprintable characters become spaces."""
+    """Return each text as one comment line of Python, YAML or TOML, with spaces for unprintable characters."""
     lines = ("".join(character if character.isprintable() else " " for character in text) for text in texts)
     return "".join(f"# {line}\n" for line in lines)

@@ -1,43 +1,46 @@
-"""What a step is predicted to hold and to move, as a value."""
+"""Predicted memory and work of one training step."""
 
 from dataclasses import asdict, dataclass, replace
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes held at the peak of one step on one rank, and the work of the step.
+    """Predicted bytes at the peak of one step on one rank, and the work of the step.
 
-    parameters, gradients and optimizer are exact sums over tensors; buffers are what model and optimizer hold besides:
-    tables of positions, and what techniques keep. activations are what is alive when the forward pass of one
-    micro-batch ends; temporary is what the peak of the step, its update included, holds beyond activations or
-    gradients, whichever is larger: gradients appear while activations go.
+    `parameters`, `gradients` and `optimizer` are exact sums over tensors. `buffers` are other tensors of model and
+    optimizer, such as position tables and the state of techniques. `activations` are the saved tensors at the end of
+    the forward pass of one micro-batch. Gradients appear while activations are freed; `temporary` is the rest of the
+    step's peak, its update included, above the larger of the two.
     """
 
     parameters: float = 0.0
     outside: float = 0.0
-    """Bytes of those parameters that are in no block."""
+    """Bytes of the parameters outside of blocks."""
     block: float = 0.0
-    """Bytes of those in the largest block."""
+    """Bytes of the parameters in the largest block."""
     vectors: float = 0.0
-    """Bytes of those that are no matrices: gains, biases, positions."""
+    """Bytes of the parameters that are no matrices: gains, biases, positions."""
     hidden: float = 0.0
-    """Bytes of the hidden states of one micro-batch that one block hands to the next."""
+    """Bytes of one micro-batch's hidden states between two blocks."""
     buffers: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
     saved: float = 0.0
-    """Bytes of the activations that blocks keep; the rest is that of both ends."""
+    """Bytes of the activations that blocks save; the rest belongs to embedding and head."""
     passes: float = 0.0
-    """Bytes at the peak of forward and backward pass beside state and complete gradients: activations and what is
-    temporary. Like `saved` and `inside` it tells how a peak comes about, and is no part of the sum."""
+    """Bytes at the peak of forward and backward pass in addition to state and complete gradients.
+
+    These are activations and temporary tensors. Like `saved` and `inside`, the value explains a peak and is not part of
+    the sum.
+    """
     inside: float = 0.0
-    """The same from when the first gradient of a block is complete."""
+    """The same bytes, counted after the first gradient of a block is complete."""
     temporary: float = 0.0
     flops: float = 0.0
-    """Floating-point operations of one step over all ranks, a multiply-add counted as two."""
+    """Floating-point operations of one step over all ranks; a multiply-add counts as two."""
     traffic: float = 0.0
-    """Bytes one rank sends to others in one step."""
+    """Bytes that one rank sends to others in one step."""
 
     @property
     def memory(self) -> float:
@@ -46,18 +49,19 @@ class Footprint:
 
     @property
     def peak(self) -> float:
-        """What of it comes and goes in a step."""
+        """Predicted bytes that are allocated and freed within one step."""
         return max(self.gradients, self.activations) + self.temporary
 
     def peaking(self, peak: float) -> "Footprint":
-        """A copy whose peak is this, by what is temporary."""
+        """Return a copy whose `peak` has this value, by changing `temporary`."""
         return replace(self, temporary=max(peak - max(self.gradients, self.activations), 0.0))
 
     def scale(self, **factors: float) -> "Footprint":
-        """A copy with the named quantities multiplied: `footprint.scale(activations=0.25, flops=1.33)`."""
+        """Return a copy with the named values multiplied: `footprint.scale(activations=0.25, flops=1.33)`."""
         return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def add(self, **amounts: float) -> "Footprint":
+        """Return a copy with these amounts added to the named values."""
         return replace(self, **{name: getattr(self, name) + amount for name, amount in amounts.items()})
 
     def as_dict(self) -> dict[str, float]:

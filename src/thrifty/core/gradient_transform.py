@@ -1,17 +1,17 @@
-"""Gradient transforms: small elements that turn gradients into updates, chained behind one torch optimizer.
+"""Gradient transforms: small elements that turn gradients into updates, chained inside one torch optimizer.
 
-An element is a function of lists of tensors, one entry per parameter:
+An element is a set of functions on lists of tensors, one entry per parameter:
 
-    scalars(step, age)                          the numbers of this step (rates, bias corrections)
-    init(names, parameters)                     its state: slot name -> one tensor per parameter
-    update(updates, slots, parameters, numbers) what it does; it owns `updates` and may overwrite them
-    after_step(slots, parameters, numbers)      what it does once the parameters have moved, such as averaging them
-    apply_constraints(slots, parameters)        what its slots demand of the parameters, after others have set values
+    scalars(step, age)                          scalars of this step (learning rates, bias corrections)
+    init(names, parameters)                     initial state: slot name -> one tensor per parameter
+    update(updates, slots, parameters, numbers) new updates; it owns `updates` and may overwrite them
+    after_step(slots, parameters, numbers)      work after the parameters have moved, such as averaging them
+    apply_constraints(slots, parameters)        constraints of the slots, after other code has set values
 
-Numbers are computed apart so that `update` is pure arithmetic that torch.compile can trace once for all steps. State is
-changed in place. How far an element looks (`reach`) says in what pieces it may be run; where a whole run of elements
-is one of torch's fused kernels, `optim/fused_updates.py` calls that, and the elements remain the meaning and the
-reference. `chain` runs elements in order, `ParameterPartition` gives each parameter to exactly one of several.
+Scalars are computed separately so that `update` is pure arithmetic, which torch.compile can trace once for all steps.
+State is changed in place. The `reach` of an element limits the pieces in which it may run. If a sequence of elements
+equals one of torch's fused kernels, `optim/fused_updates.py` calls that kernel; the elements remain the reference.
+`chain` runs elements in order. `ParameterPartition` assigns each parameter to exactly one of several transforms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +28,17 @@ Rule = Callable[[str, Tensor], bool]
 Content = Literal["weights", "differences", "squares", "moments"]
 T = TypeVar("T")
 MASK_MOVE = "move"
-"""A number of this name is not 0 in an update that decides anew where there may be values, after which whoever promised
-something of them is asked."""
+"""Scalar that is not 0 in an update that moves masks, after which promises about the masks are checked."""
 COMPENSATION = "compensation"
-"""The slot of what rounding has cut off weights, which masks go for as they do for the weights."""
+"""Slot of the rounding errors of weights. Masks apply to it as they do to the weights."""
 
 
 class StateAge(int):
-    """Updates since the state was last fresh. What was fresh later, such as an average that a fork adds, has an age of
-    its own: `younger`, by the path of keys of an element. `base` is that of everything else below a path."""
+    """Number of updates since the state was last fresh.
+
+    Later state, such as an average that a fork adds, has its own age in `younger`, by the path of an
+    element's keys. `base` is the age of everything else below a path.
+    """
 
     base: int
     younger: Mapping[str, int]
@@ -47,35 +49,38 @@ class StateAge(int):
         return self
 
     def below(self, key: str) -> "StateAge":
-        """The age of an inner transform."""
+        """Return the age of an inner transform."""
         return StateAge(self.younger.get(key, self.base), without_prefix(key, self.younger), self.base)
 
     def less(self, updates: int) -> "StateAge":
-        """With so many of the first updates not counted."""
+        """Return the age without so many of the first updates."""
         base = self.base - updates
         return StateAge(min(self, base), {key: min(age, base) for key, age in self.younger.items()}, base)
 
 
 class TransformScope(IntEnum):
-    """What an element must see at once to be right."""
+    """Smallest set of values that an element must receive together."""
 
-    ROWS = auto()  # any rows of any parameter: arithmetic on each number apart, or within its row
+    ROWS = auto()  # any rows of any parameter: arithmetic on each element, or within its row
     TENSOR = auto()  # a whole parameter: a norm, a matrix product
     ALL = auto()  # all parameters together: a global norm
 
 
 class GradientTransform:
-    """The identity, and what an element may override."""
+    """The identity transform, and the methods that an element may override."""
 
     name = "identity"
     reach = TransformScope.ALL
     weights: frozenset[str] = frozenset()
-    """Slots that hold weights, not moments of gradients: whoever stores moments in fewer bits leaves them alone."""
+    """Slots that hold weights, not moments of gradients. Techniques that quantize moments skip them."""
     squares: frozenset[str] = frozenset()
     """Slots of moments that are never negative."""
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        """`step` counts the run's finished updates, `age` those since the state was last fresh; both start at 0."""
+        """Return the scalars of an update.
+
+        `step` counts the run's finished updates, `age` those since the state was last fresh; both start at 0.
+        """
         return {}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -85,20 +90,26 @@ class GradientTransform:
         return updates
 
     def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
-        """Called with the parameters as they are after the update, and the numbers of that update."""
+        """Work after an update; receives the updated parameters and the scalars of that update."""
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
-        """The values to evaluate and to export in place of the parameters being trained; None for those themselves.
-        `numbers` are the scalars of the next update."""
+        """Return the values to evaluate and export in place of the trained parameters, or None for the parameters.
+
+        `numbers` are the scalars of the next update.
+        """
         return None
 
     def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
-        """Brings parameters and state, which may have been filled with values from elsewhere, in line with what the
-        slots demand, such as masks. Doing it twice does what doing it once does."""
+        """Apply the constraints of the slots, such as masks, to parameters and state, which may hold loaded values.
+
+        The method is idempotent.
+        """
 
     def subset(self, indices: Sequence[int]) -> "GradientTransform":
-        """This transform for some of the parameters that it was initialised with. An element that keeps something per
-        parameter outside its slots must override it."""
+        """Return this transform for some of its parameters.
+
+        An element with data per parameter outside its slots must override it.
+        """
         return self
 
     def slot_kind(self, slot: str) -> Content:
@@ -113,27 +124,27 @@ class GradientTransform:
         return ""
 
     def rate(self, numbers: Scalars) -> float:
-        """By how much this element multiplies what passes through it, where that is a learning rate."""
+        """Return the learning rate with which this element multiplies updates; 1 if it applies none."""
         return 1.0
 
 
 def changes_updates(element: GradientTransform) -> bool:
-    """Whether an element changes updates at all; one that only follows the parameters does not."""
+    """Return True if an element changes updates; False if it only follows the parameters."""
     return type(element).update is not GradientTransform.update
 
 
 def with_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
-    """Slots or numbers of an inner transform as entries of an outer one's, below `prefix.`."""
+    """Return an inner transform's slots or scalars with `prefix.` before each key."""
     return {f"{prefix}.{key}": value for key, value in mapping.items()}
 
 
 def without_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
-    """The inner transform's entries again."""
+    """Return the entries below `prefix.` with the prefix removed."""
     return {key[len(prefix) + 1 :]: value for key, value in mapping.items() if key.startswith(prefix + ".")}
 
 
 def inner_scalars(key: str, transform: GradientTransform, step: int, age: int) -> dict[str, float]:
-    """The numbers of an inner transform as entries of an outer one's."""
+    """Return the scalars of an inner transform with its key as prefix."""
     whole = age if isinstance(age, StateAge) else StateAge(age)
     return with_prefix(key, transform.scalars(step, whole.below(key)))
 
@@ -144,7 +155,7 @@ def inner_owner(key: str, transform: GradientTransform, slot: str) -> str:
 
 
 def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Plain and divided tensors apart, by index: torch's operations on lists take no mixed ones."""
+    """Return the indices of plain tensors and of DTensors as two groups: torch's list operations take no mixture."""
     plain: list[int] = []
     divided: list[int] = []
     for index, tensor in enumerate(tensors):
@@ -155,7 +166,7 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 class TransformChain(GradientTransform):
     name = "chain"
     site: Callable | None = None
-    """Makes the `UpdateLocation` where a whole chain is run; None is with the parameters."""
+    """Function that returns the `UpdateLocation` of the whole chain; None runs it where the parameters are."""
 
     def __init__(self, elements: Sequence[GradientTransform]):
         self.elements: dict[str, GradientTransform] = {}
@@ -164,7 +175,7 @@ class TransformChain(GradientTransform):
             self.elements[f"{element.name}#{taken + 1}" if taken else element.name] = element
 
     def part(self, keys: Sequence[str]) -> "TransformChain":
-        """Some of the elements, under the keys they have here."""
+        """Return a chain of some elements, under their present keys."""
         some = TransformChain([])
         some.elements = {key: self.elements[key] for key in keys}
         return some
@@ -237,7 +248,7 @@ class TransformChain(GradientTransform):
 
 
 def chain(*elements: GradientTransform) -> TransformChain:
-    """One transform after the other; chains inside are opened, so that chain(chain(a, b), c) is chain(a, b, c)."""
+    """Return the chain of these transforms. Inner chains are flattened: chain(chain(a, b), c) equals chain(a, b, c)."""
     flat: list[GradientTransform] = []
     for element in elements:
         if type(element) is TransformChain:

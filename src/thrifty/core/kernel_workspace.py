@@ -1,9 +1,8 @@
-"""Bytes that kernels of this processor take inside one operation, and keep for its backward pass, measured by running
-it once.
+"""Workspace of CPU kernels, measured by running an operation once.
 
-Convolutions copy their operands into layouts of their own, or into columns; most other kernels copy operands that are
-not contiguous; recurrent layers keep their gates. How large that is depends on the processor, the sizes and the number
-of threads, and no formula of torch's states it.
+Convolutions copy their operands into other layouts or into columns. Most other kernels copy operands that are not
+contiguous. Recurrent layers save their gates for the backward pass. The bytes depend on the processor, the sizes and
+the number of threads; torch has no formula for them.
 """
 
 from collections.abc import Callable
@@ -18,9 +17,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LARGEST = 2**25
-"""Bytes of the operands up to which an operation is run as it is; more rows are extrapolated from fewer."""
+"""Bytes of operands up to which an operation is run at full size. Larger ones are extrapolated from fewer rows."""
 FEWEST = 16
-"""Examples from which on torch chooses kernels as for any larger number."""
+"""Number of examples from which on torch chooses the same kernels as for any larger number."""
 RECURRENT, RECURRENT_BACKWARD = (
     torch.ops.aten.mkldnn_rnn_layer.default,
     torch.ops.aten.mkldnn_rnn_layer_backward.default,
@@ -41,30 +40,32 @@ ROWS = {
     RECURRENT: (0,),
     RECURRENT_BACKWARD: (0, 7, 10),
 }
-"""Operations that are always measured, and which arguments have a row for each example, or for each step in time.
-Others are measured where an operand is not contiguous; rows are then those of operands as long as the first."""
+"""Operations that are always measured, with the arguments that have a row per example or time step.
+
+Other operations are measured if an operand is not contiguous; rows are those of operands as long as the first.
+"""
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 
 
 @dataclass(frozen=True)
 class KernelMemory:
     inside: int = 0
-    """Bytes at the peak beyond the results."""
+    """Bytes at the peak in addition to the results."""
     last: int = 0
     """Bytes of the last result."""
 
 
 def workspace_bytes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], threads: int) -> int:
-    """Return the bytes that an operation takes beyond its results at its peak; 0 for one that is not measured."""
+    """Return the bytes that an operation allocates at its peak beyond its results; 0 if it is not measured."""
     is_measured = func in ROWS or _may_copy(func, args)
     return _memory(func, args, kwargs, threads).inside if is_measured else 0
 
 
 def _may_copy(func: Any, args: tuple) -> bool:
-    """Return True for an operation with an operand that is not contiguous, which its kernel may copy."""
+    """Return True if an operand is not contiguous, so that the kernel may copy it."""
     if func.namespace != "aten" or func.is_view or torch.Tag.nondeterministic_seeded in func.tags:
         return False
-    if "linalg" in func.name():  # decompositions take too long to be done once more
+    if "linalg" in func.name():  # decompositions take too long to run once more
         return False
     operands = [each for each in args if isinstance(each, Tensor) and each.layout is torch.strided]
     readable = (each.is_contiguous() or (func in PRODUCTS and each.mT.is_contiguous()) for each in operands)
@@ -72,12 +73,11 @@ def _may_copy(func: Any, args: tuple) -> bool:
 
 
 def with_kept_gates(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], results: Any) -> Any:
-    """Return the results of a recurrent layer on fake tensors with what it keeps for its backward pass, which torch's
-    fake kernel leaves out."""
+    """Return a recurrent layer's results on fake tensors with its saved gates, which torch's fake kernel omits."""
     if func is not RECURRENT or results[-1] is None:
         return results
-    kept = _memory(func, args, kwargs, torch.get_num_threads()).last
-    return (*results[:-1], args[0].new_empty(kept, dtype=torch.uint8))
+    gate_bytes = _memory(func, args, kwargs, torch.get_num_threads()).last
+    return (*results[:-1], args[0].new_empty(gate_bytes, dtype=torch.uint8))
 
 
 def _memory(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], threads: int) -> KernelMemory:
@@ -109,7 +109,7 @@ class _OperandShape(tuple):
         return cls((tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
     def made(self, rows: int | None = None) -> Tensor:
-        """Make a tensor of ones, or of the index 0, which every table has; with fewer rows if so many are passed."""
+        """Return a tensor of ones, or of zeros (valid indices) for integers, with at most `rows` rows."""
         shape, stride, dtype = self
         shape = shape if rows is None else (min(rows, shape[0]), *shape[1:])
         elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -121,21 +121,21 @@ class _OperandShape(tuple):
 def _measured(
     func: Any, described: tuple, structure: Any, places: tuple[int, ...], rows: int, count: int, threads: int
 ) -> KernelMemory:
-    """In a thread of its own, in which no mode and no profiler of the caller's is open."""
-    found: list[KernelMemory] = []
+    """Return the memory of one call. It runs in a new thread, outside the caller's dispatch modes and profilers."""
+    measured: list[KernelMemory] = []
 
     def run() -> None:
         fewer = {place % len(described): count for place in places}
-        if func is RECURRENT_BACKWARD:  # gates of all steps, and of one more
+        if func is RECURRENT_BACKWARD:  # gates of all steps and one more
             fewer[len(described) - 1] = 2 * described[-1][0][0] * count // rows
         operands = [
             each.made(fewer.get(place)) if isinstance(each, _OperandShape) else each
             for place, each in enumerate(described)
         ]
         args, kwargs = tree_unflatten(operands, structure)
-        with suppress(Exception):  # of one that does not take fewer rows, or these values, nothing is known
+        with suppress(Exception):  # an operation that refuses fewer rows or these values stays unmeasured
             func(*args, **kwargs)  # the first call prepares the kernel
-            found.append(_memory_of(lambda: func(*args, **kwargs)))
+            measured.append(_memory_of(lambda: func(*args, **kwargs)))
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -145,11 +145,11 @@ def _measured(
         thread.join()
     finally:
         torch.set_num_threads(before)
-    return found[0] if found else KernelMemory()
+    return measured[0] if measured else KernelMemory()
 
 
 def _memory_of(call: Callable[[], Any]) -> KernelMemory:
-    """Return the bytes that a call takes, as torch's allocator reports them."""
+    """Return the bytes that a call allocates, from the events of torch's allocator."""
     config = torch._C._profiler._ExperimentalConfig()
     state = torch.autograd.ProfilerState.CPU
     torch.autograd._enable_profiler_legacy(

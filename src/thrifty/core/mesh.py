@@ -1,12 +1,12 @@
-"""The mesh: the ranks of a run in named axes.
+"""Device mesh: the ranks of a run along named axes.
 
-    pipeline    stages of the model, one after the other
-    replicate   copies of the state, each with its share of the data
-    shard       ranks among which a copy of the state is divided, each with its share of the data
+    pipeline    stages of the model in sequence
+    replicate   copies of the state, each with a part of the data
+    shard       ranks among which one copy of the state is divided, each with a part of the data
     tensor      ranks that compute every layer together, on the same data
 
-Neighbours along `tensor` are neighbours in rank, so that they share a machine; stages are farthest apart. Like torch's
-process group, the mesh is one for a process. Where none is laid, all ranks are along the data.
+Neighbours along `tensor` have neighbouring ranks, so that they share a machine; pipeline stages are farthest apart.
+Like torch's process group, the mesh is global to a process. Without a mesh, all ranks are along the data axis.
 """
 
 import math
@@ -30,13 +30,13 @@ USED_BY = {
     "shard": (Claim.PARAMETER_SHARDING, "parallelism.shard"),
     "tensor": (Claim.TENSOR_PARALLELISM, "parallelism.tensor"),
 }
-"""What a technique must claim to give work to the ranks along an axis, and the technique that is suggested for it.
-The names are a choice: any technique with the claim will do."""
+"""The claim that uses the ranks along each axis, and the technique that messages suggest. Any technique with the claim
+will do."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks there are along each axis. Where `replicate` or `shard` is 0, it is what the others leave."""
+    """Number of ranks along each axis. A 0 for `replicate` or `shard` takes the ranks that the other axes leave."""
 
     replicate: Natural = 0
     shard: Natural = 0
@@ -48,7 +48,7 @@ class Mesh:
 
     @property
     def least_ranks(self) -> int:
-        """The fewest with which it can be laid out."""
+        """Smallest number of ranks that fits the axes."""
         return math.prod(size for size in vars(self).values() if size)
 
     @property
@@ -56,8 +56,10 @@ class Mesh:
         return " x ".join(f"{name}={size}" for name, size in vars(self).items() if size > 1) or "one rank"
 
     def sizes(self, ranks: int, sharded: bool) -> dict[str, int]:
-        """Ranks along each axis where there are so many in all; `sharded` says whether the state is to be divided.
-        Raises UsageError where they cannot be so arranged."""
+        """Return the number of ranks along each axis for this total; `sharded` is True if the state is divided.
+
+        Raises UsageError if the axes do not fit the number of ranks.
+        """
         replicate, shard = self.replicate, self.shard
         left, rest = divmod(ranks, self.least_ranks)
         if sharded and not shard:
@@ -68,28 +70,28 @@ class Mesh:
         if rest or math.prod(sizes.values()) != ranks:
             raise UsageError(
                 f"{ranks} ranks cannot be laid out as a mesh of {self.label}",
-                fix="start as many as the product of the mesh's axes, or a multiple that replicate or shard can take",
+                fix="start as many ranks as the product of the axes, or a multiple that replicate or shard takes",
             )
         return sizes
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """This rank's place among those along an axis."""
+    """Size of an axis, and this rank's position on it."""
 
     size: int = 1
     place: int = 0
     group: dist.ProcessGroup | None = None
-    """Their process group; None is all ranks."""
+    """Process group of the axis; None is all ranks."""
 
 
 _ALONE = MeshAxis()
 _laid: dict[str, DeviceMesh] = {}
-"""The mesh under "all", each of its axes, and "data"."""
+"""The current mesh: the whole under "all", each axis by name, and "data"."""
 
 
 def set_mesh(sizes: Mapping[str, int], device: str) -> None:
-    """Arrange all ranks, which must come here together, along axes of these sizes."""
+    """Arrange all ranks along axes of these sizes. All ranks must call it together."""
     shape = tuple(sizes[name] for name in AXES)
     if not _laid or _laid["all"].shape != shape:
         mesh = init_device_mesh(device, shape, mesh_dim_names=AXES)
@@ -97,12 +99,12 @@ def set_mesh(sizes: Mapping[str, int], device: str) -> None:
 
 
 def clear_mesh() -> None:
-    """No mesh any more, as when the process group it was laid over ends."""
+    """Remove the mesh, for example when its process group ends."""
     _laid.clear()
 
 
 def axis(name: str) -> MeshAxis:
-    """The axis of this name; "data" is replicate and shard taken as one."""
+    """Return the axis of this name; "data" is replicate and shard combined."""
     if not (dist.is_available() and dist.is_initialized()):
         return _ALONE
     if not _laid:
@@ -112,7 +114,7 @@ def axis(name: str) -> MeshAxis:
 
 
 def submesh(*names: str, device: str = "cpu") -> DeviceMesh:
-    """The part of the mesh along these axes; where none is laid, all ranks along the last of them."""
+    """Return the part of the mesh along these axes; without a mesh, all ranks along the last of them."""
     if not _laid:
         return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=names[-1:])
     return _laid["all"][names]

@@ -1,4 +1,4 @@
-"""What data asks of a model's two ends: the kind of inputs that it takes, and how many things it can answer."""
+"""Input and output sizes that a data source requires of a model."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -8,14 +8,13 @@ from typing import Any
 @dataclass(frozen=True)
 class TextModelSpec:
     vocabulary: int
-    """Tokens that there are."""
+    """Size of the vocabulary."""
     length: int
-    """Tokens of an example."""
+    """Tokens per example."""
     labels: tuple[str, ...] = ()
-    """Names of the classes, or of the predicted number, in the order of the model's outputs; none for a language
-    model."""
+    """Names of the model's outputs in order: the classes, or the predicted number. Empty for a language model."""
     padding: int = 0
-    """The token that fills rows; of labelled texts alone."""
+    """Token id of padding, for labelled texts only."""
 
     def as_data(self) -> dict[str, Any]:
         return asdict(self)
@@ -28,14 +27,14 @@ class TextModelSpec:
 @dataclass(frozen=True)
 class ImageModelSpec:
     labels: tuple[str, ...]
-    """What images are told apart by, in the order of the model's outputs; none where they only are looked at."""
+    """Class names in the order of the model's outputs. Empty for objectives without labels."""
     side: int
-    """Images are so many pixels high and wide."""
+    """Height and width of images in pixels."""
     channels: int
     mean: tuple[float, ...]
-    """Of each channel, pixels being 0 … 1: subtracted before a model sees an image."""
+    """Mean of each channel, for pixels in 0 … 1; subtracted before the model receives an image."""
     std: tuple[float, ...]
-    """Of each channel: divided by after that."""
+    """Standard deviation of each channel; the centred pixels are divided by it."""
 
     def as_data(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -47,7 +46,7 @@ class ImageModelSpec:
 
 @dataclass(frozen=True)
 class PairModelSpec:
-    """Of images with captions: a model of two towers takes both."""
+    """Specification of image-caption pairs, for a model with two encoders."""
 
     images: ImageModelSpec
     text: TextModelSpec

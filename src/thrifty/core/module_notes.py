@@ -1,7 +1,7 @@
-"""Notes on modules: what techniques must remember about a module of the user's model.
+"""Notes that techniques attach to modules of the user's model.
 
-All notes of a module are in its attribute `thrifty_notes`, a dictionary from the name of a `ModuleNote` to its value.
-They are copied and pickled with the module, stay on it when it is sharded or compiled in place, and are in no
+The attribute `thrifty_notes` of a module holds its notes: a dictionary from the name of a `ModuleNote` to its value.
+Notes are copied and pickled with the module. They stay when it is sharded or compiled in place, and are in no
 state_dict.
 """
 
@@ -21,21 +21,21 @@ class ModuleNote(Generic[T]):
     name: str
 
     def get(self, module: nn.Module | None) -> T | None:
-        """Return the note on a module, None where there is none."""
+        """Return the note of a module, or None."""
         return _notes(module).get(self.name)
 
     def of(self, module: nn.Module) -> T:
-        """Return the note on a module that has one."""
+        """Return the note of a module that has one; raise KeyError otherwise."""
         return _notes(module)[self.name]
 
     def set(self, module: nn.Module, value: T) -> T:
-        """Write the note on a module, and return it."""
-        # a new dictionary: whoever kept the module's attributes as they were still has the old one
+        """Write the note on a module and return it."""
+        # a new dictionary: earlier copies of the module's attributes share the old one
         module.thrifty_notes = {**_notes(module), self.name: value}  # type: ignore[assignment]
         return value
 
     def remove(self, module: nn.Module) -> T:
-        """Remove the note from a module that has one, and return it."""
+        """Remove and return the note of a module that has one."""
         notes = dict(_notes(module))
         value = notes.pop(self.name)
         if notes:
@@ -45,7 +45,7 @@ class ModuleNote(Generic[T]):
         return value
 
     def noted(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of a model that have the note, by name."""
+        """Yield the name and module of each module with this note."""
         return ((name, module) for name, module in model.named_modules() if self.name in _notes(module))
 
 

@@ -1,4 +1,4 @@
-"""What is learned: a prediction from a batch, and one loss per example."""
+"""Learning objective: a prediction from a batch, and one loss per example."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -14,25 +14,29 @@ from thrifty.core.errors import UsageError
 
 @dataclass
 class Prediction:
-    """What a model says of a batch: hidden states (b, t, d) and the head apart, or logits (b, t, v) outright.
+    """A model's output for a batch: hidden states (b, t, d) and the head, or logits (b, t, v).
 
-    The logits are built only when asked for: a loss that works through the vocabulary in chunks never asks.
+    Logits are computed on first access only. A loss that processes the vocabulary in chunks never needs them.
     """
 
     hidden: Tensor | None = None
     head: nn.Module | None = None
     given: Tensor | None = field(default=None, repr=False)
     normalizers: Tensor | None = field(default=None, repr=False)
-    """Left here by a loss that computes them anyway, for terms that need them too."""
+    """Softmax normalizers that a loss stores here for terms that need them too."""
     shares: Tensor | None = field(default=None, repr=False)
-    """Left here likewise: how much each prediction counts for its example; None where all count alike."""
+    """Weight of each prediction within its example, stored by a loss; None if all are equal."""
 
     part_weights: Tensor | None = field(default=None, repr=False)
-    """By how much the parts of each example count together (b,), where its loss is their weighted sum and the mean is
-    over parts; None where each example counts by its weight alone."""
+    """Total weight of each example's parts (b,), if its loss is their weighted sum and the mean is over parts.
+
+    None if each example counts by its own weight alone.
+    """
     is_mean: bool = False
-    """True if the losses are one mean over the rows, repeated: rows then cannot weigh differently, and means of unequal
-    numbers of rows have no sum."""
+    """True if the losses are one mean over the rows, repeated.
+
+    Rows then cannot have different weights, and means over unequal numbers of rows cannot be added.
+    """
 
     @cached_property
     def logits(self) -> Tensor:
@@ -44,52 +48,55 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ChatLearningSettings:
-    """What is learned of conversations, and how they are laid out."""
+    """Learned parts and row layout of conversations."""
 
     everything: bool = False
-    """Every token, and not only the tokens of answers."""
+    """True to learn every token, False to learn only the tokens of answers."""
     by_tokens: bool = True
-    """Every token counts alike; otherwise every conversation."""
+    """True if every token has equal weight, False if every conversation has."""
     together: bool = True
-    """As many conversations to a row as fit; otherwise one."""
+    """True to pack as many conversations into a row as fit, False for one conversation per row."""
     template: str = ""
     """A chat template by name or file; empty takes the tokenizer's own."""
 
 
 class TokenizerInfo(Protocol):
-    """What an objective asks of a tokenizer."""
+    """Properties of a tokenizer that an objective requires."""
 
     end_of_text: int
     special: frozenset[int]
-    """Tokens that no text is encoded to."""
+    """Token ids that no text is encoded to."""
 
     @property
     def vocabulary(self) -> int: ...
 
     def number_of(self, *names: str) -> int:
-        """The special token that has one of these names; raises UsageError where none is known."""
+        """Return the id of the special token with one of these names; raise UsageError if there is none."""
         ...
 
 
 class Objective:
-    """`losses` is per example, so that data selection can weigh and distribution only ever sums.
+    """Base of learning objectives.
 
-    `measured` are the names of what `measures` returns in addition to the loss, `summarized` those of what `overall`
-    returns of the rows `collected` from all held-out examples, `pictured` is a sentence about what
-    `image_previews` shows, empty where a prediction is nothing to look at; `learns_from` are the kinds of
-    data it takes, of which a source is opened as the first that it holds, else as the last (see `data.data_kind`);
-    `needs_labels` says whether images must come with labels. `joint` says that the loss of an example depends on the
-    others of the effective batch, which then cannot be taken apart.
+    `losses` returns one loss per example, so that data selection can weigh examples and ranks only sum.
 
-    The last seven methods say how sources are made into examples; they change nothing unless overridden.
+    `measured` names the metrics of `measures`, in addition to the loss. `summarized` names the metrics of `overall`,
+    which are computed from the rows `collected` of all held-out examples. `pictured` describes the images of
+    `image_previews`; it is empty without images.
+
+    `learns_from` lists the accepted kinds of data. A source is opened as the first kind that it contains, else as the
+    last (see `data.data_kind`). `needs_labels` is True if images must have labels. `joint` is True if an example's loss
+    depends on the other examples of the effective batch, which then cannot be split.
+
+    The last seven methods define how sources become examples; by default they change nothing.
     """
 
     learns_from: tuple[Literal["text", "text_pairs", "labelled_text", "chats", "images", "pairs"], ...] = ("text",)
     needs_labels: bool = False
     label_form: Literal["class", "number", "classes", "tags"] = "class"
-    """The label of a text: one class, a number, any number of classes, or one class for each word."""
+    """Form of a text's label: one class, a number, any number of classes, or one class for each word."""
     loss_in: str = "nats"
-    """What the loss is a number of."""
+    """Unit of the loss."""
     joint: bool = False
     may_weigh_parts: bool = False
     """True if predictions may have `part_weights`."""
@@ -100,67 +107,71 @@ class Objective:
 
     @property
     def sees_images(self) -> bool:
-        """Whether images are among what it learns from."""
+        """True if it learns from images."""
         return not {"images", "pairs"}.isdisjoint(self.learns_from)
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of what is evaluated in addition to the loss."""
+        """Names of the metrics that are evaluated in addition to the loss."""
         return self.measured + self.summarized
 
     @property
     def baseline(self) -> "Objective":
-        """The objective without what techniques have put around it."""
+        """The objective without the wrappers of techniques."""
         return self
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         raise NotImplementedError
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """One loss per example, (b,) in float32."""
+        """Return one loss per example, (b,) in float32."""
         raise NotImplementedError
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Per example, the norm of the loss gradient at the logits (b,): how much the example would move the model."""
+        """Return each example's norm of the loss gradient at the logits (b,), a measure of its effect on the model."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient-norm scores")
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """The logarithm of the softmax's normaliser of each prediction, (b, …) in float32."""
+        """Return the logarithm of each prediction's softmax normalizer, (b, …) in float32."""
         raise NotImplementedError(f"{type(self).__name__} has no softmax normaliser")
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """Return metrics per example (b,), by the names in `measured`; their weighted mean is evaluated.
-        Sums over an example's parts come with the weights of those, (2, b); a mean over the rows is a scalar.
-        With them come, by the names in `collected`, rows (n, …) of the batch, which `overall` is given of all."""
+
+        Sums over an example's parts come with the parts' weights, (2, b). A mean over the rows is a scalar. The result
+        also has rows (n, …) of the batch by the names in `collected`; `overall` receives them for all batches.
+        """
         return {}
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return metrics, by the names in `summarized`, that are no means over examples, of the rows of all."""
+        """Return metrics by the names in `summarized`, computed from the collected rows of all examples."""
         return {}
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        """What a person can see of a prediction: images (b, c, h, w) by what they are, in the order in which they are
-        looked at, their pixels as a model is given them."""
+        """Return images (b, c, h, w) that show a prediction, by title, in display order.
+
+        Pixels are normalized as in the model's input.
+        """
         return {}
 
     def tokens(self, batch: Batch) -> int:
-        """How many tokens of the data this batch goes through, as a budget counts them."""
+        """Return the number of tokens in this batch, as a budget counts them."""
         return len(batch)
 
     def compiled(self, compile: Callable[[Callable], Callable]) -> "Objective":
-        """This objective with its own arithmetic passed through a compiler; itself where there is none worth it."""
+        """Return this objective with its arithmetic compiled, or itself if that brings no gain."""
         return self
 
     def text_length(self, length: int) -> int:
-        """Tokens of plain text that an example of `length` tokens is made of."""
+        """Return the number of tokens of plain text in an example of `length` tokens."""
         return length
 
     def special_tokens(self, length: int) -> tuple[str, ...]:
-        """What a tokenizer trained for examples of this length must set apart, besides the end of text."""
+        """Return the special tokens, in addition to the end of text, for a tokenizer trained for this length."""
         return ()
 
     def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "Objective":
-        """This objective with the token numbers that it needs for examples of this length."""
+        """Return this objective with the token ids that it uses for examples of this length."""
         return self
 
     def with_labels(self, labels: Sequence[str]) -> "Objective":
@@ -168,33 +179,34 @@ class Objective:
         return self
 
     def kept_apart(self, end_of_text: int) -> "Objective":
-        """Return this objective for rows in which documents, each ended by this token, see nothing of each other.
-        Raises UsageError where they share what is learned."""
+        """Return this objective for rows whose documents, each ended by this token, do not attend to each other.
+
+        Raises UsageError if the objective has no such documents.
+        """
         raise UsageError(
-            f"data.separate is set, and {type(self).__name__} has no documents in a row to keep apart",
+            f"data.separate is set, but {type(self).__name__} has no documents in a row to separate",
             fix="leave data.separate out, or learn next_token",
         )
 
     def with_patch_size(self, patch: int | None) -> "Objective":
-        """This objective for a model that cuts images into patches of so many pixels' side, where it does."""
+        """Return this objective for a model with image patches of this height and width in pixels, or None."""
         return self
 
     def chat_learning(self) -> ChatLearningSettings:
-        """What this objective learns of conversations."""
+        """Return the settings for learning conversations."""
         return ChatLearningSettings()
 
     def examples(self, batch: Batch) -> Batch:
-        """What is learned from, made of plain examples: a pure function of each row by itself.
+        """Return the training examples made from plain examples, a pure function of each row.
 
-        Rows of text come as "tokens" (b, t+1) and "key" (b,), 64 random bits for each that no other row of the run
-        has: where something must be drawn, it is drawn from those. Rows of images come as "inputs" (b, c, h, w), a
-        "key" and, where they have them, "labels".
+        Rows of text have "tokens" (b, t+1) and "key" (b,): 64 bits, unique in the run, that seed all random draws. Rows
+        of images have "inputs" (b, c, h, w), "key" and, with labels, "labels".
         """
         return batch
 
 
 class WrappedObjective(Objective):
-    """Another objective with something changed: whatever a subclass does not override is the inner one's."""
+    """Wrapper of another objective; methods that a subclass does not override are the inner one's."""
 
     def __init__(self, inner: Objective):
         self.inner = inner

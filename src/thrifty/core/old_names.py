@@ -1,7 +1,7 @@
-"""Names that stored files of earlier versions use, and the names of today, from `old_names.toml`.
+"""Renames from names in stored files of earlier versions to the present ones, from `old_names.toml`.
 
-Readers of run folders, stored recipes and results rename what they read. Everything else knows today's names only; an
-old name that somebody types is answered with the new one.
+Readers of run folders, stored recipes and results apply them. All other code knows only the present names. If a user
+types an old name, the error names the new one.
 """
 
 import tomllib
@@ -12,40 +12,40 @@ from typing import Any
 _TABLES = tomllib.loads((files("thrifty.core") / "old_names.toml").read_text(encoding="utf-8"))
 TECHNIQUES: dict[str, str] = _TABLES["techniques"]
 SETTINGS: dict[str, dict[str, str]] = _TABLES["settings"]
-"""Renamed settings of each technique, by its name of today."""
+"""Renamed settings of each technique, by the technique's present name."""
 OBJECTIVES: dict[str, str] = _TABLES["objectives"]
 VALUES: dict[str, dict[str, str]] = {"objective.name": OBJECTIVES, **_TABLES["values"]}
 GONE: dict[str, str] = _TABLES["gone"]
-"""Removed settings, each with the value that is the only behaviour today; another one is refused as unknown."""
+"""Removed settings, each with the only value that is still supported; another value is refused as unknown."""
 RECIPE_KEYS: dict[str, dict[str, str]] = _TABLES["recipe_keys"]
 
 _OLD_TECHNIQUES = {new: old for old, new in TECHNIQUES.items()}
 
 
 def order_key(name: str) -> str:
-    """Return the key that orders techniques of one stage: their first name, so that a rename changes no run."""
+    """Return the sort key of a technique within its stage: its oldest name, so that a rename changes no run."""
     return _OLD_TECHNIQUES.get(name, name)
 
 
 def new_key(path: str) -> str:
-    """Return the last part of a recipe's dotted path, by its name of today."""
+    """Return the last part of a recipe's dotted path, by its present name."""
     return _renamed(tuple(path.split(".")))[-1]
 
 
 def rename_origins(origins: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the paths of recipe values, each with where it came from."""
+    """Rename the dotted paths of recipe values; each maps to the origin of its value."""
     return {".".join(_renamed(tuple(path.split(".")))): origin for path, origin in origins.items()}
 
 
 def rename_tensor(name: str) -> str:
-    """Rename a tensor of a checkpoint: `techniques/NAME/…` bears the name of its technique."""
+    """Rename a tensor of a checkpoint: `techniques/NAME/…` contains the name of its technique."""
     kind, _, rest = name.partition("/")
     technique, slash, tensor = rest.partition("/")
     return f"techniques/{_today(technique)}{slash}{tensor}" if kind == "techniques" else name
 
 
 def rename_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the recipe and the techniques of the log in the scalars of a checkpoint."""
+    """Rename techniques in the log, and the recipe, among the scalars of a checkpoint."""
     renamed = {**scalars, "log": rename_techniques(scalars["log"])} if "log" in scalars else dict(scalars)
     if isinstance(recipe := scalars.get("recipe"), Mapping):
         renamed["recipe"] = rename_recipe(recipe)
@@ -53,7 +53,7 @@ def rename_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rename_techniques(value: Any) -> Any:
-    """Rename every text, and every key, of a stored JSON value that is the name of a technique and nothing more."""
+    """Rename each string and key of a stored JSON value that equals the name of a technique."""
     if isinstance(value, Mapping):
         return {TECHNIQUES.get(key, key): rename_techniques(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -62,7 +62,7 @@ def rename_techniques(value: Any) -> Any:
 
 
 def rename_comparison(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename techniques, and what the recipes hold, in a stored comparison; labels stay as they were given."""
+    """Rename techniques, and the contents of recipes, in a stored comparison. Labels stay unchanged."""
     renamed = {**data, "changes": {label: rename_techniques(roles) for label, roles in data.get("changes", {}).items()}}
     if isinstance(arms := data.get("definition", {}).get("arms"), Mapping):
         recipes = {label: rename_recipe(recipe) for label, recipe in arms.items()}
@@ -96,7 +96,7 @@ def rename_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of a value, or of an empty table, of a recipe."""
+    """Return the renamed path of a value, or of an empty table, of a recipe."""
     if path[0] == "techniques" and len(path) >= 3:
         path = ("techniques", *_today(".".join(path[1:3])).split("."), *path[3:])
     table = ".".join(path[:-1])

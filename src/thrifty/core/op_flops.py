@@ -1,4 +1,4 @@
-"""What torch does not tell of its operations: FLOPs of some, and shapes that its fake kernels refuse."""
+"""FLOPs and result shapes of operations that torch's own registries lack."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from thrifty.core.kernel_workspace import with_kept_gates
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any) -> int:
-    """Scores and weighted values, a causal mask not taken off."""
+    """Return FLOPs of scores and weighted values. A causal mask does not reduce them."""
     b, h, t, k = query
     return 2 * b * h * t * key[2] * (k + value[3])
 
 
 def _attention_backward_flops(
-    of_output: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any
+    output_gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any
 ) -> int:
-    """The scores again, and two products for each of the two."""
+    """Return FLOPs of the recomputed scores, and of two products for each of the two forward products."""
     b, h, t, k = query
     return 2 * b * h * t * key[2] * (3 * k + 2 * value[3])
 
@@ -35,17 +35,20 @@ FLOPS_OF = {
     **flop_registry,
     torch.ops.aten._grouped_mm: shape_wrapper(_grouped_flops),
     **{
-        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{way}"): shape_wrapper(formula)
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{suffix}"): shape_wrapper(formula)
         for kernel in _KERNELS
-        for way, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
+        for suffix, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
     },
 }
-"""torch's own formulas, and those of kernels that it does not know, or not with heads that share keys."""
+"""FLOP formulas: torch's own, and added ones for kernels that torch lacks or counts wrongly with shared key heads."""
 
 
 def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """An operation as a dispatch mode is given it. torch's fake product of groups takes bfloat16 alone, the real one
-    what a processor multiplies; experts of a mixture are computed by it. Its fake recurrent layer keeps no gates."""
+    """Run an operation that a dispatch mode received.
+
+    For fake tensors it corrects two of torch's kernels. The fake grouped product (experts of a mixture) takes bfloat16
+    only, the real one also other types. The fake recurrent layer returns no saved gates.
+    """
     if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
         return _grouped_product(*args, **kwargs)
     results = func(*args, **kwargs)
@@ -53,8 +56,7 @@ def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 
 
 def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
-    """The answer where this is no operation, but the question on which device a fake tensor is, which torch asks more
-    often than it does anything else."""
+    """Return the device if the call only reads a fake tensor's device, torch's most frequent call; None otherwise."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return None
@@ -63,8 +65,11 @@ def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Rows in groups (m, k) by (e, k, n), columns in groups (e, m, k) by (k, n), sums in groups (m, k) by (k, n), or
-    one product a group."""
+    """Return a fake result of a grouped product.
+
+    Groups are of rows, (m, k) by (e, k, n); of columns, (e, m, k) by (k, n); of summands, (m, k) by (k, n); or one
+    product per group, (e, m, k) by (e, k, n).
+    """
     rows, columns = a.shape[-2], b.shape[-1]
     if a.ndim == b.ndim == 2:
         assert offs is not None

@@ -1,4 +1,4 @@
-"""Finished steps of any torch optimizer, kept where its state dict keeps them."""
+"""Step counter for any torch optimizer, stored in its state dict."""
 
 from typing import Any
 
@@ -7,11 +7,11 @@ from torch.optim import Optimizer
 from thrifty.core.errors import UsageError
 
 KEY = "finished_steps"
-"""Key of the first parameter group."""
+"""Key of the counter in the first parameter group."""
 
 
 def count_steps(optimizer: Optimizer) -> None:
-    """Count the steps of an optimizer from now on; one that counts already keeps its count."""
+    """Count the steps of an optimizer from now on. An existing count continues."""
 
     def count(optimizer: Optimizer, *_: Any) -> None:
         optimizer.param_groups[0][KEY] = finished_steps(optimizer) + 1
@@ -22,13 +22,13 @@ def count_steps(optimizer: Optimizer) -> None:
 
 
 def finished_steps(optimizer: Optimizer) -> int:
-    """Return the number of steps since `count_steps`, those before a state dict was saved and loaded included.
+    """Return the number of steps since `count_steps`, including steps before a saved state dict was loaded.
 
-    Raises UsageError for an optimizer that has loaded the state of one that does not count.
+    Raises UsageError if the optimizer has loaded a state dict without the counter.
     """
     if KEY not in optimizer.param_groups[0]:
         raise UsageError(
-            f"the state that the optimizer has loaded has no {KEY!r} in its first group, which techniques go by",
+            f"the optimizer's loaded state has no {KEY!r} in its first group, which techniques require",
             fix="save the optimizer's state with the same techniques applied",
         )
     return int(optimizer.param_groups[0][KEY])

@@ -1,4 +1,4 @@
-"""Out of memory: the errors of allocators as one that names the phase, the peaks, and what would make the work fit."""
+"""Out-of-memory errors of allocators, raised again with the phase, the peaks and a remedy."""
 
 import errno
 import re
@@ -13,7 +13,7 @@ import torch
 from thrifty.core.errors import InfeasibleError, ThriftyError
 
 _TEXTS = ("DefaultCPUAllocator", "out of memory", "Cannot allocate memory", "ALLOC_FAILED", "bad_alloc")
-"""Texts of memory errors that have no type of their own."""
+"""Messages of out-of-memory errors without a type of their own."""
 _SIZE = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _LOOP = ("thrifty/training/loop.py", "train")
@@ -32,7 +32,7 @@ _PHASES = (
     ("thrifty/core/backward.py", "", "the forward pass"),
     (*_LOOP, "the forward pass"),
 )
-"""File, function and phase; the first that the error came through counts, so inner phases stand before outer ones."""
+"""File, function and phase. The first entry on the error's traceback counts, so inner phases precede outer ones."""
 
 
 class OutOfMemory(InfeasibleError):
@@ -45,7 +45,7 @@ def explain_out_of_memory(
 ) -> Iterator[None]:
     """Raise OutOfMemory in place of an allocator's error, after releasing the tensors that its traceback holds.
 
-    `predicted` is the predicted peak of tensors in bytes. `remedy` returns the fix for the bytes that could be had.
+    `predicted` is the predicted peak of tensors in bytes. `remedy` returns the fix for the available bytes.
     """
     try:
         yield
@@ -59,15 +59,15 @@ def explain_out_of_memory(
         on_device = "CUDA" in str(error)
         peak = torch.cuda.max_memory_allocated() if on_device else process_peak()
         holder = "tensors on the device" if on_device else "this process"
-        told = "" if predicted is None else f"the predicted peak is {_megabytes(predicted)} of tensors, and "
+        prediction = "" if predicted is None else f"the predicted peak is {_megabytes(predicted)} of tensors, and "
         raise OutOfMemory(
-            f"out of memory{where}{refused}; {told}{holder} held {_megabytes(peak)} at most",
+            f"out of memory{where}{refused}; {prediction}{holder} held {_megabytes(peak)} at most",
             fix=(remedy or _usual_remedy)(peak),
         ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error, or what it was raised from, is the lack of memory."""
+    """Return True if an error, or one of its causes, is a lack of memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemory):
         return True
     if isinstance(error, OSError):
@@ -78,7 +78,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def process_peak() -> float:
-    """Return the most bytes that this process has held; 0 where the system does not say."""
+    """Return the peak resident bytes of this process; 0 if the system does not report them."""
     try:
         match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     except OSError:
@@ -104,6 +104,6 @@ def _megabytes(size: float) -> str:
 
 def _usual_remedy(peak: float) -> str:
     return (
-        f"thrifty plan RECIPE --memory {peak / 1e6:.0f}MB, which looks for what fits; or take less at a time: "
+        f"thrifty plan RECIPE --memory {peak / 1e6:.0f}MB, which searches for a plan that fits; or use less memory: "
         "--with large_batch.gradient_accumulation:micro_batches=2, or a smaller data.batch"
     )

@@ -1,7 +1,7 @@
-"""Typed values from plain data and back: strict, with the path of what is wrong and the nearest right name.
+"""Strict conversion between typed values and plain data; errors name the path and the nearest valid name.
 
-Works for frozen dataclasses whose fields are bool, int, float, str, optional ones, tuples, literals and dataclasses:
-all that recipes and techniques are made of.
+It covers frozen dataclasses with fields of bool, int, float, str, optional types, tuples, literals and dataclasses.
+Recipes and techniques consist of these.
 """
 
 import dataclasses
@@ -18,19 +18,19 @@ from thrifty.core.setting_bounds import check_plain, hints_of
 
 T = TypeVar("T")
 DEEPEST = 16
-"""Tables and lists within one another, more than any value of ours has."""
+"""Largest depth of nested tables and lists."""
 LONGEST_KEY = 100
-"""Points in it: reading a key takes time with the square of its parts."""
+"""Most dots in a key: reading a key takes time quadratic in its parts."""
 
 NO_DATA = {"no data": True}
-"""Metadata of a field that plain data never hold."""
+"""Metadata of a field that plain data never contains."""
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """Return the tables of a text that the user wrote; `name` is that of its file or option.
+    """Return the tables of a user's text; `name` is the name of its file or option.
 
-    Raises TOMLDecodeError for what is no TOML, UsageError for values that no setting can have (see `check_plain`).
+    Raises TOMLDecodeError for invalid TOML, UsageError for values that no setting can have (see `check_plain`).
     """
     try:
         if any(key.count(".") > LONGEST_KEY for line in text.splitlines() for key in _keys(line)):
@@ -40,9 +40,9 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
-        raise UsageError(f"{name}: tables or lists within one another, without end", fix="write fewer") from None
-    except ValueError as error:  # Python reads numbers of up to 4,300 digits
-        raise UsageError(f"{name}: {error}", fix="give a smaller number") from None
+        raise UsageError(f"{name}: tables or lists are nested too deep", fix=f"nest at most {DEEPEST}") from None
+    except ValueError as error:  # Python reads integers of up to 4,300 digits
+        raise UsageError(f"{name}: {error}", fix="use a smaller number") from None
     return tables
 
 
@@ -52,7 +52,7 @@ def _keys(line: str) -> list[str]:
 
 def _check_tree(value: Any, name: str, path: str, depth: int) -> None:
     if depth == 0:
-        raise UsageError(f"{name}: more than {DEEPEST} tables or lists within one another", fix="write fewer")
+        raise UsageError(f"{name}: more than {DEEPEST} nested tables or lists", fix=f"nest at most {DEEPEST}")
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
         here = _join(path, str(key))
@@ -64,8 +64,10 @@ def _check_tree(value: Any, name: str, path: str, depth: int) -> None:
 
 
 def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None = None) -> T:
-    """A dataclass from a table, which with `base` has only what differs from that; raises UsageError naming the path of
-    the first thing that does not fit."""
+    """Return a dataclass built from a table; with `base`, the table has only the fields that differ.
+
+    Raises UsageError with the path of the first value that does not fit.
+    """
     if not isinstance(data, Mapping):
         raise UsageError(f"{path} must be a table, not {data!r}", fix=f"write [{path}] and its keys below")
     hints = hints_of(kind)
@@ -83,8 +85,10 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None
 
 
 def convert(kind: Any, value: Any, path: str, base: Any = None) -> Any:
-    """One value as the type of its field, a table above the dataclass that `base` may be; an int may stand for a float,
-    nothing else is turned into anything."""
+    """Return a value converted to the type of its field. Only an int may become a float.
+
+    A table is merged into the dataclass `base`, if that is passed.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return convert(arguments[0], value, path, base)
@@ -151,7 +155,7 @@ def _join(path: str, key: str) -> str:
 
 
 def to_data(value: Any) -> dict[str, Any]:
-    """A dataclass as a table of plain data; entries that are None are left out."""
+    """Return a dataclass as a table of plain data, without fields that are None."""
     return {
         field.name: _plain(getattr(value, field.name))
         for field in _data_fields(value)
@@ -172,7 +176,7 @@ def _plain(value: Any) -> Any:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> list[str]:
-    """What differs between two tables, one line per value: `data.batch: 32 → 16`."""
+    """Return the differences between two tables, one line per value: `data.batch: 32 → 16`."""
     lines = []
     for key in sorted(old.keys() | new.keys()):
         here, before, after = _join(path, key), old.get(key), new.get(key)
@@ -188,7 +192,7 @@ def _shown(value: Any) -> str:
 
 
 def write_size(size: float) -> str:
-    """Return bytes in three digits: 1234567 as "1.23 MB"."""
+    """Return bytes with three digits: 1234567 as "1.23 MB"."""
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= 0.9995 * factor:
             amount = size / factor
@@ -197,7 +201,7 @@ def write_size(size: float) -> str:
 
 
 def read_size(text: str, option: str = "--memory") -> float:
-    """Return `400MB`, `16GiB` or `4e8` in bytes. Raises UsageError for what is no size, with the name of the option."""
+    """Return `400MB`, `16GiB` or `4e8` in bytes. Raises UsageError, with the option's name, for other texts."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
     if size <= 0:

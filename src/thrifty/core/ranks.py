@@ -1,4 +1,4 @@
-"""Who this process is among its ranks, and what part of the data is its own."""
+"""Rank of this process, its part of the data, and collectives over ranks."""
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ def ranks() -> int:
 
 
 def refuse_no_group(who: str) -> None:
-    """Raise RefusedError where no process group has been started."""
+    """Raise RefusedError if no process group is initialized."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RefusedError(
             f"{who}: there is only one process, or torch.distributed is not initialized",
@@ -28,21 +28,25 @@ def refuse_no_group(who: str) -> None:
 
 
 def rank_shard(source: BatchSource) -> BatchSource:
-    """The equal part of each effective batch that is this rank's, and that of the ranks it computes together with.
-    Raises RefusedError when a batch cannot be shared equally."""
+    """Return the part of each effective batch for this rank and the ranks that compute with it.
+
+    Raises RefusedError if a batch cannot be divided equally.
+    """
     data = axis("data")
     return source if data.size == 1 else RankShard(source, data.place, data.size)
 
 
 def random_stream() -> int:
-    """A number that ranks have in common if they must draw the same random values: those that compute the same blocks
-    for the same examples."""
+    """Return a number that is equal on ranks that must draw the same random values.
+
+    These ranks compute the same blocks for the same examples.
+    """
     data, pipeline = axis("data"), axis("pipeline")
     return pipeline.place * data.size + data.place
 
 
 def gather_bytes(message: bytes, group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
-    """What each rank of a group (None: all) has to say, in order of rank; blanks are added behind shorter messages."""
+    """Return the message of each rank of a group (None: all), in order of rank, padded with spaces to equal length."""
     with unset_fake_temporarily():
         size = dist.get_world_size(group)
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
@@ -55,7 +59,7 @@ def gather_bytes(message: bytes, group: dist.ProcessGroup | None, device: torch.
 
 
 def from_first_rank(value: Tensor) -> Tensor:
-    """The first rank's tensor, of this shape, on all ranks."""
+    """Return the first rank's tensor on all ranks. The shape must be equal on all ranks."""
     if ranks() > 1:
         value = value.clone()
         dist.broadcast(value, 0)
@@ -63,7 +67,7 @@ def from_first_rank(value: Tensor) -> Tensor:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean of a tensor over all ranks, the same on each."""
+    """Return the mean of a tensor over all ranks, equal on each."""
     if ranks() > 1:
         value = value.clone()
         dist.all_reduce(value)

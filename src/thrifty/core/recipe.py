@@ -1,7 +1,7 @@
-"""A recipe: one value that says everything about a run.
+"""Recipe: one value that defines a run.
 
-The sections below are plain values. What they mean is known where they are used: `models` builds from `ModelSettings`,
-`data` opens `DataSettings`, `training` obeys the rest.
+The sections below are plain values. `models` builds from `ModelSettings`, `data` opens `DataSettings`, and `training`
+uses the rest.
 """
 
 import math
@@ -28,22 +28,21 @@ Argument = bool | int | float | str | tuple[bool | int | float | str, ...]
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """A preset by name, with any of its sizes changed; a folder in Hugging Face layout; or a function of the user's own
-    that builds the model."""
+    """Model settings: a preset with changed sizes, a folder in Hugging Face layout, or the user's build function."""
 
     preset: str = "llama-nano"
-    """Empty where a function builds the model."""
+    """Name of a preset; empty if a function builds the model."""
     build: str | None = None
-    """A function, as package.module:function, or the class of a module that was passed: a record, which no file runs by
+    """A function as package.module:function, or the class of a passed module. It is a record: no file runs it by
     itself."""
     arguments: Mapping[str, Argument] | None = field(default=None, hash=False)
-    """With `build`: what the function is called with."""
+    """Arguments of the function, with `build`."""
     weights: str | None = None
-    """With `build`: "given" where training starts from the weights of a module that was passed."""
+    """"given", with `build`, if training starts from the weights of a passed module."""
     folder: str = ""
-    """A Hugging Face model folder (config.json, and safetensors weights unless `fresh`); takes the preset's place."""
+    """A Hugging Face model folder in place of a preset: config.json, and safetensors weights unless `reinitialize`."""
     reinitialize: bool = False
-    """With `folder`: take the architecture only and start from random weights."""
+    """True to take only the architecture of `folder`, and start from random weights."""
     depth: int | None = None
     width: int | None = None
     heads: int | None = None
@@ -51,17 +50,20 @@ class ModelSettings:
     hidden: int | None = None
     """Inner width of the feed-forward network."""
     tied: bool | None = None
-    """Whether the head shares the token embedding's weights."""
+    """True if the head shares the token embedding's weights."""
     patch: int | None = None
-    """Of a vit: height and width of a patch in pixels."""
+    """Height and width of a patch in pixels, for a vit."""
     pool: str | None = None
-    """Of a vit: what the head is given, "class" for the class token, "mean" for the mean of all patches of a model
-    without one, "patches" for that mean beside a class token, as a trained MAE has one."""
+    """Input of the head, for a vit.
+
+    "class" is the class token, "mean" the mean of all patches of a model without one. "patches" is the mean of all
+    patches of a model with a class token, such as a trained MAE.
+    """
     decoder_depth: int | None = None
-    """Of a mae: blocks of the decoder."""
+    """Blocks of the decoder, for a mae."""
     decoder_width: int | None = None
     text_depth: int | None = None
-    """Of a clip: blocks of the tower that reads captions; the sizes above are those of the tower for images."""
+    """Blocks of the caption encoder, for a clip; the sizes above are those of the image encoder."""
     text_width: int | None = None
     text_heads: int | None = None
 
@@ -85,23 +87,22 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class AugmentationSettings:
-    """How training images are changed, each time in another way; see `data/images/augmentation.py`. All off unless
-    set."""
+    """Random changes of training images; see `data/images/augmentation.py`. All are off by default."""
 
     crop: Natural = 0
-    """Pixels of padding around an image, out of which a piece of the old size is cut at random."""
+    """Pixels of padding around an image before a random crop to its size."""
     flip: bool = False
-    """Whether half of the images are mirrored, left for right."""
+    """True to flip half of the images horizontally."""
     operations: Annotated[int, SettingBound(least=0, most=32)] = 0
-    """How many of the operations on colours and geometry are made, one after the other."""
+    """Number of random colour and geometry operations per image."""
     magnitude: Probability = 0.3
-    """How strong they are, from nothing to the strongest."""
+    """Strength of these operations, from 0 (none) to 1 (strongest)."""
     erase: Probability = 0.0
-    """The share of images in which a rectangle is erased."""
+    """Fraction of images in which a random rectangle is erased."""
     mixup: Rate = 0.0
-    """Shape a of the Beta(a, a) distribution by which two images are mixed; 0 mixes none."""
+    """Parameter a of the Beta(a, a) distribution of mixing weights for two images; 0 mixes none."""
     cutmix: Rate = 0.0
-    """The same for a rectangle of another image in the place of the image's own."""
+    """The same for pasting a rectangle of another image."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "data.augment")
@@ -110,42 +111,50 @@ class AugmentationSettings:
 @dataclass(frozen=True)
 class DataSettings:
     source: str = "python-stdlib"
-    """A file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or hub:owner/name; for
-    sequence_to_sequence also pairs: a .tsv, or a .jsonl of rows with a "source" and a "target"; for chat_answers a
-    .jsonl or .json of conversations, or a known set of them; for objectives with labels a .csv, .tsv, .jsonl or
-    .parquet of texts, a folder of such files called train and test, or hub:owner/name; for classification also
-    "digits", a known set of images, or a folder with a folder of images for each label; for masked_reconstruction any
-    of these and any folder of images; for contrastive a known set of images with captions, a .jsonl, .tsv or .parquet
-    that names them, or a folder with such a table, or with a text beside each image."""
+    """Training data: a file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or
+    hub:owner/name.
+
+    sequence_to_sequence also takes pairs: a .tsv, or a .jsonl with the fields "source" and "target". chat_answers takes
+    a .jsonl or .json of conversations, or a known set of them. Objectives with labels take a .csv, .tsv, .jsonl or
+    .parquet of texts, a folder of such files called train and test, or hub:owner/name.
+
+    classification also takes "digits", a known set of images, or a folder with one folder of images per label.
+    masked_reconstruction takes these and any folder of images. contrastive takes a known set of images with captions, a
+    .jsonl, .tsv or .parquet that names them, or a folder with such a table or with a text file per image.
+    """
     sources: Mapping[str, float] = field(default_factory=dict)
-    """Several sources of plain text in the place of `source`, each with its share of the examples:
-    {"wiki.txt" = 3, "code" = 1}. The tokenizer is trained on the first unless `tokenizer` names one."""
+    """Several sources of plain text in place of `source`, each with its proportion of examples:
+    {"wiki.txt" = 3, "code" = 1}. The tokenizer is trained on the first unless `tokenizer` is set."""
     separate: bool = False
-    """next_token: mask attention between documents that share a row, and begin each at position 0."""
+    """next_token: mask attention between documents of a row, and start each at position 0."""
     column: str = "text"
-    """Where a row of .jsonl or .parquet keeps its text; of images with captions, where their captions are, which are
-    otherwise looked for under the usual names."""
+    """Text column of a .jsonl or .parquet. For images with captions: the caption column; by default, usual names are
+    tried."""
     pair_column: str = ""
-    """The column of the second text of a pair, for labelled texts; found by the usual names unless set."""
+    """Column of a pair's second text, for labelled texts; by default, usual names are tried."""
     label_column: str = ""
-    """The column of labels, for labelled texts; found by the usual names unless set."""
+    """Column of labels, for labelled texts; by default, usual names are tried."""
     held_out_source: str = ""
-    """A file of held-out rows, for labelled texts, in place of a share of `source`."""
+    """File of held-out rows, for labelled texts, in place of a fraction of `source`."""
     tokenizer: str = ""
-    """A tokenizer.json to use; empty trains a byte-level BPE on the training documents."""
+    """A tokenizer.json; empty trains a byte-level BPE tokenizer on the training documents."""
     vocabulary: int = 4096
     length: Positive = 256
     """Tokens per example."""
     batch: Positive = 32
     """Effective batch: examples per step over all ranks and micro-batches."""
     held_out: Annotated[float, SettingBound(above=0, below=1)] = 0.05
-    """Fraction of documents kept for evaluation, chosen by the hash of their text; of images by that of their file,
-    where the source does not say itself which to test on."""
+    """Fraction of documents held out for evaluation, chosen by a hash of the text, or of the image file.
+
+    Images of a source with its own test set are not split.
+    """
     near_duplicates: Annotated[float | None, SettingBound(above=0, most=1)] = None
-    """Of text: how alike a document may be to one before it, as a share of their runs of five words, before it is left
-    out; 0.8 is usual. None are looked for unless it is given."""
+    """Similarity to an earlier document, as a fraction of shared 5-word sequences, above which a text is left out.
+
+    0.8 is usual. By default, none are searched for.
+    """
     size: Annotated[int | None, SettingBound(least=1, most=8192)] = None
-    """Height and width of images in pixels; unless given those of a known set, and for a folder those of the model."""
+    """Height and width of images in pixels; by default the known set's, and for a folder the model's."""
     augment: AugmentationSettings | None = None
 
     def __post_init__(self) -> None:
@@ -154,30 +163,30 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ObjectiveSettings:
-    """An objective by name, with any of the settings that it has changed."""
+    """Name of an objective, and its changed settings."""
 
     name: str = "next_token"
     rate: float | None = None
-    """masked_token: the share of tokens that is predicted; sequence_to_sequence: the share cut out of plain text;
-    mass: the share that the hidden span is; masked_reconstruction: the share of patches that is removed."""
+    """masked_token: fraction of tokens to predict. sequence_to_sequence: fraction removed from plain text. mass:
+    fraction in the hidden span. masked_reconstruction: fraction of patches removed."""
     normalize: bool | None = None
-    """masked_reconstruction: whether each patch is given back less its mean, over its deviation."""
+    """masked_reconstruction: normalize each target patch by its mean and standard deviation."""
     mask_share: float | None = None
-    """masked_token: of the predicted tokens, the share that is hidden behind the mask."""
+    """masked_token: fraction of the predicted tokens that the mask token replaces."""
     random_share: float | None = None
-    """masked_token: of the predicted tokens, the share that a random one takes the place of."""
+    """masked_token: fraction of the predicted tokens that a random token replaces."""
     mean_span: float | None = None
-    """sequence_to_sequence: tokens in a span cut out of plain text, on average."""
+    """sequence_to_sequence: mean length in tokens of a span removed from plain text."""
     label_smoothing: float | None = None
-    """classification: the share of each label that is spread evenly over all classes."""
+    """classification: fraction of each label that is spread evenly over all classes."""
     trained_on: str | None = None
-    """chat_answers: what is learned of a conversation, "answers" or "everything"."""
+    """chat_answers: learned part of a conversation, "answers" or "everything"."""
     weigh_by: str | None = None
-    """chat_answers: what counts alike, "tokens" or "conversations"."""
+    """chat_answers: unit of equal weight, "tokens" or "conversations"."""
     packed: bool | None = None
-    """chat_answers: whether conversations share rows."""
+    """chat_answers: pack several conversations into a row."""
     template: str | None = None
-    """chat_answers: a chat template by name ("chatml", "alpaca") or file; the tokenizer's own unless given."""
+    """chat_answers: a chat template by name ("chatml", "alpaca") or file; by default the tokenizer's own."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "objective")
@@ -185,11 +194,11 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to train: exactly one of these is set."""
+    """Length of training; exactly one field is set."""
 
     steps: int | None = None
     tokens: float | None = None
-    """In the unit that the data are counted in: tokens of plain text, images, examples of a dataset of one's own."""
+    """In the unit of the data: tokens of plain text, images, or examples of a user's own dataset."""
     epochs: float | None = None
     seconds: float | None = None
 
@@ -199,15 +208,15 @@ class Budget:
             raise UsageError(f"budget: {' and '.join(limits)} are both set", fix=f"keep one, such as {limits[0]}")
         for name in limits:
             if not (0 < getattr(self, name) < math.inf):
-                raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="give a positive, finite amount")
+                raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="use a positive, finite amount")
 
     def in_epochs_of(self, amount: float | None) -> int:
-        """Return what its epochs come to where each has this amount, rounded up. Raises UsageError for None."""
+        """Return the epochs as an amount, rounded up, if one epoch has `amount`. Raises UsageError for None."""
         assert self.epochs is not None
         if amount is None:
             raise UsageError(
-                f"a budget in epochs ({self.epochs:g}) needs data whose examples are counted: a stream, or several "
-                "sources in one run, have no epochs",
+                f"a budget in epochs ({self.epochs:g}) requires data with a known number of examples: streams, and "
+                "several sources in one run, have no epochs",
                 fix="--budget 500steps or --budget 10min",
             )
         return math.ceil(self.epochs * amount)
@@ -216,17 +225,16 @@ class Budget:
 @dataclass(frozen=True)
 class EvaluationSettings:
     every: Positive = 100
-    """Steps between evaluations on held-out data; one at the end is always made."""
+    """Steps between evaluations on held-out data; the last step is always evaluated."""
     examples: Positive = 64
     at_start: bool = False
-    """Whether to evaluate before the first step too, for runs that start from a trained model."""
+    """True to evaluate before the first step too, for runs that start from a trained model."""
     judge: str = "loss"
-    """The measure on held-out data that decides the best checkpoint, an early stop and a comparison: "loss", or the
-    name of a metric."""
+    """Held-out measure for the best checkpoint, early stopping and comparisons: "loss", or the name of a metric."""
     lower_is_better: bool | None = None
-    """For `judge`; by default true of the loss, and false of a metric."""
+    """Direction of `judge`; by default True for the loss, False for a metric."""
     patience: Annotated[int | None, SettingBound(least=1)] = None
-    """Evaluations without an improvement after which a run stops early; never unless given."""
+    """Evaluations without an improvement after which a run stops early; None never stops early."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "evaluation")
@@ -239,11 +247,11 @@ class EvaluationSettings:
 @dataclass(frozen=True)
 class CheckpointSettings:
     every: Positive = 200
-    """Steps between checkpoints; one at the end is always made."""
+    """Steps between checkpoints; the last step always has one."""
     keep: Positive = 2
-    """How many of the newest verified checkpoints stay; the best by held-out loss stays as well."""
+    """Number of newest verified checkpoints to keep, in addition to the best by held-out loss."""
     extra_steps: tuple[StepOrFraction, ...] = ()
-    """Further moments of the run at which a checkpoint is made, and those always stay."""
+    """Further steps or fractions of the run with a checkpoint that is always kept."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "checkpoints")
@@ -251,17 +259,19 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything about a run as one value; see `thrifty.recipe`."""
+    """Complete definition of a run; see `thrifty.recipe`."""
 
     name: str = "run"
     about: str = ""
-    """One line for people: what the run is and what to expect of it."""
+    """One line that describes the run and its expected result."""
     seed: int = 0
     device: str = "auto"
-    """"cpu", "cuda", or "auto" for a GPU where there is one."""
+    """"cpu", "cuda", or "auto" for a GPU if there is one."""
     deterministic: bool = True
-    """Whether a GPU uses only kernels that give the same bits each time, so that a resumed run is the one that was not
-    stopped. A processor's always do."""
+    """True to use only deterministic GPU kernels, so that a resumed run equals an uninterrupted one.
+
+    CPU kernels are always deterministic.
+    """
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
@@ -271,9 +281,9 @@ class Recipe:
     mesh: Mesh = field(default_factory=Mesh)
     python: PythonObjects = field(default_factory=PythonObjects)
     techniques: tuple[Technique, ...] = ()
-    """In order of stage, whatever the order given."""
+    """Techniques, sorted by stage."""
     objects: UserObjects = field(default_factory=UserObjects, compare=False, repr=False, metadata=NO_DATA)
-    """Objects passed from Python, which no file spells; `python` records them."""
+    """Objects passed from Python, which no file contains; `python` has their names."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -292,20 +302,20 @@ class Recipe:
             object.__setattr__(self, "model", ModelSettings(build=build, arguments=arguments, weights=weights))
 
     def without_objects(self, *names: str) -> "Recipe":
-        """Return a recipe that neither holds nor names these objects."""
+        """Return a recipe without these objects and their names."""
         usual = {name: getattr(UserObjects(), name) for name in names}
-        kept = {name: text for name, text in self.objects.names.items() if name not in names}
+        names_left = {name: text for name, text in self.objects.names.items() if name not in names}
         recorded = {name: getattr(PythonObjects(), name) for name in names if name != "model"}
         return replace(
             self,
-            objects=replace(self.objects, **usual, names=kept),
+            objects=replace(self.objects, **usual, names=names_left),
             python=replace(self.python, **recorded),
             model=ModelSettings() if "model" in names else self.model,
         )
 
     @property
     def _recorded(self) -> dict[str, str]:
-        """The names of objects that the recipe records."""
+        """Names of the objects that the recipe records."""
         every = {"model": self.model.build, **vars(self.python), "sources": None}
         return {
             name: text if isinstance(text, str) else text[0].rpartition(" ")[2] for name, text in every.items() if text
@@ -313,8 +323,10 @@ class Recipe:
 
     @property
     def object_options(self) -> str | None:
-        """The options that name the objects on the command line, with a space before each; None where one has no name
-        there: a module, an object of a class, metrics."""
+        """Command-line options that name the objects, each after a space.
+
+        None if an object has no name there: a module, an instance, metrics.
+        """
         return self._options_of(self._recorded)
 
     def _options_of(self, recorded: Mapping[str, str]) -> str | None:
@@ -325,7 +337,7 @@ class Recipe:
         return "".join(f" --{name.replace('_', '-')} {text}" for name, text in recorded.items())
 
     def resume_line(self, folder: object, fork: str = "") -> str:
-        """Return the line that resumes the run of this recipe, as a command or as a call."""
+        """Return the command or call that resumes the run of this recipe."""
         passed = {name: "…" for name in self._recorded}
         if is_function_name(self.model.build) and not self.model.weights:
             passed["model"] = str(self.model.build).rpartition(":")[2]
@@ -339,22 +351,22 @@ class Recipe:
         return call if self.object_options is None else spelled(command, call)
 
     def refuse_missing_objects(self, *names: str) -> None:
-        """Raise UsageError if an object that the recipe names (one of `names`, by default any) was not passed."""
+        """Raise UsageError if an object that the recipe names was not passed; `names` limits the check."""
         recorded = {name: text for name, text in self._recorded.items() if name in (names or self._recorded)}
         passed = {"model": self.objects.build, **vars(self.objects.described)}
-        missing = {name: of for name, of in recorded.items() if not passed[name]}
+        missing = {name: text for name, text in recorded.items() if not passed[name]}
         if not missing:
             return
         call = f"pass {', '.join(f'{name}=…' for name in recorded)} in Python"
         options = self._options_of(recorded)
         raise UsageError(
-            f"the recipe has {', '.join(f'{name} from Python ({of})' for name, of in missing.items())}, which a file"
-            " never runs by itself",
+            f"the recipe has {', '.join(f'{name} from Python ({text})' for name, text in missing.items())}, which a"
+            " file never runs by itself",
             fix=f"if you trust it, {call if options is None else spelled(f'add{options}', call)}",
         )
 
 
 def _is_named(text: str) -> bool:
-    """Return True for the name of a function or a value. Of an object the class is recorded, which is none."""
+    """Return True for the name of a function or a value, False for a class, which is recorded for an instance."""
     is_class = text.startswith(("builtins:", "numpy:")) or text.rpartition(":")[2].rpartition(".")[2][:1].isupper()
     return is_function_name(text) and not is_class

@@ -1,4 +1,4 @@
-"""Notes that techniques leave for the run while a model is changed."""
+"""Notes that techniques write for `explain` while they change a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ _notes: ContextVar[list[str] | None] = ContextVar("surgery notes", default=None)
 
 @contextmanager
 def collect_notes() -> Iterator[list[str]]:
-    """Collects what is said by `note` and `select` inside the block, for `explain`."""
+    """Yield the list of notes that `add_note` appends inside the block."""
     token = _notes.set(notes := [])
     try:
         yield notes
@@ -18,6 +18,7 @@ def collect_notes() -> Iterator[list[str]]:
 
 
 def add_note(text: str) -> None:
+    """Append a note once to the list of the open `collect_notes` block, if there is one."""
     notes = _notes.get()
     if notes is not None and text not in notes:
         notes.append(text)

@@ -1,8 +1,8 @@
-"""Settings that depend on the run: moments of it, and its effective batch.
+"""Settings relative to a run: moments in time, and the effective batch.
 
-A moment is a fraction of the whole run as a float, a number of steps as an int. `warmup: Moment = 0.05` means the first
-twentieth of the run, however long it turns out to be, and `warmup = 200` means 200 steps. `batch: EffectiveBatch = 0`
-means the run's own effective batch. Composing a run replaces both, so seams only ever see steps and examples.
+A float moment is a fraction of the whole run; an int is a number of steps. `warmup: StepOrFraction = 0.05` means the
+first twentieth of the run, `warmup = 200` means 200 steps. `batch: EffectiveBatch = 0` means the run's effective batch.
+Composing a run replaces both, so that techniques receive only steps and examples.
 """
 
 import dataclasses
@@ -21,9 +21,10 @@ def in_steps(moment: int | float, steps: int) -> int:
 
 
 def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
-    """A copy of a dataclass with each field annotated `StepOrFraction` (or a tuple of them) in steps of a run of
-    `steps`, and
-    each `EffectiveBatch` that is 0 replaced by `batch`."""
+    """Return a copy of a dataclass whose moments are steps of a run of `steps`.
+
+    These are fields annotated `StepOrFraction`, or a tuple of them. An `EffectiveBatch` of 0 becomes `batch`.
+    """
     hints = hints_of(type(value))
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
@@ -38,7 +39,7 @@ def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
 
 
 def refuse_shares(value: object, name: str) -> None:
-    """Raises UsageError where a moment is still a share of a run: outside of one, nothing says how long it is."""
+    """Raise UsageError if a moment is still a fraction of a run, since the number of steps is unknown outside a run."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         current, hint = getattr(value, field.name), hints[field.name]
@@ -46,14 +47,14 @@ def refuse_shares(value: object, name: str) -> None:
         if any(isinstance(moment, float) for moment in moments):
             steps = 1000 if hint == StepOrFraction else (1000,) * len(moments)
             raise UsageError(
-                f"{name}: {field.name} is {current}, a share of a run whose steps are not known here",
+                f"{name}: {field.name} is {current}, a fraction of a run, and the number of steps is unknown here",
                 fix=f"pass total_steps=…, the steps of your loop, or a number of steps, such as {field.name}={steps}",
             )
 
 
 def refuse_unknown_batch(value: object, name: str) -> None:
-    """Raises UsageError where a setting stands for a run's effective batch: outside of one, nobody knows it."""
+    """Raise UsageError if a setting means the run's effective batch, which is unknown outside a run."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         if hints[field.name] == EffectiveBatch and not getattr(value, field.name):
-            raise UsageError(f"{name}: the effective batch is not known here", fix=f"give it, such as {field.name}=256")
+            raise UsageError(f"{name}: the effective batch is unknown here", fix=f"set it, such as {field.name}=256")

@@ -1,13 +1,12 @@
-"""Scores of training examples as a file: what they are, whose they are, and what they cost.
+"""Score file: scores of training examples, their origin and their cost.
 
-safetensors with
-    scores                         float32 (n,), the mean over runs; higher is harder, whatever they were scored by
-    runs                           float32 (r, n), those of each run
-    labels                         int64 (n,), where examples have classes
-    predicted, confidence, own     int64, float32, float32 (n,), where a classifier was trained: see `PredictedLabels`
-and one entry of JSON as metadata (`ScoreProvenance`), which has the fingerprint of the examples: the scores of other
-data are no
-use. A recipe names a file together with its sha256.
+A safetensors file with
+    scores                         float32 (n,), the mean over runs; higher is harder for every method
+    runs                           float32 (r, n), the scores of each run
+    labels                         int64 (n,), if examples have classes
+    predicted, confidence, own     int64, float32, float32 (n,), if a classifier was trained: see `PredictedLabels`
+and one JSON metadata entry (`ScoreProvenance`). Its fingerprint of the examples must match the data that the scores are
+used with. A recipe names a score file together with its sha256.
 """
 
 import hashlib
@@ -35,42 +34,42 @@ TYPES |= dict.fromkeys(("labels", "predicted"), torch.int64)
 
 @dataclass(frozen=True)
 class PredictedLabels:
-    """What the models that scored would have answered, each (n,)."""
+    """Labels that the scoring models predict, each tensor (n,)."""
 
     predicted: Tensor
-    """The label for which the runs speak most."""
+    """Predicted label with the most support over runs."""
     confidence: Tensor
-    """The mean probability that the runs which answered so gave it, counting 0 for every other run."""
+    """Mean probability of the predicted label over runs; a run that predicts another label counts 0."""
     own: Tensor
-    """The mean probability of the example's own label."""
+    """Mean probability of the example's own label."""
 
     def suspicion(self, labels: Tensor) -> Tensor:
-        """How much more another label is believed than the own one (n,), 0 where the own one is predicted."""
+        """Return the excess probability of another label over the own one (n,); 0 if the own one is predicted."""
         return torch.where(self.predicted == labels, 0.0, (self.confidence - self.own).clamp(min=0))
 
 
 @dataclass(frozen=True)
 class ScoreProvenance:
     method: str
-    """What was scored by: el2n, grand, …"""
+    """Scoring method: el2n, grand, …"""
     fingerprint: str
-    """Fingerprint of the examples, see `core.batches.ExampleIndex`."""
+    """Fingerprint of the examples; see `core.batches.ExampleIndex`."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe of the scoring runs, as tables; its seed is that of the first."""
+    """Recipe of the scoring runs, as tables, with the seed of the first run."""
     recipe_sha256: str = ""
     data: Mapping[str, str] = field(default_factory=dict)
-    """The sha256 of the files that the examples come from."""
+    """The sha256 of each file that the examples come from."""
     label_names: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     steps: int = 0
-    """Steps that each run was trained for."""
+    """Training steps of each run."""
     steps_of_recipe: int = 0
-    """Steps of the whole run, to which schedules were set."""
+    """Steps of the whole run, to which schedules are fitted."""
     flops: float = 0.0
-    """Spent on all of it, training and scoring."""
+    """FLOPs of training and scoring together."""
     seconds: float = 0.0
     model: str = ""
-    """The folder of the model that embedded the examples, where one was given."""
+    """Folder of the model that embedded the examples, or empty."""
     thrifty: str = ""
 
 
@@ -86,24 +85,24 @@ class ExampleScores:
         return len(self.scores)
 
     def label(self, number: int) -> str:
-        """The name of a label."""
+        """Return the name of a label, or its number if it has no name."""
         names = self.facts.label_names
         return names[number] if number < len(names) else str(number)
 
 
 def scores_bytes(scores: ExampleScores) -> bytes:
-    """The file; the same scores and facts are the same bytes."""
+    """Return the content of the score file. Equal scores and facts give equal bytes."""
     tensors = {"scores": scores.scores.float(), "runs": scores.runs.float()}
     if scores.labels is not None:
         tensors["labels"] = scores.labels
     if scores.guesses is not None:
         tensors |= vars(scores.guesses)
     facts = json.dumps({"format": FORMAT, **asdict(scores.facts)}, sort_keys=True)
-    return save({name: tensor.clone() for name, tensor in tensors.items()}, {KEY: facts})  # of one run both are one
+    return save({name: tensor.clone() for name, tensor in tensors.items()}, {KEY: facts})  # of one run, both share data
 
 
 def file_hash(path: Path) -> str:
-    """The sha256 of a scores file; raises UsageError where there is none."""
+    """Return the sha256 of a score file. Raises UsageError if there is none."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -113,29 +112,33 @@ def file_hash(path: Path) -> str:
 
 
 def read_scores(path: Path) -> ExampleScores:
-    """Raises UsageError where there is no file, IntegrityError where it holds no scores."""
+    """Return the scores in a file.
+
+    Raises UsageError if the file is missing, IntegrityError if it is no valid score file.
+    """
     file_hash(path)
-    with untraced(), unset_fake_temporarily():  # real where all else is counted on fake tensors
+    with untraced(), unset_fake_temporarily():  # real tensors even inside a fake-tensor count
         try:
             with safe_open(path, "pt") as file:
-                told = (file.metadata() or {})[KEY]
+                metadata = (file.metadata() or {})[KEY]
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            facts = _facts(json.loads(told))
+            facts = _facts(json.loads(metadata))
             _check(tensors)
-            answers = [tensors[field.name] for field in fields(PredictedLabels)] if "predicted" in tensors else None
-            guesses = PredictedLabels(*answers) if answers else None
+            labels = [tensors[field.name] for field in fields(PredictedLabels)] if "predicted" in tensors else None
+            guesses = PredictedLabels(*labels) if labels else None
         except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
-            what = "it has no facts of scores" if isinstance(error, KeyError) and error.args == (KEY,) else str(error)
+            is_other_file = isinstance(error, KeyError) and error.args == (KEY,)
+            what = f"it has no metadata entry {KEY!r}" if is_other_file else str(error)
             raise IntegrityError(f"{path} is no scores file: {what}", fix="score again: thrifty data score") from None
         return ExampleScores(tensors["scores"], tensors["runs"], facts, tensors.get("labels"), guesses)
 
 
-def _facts(told: dict[str, Any]) -> ScoreProvenance:
-    if told.pop("format") != FORMAT:
+def _facts(data: dict[str, Any]) -> ScoreProvenance:
+    if data.pop("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}, which this version reads")
-    told["recipe"] = rename_recipe(told["recipe"])
-    lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
-    return ScoreProvenance(**(told | lists))
+    data["recipe"] = rename_recipe(data["recipe"])
+    lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list)}
+    return ScoreProvenance(**(data | lists))
 
 
 def _check(tensors: Mapping[str, Tensor]) -> None:
@@ -151,9 +154,9 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
 
 
 def average_scores(parts: Sequence[ExampleScores]) -> ExampleScores:
-    """The scores of several runs by the same method as those of one: means, and what all of them cost."""
+    """Return several runs' scores by one method as one: the means, with the total cost."""
     runs, facts = torch.cat([part.runs for part in parts]), [part.facts for part in parts]
-    told = replace(
+    merged = replace(
         facts[0],
         seeds=tuple(seed for each in facts for seed in each.seeds),
         flops=sum(each.flops for each in facts),
@@ -161,7 +164,7 @@ def average_scores(parts: Sequence[ExampleScores]) -> ExampleScores:
     )
     guesses = [part.guesses for part in parts if part.guesses is not None]
     voted = _voted(guesses) if len(guesses) == len(parts) else None
-    return ExampleScores(runs.double().mean(0).float(), runs, told, parts[0].labels, voted)
+    return ExampleScores(runs.double().mean(0).float(), runs, merged, parts[0].labels, voted)
 
 
 def _voted(guesses: Sequence[PredictedLabels]) -> PredictedLabels:
@@ -170,5 +173,5 @@ def _voted(guesses: Sequence[PredictedLabels]) -> PredictedLabels:
     support = torch.stack([(confidence * (predicted == each.predicted)).sum(0) for each in guesses])
     best = support.argmax(0, keepdim=True)
     own = torch.stack([each.own for each in guesses]).double().mean(0)
-    believed = support.gather(0, best).squeeze(0) / len(guesses)
-    return PredictedLabels(predicted.gather(0, best).squeeze(0), believed.float(), own.float())
+    mean = support.gather(0, best).squeeze(0) / len(guesses)
+    return PredictedLabels(predicted.gather(0, best).squeeze(0), mean.float(), own.float())

@@ -1,7 +1,7 @@
-"""Redaction of secrets in all that Thrifty writes for people: by names of keys and by known shapes of values.
+"""Redaction of secrets in all texts that Thrifty writes for people, by key names and by known formats of values.
 
-Files are made to be shared, so a false alarm is cheaper than a leak. Shapes of random letters and digits are long or
-have a mark that words have not: `hf_llama_small` is a name.
+The files are meant to be shared, so a false alarm is cheaper than a leak. Formats of random letters and digits must be
+long or have a mark that words lack: `hf_llama_small` is a name.
 """
 
 import re
@@ -74,13 +74,13 @@ _NUMBER = re.compile(r"[+-]?[\d_.]+(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def names_a_secret(key: str) -> bool:
-    """Whether a key's words say that its value is private: `HF_TOKEN` and `apiKey` do, `tokens`, `tokenizer` do not."""
+    """Return True if a key's words mark its value as private: `HF_TOKEN`, `apiKey`, but not `tokens`, `tokenizer`."""
     words = [word.lower() for word in _WORDS.findall(key)]
     return not SECRET_WORDS.isdisjoint(words) or not SECRET_PAIRS.isdisjoint(pairwise(words))
 
 
 def redact_text(text: str) -> str:
-    """`text` with everything that looks like a key, a password in a URL or `secret_name=value` blanked out."""
+    """Return the text with keys, passwords in URLs and values of `secret_name=value` replaced by `[redacted]`."""
     text = _SHAPES.sub(REDACTED, text)
     text = _URL_PASSWORD.sub(rf"\1:{REDACTED}@", text)
     text = _URL_KEY.sub(REDACTED, text)
@@ -88,19 +88,19 @@ def redact_text(text: str) -> str:
     text = _HEADER.sub(rf"\1\2{REDACTED}", text)
     text = _BEARER.sub(rf"\1 {REDACTED}", text)
     text = _NETRC.sub(rf"\1{REDACTED}", text)
-    text = _OPTION.sub(lambda found: f"{found[1]}{REDACTED}" if names_a_secret(found[1]) else found[0], text)
+    text = _OPTION.sub(lambda match: f"{match[1]}{REDACTED}" if names_a_secret(match[1]) else match[0], text)
     return _redact_assignments(text)
 
 
 def redact_command(arguments: Sequence[str]) -> list[str]:
-    """A command line without secrets, including those given as the word after `--password`."""
+    """Return a command line without secrets, including the word after an option such as `--password`."""
     shown, secret_follows = [], False
     for argument in map(str, arguments):
         assigned = _ARGUMENT.fullmatch(argument)
         if secret_follows:
             shown.append(REDACTED)
         elif assigned and names_a_secret(assigned[1]) and not _is_count(*assigned.groups()):
-            shown.append(f"{assigned[1]}={REDACTED}")  # all of it, with commas and blanks
+            shown.append(f"{assigned[1]}={REDACTED}")  # the whole argument, with commas and spaces
         else:
             shown.append(redact_text(argument))
         secret_follows = argument.startswith("-") and "=" not in argument and names_a_secret(argument)
@@ -108,8 +108,10 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
 
 
 def redact(value: Any, key: str = "", keep: Callable[[str], bool] = lambda text: False) -> Any:
-    """A JSON value without secrets. Numbers stay: a measured `bytes_per_token` is no secret; so do pictures, and
-    strings that `keep` accepts."""
+    """Return a JSON value without secrets.
+
+    Numbers stay, since a measured `bytes_per_token` is no secret. Images stay, and strings that `keep` accepts.
+    """
     if isinstance(value, Mapping):
         secret = key if names_a_secret(key) else ""
         return {redact_text(str(name)): redact(inner, secret or str(name), keep) for name, inner in value.items()}

@@ -1,4 +1,4 @@
-"""Limits of settings, stated where the setting is declared: `parts: Positive = 4`."""
+"""Bounds of settings, declared in the annotation of the setting: `parts: Positive = 4`."""
 
 import re
 import typing
@@ -12,7 +12,7 @@ from thrifty.core.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class SettingBound:
-    """What a number, or each of several, may be; `above` and `below` exclude the limit itself."""
+    """Bounds of a number, or of each element of a tuple; `above` and `below` exclude the bound itself."""
 
     least: float | None = None
     above: float | None = None
@@ -38,8 +38,7 @@ Fraction = Annotated[float, SettingBound(above=0, most=1)]
 Probability = Annotated[float, SettingBound(least=0, most=1)]
 Rate = Annotated[float, SettingBound(least=0)]
 LEAST_EPSILON = SettingBound(least=1e-20)
-"""For the eps of a root: a smaller one leaves 0 / 0 where no gradient arrives, and where its square is too small for
-float32."""
+"""Bound for the eps of a root. A smaller one leaves 0 / 0 for zero gradients, since its square underflows."""
 Epsilon = Annotated[float, LEAST_EPSILON]
 Betas = Annotated[tuple[float, float], SettingBound(least=0, below=1)]
 LARGEST_INTEGER = 2**63 - 1
@@ -47,15 +46,19 @@ LARGEST_INTEGER = 2**63 - 1
 
 @cache
 def hints_of(kind: type) -> Mapping[str, Any]:
-    """What the fields of a dataclass are annotated with, bounds and all; worked out once, since it takes longer than
-    making one."""
+    """Return the annotations of a dataclass's fields, with bounds.
+
+    The result is cached, because computing it takes longer than creating an instance.
+    """
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def check_bounds(value: Any, name: str) -> None:
-    """Raises UsageError for the first field of a dataclass that is outside the bound in its annotation, none of the
-    words it names, or nothing that a recipe can hold (see `check_plain`). Numbers may be infinite, or NaN, only
-    where their default is."""
+    """Raise UsageError for the first field of a dataclass whose value its annotation excludes.
+
+    Excluded are values outside the bound, words that a Literal lacks, and values that no recipe can contain (see
+    `check_plain`). A number may be infinite or NaN only if its default is.
+    """
     hints = hints_of(type(value))
     for field in fields(value):
         usual = field.default if isinstance(field.default, tuple) else (field.default,)
@@ -78,8 +81,11 @@ def _notes(hint: Any) -> tuple[Any, ...]:
 
 
 def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
-    """Raises UsageError for integers beyond 64 bits, and for text that is not Unicode or has control characters, in a
-    value or in a list of values; also for what is `refused` of "inf" and "nan"."""
+    """Raise UsageError for values that no recipe can contain.
+
+    These are integers beyond 64 bits, text that is not Unicode or has control characters, and floats named in
+    `refused` ("inf", "nan"). Lists and tables are checked with all their values.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             check_plain(key, f"{name}: a key")
@@ -88,9 +94,9 @@ def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
         for item in value:
             check_plain(item, name, refused)
     elif isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        raise UsageError(f"{name} has {value.bit_length()} bits", fix=f"give a number of at most {LARGEST_INTEGER}")
+        raise UsageError(f"{name} has {value.bit_length()} bits", fix=f"use a number of at most {LARGEST_INTEGER}")
     elif isinstance(value, float) and str(abs(value)) in refused:
-        raise UsageError(f"{name} is {value}", fix="give a finite number")
+        raise UsageError(f"{name} is {value}", fix="use a finite number")
     elif isinstance(value, str) and (strange := _STRANGE.search(value)):
         raise UsageError(
             f"{name} has the character {strange[0]!r}: {value[:80]!r}", fix="remove it, or rename the file"
@@ -98,12 +104,13 @@ def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
 
 
 _STRANGE = re.compile(r"[^\t\n\r -~\xa0-\ud7ff\ue000-\U0010ffff]")
-"""Control characters, and bytes of a command line or a file name that are no text."""
+"""Control characters, and bytes of a command line or a file name that are not Unicode text."""
 
 
 def check_pattern(value: Any, name: str, field: str) -> None:
-    """Raises UsageError where a field that is matched against names is no regular expression."""
+    """Raise UsageError if a field that is matched against names is not a regular expression."""
     try:
         re.compile(getattr(value, field))
     except re.error as error:
-        raise UsageError(f"{name}: {field} is no pattern: {error}", fix=rf"for instance {field} = '\.mlp\.'") from None
+        what = f"{name}: {field} is no regular expression: {error}"
+        raise UsageError(what, fix=rf"for instance {field} = '\.mlp\.'") from None

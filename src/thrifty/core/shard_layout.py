@@ -1,8 +1,9 @@
-"""Which values of a whole tensor a rank holds, and where.
+"""Layout of a tensor's values on a rank.
 
-A tensor whose slices (queries, keys and values in one weight) are each divided among ranks is kept in another order
-than its whole has: the parts of all slices that are the first rank's, then those of the second, and so on. So pieces
-along the dim are what each rank needs. The order goes with the tensor, and is undone wherever values meet names.
+Some weights are fused from slices, such as queries, keys and values, and each slice is divided among ranks. Such a
+tensor is stored in fused order: the first rank's parts of all slices, then those of the second rank, and so on. Equal
+pieces along the dim are then the parts of the ranks. A tag on the tensor records the order, which is undone wherever
+values are stored by name.
 """
 
 import math
@@ -18,7 +19,7 @@ from thrifty.core.dtensors import is_dtensor
 
 @dataclass(frozen=True)
 class TensorBox:
-    """The part of a full tensor of shape `full` that starts at `offset` and has shape `shape`."""
+    """Part of a full tensor of shape `full` that starts at `offset` and has shape `shape`."""
 
     full: tuple[int, ...]
     offset: tuple[int, ...]
@@ -29,19 +30,19 @@ class TensorBox:
         return math.prod(self.shape)
 
     def within(self, other: "TensorBox") -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `other`."""
+        """Return the slices of this box in a tensor that holds `other`."""
         places = zip(self.offset, other.offset, self.shape, strict=True)
         return tuple(slice(start - origin, start - origin + length) for start, origin, length in places)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where this box lies in the full tensor."""
+        """Slices of this box in the full tensor."""
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Values that this rank holds: a box of the whole, and where it lies in the local values."""
+    """Values on this rank: a box of the whole tensor, and its position in the local values."""
 
     box: TensorBox
     place: tuple[slice, ...]
@@ -49,7 +50,7 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class FusedOrder:
-    """The lines of a dim, in slices of these sizes, as they are kept for so many ranks."""
+    """Stored order of a dim that consists of slices of these sizes, divided among `ranks`."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -57,7 +58,7 @@ class FusedOrder:
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
-        """Where the lines that are kept one after the other come from in the whole: (start, length) of each stretch."""
+        """Contiguous pieces in stored order, as (start, length) in the whole tensor."""
         starts = (0, *accumulate(self.sizes))
         return tuple(
             (start + rank * (size // self.ranks), size // self.ranks)
@@ -70,15 +71,15 @@ class FusedOrder:
         return torch.cat([torch.arange(start, start + length) for start, length in self.stretches])
 
     def kept(self, whole: Tensor) -> Tensor:
-        """A whole tensor in the order in which it is kept."""
+        """Return a whole tensor rearranged to the stored order."""
         return whole.index_select(self.dim, self._places.to(whole.device))
 
     def whole(self, kept: Tensor) -> Tensor:
-        """All that is kept, in the order of the whole."""
+        """Return a tensor in stored order rearranged to the order of the whole."""
         return kept.index_select(self.dim, self._places.argsort().to(kept.device))
 
     def boxes(self, local_box: TensorBox) -> Iterator[tuple[TensorBox, TensorBox]]:
-        """The boxes of the whole that lie in a box of what is kept, and where in the latter each of them lies."""
+        """Yield the boxes of the whole tensor inside a box in stored order, each with its box in stored order."""
         first, stop = local_box.offset[self.dim], local_box.offset[self.dim] + local_box.shape[self.dim]
         at = 0
         for start, length in self.stretches:
@@ -96,20 +97,22 @@ def _with(box: TensorBox, dim: int, start: int, length: int) -> TensorBox:
 
 
 def order_of(tensor: Tensor) -> FusedOrder | None:
-    """The order that a tensor is kept in, None where it is that of the whole."""
+    """Return the fused order of a tensor, or None for the plain order."""
     return getattr(tensor, "kept_in_order", None)
 
 
 def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
-    """The same tensor, known to be kept in this order."""
+    """Tag a tensor with its fused order, and return it."""
     if order is not None:
         tensor.kept_in_order = order  # type: ignore[attr-defined]
     return tensor
 
 
 def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """A tensor that was made like a parameter, known to be kept in its order if it is divided along the same lines, or
-    has one value for each so many lines."""
+    """Tag a tensor that was created like a parameter with the parameter's order, and return it.
+
+    The tag is set only if the tensor is sharded along the same lines, or has one value for several adjacent lines.
+    """
     order = order_of(parameter)
     if order is None or not is_dtensor(tensor):
         return tensor
@@ -123,8 +126,10 @@ def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def record_orders(model: nn.Module) -> nn.Module:
-    """Lets parameters know their orders, which modules have under `orders` by their names: whoever has put others in
-    their place does not know of it."""
+    """Tag the model's parameters with their fused orders, from the dictionary `orders` of each module, by name.
+
+    Replaced parameters have lost their tags.
+    """
     for module in model.modules():
         for name, order in getattr(module, "orders", {}).items():
             tag_order(getattr(module, name), order)
@@ -132,7 +137,7 @@ def record_orders(model: nn.Module) -> nn.Module:
 
 
 def local_shards(tensor: Tensor) -> list[LocalShard]:
-    """What this rank holds of a tensor: all of a plain one, the local shard of a DTensor."""
+    """Return this rank's values of a tensor: all of a plain one, the local shard of a DTensor."""
     full = tuple(tensor.shape)
     local_box = TensorBox(full, (0,) * len(full), full)
     if is_dtensor(tensor):

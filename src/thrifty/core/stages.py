@@ -1,11 +1,11 @@
-"""The only statement of order in the system: where in a run a technique acts.
+"""Order in which techniques act on a run. It is defined only here.
 
-`model`, `batches`, `objective` and `footprint` are folded in this order, each technique receiving what the earlier ones
-made. `backward` and `update` wrap: the earlier stage receives the later ones as the inner thing it calls, so that a
-gradient passes the stages in this order and a finished update passes back through them in reverse. Only in `update` do
-the stages of how something is computed come around all others: where a chain is run is decided of the whole of it.
+`model`, `batches`, `objective` and `footprint` are applied in this order: each technique receives the result of the
+earlier ones. `backward` and `update` wrap: the earlier stage receives the later ones as the function that it calls.
+A gradient therefore passes the stages in this order, and a finished update passes them in reverse. In `update`, the
+stages of `HOW` wrap all others, because they decide where the whole chain runs.
 
-Two techniques in one stage must commute; where they do not, a line is missing here.
+Two techniques of one stage must commute. If they do not, a stage is missing here.
 """
 
 from enum import IntEnum, auto
@@ -51,4 +51,4 @@ class Stage(IntEnum):
 
 
 HOW = range(Stage.SPLIT, Stage.SOURCE)
-"""Stages that decide how something is computed, never what."""
+"""Stages that change how something is computed, but not its result."""

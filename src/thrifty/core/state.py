@@ -1,4 +1,4 @@
-"""The state of a run: exactly what a checkpoint holds. What is not in it is not state."""
+"""Training state: exactly the contents of a checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +14,7 @@ from thrifty.core.shard_layout import FusedOrder, local_shards, local_tensor, or
 
 @dataclass(frozen=True)
 class StructureLogEntry:
-    """One structural change that was made: by whom, before which step, and what was decided (plain JSON)."""
+    """One structural change: its technique, the step before which it was made, and the decision (plain JSON)."""
 
     step: int
     technique: str
@@ -23,7 +23,7 @@ class StructureLogEntry:
 
 
 class StatefulOptimizer(Protocol):
-    """Optimizer that a checkpoint can hold: slots of named parameters and counters (`TransformOptimizer`)."""
+    """Optimizer that a checkpoint can store: slots of named parameters, and counters (`TransformOptimizer`)."""
 
     names: list[str]
     parameters: list[Tensor]
@@ -37,10 +37,10 @@ class StatefulOptimizer(Protocol):
 
 @dataclass
 class TrainState:
-    """Step, model, optimizer, what techniques remember, counters, and the log of structural changes.
+    """Step, model, optimizer, state of techniques, counters, and the log of structural changes.
 
-    While a structure is being replayed there is no model yet: a technique asked for a change it finds in the log
-    must answer from the log alone.
+    While a structure is replayed there is no model yet: for a change in the log, a technique must return its decision
+    from the log alone.
     """
 
     step: int = 0
@@ -51,14 +51,14 @@ class TrainState:
     log: list[StructureLogEntry] = field(default_factory=list)
 
     def logged_decision(self, technique: str, step: int) -> Mapping[str, Any] | None:
-        """What this technique decided before this step, if the log says so."""
+        """Return this technique's decision before this step from the log, or None."""
         for entry in self.log:
             if entry.technique == technique and entry.step == step:
                 return entry.decision
         return None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state under a flat name, as it lives: `optimizer/SLOT/PARAMETER` and so on."""
+        """Return every tensor of the state, not gathered, under a flat name such as `optimizer/SLOT/PARAMETER`."""
         return dict(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -103,16 +103,18 @@ def read_log(scalars: Mapping[str, Any]) -> list[StructureLogEntry]:
 
 @torch.no_grad()
 def fill_tensor(tensor: Tensor, value: Tensor) -> None:
-    """Copy a full value, which all ranks have, into a tensor: this rank's part of it where the tensor is divided."""
-    here = local_tensor(tensor)
+    """Copy a full value, equal on all ranks, into a tensor; a sharded tensor takes this rank's part."""
+    local = local_tensor(tensor)
     for part in local_shards(tensor):
-        here[part.place].copy_(value[part.box.slices])
+        local[part.place].copy_(value[part.box.slices])
 
 
 def full_value(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """The whole of a tensor, gathered where it is divided; a copy, so that the original may go. `order` is that in
-    which it is kept, where the tensor itself does not know."""
+    """Return a copy of the whole tensor, gathered if it is sharded.
+
+    `order` is the fused order of its values, if the tensor itself has no tag for it.
+    """
     order = order or order_of(tensor)
-    # what is not divided (one rank, a replicated tensor) comes back from full_tensor as it is, not as a copy
+    # full_tensor returns an undivided tensor (one rank, a replicated tensor) itself, not a copy
     value = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
     return value.clone() if order is None else order.whole(value)

@@ -1,8 +1,8 @@
-"""A structural change in the middle of a run, by the same path as resuming.
+"""Change of the model's structure during a run, by the same path as resuming.
 
-Values are gathered by name, the plain model is rebuilt at the new structure, every technique is applied again, values
-are loaded by name, and the change says where new parameters and their optimizer state start from. Nothing is patched
-in a running model, so it works the same when the model is sharded or compiled.
+Values are gathered by name, the plain model is rebuilt with the new structure, and every technique is applied again.
+Values are then loaded by name, and the change names the initial value of each new parameter. No running model is
+patched, so the change also works on sharded or compiled models.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from thrifty.core.errors import IntegrityError
 
 Moments = Literal["reset", "copy", "mean"]
-"""What becomes of the optimizer's state: it starts afresh, its age too; or each parameter's comes from where its value
-came from; or that, but the second moments of what was added are their mean over the layer that it was copied from."""
+"""Optimizer state after the change.
+
+"reset" starts it afresh, its age too. "copy" takes each parameter's state from the origin of its value. "mean" does the
+same, but second moments of added parameters are the mean over the layer that they were copied from.
+"""
 
 
 def same_name(parameter: str) -> str | None:
@@ -28,31 +31,35 @@ def same_value(parameter: str, value: Tensor) -> Tensor:
 
 
 def same_shape(parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
-    raise IntegrityError(f"{parameter} is to be of shape {tuple(shape)}, and its old value is of {tuple(value.shape)}")
+    raise IntegrityError(f"{parameter} must have shape {tuple(shape)}, but its old value has {tuple(value.shape)}")
 
 
 @dataclass(frozen=True)
 class StructuralChange:
     reason: str
     decision: Mapping[str, Any] = field(default_factory=dict)
-    """Plain JSON, written to the log; enough to make `restructure` again on resume."""
+    """Plain JSON for the log, sufficient to repeat `restructure` on resume."""
     restructure: Callable[[nn.Module], nn.Module] = lambda model: model
-    """The plain model to the plain model of the new structure. Applied to a freshly built model each time."""
+    """Function from the plain model to the plain model of the new structure. It always receives a fresh model."""
     origin: Callable[[str], str | None] = same_name
-    """For a parameter of the new structure, the old one whose value it starts from; None keeps its first value."""
+    """Function from a new parameter's name to the old parameter whose value it takes; None keeps its initialization."""
     added: Callable[[str], bool] | None = None
-    """Whether a parameter is one more copy of its origin, not the origin itself; unless given, whether it has another
-    name."""
+    """Function that returns True if a parameter is an added copy of its origin. By default: if its name differs."""
     average: str = ""
-    """The slot of the optimizer, by the end of its name, that holds an average of the weights which added parameters
-    start from in place of the weights; "" for the weights."""
+    """Suffix of the optimizer slot that holds averaged weights. Added parameters start from these; "" for weights."""
     resize: Callable[[str, Tensor, torch.Size], Tensor] = same_shape
-    """For a parameter of the new structure, the old whole value, and the shape it has to be of: what it is in that
-    shape. Only asked where shapes differ, and of all that goes with a parameter: its value, its mask, its moments."""
+    """Function from a parameter's name, its whole old value and the new shape to the value in that shape.
+
+    It is called only if the shapes differ. It also resizes the parameter's mask and moments.
+    """
     value: Callable[[str, Tensor], Tensor] = same_value
-    """What is done to a whole value, resized already, before a parameter of the new structure starts from it. Asked for
-    weights, their averages and differences between them, not for moments; linear, since differences have no other."""
+    """Function applied to a whole, resized value before a new parameter starts from it.
+
+    It receives weights, their averages and differences between them, not moments. It must be linear, because
+    differences are transformed too.
+    """
     moments: Moments = "copy"
 
     def adds(self, parameter: str) -> bool:
+        """Return True if the parameter is an added copy of its origin."""
         return self.added(parameter) if self.added else self.origin(parameter) != parameter

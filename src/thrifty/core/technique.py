@@ -1,7 +1,7 @@
-"""A technique: a small value that can be switched on for any run.
+"""Technique: a small value that changes a run.
 
-Its fields are its settings, its methods are what it changes. Every method takes a thing and gives back a thing of the
-same type, and is the identity until overridden. A technique never sees the trainer, the recipe or another technique.
+Its fields are its settings, its methods are the changes. Most methods take and return an object of the same type, and
+are the identity until overridden. A technique never accesses the trainer, the recipe or another technique.
 """
 
 import re
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class Numerics(Enum):
-    """What a technique promises about values; the contract test branches on it."""
+    """Promise of a technique about numerical results; the contract test checks it."""
 
-    EXACT = "exact"  # bitwise the plain run
-    ROUNDING = "rounding"  # the plain run within `Technique.tolerance`
+    EXACT = "exact"  # bitwise equal to the plain run
+    ROUNDING = "rounding"  # equal to the plain run within `Technique.tolerance`
     DIFFERENT = "different"  # another algorithm: it must learn
 
 
 class FrozenValue:
-    """A value whose attributes are never assigned."""
+    """A value whose attributes cannot be assigned."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise FrozenInstanceError(f"cannot assign to field {name!r}")
@@ -49,21 +49,21 @@ class FrozenValue:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
 class Technique(FrozenValue):
-    """A technique: its subclasses are frozen dataclasses, whose annotated attributes are keyword-only settings."""
+    """Base of techniques. Subclasses are frozen dataclasses whose annotated attributes are keyword-only settings."""
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
     numerics: ClassVar[Numerics]
     tolerance: ClassVar[float] = 0.0
-    """With `Numerics.ROUNDING`: the largest relative difference of the loss over the contract test's steps."""
+    """Largest relative difference of the loss over the contract test's steps, for `Numerics.ROUNDING`."""
     micro_batches: ClassVar[int] = 1
-    """The number of passes into which it divides the examples of a rank: a setting where it claims `MICRO_BATCHES`."""
+    """Number of passes into which the examples of a rank are divided; a setting if it claims `MICRO_BATCHES`."""
     claims: ClassVar[frozenset[Claim]] = frozenset()
-    """What only this technique of a run may decide."""
+    """Decisions that only this technique of a run may make."""
     needs_names: ClassVar[bool] = False
-    """True if its update chooses parameters by their names."""
+    """True if its update selects parameters by name."""
     clashes: ClassVar[Mapping[Claim, str]] = {}
-    """Claims of other techniques that this one cannot be combined with, each with the reason."""
+    """Claims of other techniques that it cannot be combined with, each with the reason."""
 
     def __init_subclass__(cls) -> None:
         _, package, path = cls.__module__.rpartition("techniques.")
@@ -77,7 +77,7 @@ class Technique(FrozenValue):
             return
         made = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         dataclass(frozen=True, kw_only=True)(cls)
-        # a class may be decorated as a dataclass as well, which needs these fields, and no methods but FrozenValue's
+        # a class may be decorated as a dataclass too, which requires these fields, and no methods but FrozenValue's
         del cls.__setattr__, cls.__delattr__
         for name, field in made.items():
             if field.default_factory is not MISSING:
@@ -88,8 +88,10 @@ class Technique(FrozenValue):
 
     @property
     def optional_seams(self) -> frozenset[str]:
-        """Methods that a loop of the user's own may leave out, because they only check or report, or because
-        `change_forward` and `hook_steps` do their work there."""
+        """Methods that a user's own loop may leave out.
+
+        They only check or report, or `change_forward` and `hook_steps` replace them there.
+        """
         return frozenset()
 
     @property
@@ -99,17 +101,17 @@ class Technique(FrozenValue):
 
     @property
     def number_format(self) -> Literal["float32", "bfloat16", "float16"]:
-        """The format of matrix products if it decides that (`Claim.PRECISION`), else float32."""
+        """Data type of matrix products if it claims `Claim.PRECISION`, else float32."""
         return "bfloat16" if Claim.PRECISION in self.claims else "float32"
 
     @property
     def is_low_precision(self) -> bool:
-        """True if it computes or keeps values in fewer bits, where the last bit is a large one."""
+        """True if it computes or stores values in fewer bits, so that the last bit is large."""
         return self.numerics is Numerics.DIFFERENT and (self.stage is Stage.PRECISION or Claim.PRECISION in self.claims)
 
     @property
     def recomputation(self) -> Literal["none", "selective", "every"]:
-        """What the backward pass recomputes of a block: nothing, all but matrix products and attention, or all."""
+        """Recomputed activations of a block: none, all except matrix products and attention, or all."""
         return "every" if Claim.RECOMPUTATION in self.claims else "none"
 
     @property
@@ -119,19 +121,19 @@ class Technique(FrozenValue):
 
     @property
     def offloads_optimizer_state(self) -> bool:
-        """True if the optimizer state is outside the device's memory between updates."""
+        """True if the optimizer state is offloaded from the device between updates."""
         return False
 
     def idle_in(self, steps: int) -> str:
-        """Return what never happens in a run of so many steps although the technique is made for it; "" for nothing."""
+        """Return a sentence on a main effect that never occurs in a run of so many steps; "" if all occur."""
         return ""
 
     def overrides(self, *methods: str) -> bool:
-        """Return whether it changes any of these methods."""
+        """Return True if it overrides any of these methods."""
         return any(getattr(type(self), method) is not getattr(Technique, method) for method in methods)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Before training, and again after every structural change."""
+        """Return the changed model. Called before training and again after every structural change."""
         return model
 
     def batches(self, source: BatchSource) -> BatchSource:
@@ -144,30 +146,40 @@ class Technique(FrozenValue):
         return backward
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        """`transform` is what the later stages do with gradients."""
+        """Return the wrapped transform; `transform` applies the later stages to gradients."""
         return transform
 
     def changes(self, step: int, state: "TrainState") -> "StructuralChange | None":
-        """What happens before this step (0 is before the first). Must be a function of the settings, the step and
-        the state's values; a decision already in the state's log is taken from there."""
+        """Return the structural change before this step, or None; step 0 is before the first.
+
+        The result must be a function of the settings, the step and the state's values. A decision that is already in
+        the state's log must be repeated from the log.
+        """
         return None
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """What to add to the count. Memory and work of a technique are counted on a traced step; override this only
-        for what such a trace cannot show: what other ranks take over, or what depends on values."""
+        """Return the footprint with additions that a traced step cannot show.
+
+        A technique's memory and work are counted on a traced step. Override this only for work of other ranks, or for
+        amounts that depend on values.
+        """
         return footprint
 
     def change_forward(self, model: nn.Module) -> None:
-        """Change the model's forward pass to do what `objective` and `backward` do in the trainer, for a training loop
-        of the user's own. Raises NeedsTrainer, with nothing changed, for settings with which it cannot."""
+        """Change the model's forward pass to do the work of `objective` and `backward` in a user's own loop.
+
+        Raises NeedsTrainer, before any change, for settings that require the trainer.
+        """
 
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Do by hooks of an optimizer's steps what `backward` does in the trainer, for a loop of the user's own."""
+        """Register optimizer-step hooks that do the work of `backward` in a user's own loop."""
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Take off what `model` put on while keeping the function, for export as the plain architecture."""
+        """Remove the changes of `model` but keep the function, for export as the plain architecture."""
         return model
 
     def holds(self, state: "TrainState") -> None:
-        """Raises `IntegrityError` when a promise is broken; asked at the start, after each change, after each
-        update that moves masks, and at the end."""
+        """Raise IntegrityError if a promise is broken.
+
+        Called at the start, after each structural change, after each update that moves masks, and at the end.
+        """

@@ -1,4 +1,4 @@
-"""Bytes alive and FLOPs of whatever runs while a trace is open; on fake tensors without memory and arithmetic."""
+"""Traces of allocated bytes and FLOPs; on fake tensors they need neither memory nor arithmetic."""
 
 import gc
 import sys
@@ -32,14 +32,14 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def fillable(tensor: Tensor) -> Tensor:
-    """Return the storage of a tensor as a vector: torch fills no tensor of which several places are one element, such
-    as an expanded one."""
+    """Return the storage of a tensor as a vector, because torch refuses to fill overlapping tensors, such as expanded
+    ones."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Without the cycle collector, whose moments are nobody's promise: the same count every time."""
+    """Run the block without the cyclic garbage collector, so that repeated counts are equal."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -55,10 +55,12 @@ _is_settled = False
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """The cycle collector leaves alone what is there before the block. Several counts then take a moment each, where
-    going through all that is imported takes tenths of a second."""
+    """Exclude objects that exist before the block from garbage collection inside it.
+
+    Repeated counts are then fast: scanning all imported objects takes tenths of a second each time.
+    """
     global _is_settled
-    # somebody outside settled it, and will end it; the collector is asked last: it counts all that it leaves alone
+    # an outer block has frozen them; check the flag first, since get_freeze_count counts all frozen objects
     if _is_settled or gc.get_freeze_count():
         yield
         return
@@ -73,12 +75,12 @@ def gc_frozen() -> Iterator[None]:
 
 
 _threads: int | None = None
-"""The number of threads outside of `one_thread`."""
+"""Number of threads outside of `one_thread`."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """A trace sees what its own thread does."""
+    """Run the block with one thread, because a trace records only its own thread."""
     global _threads
     before, outer = torch.get_num_threads(), _threads
     _threads = outer or before
@@ -91,8 +93,11 @@ def one_thread() -> Iterator[None]:
 
 
 class EagerTrace(TorchDispatchMode):
-    """A dispatch mode in which compiled functions run eagerly. Dynamo refuses frames under a dispatch mode and marks
-    their code as skipped, so that later calls would stay uncompiled too."""
+    """Dispatch mode in which compiled functions run eagerly.
+
+    Otherwise Dynamo refuses frames under a dispatch mode and marks their code as skipped, so that later calls stay
+    uncompiled too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +105,7 @@ class EagerTrace(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._stances.append(stance := ExitStack())
-        if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and importing it takes a while
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import is slow
             stance.enter_context(torch.compiler.set_stance("force_eager"))
         return super().__enter__()
 
@@ -113,10 +118,11 @@ _open_traces: "list[StepTrace]" = []
 
 
 class StepTrace(EagerTrace):
-    """While open, follows every storage that an operation makes until it is freed: bytes alive now and at the peak;
-    and adds up the FLOPs of matrix products and attention. Raises MemoryError where more than `limit` bytes are alive.
-    With `casts` elementwise operations cast their arguments in memory, and convolutions copy them, as they do on a
-    processor.
+    """Trace of the bytes of storages, now and at the peak, and of the FLOPs of matrix products and attention.
+
+    It follows every storage that an operation creates until it is freed. It raises MemoryError if more than `limit`
+    bytes are alive. With `casts`, elementwise operations cast their arguments in memory and convolutions copy them, as
+    on a CPU.
     """
 
     def __init__(self, *known: Tensor, limit: float = inf, casts: bool = True):
@@ -125,24 +131,24 @@ class StepTrace(EagerTrace):
         self.limit, self.casts = limit, casts
         self.paused = False
         self.watch: Callable[[int], None] | None = None
-        """Told after each operation how many bytes are alive, or were within it."""
+        """Callback that receives, after each operation, the bytes alive or its peak inside."""
         self._alive: dict[int, int] = {}
         """Bytes of each storage that is alive."""
         self._watches: dict[int, weakref.finalize] = {}
         self.know(*known)
 
     def know(self, *tensors: Tensor) -> None:
-        """Takes note of tensors that were there before (parameters, the batch): their bytes are not the step's."""
+        """Register existing tensors (parameters, the batch), whose bytes do not belong to the step."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), 0)
 
     def held_besides(self, tensors: Iterable[Tensor], storages: Set[int] = frozenset()) -> int:
-        """Bytes alive, known ones included, that are none of these tensors' and in none of these storages."""
+        """Return the bytes alive, including registered ones, outside of these tensors and storages."""
         own = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(size for key, size in self._alive.items() if key not in own and key not in storages)
 
     def storages(self) -> Set[int]:
-        """Which are alive."""
+        """Return the keys of the storages that are alive."""
         return frozenset(self._alive)
 
     def __enter__(self) -> Self:
@@ -172,16 +178,16 @@ class StepTrace(EagerTrace):
             if self.watch is not None:
                 self.watch(most)
             if self.now > self.limit:
-                raise MemoryError(f"{self.now:,} bytes are alive, of which {self.limit:,.0f} may be")
+                raise MemoryError(f"{self.now:,} bytes are alive; the limit is {self.limit:,.0f}")
         return result
 
     def _inside(self, func: Callable, args: tuple, kwargs: dict, result: Any) -> int:
-        """Bytes that a kernel of a processor takes and frees."""
+        """Return the bytes that a CPU kernel allocates and frees."""
         workspace = workspace_bytes(func, args, kwargs, _threads or torch.get_num_threads())
         return workspace or cast_bytes(func, args, result)
 
     def _see(self, storage: torch.UntypedStorage, args: tuple) -> None:
-        """Follow the storage of a result, unless it is that of an argument from outside, such as a model to copy."""
+        """Follow the storage of a result, unless an argument from outside owns it, such as a model to copy."""
         key = storage._cdata
         if key not in self._alive and not any(
             isinstance(each, Tensor) and each.layout == torch.strided and each.untyped_storage()._cdata == key
@@ -190,7 +196,7 @@ class StepTrace(EagerTrace):
             self._follow(storage, storage.nbytes())
 
     def _follow(self, storage: torch.UntypedStorage, own: int) -> None:
-        """Until it is freed; `own` of its bytes are the step's."""
+        """Follow a storage until it is freed; `own` of its bytes belong to the step."""
         key = storage._cdata
         if key in self._alive:
             return
@@ -205,13 +211,15 @@ class StepTrace(EagerTrace):
 
 
 def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that a sparse one is made of; none for those of other libraries."""
+    """Return the component tensors of a sparse tensor; none for types of other libraries."""
     return (tensor._indices(), tensor._values()) if tensor.layout == torch.sparse_coo else ()
 
 
 def cast_bytes(func: Any, args: tuple, result: Any) -> int:
-    """Return the bytes that an elementwise operation takes and frees for arguments of a lower precision than it
-    computes in, and for a result that is written over such an argument."""
+    """Return the temporary bytes of an elementwise operation on arguments of mixed precision.
+
+    Arguments of lower precision are cast, and so is a result that overwrites such an argument.
+    """
     if torch.Tag.pointwise not in func.tags:
         return 0
     inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point() and value.ndim]
@@ -229,8 +237,10 @@ _OUT_OF_PLACE = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
 }
-"""Operations that autograd runs in place, but in new memory under a dispatch mode: sums of two gradients of a tensor,
-and gradients of indexing."""
+"""Operations that autograd runs in place, but in new memory under a dispatch mode.
+
+They sum two gradients of a tensor, or are gradients of indexing.
+"""
 
 
 def _replaces_gradient(func: Any) -> bool:
@@ -240,7 +250,7 @@ def _replaces_gradient(func: Any) -> bool:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Exclude the block from the traces that are open already. It must leave no memory allocated on the device."""
+    """Exclude the block from the open traces. It must leave no memory allocated on the device."""
     paused = [trace for trace in _open_traces if not trace.paused]
     for trace in paused:
         trace.paused = True
@@ -253,7 +263,7 @@ def untraced() -> Iterator[None]:
 
 @contextmanager
 def track_running_module(model: nn.Module) -> Iterator[Callable[[], str]]:
-    """Yield a function that returns the name of the innermost module that runs, "" outside of all."""
+    """Yield a function that returns the name of the innermost running module, or "" outside of all modules."""
     names, running = {id(module): name for name, module in model.named_modules()}, [""]
 
     def enter(module: nn.Module, args: tuple) -> None:

@@ -1,4 +1,4 @@
-"""Models, data, losses and metrics that are passed from Python, and what a run folder records of them."""
+"""Models, data, losses and metrics passed from Python, and their records in a run folder."""
 
 import copy
 import inspect
@@ -19,8 +19,10 @@ BuildModel = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class PythonObjects:
-    """Names of objects that were passed from Python in place of what a recipe can spell, and fingerprints of their
-    source: a record, so that a resumed run can tell what changed. None of them is ever imported."""
+    """Names of objects passed from Python, and fingerprints of their source.
+
+    The record lets a resumed run detect changes. None of the names is ever imported.
+    """
 
     data: str = ""
     held_out: str = ""
@@ -28,27 +30,29 @@ class PythonObjects:
     collate: str = ""
     metrics: tuple[str, ...] = ()
     sources: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """A part of a hash of each function and class of the user's own that they consist of."""
+    """A part of a hash of each of the user's functions and classes that they use."""
 
 
 @dataclass(frozen=True)
 class UserObjects:
-    """Model, data, loss and metrics in place of a recipe's; see `thrifty.recipe`."""
+    """Model, data, loss and metrics that replace those of a recipe; see `thrifty.recipe`."""
 
     model: nn.Module | BuildModel | None = None
-    """A function that builds the model, or a module, whose weights are where training starts."""
+    """A function that builds the model, or a module whose weights are the initial values."""
     data: Any = None
     held_out: Any = None
     loss: Callable[[nn.Module, Any], Any] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     collate: Callable[[list[Any]], Any] | None = None
     names: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """The names by which some of them were imported."""
+    """Import names of the objects that were passed by name."""
 
     @classmethod
     def given(cls, **objects: Any) -> "UserObjects":
-        """Return objects, of which a text is the name by which one is imported. A dataset is the value of that name, or
-        what a function or a class of that name returns without arguments."""
+        """Return the objects, importing those passed by name.
+
+        For data, the name refers to a dataset, or to a function or class that returns one without arguments.
+        """
         names = {name: value for name, value in objects.items() if isinstance(value, str)}
         imported: dict[str, Any] = {}
         for name, text in names.items():
@@ -57,22 +61,22 @@ class UserObjects:
         return cls(**{**objects, **imported}, names=names)
 
     def of_model(self) -> "UserObjects":
-        """Return the model alone."""
+        """Return a copy with the model only."""
         return UserObjects(self.model, names={name: text for name, text in self.names.items() if name == "model"})
 
     @property
     def is_passed(self) -> bool:
-        """True if there is any object."""
+        """True if any object was passed."""
         return bool(self.build) or self.described != PythonObjects()
 
     @property
     def build(self) -> str:
-        """The name of the model's function or class, empty without a model."""
+        """Name of the model's function or class; empty without a model."""
         return self.names.get("model") or ("" if self.model is None else reference(self.model))
 
     @cached_property
     def described(self) -> PythonObjects:
-        """The names and fingerprints of the objects, as a run folder records them."""
+        """Names and fingerprints of the objects, for the record in a run folder."""
         singles = {name: getattr(self, name) for name in ("data", "held_out", "loss", "collate")}
         passed = {name: value for name, value in singles.items() if value is not None}
         names = {name: self.names.get(name) or reference(value) for name, value in passed.items()}
@@ -82,8 +86,10 @@ class UserObjects:
         return PythonObjects(**names, metrics=metrics, sources=source_fingerprints(values))
 
     def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-        """Return the model that the user's function builds, or a copy of their module. Raises UsageError where the
-        function fails, or returns no module, or one with lazy layers."""
+        """Return the model that the user's function builds, or a copy of the user's module.
+
+        Raises UsageError if the function fails, returns no module, or returns one with lazy layers.
+        """
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self._called(arguments)
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise UsageError(
@@ -103,20 +109,20 @@ class UserObjects:
             raise UsageError(
                 f"{self.build} builds no model: {type(error).__name__}: {error}; it was called with "
                 f"{_shown(arguments or {})}",
-                fix=f"mend it, or its arguments: it takes {_parameters(self.model)}",
+                fix=f"correct it, or its arguments: it takes {_parameters(self.model)}",
             ) from error
         if not isinstance(model, nn.Module):
-            what = f"{self.build} gives a {type(model).__name__}, and no torch.nn.Module"
+            what = f"{self.build} returns a {type(model).__name__}, not a torch.nn.Module"
             raise UsageError(what, fix="return the model itself")
         return model
 
 
 def _refuse_arguments(name: str, function: BuildModel, arguments: Mapping[str, Any]) -> None:
-    """Raise UsageError for arguments that a function does not take, or lacks, with those that it takes."""
+    """Raise UsageError for unknown or missing arguments of a function, with the known ones."""
     try:
         signature = inspect.signature(function)
         signature.bind(**arguments)
-    except ValueError:  # of a function without one
+    except ValueError:  # a function without a signature
         return
     except TypeError as error:
         variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
@@ -124,10 +130,10 @@ def _refuse_arguments(name: str, function: BuildModel, arguments: Mapping[str, A
         unknown = [word for word in arguments if word not in known]
         missing = [key for key, each in known.items() if each.default is each.empty and key not in arguments]
         typed = " ".join(f"--model-arg {word}=…" for word in missing)
-        given = spelled(typed, f"model_arguments={{{', '.join(f'{word!r}: …' for word in missing)}}}")
+        added = spelled(typed, f"model_arguments={{{', '.join(f'{word!r}: …' for word in missing)}}}")
         raise UsageError(
             f"{name}({', '.join(map(str, known.values()))}) cannot be called with {_shown(arguments)}: {error}",
-            fix=did_you_mean(unknown[0], known) if unknown and known else given if missing else "leave it out",
+            fix=did_you_mean(unknown[0], known) if unknown and known else added if missing else "leave it out",
         ) from error
 
 

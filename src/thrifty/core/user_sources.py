@@ -1,4 +1,4 @@
-"""Functions and classes of the user's own: their names, their source, and their import by name."""
+"""Names, sources and imports of the user's functions and classes."""
 
 import hashlib
 import importlib
@@ -18,16 +18,18 @@ from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.secret_redaction import redact_text
 
 LONGEST = 200
-"""Characters of the arguments of a partial function that a recipe records."""
+"""Characters that a recipe records of a partial function's arguments."""
 HUB = "hub:"
-"""Start of the name of a data set of the Hugging Face hub."""
+"""Prefix of the name of a data set of the Hugging Face hub."""
 MOST = 500
-"""Functions and classes whose source is looked at."""
+"""Largest number of functions and classes whose source is hashed."""
 
 
 def reference(value: Any) -> str:
-    """Return the name of a function, or of an object's class, as package.module:name. A script that was started has
-    the name by which it can be imported."""
+    """Return the name of a function, or of an object's class, as package.module:name.
+
+    A started script has the name by which it can be imported.
+    """
     named = _named(value)
     module = named.__module__
     if module in ("__main__", "__mp_main__"):
@@ -38,13 +40,13 @@ def reference(value: Any) -> str:
 
 
 def is_function_name(text: str | None) -> bool:
-    """Return True if a text has the form package.module:function, and so names neither a preset nor a folder."""
+    """Return True if a text has the form package.module:function, unlike a preset or a folder."""
     module, colon, name = (text or "").partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
 
 def is_dataset_name(text: str | None) -> bool:
-    """Return True if a text has the form package.module:name, and is no data set of the Hugging Face hub."""
+    """Return True if a text has the form package.module:name and is not a data set of the Hugging Face hub."""
     return is_function_name(text) and not str(text).startswith(HUB)
 
 
@@ -52,24 +54,26 @@ def import_function(name: str) -> Callable[..., Any]:
     """Import a function by its name; see `import_named`."""
     value = import_named(name)
     if not callable(value):
-        raise UsageError(f"{name} is a {type(value).__name__}, and no function", fix="name a function or a class")
+        raise UsageError(f"{name} is a {type(value).__name__}, not a function", fix="name a function or a class")
     return value
 
 
 def import_named(name: str) -> Any:
-    """Import what has this name, from the working folder too, which comes last. Raises UsageError where there is
-    nothing."""
+    """Import the object of this name. The working folder comes last on the import path.
+
+    Raises UsageError if the name has no such form, or the object cannot be imported.
+    """
     if not is_function_name(name):
-        raise UsageError(f"{name!r} is no name", fix="write it as package.module:name")
+        raise UsageError(f"{name!r} is not an import name", fix="write it as package.module:name")
     module_name, _, path = name.partition(":")
     if "" not in sys.path:
-        sys.path.append("")  # last: a torch.py next to the model is not torch
+        sys.path.append("")  # last, so that a torch.py next to the model does not shadow torch
     try:
         value: Any = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's own code raises
+    except Exception as error:  # the user's code may raise anything
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.split(".")[0])
         what = f"{name}: {module_name} cannot be imported: {type(error).__name__}: {error}"
-        mend = f'mend it: python -c "import {module_name}" says where'
+        mend = f'correct the error that this command prints: python -c "import {module_name}"'
         raise UsageError(what, fix="start where `import` finds it" if is_missing else mend) from error
     for part in path.split("."):
         near = [word for word in vars(value) if not word.startswith("_")] if hasattr(value, "__dict__") else []
@@ -80,8 +84,10 @@ def import_named(name: str) -> Any:
 
 
 def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
-    """Return, by name, a part of a hash of the source of each function and class of the user's own that the
-    values are or use; those of installed packages are left out."""
+    """Return, by name, a part of a hash of the source of each of the user's functions and classes in `values`.
+
+    Functions and classes that these use are included; those of installed packages are left out.
+    """
     values = list(values)
     waiting, fingerprints, seen = [part for value in values for part in _parts(value)], dict[str, int](), set[str]()
     while waiting and len(seen) < MOST:
@@ -91,7 +97,7 @@ def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
             continue
         seen.add(name)
         waiting += _used(named)
-        if name.rpartition(".")[0] in fingerprints:  # the source of its class has it
+        if name.rpartition(".")[0] in fingerprints:  # its class's source contains it
             continue
         try:
             text = inspect.getsource(named)
@@ -110,7 +116,7 @@ def _hash(text: str) -> int:
 
 
 def _partials(value: Any) -> Iterator[partial[Any]]:
-    """Yield the partial functions that a value is or has among its attributes, as a dataset has transforms."""
+    """Yield the partial functions among a value and its attributes, such as the transforms of a dataset."""
     inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type | FunctionType) else ()
     for each in (value, *inner):
         if isinstance(each, partial):
@@ -118,7 +124,7 @@ def _partials(value: Any) -> Iterator[partial[Any]]:
 
 
 def _arguments(value: partial[Any]) -> str:
-    """Return the arguments of a partial function; of those whose text is not the same in every process, the kind."""
+    """Return the arguments of a partial function; the type, if an argument's text differs between processes."""
     words = [_stable(each) for each in value.args]
     return ", ".join([*words, *(f"{name}={_stable(each)}" for name, each in value.keywords.items())])
 
@@ -132,12 +138,12 @@ def _stable(value: Any) -> str:
 
 
 def _named(value: Any) -> Any:
-    function = getattr(value, "func", value)  # what a partial calls
+    function = getattr(value, "func", value)  # the function of a partial
     return function if hasattr(function, "__qualname__") else type(function)
 
 
 def description(value: Any) -> str:
-    """Return the name of a value, and of the functions that it is put together of, as a metric may be."""
+    """Return the name of a value, and of the functions that it combines, as some metrics do."""
     functions = _functions(value)
     return f"{reference(value)} of {' and '.join(map(reference, functions))}" if functions else reference(value)
 

@@ -1,4 +1,7 @@
-"""Buffers that a forward pass writes: put back where it runs again or its step is skipped, the same on all ranks."""
+"""Buffers that a forward pass writes, such as batch-norm statistics: snapshot, restore and broadcast.
+
+They are restored if a forward pass is recomputed or its step is skipped, and are equal on all ranks.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +17,14 @@ from thrifty.core.shard_layout import local_tensor
 from thrifty.core.tensor_tracing import tensor_bytes
 
 SMALL = 2**16
-"""Numbers of a buffer up to which it is always copied; one of more is where the first forward pass has changed it."""
+"""Elements of a buffer up to which it is always copied. Larger ones are copied if the first forward pass wrote them."""
 
 _CONSTANT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""The large buffers of each module that its first forward pass left as they were."""
+"""Names of each module's large buffers that its first forward pass did not change."""
 
 
 class BufferSnapshot:
-    """The values that a module's forward pass begins with, of all buffers that it may write."""
+    """Values, before a module's forward pass, of all buffers that it may write."""
 
     def __init__(self, *modules: nn.Module):
         owners = {id(owner): owner for module in modules for owner in module.modules()}.values()
@@ -34,15 +37,17 @@ class BufferSnapshot:
 
     @property
     def large(self) -> int:
-        """Bytes of the values that may be let go."""
+        """Bytes of the values of large buffers, which `forget_constant` may free."""
         return sum(tensor_bytes(value) for _, _, value in self.values if value.numel() > SMALL)
 
     def forget_constant(self) -> None:
-        """Let go of large values that are what they were, once the first forward pass is over. Whether one is is looked
-        at once for each module, since a GPU has to be waited for."""
-        looked = {owner for owner, _, _ in self.values if owner in _CONSTANT}
+        """Free the values of large buffers that did not change. Call it after the first forward pass.
+
+        Each module is compared only once, because the comparison synchronizes with a GPU.
+        """
+        compared = {owner for owner, _, _ in self.values if owner in _CONSTANT}
         for owner, name, value in self.values:
-            if value.numel() > SMALL and owner not in looked and not is_fake(value):
+            if value.numel() > SMALL and owner not in compared and not is_fake(value):
                 now = owner._buffers[name]
                 constant = _CONSTANT.setdefault(owner, set())
                 if now is not None and now.shape == value.shape and torch.equal(now, value):
@@ -54,13 +59,13 @@ class BufferSnapshot:
         ]
 
     def put_back(self) -> None:
-        """Write the values as they were."""
+        """Write the values back into the buffers."""
         for owner, name, value in self.values:
             _write(owner, name, owner._buffers[name], value)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """The values as they were, for as long as the block lasts; afterwards they are again what they are now."""
+        """Restore the values inside the block, and the present values afterwards."""
         with _disable_current_modes():  # torch's selective checkpoint counts the operations of both runs
             now = [(owner, name, owner._buffers[name]) for owner, name, _ in self.values]
             copies = [None if buffer is None else buffer.clone() for _, _, buffer in now]
@@ -74,8 +79,10 @@ class BufferSnapshot:
 
 
 def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Give every rank of a group (None: all) the persistent buffers of its first rank, as DistributedDataParallel does:
-    each rank's forward pass writes statistics of its own examples."""
+    """Copy the persistent buffers of a group's first rank to all its ranks, as DistributedDataParallel does.
+
+    Each rank's forward pass writes statistics of its own examples. A group of None means all ranks.
+    """
     alike: dict[torch.dtype, list[Tensor]] = {}
     for owner in model.modules():
         for name, buffer in owner._buffers.items():
@@ -89,7 +96,7 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None
 
 
 def _write(owner: nn.Module, name: str, buffer: Tensor | None, value: Tensor | None) -> None:
-    """Gives a buffer its value, as autograd does not see: what it saved of the buffer has this value too."""
+    """Write a buffer's value without autograd's version counter: tensors saved from the buffer get this value too."""
     if buffer is None or value is None or buffer.shape != value.shape:
         owner._buffers[name] = value
         return
