@@ -1,1 +1,1 @@
-"""Simulators of hardware that is not here: clusters and accelerators."""
+"""Simulators of hardware: clusters and accelerators."""

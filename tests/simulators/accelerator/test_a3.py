@@ -1,4 +1,4 @@
-"""A3 against its paper (Ham et al., HPCA 2020): latency and throughput of both designs."""
+"""A3's published latency and throughput, for both designs (Ham et al., HPCA 2020)."""
 
 import numpy as np
 import pytest
@@ -23,13 +23,13 @@ def played(machine=A3, tokens: int = 320, candidates: float = 0.2, kept: float =
 
 
 def per_query(timeline: StationTimeline) -> float:
-    """Cycles from one query's end to the next in the steady state."""
+    """Return the cycles between the ends of two queries in the steady state."""
     ends = timeline.end[-1, 0]
     return (ends[-1] - ends[len(ends) // 2]) / (len(ends) - 1 - len(ends) // 2)
 
 
 @pytest.mark.parametrize("tokens", [20, 50, 186, 320])
-def test_base_has_a_latency_of_3n_plus_27_and_a_query_every_n_plus_9_section_iii(tokens: int) -> None:
+def test_base_latency_and_cycles_per_query_of_section_iii(tokens: int) -> None:
     timeline = played(A3.replaced("approximate", False), tokens)
     assert timeline.latency[0] == 3 * tokens + 27
     assert per_query(timeline) == tokens + 9
@@ -39,10 +39,10 @@ def test_base_has_a_latency_of_3n_plus_27_and_a_query_every_n_plus_9_section_iii
 @pytest.mark.parametrize(
     ("iterations", "candidates", "expected", "within"), [(1 / 2, 0.205, 165, 5), (1 / 8, 0.093, 44, 3)]
 )
-def test_bert_throughput_of_figure_14_in_cycles(
+def test_bert_cycles_per_query_of_figure_14(
     iterations: float, candidates: float, expected: float, within: float
 ) -> None:
-    """Published 1.85 and 5.69 times base, less 7 and 24 % for sorting: 165 and 44 cycles a query."""
+    """The published 1.85 and 5.69 times base, without 7 and 24 % for sorting, are 165 and 44 cycles per query."""
     timeline = played(A3.replaced("iterations", iterations), candidates=candidates)
     assert per_query(timeline) == pytest.approx(expected, abs=within)
 
@@ -51,42 +51,42 @@ def test_bert_throughput_of_figure_14_in_cycles(
     ("iterations", "candidates", "kept", "sorting", "published"),
     [(1 / 2, 0.205, 0.066, 0.07, 0.298), (1 / 8, 0.093, 0.043, 0.24, 0.122)],
 )
-def test_bert_latency_of_figure_14_is_too_long_by_no_more_than_two_fifths(
+def test_bert_latency_of_figure_14_within_40_percent(
     iterations: float, candidates: float, kept: float, sorting: float, published: float
 ) -> None:
-    """The kept fractions are those of the threshold alone, since no others are published: an upper bound on K, and with
-    three drains of 9 cycles, where the paper's own latency leaves some 24 for everything, ours is the longer."""
+    """Our latency is longer. The kept fractions are of the threshold alone, an upper bound on K: no others are
+    published. Our three drains take 27 cycles, where the paper's latency has room for about 24."""
     timeline = played(A3.replaced("iterations", iterations), candidates=candidates, kept=kept)
     assert 1 <= timeline.latency[0] * (1 + sorting) / (3 * 320 + 27) / published < 1.4
 
 
-def test_the_queues_are_refilled_by_all_multipliers() -> None:
+def test_all_multipliers_refill_the_queues() -> None:
     assert search_cycles(np.array([160, 40]), depth=4, columns=64, multipliers=128).tolist() == [164, 44]
 
 
 def test_the_slowest_module_sets_the_pace() -> None:
-    """By hand, at 64 keys: 8 iterations and 4 of refill, 40 candidates + 9, 3 compares + 10 kept + 9, 10 + 9."""
+    """Cycles at 64 keys: 8 iterations and 4 of refill, 40 candidates + 9, 3 compares + 10 kept + 9, 10 + 9."""
     machine = A3.replaced("iterations", 1 / 8)
     timeline = played(machine, 64, candidates=40 / 64, kept=10 / 64)
     assert (timeline.end - timeline.start)[:, 0, 5].tolist() == [12, 49, 22, 19]
     assert per_query(timeline) == 49
     few = played(machine, 64, candidates=2 / 64, kept=1 / 64)
-    assert (few.end - few.start)[1, 0, 5] == 4 + 9  # looking at 64 greedy scores, 16 at a time
+    assert (few.end - few.start)[1, 0, 5] == 4 + 9  # 64 greedy scores, 16 at a time
 
 
-def test_what_a_filter_counted_goes_before_the_settings() -> None:
+def test_counts_of_a_trace_override_settings() -> None:
     counts = {"iterations": np.full((1, 1, 64), 5), "candidates": np.full((1, 1, 64), 1)}
     mask = synthetic_trace("balanced", 0.1, heads=1, tokens=64).layers[0].kept()[None]
     stream = lower(layer_of("counted", mask=mask, counts=counts), A3)
     assert (stream.service[0] == 9).all()
-    assert (stream.service[1] == mask.sum(-1)[0] + 9).all()  # what is kept was a candidate
+    assert (stream.service[1] == mask.sum(-1)[0] + 9).all()  # kept keys are candidates
     with pytest.raises(UsageError, match="65 candidates of 64 keys"):
         lower(layer_of("counted", mask=mask, counts={"candidates": np.full((1, 1, 64), 65)}), A3)
     plain = simulate(A3, AttentionTrace("no counts", (layer_of("plain", mask=mask),)))
     assert any("counts no candidates" in note for note in plain.notes)
 
 
-def test_a_budget_is_whole_a3s() -> None:
+def test_a_budget_of_multipliers_changes_copies() -> None:
     assert limit_resources(A3, multipliers=700).copies == 5
     with pytest.raises(UsageError, match="128 multipliers, not 64"):
         limit_resources(A3, multipliers=64)

@@ -1,4 +1,4 @@
-"""What masks cost: the share of softmax and the error of outputs, by plain loops, and masks at an equal error."""
+"""Accuracy of masks against plain loops: softmax mass, output error, and masks at an equal error."""
 
 import numpy as np
 import pytest
@@ -13,14 +13,14 @@ from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 
 def recorded(values: bool = True) -> AttentionTrace:
-    """Two layers, two examples of which one is shorter, causal; queries that like some keys more than others."""
-    random, made = np.random.default_rng(0), []
+    """Return a causal trace of two layers and two examples, one shorter; queries prefer some keys."""
+    random, layers = np.random.default_rng(0), []
     mask = np.tril(np.ones((24, 24), dtype=bool))[None, None].repeat(2, 0).repeat(2, 1)
     for number in range(2):
         liked = random.standard_normal((2, 1, 24, 8))
         q, k, v = (2 * (liked + random.standard_normal((2, 2, 24, 8))).astype(np.float32) for _ in range(3))
-        made.append(layer_of(f"layer {number}", mask=mask, lengths=[24, 17], q=q, k=k, v=v if values else None))
-    return AttentionTrace("recorded", tuple(made))
+        layers.append(layer_of(f"layer {number}", mask=mask, lengths=[24, 17], q=q, k=k, v=v if values else None))
+    return AttentionTrace("recorded", tuple(layers))
 
 
 TRACE = recorded()
@@ -44,7 +44,7 @@ def by_loops(before: AttentionTrace, after: AttentionTrace) -> tuple[float, floa
 
 
 @pytest.mark.parametrize("design", ["elsa", "sanger", "spatten"])
-def test_costs_are_those_of_plain_loops(design: str) -> None:
+def test_errors_equal_plain_loops(design: str) -> None:
     after = apply_design_filter(TRACE, design, 0.4)
     cost, (share, error) = attention_cost(TRACE, after), by_loops(TRACE, after)
     assert cost.softmax_kept == pytest.approx(share, abs=1e-5) and cost.output_error == pytest.approx(error, abs=1e-5)
@@ -52,7 +52,7 @@ def test_costs_are_those_of_plain_loops(design: str) -> None:
     assert after.provenance["output error"] == f"{cost.output_error:.4f}"
 
 
-def test_all_pairs_cost_nothing_and_tokens_that_were_dropped_give_zeros() -> None:
+def test_errors_of_all_pairs_and_of_dropped_tokens() -> None:
     nothing = attention_cost(TRACE, TRACE)
     assert nothing.softmax_kept == pytest.approx(1) and nothing.output_error == pytest.approx(0, abs=1e-6)
     gone = {"alive": np.zeros((2, 2, 24), dtype=np.int64)}
@@ -61,29 +61,29 @@ def test_all_pairs_cost_nothing_and_tokens_that_were_dropped_give_zeros() -> Non
     assert (cost.softmax_kept, cost.output_error) == (0, 1)
 
 
-def test_no_filter_keeps_more_of_the_softmax_than_the_exact_scores() -> None:
+def test_exact_scores_keep_the_most_softmax_mass() -> None:
     best = float(apply_design_filter(TRACE, EXACT, 0.3).provenance["softmax kept"])
     for design in SELECTIVE:
-        found = apply_design_filter(TRACE, design, 0.3)
-        if found.density <= 0.31 * TRACE.density:
-            assert float(found.provenance["softmax kept"]) <= best + 1e-4
+        result = apply_design_filter(TRACE, design, 0.3)
+        if result.density <= 0.31 * TRACE.density:
+            assert float(result.provenance["softmax kept"]) <= best + 1e-4
 
 
 @pytest.mark.parametrize("design", [*SELECTIVE, EXACT])
-def test_masks_at_an_equal_error_are_within_it_and_a_little_less_would_not_be(design: str) -> None:
-    found = filter_within_error(TRACE, design, 0.25)
-    assert float(found.provenance["output error"]) <= 0.25 and found.provenance["error allowed"] == "0.25"
-    assert found.provenance["within allowed"] == "yes"
+def test_lowest_density_within_an_error(design: str) -> None:
+    result = filter_within_error(TRACE, design, 0.25)
+    assert float(result.provenance["output error"]) <= 0.25 and result.provenance["error allowed"] == "0.25"
+    assert result.provenance["within allowed"] == "yes"
     less = 0.0
     for hundredths in range(5, 101, 5):
         tried = apply_design_filter(TRACE, design, hundredths / 100)
         if float(tried.provenance["output error"]) <= 0.25:
             break
         less = tried.density
-    assert less <= found.density <= tried.density
+    assert less <= result.density <= tried.density
 
 
-def test_whether_an_error_is_met_is_no_matter_of_printed_digits() -> None:
+def test_an_error_is_compared_without_rounding() -> None:
     errors = [
         attention_cost(TRACE, apply_design_filter(TRACE, EXACT, density)).output_error
         for density in (0.2, 0.3, 0.4, 0.5)
@@ -94,7 +94,7 @@ def test_whether_an_error_is_met_is_no_matter_of_printed_digits() -> None:
     )
 
 
-def test_a_search_of_a3_that_finds_too_few_is_made_longer() -> None:
+def test_a3_search_doubles_if_candidates_are_too_few() -> None:
     few, many = (apply_design_filter(TRACE, "a3", density).layers[0] for density in (0.1, 0.6))
     assert many.count("iterations").max() > few.count("iterations").max() == 12
     assert many.kept_counts.sum() > 1.5 * few.kept_counts.sum()
@@ -102,7 +102,7 @@ def test_a_search_of_a3_that_finds_too_few_is_made_longer() -> None:
     assert ["iterations per key" in " ".join(each) for each in notes] == [False, True]
 
 
-def test_what_has_no_cost_or_no_such_error_is_said() -> None:
+def test_missing_operands_and_invalid_errors_are_refused() -> None:
     masks = synthetic_trace("uniform", 0.5, heads=1, tokens=8)
     with pytest.raises(UsageError, match="no queries and keys"):
         attention_cost(masks, masks)

@@ -1,4 +1,4 @@
-"""`thrifty simulate attention` compares designs on one trace under one budget; `gemm` reads SCALE-Sim's files."""
+"""`thrifty simulate attention` compares designs on one trace under one budget; `gemm` reads SCALE-Sim files."""
 
 import csv
 import json
@@ -26,17 +26,17 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def shown(*words: object) -> str:
+def printed(*words: object) -> str:
     result = CliRunner().invoke(command, [str(word) for word in words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def told(*words: object) -> dict[str, Any]:
-    return json.loads(shown(*words, "--json"))
+def printed_json(*words: object) -> dict[str, Any]:
+    return json.loads(printed(*words, "--json"))
 
 
-def test_designs_side_by_side_under_equal_means(trace: Path) -> None:
+def test_designs_under_equal_resources(trace: Path) -> None:
     iso = "multipliers=128,clock=1e9,bandwidth=64e9"
     words = (
         "attention",
@@ -48,9 +48,9 @@ def test_designs_side_by_side_under_equal_means(trace: Path) -> None:
         iso,
         "--no-measure",
     )
-    page, found = shown(*words), told(*words)
-    assert found["budget"] == {"multipliers": 128, "clock": 1e9, "bandwidth": 64e9}
-    rows = {row["machine"]: row for row in found["results"]}
+    page, result = printed(*words), printed_json(*words)
+    assert result["budget"] == {"multipliers": 128, "clock": 1e9, "bandwidth": 64e9}
+    rows = {row["machine"]: row for row in result["results"]}
     assert list(rows) == ["elsa", "elsa:approximate=0", "a3", "dense"]
     assert all(row["multipliers"] == 128 for row in rows.values())
     assert rows["elsa"]["cycles"] < rows["elsa:approximate=0"]["cycles"]
@@ -62,37 +62,37 @@ def test_designs_side_by_side_under_equal_means(trace: Path) -> None:
 
 
 def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
-    page = shown("attention", "--designs", "elsa", "--trace", trace, "--energy-table", "all", "--csv", tmp_path / "csv",
+    page = printed("attention", "--designs", "elsa", "--trace", trace, "--energy-table", "all", "--csv", tmp_path / "csv",
                  "--perfetto", tmp_path / "p.json", "--engine", "event", "--no-measure")  # fmt: skip
     assert "aladdin-45nm" in page and "horowitz-45nm, high" in page
     assert "elsa_COMPUTE_REPORT.csv" in {path.name for path in (tmp_path / "csv").iterdir()}
     assert json.loads((tmp_path / "p.json").read_text())["traceEvents"]
-    assert "has no price for sram" in shown(
+    assert "has no price for sram" in printed(
         "attention", "--designs", "elsa", "--trace", trace, "--energy-table", "aladdin-45nm", "--no-measure"
     )
 
 
 @pytest.mark.parametrize(
-    ("designs", "iso", "said"),
+    ("designs", "iso", "message"),
     [
         ("elza", "clock=1e9", "did you mean 'elsa'"),
         ("elsa:selector=4", "clock=1e9", "did you mean 'selectors'"),
-        ("elsa:selectors", "clock=1e9", "sets nothing"),
+        ("elsa:selectors", "clock=1e9", "is not KEY=VALUE"),
         ("elsa", "multiplier=4", "did you mean 'multipliers'"),
-        ("elsa", "bandwidth=-64e9", "no amount above zero"),
-        ("elsa", "multipliers=1.5", "no amount above zero"),
-        ("elsa", "multipliers=100", "give at least 128"),
-        (",", "clock=1e9", "no design was named"),
-        ("elsa,dense,elsa", "clock=1e9", "elsa is named twice"),
+        ("elsa", "bandwidth=-64e9", "is not a number above zero"),
+        ("elsa", "multipliers=1.5", "is not a whole number above zero"),
+        ("elsa", "multipliers=100", "at least 128"),
+        (",", "clock=1e9", "no design is named"),
+        ("elsa,dense,elsa", "clock=1e9", "'elsa' is named twice"),
         ("elsa", "clock=inf", "clock is inf.*\n.*finite"),
         ("elsa", "bandwidth=1e-300", "bandwidth is 1e-300.*\n.*at least 1"),
         ("elsa", "multipliers=1e30", "copies has 91 bits"),
         ("outerspace", "clock=1e9", "computes spgemm, not attention"),
     ],
 )
-def test_what_cannot_be_compared_is_said(designs: str, iso: str, said: str, trace: Path) -> None:
-    with pytest.raises(UsageError, match=said):
-        shown("attention", "--designs", designs, "--trace", trace, "--equal-resources", iso)
+def test_invalid_designs_and_budgets_are_refused(designs: str, iso: str, message: str, trace: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        printed("attention", "--designs", designs, "--trace", trace, "--equal-resources", iso)
 
 
 def recorded(path: Path) -> Path:
@@ -102,92 +102,95 @@ def recorded(path: Path) -> Path:
     return path
 
 
-def test_what_was_measured_here_stands_in_columns_of_its_own(trace: Path) -> None:
+def test_measured_times_have_their_own_columns(trace: Path) -> None:
     words = ("attention", "--designs", "elsa,dense", "--trace", trace)
-    page, found = shown(*words), told(*words)
-    (name, seconds), *_ = found["measured_here"].items()
+    page, result = printed(*words), printed_json(*words)
+    (name, seconds), *_ = result["measured_here"].items()
     assert name.startswith("processor") and seconds > 0 and f"here, all pairs, {name}" in page
-    assert all(row["measured_here"]["kept_pairs"] > 0 for row in found["results"]) and "here, its pairs" in page
-    assert told(*words, "--no-measure")["measured_here"] == {}
+    assert all(row["measured_here"]["kept_pairs"] > 0 for row in result["results"]) and "here, its pairs" in page
+    assert printed_json(*words, "--no-measure")["measured_here"] == {}
 
 
-def test_masks_of_several_filters_side_by_side_at_an_equal_error(tmp_path: Path) -> None:
+def test_masks_of_several_filters_at_equal_error(tmp_path: Path) -> None:
     path = recorded(tmp_path / "r.safetensors")
     words = ("attention", "--designs", "elsa,dense", "--trace", path, "--filter", "exact", "--filter", "own",
              "--max-error", "0.2", "--no-measure")  # fmt: skip
-    page, found = shown(*words), told(*words)
-    rows = {row["machine"]: row for row in found["results"]}
+    page, result = printed(*words), printed_json(*words)
+    rows = {row["machine"]: row for row in result["results"]}
     assert list(rows) == ["elsa, exact", "dense, exact", "elsa, own", "dense, own"] and all(
         name in page for name in rows
     )
     exact, own = (rows[f"elsa, {name}"]["masks"] for name in ("exact", "own"))
     assert exact["density"] < own["density"] < 1 and float(own["output error"]) <= 0.2
-    assert rows["dense, own"]["masks"]["density"] == rows["dense, exact"]["masks"]["density"] == 1  # computes all
+    assert rows["dense, own"]["masks"]["density"] == rows["dense, exact"]["masks"]["density"] == 1  # all pairs
     assert rows["elsa, exact"]["filter"] == "exact" and rows["elsa, exact"]["held_out_loss"] is None
     with pytest.raises(UsageError, match=r"not in \(0, 1\)"):
-        shown(*words[:-2], "1.5")
+        printed(*words[:-2], "1.5")
     with pytest.raises(UsageError, match="the trace is of no run"):
         (tmp_path / "runs" / "mine").mkdir(parents=True)
         (tmp_path / "runs" / "mine" / "recipe.toml").write_text("")
-        shown("attention", "--designs", "elsa", "--trace", path, "--run", tmp_path / "runs" / "mine")
+        printed("attention", "--designs", "elsa", "--trace", path, "--run", tmp_path / "runs" / "mine")
 
 
-def test_a_machine_that_computes_all_pairs_loses_nothing_by_a_filter(tmp_path: Path) -> None:
+def test_filters_do_not_affect_machines_that_compute_all_pairs(tmp_path: Path) -> None:
     path = recorded(tmp_path / "r.safetensors")
     words = ("attention", "--designs", "elsa,elsa:approximate=0,a3:approximate=0,dota:approximate=0", "--trace", path)
-    found = told(*words, "--filter", "own", "--density", "0.2", "--no-measure")
-    (approximate, *others) = [row["masks"] for row in found["results"]]
+    result = printed_json(*words, "--filter", "own", "--density", "0.2", "--no-measure")
+    (approximate, *others) = [row["masks"] for row in result["results"]]
     assert approximate["density"] < 0.3 and float(approximate["output error"]) > 0
     assert all(masks == {"density": 1.0} for masks in others)
 
 
-def test_a_filter_that_gets_nowhere_near_the_error_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_that_misses_the_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thrifty.simulators.accelerator.design_filters.LONGEST", 0.5)
     words = ("attention", "--designs", "a3,sanger", "--trace", recorded(tmp_path / "r.safetensors"), "--filter", "own")
-    page = shown(*words, "--max-error", "0.001", "--no-measure")
+    page = printed(*words, "--max-error", "0.001", "--no-measure")
     assert "a3: no threshold of its filter gets within an error of 0.001" in page and "sanger: no" not in page
     assert "on the very examples" in page
 
 
-def test_own_filters_and_why_one_is_faster(tmp_path: Path) -> None:
+def test_own_filters_and_factors_of_a_speed_ratio(tmp_path: Path) -> None:
     recorded(tmp_path / "r.safetensors")
     words = ("attention", "--designs", "sanger,dota,dense", "--trace", tmp_path / "r.safetensors", "--filter", "own",
              "--no-measure", "--density", "0.25", "--baseline-design", "dense")  # fmt: skip
-    page, found = shown(*words), told(*words)
-    assert [row["masks"].get("filter") for row in found["results"]] == ["sanger", "dota", None]
-    assert [round(row["masks"]["density"], 2) for row in found["results"]] == [0.25, 0.25, 1.0]
+    page, result = printed(*words), printed_json(*words)
+    assert [row["masks"].get("filter") for row in result["results"]] == ["sanger", "dota", None]
+    assert [round(row["masks"]["density"], 2) for row in result["results"]] == [0.25, 0.25, 1.0]
     for word in ("softmax kept", "fewer operations", "of dense", "from memory and unverified"):
         assert word in page
     with pytest.raises(UsageError, match="did you mean 'sanger'"):
-        shown(*words[:-1], "sangar")
+        printed(*words[:-1], "sangar")
 
 
-def test_sparse_products_beside_this_machine(tmp_path: Path) -> None:
-    page, found = shown("spgemm", "--size", 300, "--density", 0.02), told("spgemm", "--size", 300, "--density", 0.02)
-    row = found["products"][0]
+def test_sparse_products_with_measured_times(tmp_path: Path) -> None:
+    page, result = (
+        printed("spgemm", "--size", 300, "--density", 0.02),
+        printed_json("spgemm", "--size", 300, "--density", 0.02),
+    )
+    row = result["products"][0]
     assert row["measured_here"]["gustavson"] > 0 and row["measured_here"]["dense"] > 0
     assert row["multiplies"] - row["adds"] == row["found"] and set(row["traffic"]) == {"A", "B", "T", "Z"}
     for word in ("here, Gustavson", "here, dense", "simulated", "over the least", "unverified"):
         assert word in page
     mmwrite(tmp_path / "m.mtx", random_array((20, 20), density=0.2, rng=np.random.default_rng(0)))
-    found = told("spgemm", tmp_path / "m.mtx", "--no-measure", "--designs", "outerspace,outerspace:copies=8")
-    assert [row["copies"] for row in found["products"]] == [16, 8] and found["products"][0]["matrix"] == "m"
-    with pytest.raises(UsageError, match="no design was named"):
-        shown("spgemm", "--designs", ",")
+    result = printed_json("spgemm", tmp_path / "m.mtx", "--no-measure", "--designs", "outerspace,outerspace:copies=8")
+    assert [row["copies"] for row in result["products"]] == [16, 8] and result["products"][0]["matrix"] == "m"
+    with pytest.raises(UsageError, match="no design is named"):
+        printed("spgemm", "--designs", ",")
 
 
 def test_gemm_of_a_topology(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("Layer,M,N,K,\nscores,512,512,64,\nvalues,512,64,512,\n")
-    assert "32,255" in shown("gemm", tmp_path / "t.csv")
+    assert "32,255" in printed("gemm", tmp_path / "t.csv")
     (tmp_path / "a.cfg").write_text("[architecture_presets]\nArrayHeight: 8\nArrayWidth: 4\nDataflow: is\n")
-    found = told("gemm", tmp_path / "t.csv", "--cfg", tmp_path / "a.cfg")
-    assert [row["Total Cycles"] for row in found["layers"]] == [542719, 671743]
-    shown("gemm", tmp_path / "t.csv", "--csv", tmp_path / "csv")
+    result = printed_json("gemm", tmp_path / "t.csv", "--cfg", tmp_path / "a.cfg")
+    assert [row["Total Cycles"] for row in result["layers"]] == [542719, 671743]
+    printed("gemm", tmp_path / "t.csv", "--csv", tmp_path / "csv")
     with (tmp_path / "csv" / "COMPUTE_REPORT.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["LayerID"], row["Total Cycles"]) for row in rows] == [("0", "32255"), ("1", "18367")]
 
 
 def test_joules_are_written_with_a_prefix() -> None:
-    shown = [format_joules(energy) for energy in (None, 2.5, 3.87e-3, 4e-6, 5e-10)]
-    assert shown == ["–", "2.50 J", "3.87 mJ", "4.00 µJ", "0.500 nJ"]
+    printed = [format_joules(energy) for energy in (None, 2.5, 3.87e-3, 4e-6, 5e-10)]
+    assert printed == ["–", "2.50 J", "3.87 mJ", "4.00 µJ", "0.500 nJ"]

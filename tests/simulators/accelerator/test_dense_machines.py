@@ -1,4 +1,4 @@
-"""Designs without selection: SCALE-Sim's array by its own reports, a dense pipeline, and rooflines by hand."""
+"""Designs without selection: SCALE-Sim's array against its reports, a dense pipeline, and rooflines."""
 
 import time
 from pathlib import Path
@@ -17,7 +17,7 @@ from thrifty.simulators.accelerator.scale_sim import GemmShape, compute_report, 
 from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 RAN = {
-    # (m, n, k): total cycles in COMPUTE_REPORT.csv of scalesim 3.0.0 on 8 rows x 4 columns, run for this test
+    # (m, n, k): total cycles in COMPUTE_REPORT.csv of scalesim 3.0.0 on 8 rows x 4 columns
     (512, 512, 64): {"os": 606207, "ws": 542719, "is": 542719},
     (512, 64, 512): {"os": 534527, "ws": 542719, "is": 671743},
     (10, 7, 5): {"os": 59, "ws": 55, "is": 74},
@@ -27,8 +27,8 @@ RAN = {
 }
 
 
-def test_scale_sim_on_32_x_32_facts_table() -> None:
-    """512x512x64 takes 32,255 and 512x64x512 18,367 cycles, and at once: SCALE-Sim takes seconds."""
+def test_cycles_on_32_x_32_are_computed_at_once() -> None:
+    """512x512x64 takes 32,255 cycles, 512x64x512 18,367; SCALE-Sim needs seconds to compute them."""
     began = time.perf_counter()
     assert reported_cycles(512, 512, 64, 32, 32, "os") == 32_255
     assert reported_cycles(512, 64, 512, 32, 32, "os") == 18_367
@@ -37,14 +37,15 @@ def test_scale_sim_on_32_x_32_facts_table() -> None:
 
 @pytest.mark.parametrize("shape", RAN)
 @pytest.mark.parametrize("dataflow", ["os", "ws", "is"])
-def test_what_scale_sim_reported_in_three_dataflows(shape: tuple[int, int, int], dataflow: str) -> None:
+def test_cycles_equal_scale_sim_in_three_dataflows(shape: tuple[int, int, int], dataflow: str) -> None:
     assert reported_cycles(*shape, 8, 4, dataflow) == RAN[shape][dataflow]
 
 
 def output_stationary(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, int]:
-    """a (R, k) x b (k, C) on an array of R x C, register by register: the product, and cycles until it is complete.
+    """Return a (R, k) x b (k, C) and its cycles, simulated register by register on an array of R x C.
 
-    Row r of `a` enters from the left r cycles late and moves right, column c of `b` from above c cycles late and down.
+    Row r of `a` enters from the left r cycles late and moves right. Column c of `b` enters from above c cycles late and
+    moves down.
     """
     rows, columns, steps = len(a), b.shape[1], a.shape[1]
     right, down, sums = (np.zeros((rows, columns)) for _ in range(3))
@@ -62,11 +63,11 @@ def output_stationary(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def weight_stationary(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, int]:
-    """a (m, R) x b (R, C), b held in the array after a cycle a row; sums move down and leave below."""
+    """Return a (m, R) x b (R, C) and its cycles; b is loaded one row per cycle, sums move down and leave below."""
     rows, columns, count = len(b), b.shape[1], len(a)
     right, sums = np.zeros((rows, columns)), np.zeros((rows, columns))
-    found, cycle = np.full((count, columns), np.nan), 0
-    while np.isnan(found).any():
+    result, cycle = np.full((count, columns), np.nan), 0
+    while np.isnan(result).any():
         right = np.concatenate(
             [[[a[cycle - r, r] if 0 <= cycle - r < count else 0] for r in range(rows)], right[:, :-1]], 1
         )
@@ -74,13 +75,13 @@ def weight_stationary(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, int]:
         for column in range(columns):
             row = cycle - (rows - 1) - column
             if 0 <= row < count:
-                found[row, column] = sums[-1, column]
+                result[row, column] = sums[-1, column]
         cycle += 1
-    return found, rows + cycle
+    return result, rows + cycle
 
 
 @given(*(st.integers(1, 7) for _ in range(3)), st.integers(0, 2**32 - 1))
-def test_an_array_played_register_by_register_takes_as_long(rows: int, columns: int, steps: int, seed: int) -> None:
+def test_cycles_equal_a_register_level_simulation(rows: int, columns: int, steps: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     a, b = random.normal(size=(rows, steps)), random.normal(size=(steps, columns))
     product, cycles = output_stationary(a, b)
@@ -96,9 +97,7 @@ def test_an_array_played_register_by_register_takes_as_long(rows: int, columns: 
 @given(
     *(st.integers(1, 90) for _ in range(3)), st.integers(1, 9), st.integers(1, 9), st.sampled_from(["os", "ws", "is"])
 )
-def test_an_array_is_filled_as_often_as_tiles_are_needed(
-    m: int, n: int, k: int, rows: int, columns: int, flow: str
-) -> None:
+def test_folds_equal_the_number_of_tiles(m: int, n: int, k: int, rows: int, columns: int, flow: str) -> None:
     down, across = {"os": (m, n), "ws": (k, n), "is": (k, m)}[flow]
     count, each = folds(m, n, k, rows, columns, flow)
     assert count == len(range(0, down, rows)) * len(range(0, across, columns))
@@ -106,14 +105,14 @@ def test_an_array_is_filled_as_often_as_tiles_are_needed(
     assert count * each * rows * columns >= m * n * k
 
 
-def test_attention_on_an_array_is_two_products_of_each_head() -> None:
+def test_attention_is_two_products_per_head() -> None:
     machine = find_machine("systolic").replaced("rows", 8).replaced("columns", 4)
     for flow in ("os", "ws", "is"):
         trace = synthetic_trace("uniform", 0.3, heads=2, lengths=[33, 20], width=16)
-        found = simulate(machine.replaced("dataflow", flow), trace)
+        result = simulate(machine.replaced("dataflow", flow), trace)
         products = [reported_cycles(n, n, 16, 8, 4, flow) + reported_cycles(n, 16, n, 8, 4, flow) + 2 for n in (33, 20)]
-        assert found.cycles == 2 * sum(products)
-    assert limit_resources(machine, multipliers=128).settings["rows"] == 8 and found.multipliers == 32
+        assert result.cycles == 2 * sum(products)
+    assert limit_resources(machine, multipliers=128).settings["rows"] == 8 and result.multipliers == 32
 
 
 CFG = """[general]
@@ -128,18 +127,18 @@ InterfaceBandwidth: USER
 """
 
 
-def test_scale_sims_own_files_are_read(tmp_path: Path) -> None:
+def test_scale_sim_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.cfg").write_text(CFG)
     (tmp_path / "t.csv").write_text("Layer,M,N,K,\n" + "".join(f"l,{m},{n},{k},\n" for m, n, k in RAN))
     rows = compute_report(read_topology(tmp_path / "t.csv"), read_cfg(tmp_path / "a.cfg"))
-    assert [row["Total Cycles"] for row in rows] == [found["ws"] for found in RAN.values()]
+    assert [row["Total Cycles"] for row in rows] == [result["ws"] for result in RAN.values()]
     assert [round(row["Overall Util %"], 3) for row in rows[:2]] == [96.604, 96.604]
     assert [round(row["Mapping Efficiency %"], 3) for row in rows[2:4]] == [54.688, 90.278]
     assert rows[2]["Least Cycles of Words"] == pytest.approx((50 + 35 + 70) / 10)
 
 
 @pytest.mark.parametrize(
-    ("cfg", "said"),
+    ("cfg", "message"),
     [
         (CFG.replace("ws", "wss"), "did you mean 'ws'"),
         (CFG.replace("8", "0"), "ArrayHeight is 0"),
@@ -151,51 +150,51 @@ def test_scale_sims_own_files_are_read(tmp_path: Path) -> None:
         (CFG + "[sparsity]\nSparsitySupport : true\n", "SparsitySupport is not modelled"),
     ],
 )
-def test_a_wrong_architecture_is_refused(cfg: str, said: str, tmp_path: Path) -> None:
+def test_invalid_architectures_are_refused(cfg: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.cfg").write_text(cfg)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_cfg(tmp_path / "a.cfg")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
-        ("Layer,IFMAP Height,\nc,3,", "must be Layer,M,N,K"),
-        ("Layer,M,N,K,\nc,3,4,", "line 2.*no layer"),
+        ("Layer,IFMAP Height,\nc,3,", "the line Layer,M,N,K"),
+        ("Layer,M,N,K,\nc,3,4,", "line 2.*not a layer"),
         ("Layer,M,N,K,\nc,3,4,5,\n\nd,3,0,5,", "line 4"),
         ("Layer,M,N,K,\n", "has no layers"),
-        ("", "must be"),
-        ("Layer,M,N\nc,3,4\n", "must be Layer,M,N,K"),
-        ("Layer,M,N,K\nc,-3,4,5\n", "line 2.*no layer"),
-        ("Layer,M,N,K\nc,²,4,5\n", "line 2.*no layer"),
+        ("", "not a topology"),
+        ("Layer,M,N\nc,3,4\n", "the line Layer,M,N,K"),
+        ("Layer,M,N,K\nc,-3,4,5\n", "line 2.*not a layer"),
+        ("Layer,M,N,K\nc,²,4,5\n", "line 2.*not a layer"),
         ("Layer,M,N,K\nc,9999999999,9999999999,9999999999\n", "line 2.*too large"),
         ("Layer,M,N,K,Sparsity\nc,3,4,5,2:4\n", "column 'sparsity', which is not modelled"),
     ],
 )
-def test_a_wrong_topology_is_refused_by_its_line(text: str, said: str, tmp_path: Path) -> None:
+def test_invalid_topologies_are_refused_with_the_line(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         read_topology(tmp_path / "t.csv")
 
 
-def test_one_number_on_an_array_of_one_multiplier_is_reported() -> None:
+def test_a_product_of_one_value_on_one_multiplier() -> None:
     machine = find_machine("systolic")
     for setting in ("rows", "columns"):
         machine = machine.replaced(setting, 1)
     (row,) = compute_report([GemmShape("one", 1, 1, 1)], machine)
-    assert row["Total Cycles"] == 0 and row["Overall Util %"] == 100  # the number of its only cycle, from 0
+    assert row["Total Cycles"] == 0 and row["Overall Util %"] == 100  # the index of its only cycle
 
 
-def test_a_dense_pipeline_by_hand() -> None:
+def test_dense_pipeline_by_hand_calculation() -> None:
     trace = AttentionTrace("plain", (layer_of("one", mask=np.ones((1, 1, 6, 6), bool), width=64),))
-    found = simulate(find_machine("dense"), trace)
-    assert found.cycles == 6 * 6 + 2 * 6  # a key a cycle, and the last query through two more stations
-    assert found.utilisation == pytest.approx(36 / 48)
+    result = simulate(find_machine("dense"), trace)
+    assert result.cycles == 6 * 6 + 2 * 6  # a key per cycle; the last query passes two more stations
+    assert result.utilisation == pytest.approx(36 / 48)
     assert simulate(limit_resources(find_machine("dense"), multipliers=256), trace).cycles == 6 * 3 + 2 * 3
 
 
 @pytest.mark.parametrize("multipliers", [128, 512])
-def test_the_dense_yardstick_is_fed_at_every_head_width(multipliers: int) -> None:
+def test_dense_utilisation_at_every_head_width(multipliers: int) -> None:
     machine = limit_resources(find_machine("dense"), multipliers=multipliers)
     for width in (8, 16, 24, 64, 128):
         layer = layer_of("one", mask=np.ones((1, 1, 256, 256), bool), width=width)
@@ -204,21 +203,21 @@ def test_the_dense_yardstick_is_fed_at_every_head_width(multipliers: int) -> Non
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
-def test_a_roofline_is_the_longer_of_operations_and_bytes(fused: bool, padded: bool) -> None:
+def test_roofline_is_the_longer_of_operations_and_bytes(fused: bool, padded: bool) -> None:
     machine = find_machine("v100").replaced("fused", fused).replaced("padded", padded)
     trace = synthetic_trace("uniform", 0.1, heads=16, lengths=[512, 128])
     lengths = [512, 512] if padded else [512, 128]
     operations = sum(16 * 4 * n * n * 64 for n in lengths)
     moved = sum(16 * (4 * n * 64 + (0 if fused else 4 * n * n)) * 4 for n in lengths)
-    found = simulate(machine, trace)
+    result = simulate(machine, trace)
     expected = max(operations / (10144 * 1.38e9), moved / 900e9)
-    assert found.seconds == pytest.approx(expected, rel=1e-4) if fused else found.seconds >= expected
-    assert found.row()["outer_bytes"] == moved
+    assert result.seconds == pytest.approx(expected, rel=1e-4) if fused else result.seconds >= expected
+    assert result.row()["outer_bytes"] == moved
     slow = simulate(limit_resources(machine, bandwidth=1e9), trace)
     assert slow.seconds == pytest.approx(moved / 1e9, rel=1e-3)
 
 
-def test_board_power_is_the_energy_of_a_gpu() -> None:
-    found = simulate(find_machine("v100"), synthetic_trace("uniform", 0.1, tokens=256))
-    energy = found.energy("activity")
-    assert energy is not None and energy.total == pytest.approx(250 * found.seconds)
+def test_gpu_energy_is_board_power_times_seconds() -> None:
+    result = simulate(find_machine("v100"), synthetic_trace("uniform", 0.1, tokens=256))
+    energy = result.energy("activity")
+    assert energy is not None and energy.total == pytest.approx(250 * result.seconds)

@@ -1,5 +1,6 @@
-"""DOTA (Qu et al., ASPLOS 2022): what its abstract says the mechanism is for. Its sizes are unverified, so that no
-published number is compared."""
+"""DOTA's mechanism, as its abstract describes it (Qu et al., ASPLOS 2022).
+
+Its sizes are unverified, so no published time is compared."""
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ MACHINE = find_machine("dota")
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "power-law", "diagonal", "balanced"])
-def test_keys_that_are_fetched_are_the_unions_of_groups_by_brute_force(pattern: str) -> None:
+def test_fetched_keys_equal_brute_force(pattern: str) -> None:
     kept = synthetic_trace(pattern, 0.2, heads=2, tokens=46).layers[0].kept()
     fetched, one_by_one = shared_fetches(grouped(kept, 4)), ordered_fetches(grouped(kept, 4))
     for unit, mask in enumerate(kept):
@@ -29,7 +30,7 @@ def test_keys_that_are_fetched_are_the_unions_of_groups_by_brute_force(pattern: 
     assert (fetched <= one_by_one).all() and one_by_one.sum() <= kept.sum()
 
 
-def test_as_many_keys_for_each_query_leave_no_lane_waiting() -> None:
+def test_equal_keys_per_query_balance_the_lanes() -> None:
     even, uneven = (synthetic_trace(pattern, 0.2, heads=2, tokens=64) for pattern in ("balanced", "uniform"))
     assert np.ptp(even.layers[0].kept_counts) == 0 and np.ptp(uneven.layers[0].kept_counts) > 0
     attending = [simulate(MACHINE, trace).stations["attend"].busy for trace in (even, uneven)]
@@ -39,24 +40,23 @@ def test_as_many_keys_for_each_query_leave_no_lane_waiting() -> None:
     assert bool((keep.sum(-1) == 8).all())
 
 
-def test_cycles_of_a_group_by_hand() -> None:
+def test_cycles_of_a_group_by_hand_calculation() -> None:
     trace = synthetic_trace("balanced", 0.25, heads=1, tokens=64)
-    found = simulate(MACHINE, trace)
+    result = simulate(MACHINE, trace)
     # 16 groups: 13 of 64 dims detected for 64 keys by 512 · 16 products, 16 keys of 2 · 64 products by 512 a lane
-    assert found.stations["attend"].busy == 16 * (-(-64 * 13 // (512 * 16)) + 2 * 16 * 64 // 512)
+    assert result.stations["attend"].busy == 16 * (-(-64 * 13 // (512 * 16)) + 2 * 16 * 64 // 512)
     dense = simulate(MACHINE.replaced("approximate", False), trace)
     assert dense.stations["attend"].busy == 16 * (2 * 64 * 64 // 512) and dense.layers[0].macs == 2 * 64 * 64 * 64
 
 
-def test_sharing_in_any_order_is_never_slower_than_in_order() -> None:
+def test_reordered_fetches_are_never_slower() -> None:
     trace = synthetic_trace("power-law", 0.2, heads=2, tokens=64)
     shared, ordered = (simulate(MACHINE.replaced("reordered", value), trace) for value in (True, False))
     assert shared.stations["fetch"].busy < ordered.stations["fetch"].busy and shared.cycles <= ordered.cycles
 
 
-def test_the_ratio_to_a_gpu_at_equal_peak_is_the_product_of_its_factors() -> None:
-    """What a headline such as 152.6 times is made of. Here: ratio of times, both machines with as many multipliers at
-    one clock, which the factors must give exactly."""
+def test_equal_peak_ratio_is_the_product_of_its_factors() -> None:
+    """The factors of a headline such as 152.6 times equal the ratio of times at the same multipliers and clock."""
     trace = synthetic_trace("balanced", 0.1, heads=4, tokens=128)
     gpu = find_machine("v100")
     results = simulate(MACHINE, trace), simulate(gpu, trace)
@@ -67,8 +67,8 @@ def test_the_ratio_to_a_gpu_at_equal_peak_is_the_product_of_its_factors() -> Non
     assert factors.utilisation == results[0].utilisation < 1
 
 
-def test_smaller_lanes_and_more_copies() -> None:
+def test_budgets_change_lanes_and_copies() -> None:
     assert limit_resources(MACHINE, multipliers=128).settings["lane"] == 32
     assert limit_resources(MACHINE, multipliers=4096).copies == 2
-    with pytest.raises(UsageError, match="give at least 4"):
+    with pytest.raises(UsageError, match="at least 4"):
         limit_resources(MACHINE, multipliers=3)

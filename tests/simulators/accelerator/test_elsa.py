@@ -1,8 +1,7 @@
-"""ELSA against its paper (Ham et al., ISCA 2021): cycles and energy of the mechanism at the published kept fractions.
+"""ELSA's published cycles and energy at the published kept fractions (Ham et al., ISCA 2021).
 
-The paper gives kept fractions, not masks. Masks that keep runs of neighbouring keys load the banks almost evenly, masks
-that keep every pair for itself unevenly; what is published should lie between. Bars are digitised, graded P.
-"""
+The paper has kept fractions, no masks. Masks of runs of neighbouring keys load the banks almost evenly, masks of
+independent pairs unevenly; published values should lie between. Bars are digitised, grade P."""
 
 import numpy as np
 import pytest
@@ -18,9 +17,9 @@ ELSA = find_machine("elsa")
 BASE = ELSA.replaced("approximate", False)
 
 PUBLISHED = {
-    # workload: mean length, speedup of the base over a V100, its energy ratio; then for the conservative mode the kept
-    # fraction (figure 10, at the largest measured p that loses no more than 1 %), latency over ideal without and with
-    # preprocessing (figure 11b), and the energy ratio (figure 13a)
+    # workload: mean length, speedup of the base over a V100, energy ratio of the base; in conservative mode: kept
+    # fraction (figure 10, at the largest measured p that loses at most 1 %), latency over ideal without and with
+    # preprocessing (figure 11b), energy ratio (figure 13a)
     "BERT SQuAD1.1": (206, 27.3, 616, 0.274, 0.302, 0.362, 1833),
     "BERT SQuAD2": (212, 26.0, 587, 0.234, 0.268, 0.326, 1988),
     "BERT RACE": (383, 7.7, 175, 0.375, 0.399, 0.432, 412),
@@ -30,12 +29,12 @@ PUBLISHED = {
     "ALBERT SQuAD1.1": (212, 42.5, 960, 0.322, 0.353, 0.411, 2503),
     "ALBERT RACE": (383, 12.2, 277, 0.398, 0.391, 0.423, 654),
 }
-"""SASRec is left out: at none of the fractions that figure 10 gives for a loss of no more than 0.5 % (0.577 and 0.424) 
-can banks be as fast as its bar of 0.243."""
+"""Published bars by workload, without SASRec. Its bar of 0.243 is faster than banks can be at the kept fractions of
+figure 10 for a loss of at most 0.5 % (0.577 and 0.424)."""
 MODERATE = {
-    # the same at the largest measured p that loses no more than 2.5 %: kept fraction, latency alone, energy ratio. Left
-    # out are BERT RACE (0.235, where 0.271 is kept at p = 2) and IMDB (0.221, where p = 4 keeps 0.240 and loses 0.7 %):
-    # their p was not among the measured
+    # kept fraction, latency without preprocessing, energy ratio at the largest measured p that loses at most 2.5 %.
+    # Omitted because their p was not measured: BERT RACE (0.235; p = 2 keeps 0.271) and IMDB (0.221; p = 4 keeps 0.240
+    # and loses 0.7 %).
     "BERT SQuAD1.1": (0.175, 0.198, 2913),
     "BERT SQuAD2": (0.144, 0.176, 3207),
     "RoBERTa SQuAD1.1": (0.207, 0.251, 1533),
@@ -44,11 +43,11 @@ MODERATE = {
     "ALBERT RACE": (0.273, 0.283, 887),
 }
 AGGRESSIVE = {"RoBERTa SQuAD2": (0.195, 0.238), "ALBERT SQuAD1.1": (0.177, 0.216)}
-"""Kept fraction and latency at p = 4, where that loses nearly the 5 % allowed; elsewhere p was larger."""
+"""Kept fraction and latency at p = 4, for workloads that then lose nearly the allowed 5 %; others had a larger p."""
 
 
 def ideal(queries: int) -> float:
-    """Cycles of 528 multipliers that always have something to do: 2·n²·d of them."""
+    """Return the cycles of 528 multipliers that are always busy, for 2·n²·d multiplications."""
     return 2 * queries**2 * 64 / 528
 
 
@@ -57,30 +56,30 @@ def ran(pattern: str, density: float, tokens: int) -> SimulationResult:
 
 
 def execution(result: SimulationResult, tokens: int) -> float:
-    """Latency over ideal, without preprocessing."""
+    """Return the latency over ideal, without preprocessing."""
     return (result.cycles / 2 - 3 * (tokens + 1)) / ideal(tokens)
 
 
 def ratio_to_gpu(result: SimulationResult, speedup: float, tokens: int) -> float:
-    """Energy of a GPU at 250 W over that of twelve accelerators that share its work; `speedup` is their base's."""
+    """Return the energy of a GPU at 250 W over the energy of twelve accelerators, from the base's `speedup`."""
     base = simulate(BASE, synthetic_trace("uniform", 0.5, heads=2, tokens=tokens))
     energy = result.energy("activity")
     assert energy is not None
     return 250 * speedup * base.seconds / 12 / energy.total
 
 
-def test_base_takes_1_031_of_ideal_as_in_figure_11() -> None:
-    found = simulate(BASE, synthetic_trace("uniform", 0.3, heads=1, tokens=512))
-    assert found.cycles / ideal(512) == pytest.approx(1.031, abs=0.002)
-    assert found.multipliers + BASE.stations["divide"].width == 528
+def test_base_latency_of_figure_11() -> None:
+    result = simulate(BASE, synthetic_trace("uniform", 0.3, heads=1, tokens=512))
+    assert result.cycles / ideal(512) == pytest.approx(1.031, abs=0.002)
+    assert result.multipliers + BASE.stations["divide"].width == 528
 
 
-def test_preprocessing_is_3_cycles_a_key_and_3_more_section_iv() -> None:
+def test_preprocessing_cycles_of_section_iv() -> None:
     assert hash_multiplications(64) == 768
     assert preprocessing_cycles(np.array([64, 206, 512]), 64, 256).tolist() == [195, 621, 1539]
 
 
-def test_published_preprocessing_bars_follow_from_the_lengths() -> None:
+def test_preprocessing_bars_follow_from_lengths() -> None:
     for tokens, *_, alone, total, _ in PUBLISHED.values():
         assert 3 * (tokens + 1) / ideal(tokens) == pytest.approx(total - alone, abs=0.002)
 
@@ -92,7 +91,7 @@ def test_conservative_bars_of_figure_11b_and_13a(workload: str) -> None:
     assert execution(even, tokens) == pytest.approx(alone, rel=0.15)
     assert even.cycles / 2 / ideal(tokens) == pytest.approx(total, rel=0.15)
     assert ratio_to_gpu(even, speedup, tokens) == pytest.approx(energy, rel=0.07)
-    if workload != "ALBERT RACE":  # 0.391 is below what perfect banks take for 0.398: its p must have been above 0.5
+    if workload != "ALBERT RACE":  # 0.391 is below the latency of balanced banks at 0.398, so its p was above 0.5
         assert execution(even, tokens) < alone < execution(uneven, tokens)
 
 
@@ -118,7 +117,7 @@ def test_base_energy_bars_of_figure_13a(workload: str) -> None:
     assert ratio_to_gpu(base, speedup, tokens) == pytest.approx(published, rel=0.02)
 
 
-def test_base_energy_is_442_times_a_v100s_at_the_published_mean_speedup_of_19_6() -> None:
+def test_base_energy_ratio_at_the_published_mean_speedup() -> None:
     base = simulate(BASE, synthetic_trace("uniform", 0.5, heads=4, tokens=512))
     energy = base.energy("activity")
     assert energy is not None
@@ -127,14 +126,14 @@ def test_base_energy_is_442_times_a_v100s_at_the_published_mean_speedup_of_19_6(
     assert 250 / (12 * watts) * 19.6 == pytest.approx(442, rel=0.02)
 
 
-def test_conservative_latency_in_the_geometric_mean_over_these_workloads_of_figure_11b() -> None:
+def test_geometric_mean_of_conservative_latency() -> None:
     rows = PUBLISHED.values()
     ours = [ran("runs", row[3], row[0]).cycles / 2 / ideal(row[0]) for row in rows]
     assert np.exp(np.log(ours).mean()) == pytest.approx(np.exp(np.log([row[5] for row in rows]).mean()), abs=0.02)
 
 
-def test_a_query_takes_as_long_as_its_slowest_module() -> None:
-    """By hand: 8 keys over 4 banks, kept keys all in bank 1, then spread."""
+def test_the_slowest_module_sets_the_cycles_of_a_query() -> None:
+    """8 keys over 4 banks: kept keys of a query in bank 1, then spread."""
     mask = np.zeros((1, 1, 2, 8), bool)
     mask[0, 0, 0, [1, 5]] = True
     mask[0, 0, 1, [0, 1, 2, 3]] = True
@@ -146,14 +145,14 @@ def test_a_query_takes_as_long_as_its_slowest_module() -> None:
 
 @pytest.mark.parametrize("density", [0.02, 0.2, 0.9])
 @pytest.mark.parametrize("banks", [1, 3, 4])
-def test_bank_counts_against_plain_loops(density: float, banks: int) -> None:
+def test_bank_counts_equal_plain_loops(density: float, banks: int) -> None:
     kept = synthetic_trace("uniform", density, heads=2, tokens=21).layers[0].kept()
     counted = bank_counts(kept, banks)
     for u, t, bank in np.ndindex(*counted.shape):
         assert counted[u, t, bank] == sum(kept[u, t, key] for key in range(21) if key % banks == bank)
 
 
-def test_a_budget_takes_banks_away_or_adds_copies() -> None:
+def test_budgets_change_banks_or_copies() -> None:
     small, large = limit_resources(ELSA, multipliers=128), limit_resources(ELSA, multipliers=6144)
     assert (small.stations["attend"].width, small.stations["hash"].width, small.copies) == (1, 64, 1)
     assert large.copies == 12 and large.stations == ELSA.stations

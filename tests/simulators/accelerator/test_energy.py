@@ -1,4 +1,4 @@
-"""Energy by published modules and by counted actions: every table is its own, and says what it does not know."""
+"""Energy by published modules and by counted actions, each with its table and unpriced actions."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from thrifty.simulators.accelerator.energy_model import by_actions, by_activity,
 from thrifty.simulators.accelerator.priced_operations import PricedOperation
 
 
-def test_tables_say_what_they_say() -> None:
+def test_energy_tables_price_operations() -> None:
     horowitz, aladdin = find_table("horowitz-45nm"), find_table("aladdin-45nm")
     for kind, bits, expected in (("int_add", 32, 0.1), ("int_multiply", 8, 0.2), ("float_multiply", 16, 1.1)):
         assert horowitz.picojoules(PricedOperation(kind, bits)) == pytest.approx(expected)
@@ -23,10 +23,10 @@ def test_tables_say_what_they_say() -> None:
 
 
 @pytest.mark.parametrize("kind", ["int_add", "int_multiply", "float_add", "float_multiply"])
-def test_between_and_beyond_points_more_bits_take_more(kind: str) -> None:
+def test_energy_grows_with_bits_and_capacity(kind: str) -> None:
     for name in table_names():
-        found = [find_table(name).picojoules(PricedOperation(kind, bits)) for bits in (4, 8, 9, 16, 24, 32, 64)]
-        assert found == sorted(found) and found[0] > 0
+        result = [find_table(name).picojoules(PricedOperation(kind, bits)) for bits in (4, 8, 9, 16, 24, 32, 64)]
+        assert result == sorted(result) and result[0] > 0
     sizes = [
         find_table("horowitz-45nm").picojoules(PricedOperation("sram", 64, size))
         for size in (1 << 10, 1 << 14, 1 << 24)
@@ -34,38 +34,38 @@ def test_between_and_beyond_points_more_bits_take_more(kind: str) -> None:
     assert sizes == sorted(sizes)
 
 
-def test_counted_actions_add_up_and_what_has_no_price_is_named() -> None:
+def test_unpriced_actions_are_listed() -> None:
     counted = {
         PricedOperation("int_add", 32): 1000,
         PricedOperation("int_multiply", 32): 10,
         PricedOperation("sram", 64, 8192): 5,
     }
-    found = by_actions(counted, find_table("horowitz-45nm"))
-    assert found.total == pytest.approx((1000 * 0.1 + 10 * 3.1 + 5 * 10) * 1e-12)
-    assert (found.table, found.unpriced) == ("horowitz-45nm", ())
+    result = by_actions(counted, find_table("horowitz-45nm"))
+    assert result.total == pytest.approx((1000 * 0.1 + 10 * 3.1 + 5 * 10) * 1e-12)
+    assert (result.table, result.unpriced) == ("horowitz-45nm", ())
     other = by_actions(counted, find_table("aladdin-45nm"))
     assert other.total == pytest.approx((1000 * 0.21 + 10 * 12.68) * 1e-12) and other.unpriced == ("sram",)
 
 
-def test_every_table_is_shown_and_the_ends_of_ranges() -> None:
-    found = {energy.table: energy.total for energy in by_tables({PricedOperation("dram", 64): 1e12})}
-    assert found["horowitz-45nm, low"] == pytest.approx(1300) and found["horowitz-45nm, high"] == pytest.approx(2600)
-    assert set(found) == {*table_names(), "horowitz-45nm, low", "horowitz-45nm, high"}
+def test_every_table_and_range_end_is_compared() -> None:
+    result = {energy.table: energy.total for energy in by_tables({PricedOperation("dram", 64): 1e12})}
+    assert result["horowitz-45nm, low"] == pytest.approx(1300) and result["horowitz-45nm, high"] == pytest.approx(2600)
+    assert set(result) == {*table_names(), "horowitz-45nm, low", "horowitz-45nm, high"}
 
 
-def test_modules_take_their_power_while_at_work_and_their_static_power_always() -> None:
+def test_module_energy_has_dynamic_and_static_parts() -> None:
     machine = find_machine("a3")
-    found = by_activity(machine, {"output": 500.0}, cycles=2000)
-    assert found is not None
-    output, values = found.parts["output"], found.parts["value memory"]
+    result = by_activity(machine, {"output": 500.0}, cycles=2000)
+    assert result is not None
+    output, values = result.parts["output"], result.parts["value memory"]
     assert output == pytest.approx(50.918e-3 * 500e-9 + 0.070e-3 * 2e-6)
     assert values == pytest.approx(2.901e-3 * 500e-9 + 0.987e-3 * 2e-6)
-    assert found.total == pytest.approx(sum(found.parts.values()))
-    assert found.total - output - values == pytest.approx((11.502 - 0.070 - 0.987) * 1e-3 * 2e-6)
+    assert result.total == pytest.approx(sum(result.parts.values()))
+    assert result.total - output - values == pytest.approx((11.502 - 0.070 - 0.987) * 1e-3 * 2e-6)
     assert by_activity(find_machine("dense"), {"score": 1.0}, 1) is None
 
 
-def test_a_slower_clock_takes_as_much_for_the_work_and_more_for_standing_there() -> None:
+def test_a_slower_clock_costs_only_static_energy() -> None:
     fast, slow = (
         by_activity(find_machine("a3").replaced("clock", clock), {"output": 500.0}, 500) for clock in (1e9, 5e8)
     )

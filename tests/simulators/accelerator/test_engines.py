@@ -1,4 +1,4 @@
-"""Two engines and a plain loop: the same times where memory answers at once, later ones where it does not."""
+"""Both engines against a plain loop: equal times without memory delays, later times with them."""
 
 import heapq
 from dataclasses import replace
@@ -16,7 +16,7 @@ from thrifty.simulators.accelerator.scan_engine import bound, scan
 
 
 def by_loops(service: np.ndarray, buffers: list[int]) -> np.ndarray:
-    """Ends of the recurrence, one number at a time."""
+    """Return the ends by the recurrence, one element at a time."""
     stations, units, items = service.shape
     start, end = np.zeros_like(service), np.zeros_like(service)
     for unit in range(units):
@@ -43,13 +43,13 @@ def streams(draw: st.DrawFn) -> tuple[np.ndarray, list[int]]:
 
 
 @given(streams())
-def test_the_scan_is_the_recurrence(stream: tuple[np.ndarray, list[int]]) -> None:
+def test_scan_equals_the_recurrence(stream: tuple[np.ndarray, list[int]]) -> None:
     service, buffers = stream
     assert np.array_equal(scan(service, buffers).end, by_loops(service, buffers))
 
 
 @given(streams())
-def test_events_are_the_scan_where_nothing_is_shared(stream: tuple[np.ndarray, list[int]]) -> None:
+def test_events_equal_the_scan_without_shared_resources(stream: tuple[np.ndarray, list[int]]) -> None:
     service, buffers = stream
     scanned = scan(service, buffers)
     for unit in range(service.shape[1]):
@@ -62,27 +62,27 @@ def test_events_are_the_scan_where_nothing_is_shared(stream: tuple[np.ndarray, l
 
 
 @given(streams())
-def test_every_cycle_of_a_station_is_busy_blocked_or_starved_and_no_order_beats_the_bound(
+def test_cycles_are_busy_blocked_or_starved_and_bounded(
     stream: tuple[np.ndarray, list[int]],
 ) -> None:
     service, buffers = stream
-    found = scan(service, buffers)
-    assert (found.busy == service.sum(-1)).all()
-    assert (found.blocked >= 0).all() and (found.starved >= 0).all()
-    assert (found.busy + found.blocked + found.starved == found.makespan).all()
-    assert (found.makespan >= bound(service)).all()
+    result = scan(service, buffers)
+    assert (result.busy == service.sum(-1)).all()
+    assert (result.blocked >= 0).all() and (result.starved >= 0).all()
+    assert (result.busy + result.blocked + result.starved == result.makespan).all()
+    assert (result.makespan >= bound(service)).all()
     if not any(buffers):
-        assert not found.blocked.any()
+        assert not result.blocked.any()
     for unit in range(service.shape[1]):
         works, paths = (service[:, unit].sum(axis).max() for axis in (1, 0))
         assert bound(service)[unit] == max(works, paths)
 
 
 @given(streams(), st.integers(1, 8), st.integers(0, 20), st.integers(1, 4), st.integers(0, 3), st.integers(1, 64))
-def test_a_memory_that_makes_wait_is_never_earlier_than_one_that_does_not(
+def test_slow_memory_never_ends_earlier(
     stream: tuple[np.ndarray, list[int]], width: int, latency: int, banks: int, outstanding: int, burst: int
 ) -> None:
-    """Items are fetched at the first station: at the bandwidth in the scan, with everything else in the events."""
+    """The first station fetches items: at the bandwidth in the scan, with all memory features in the events."""
     service, buffers = stream
     size = 10 * service[0, 0]
     fetched = np.concatenate([-(-size // width)[None, None], service[1:, :1]])
@@ -100,10 +100,10 @@ def test_a_memory_that_makes_wait_is_never_earlier_than_one_that_does_not(
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 3), st.integers(0, 20), st.integers(1, 3))
-def test_bursts_that_nothing_limits_are_played_as_those_whose_limit_is_never_reached(
+def test_unlimited_requests_equal_a_very_high_limit(
     seed: int, banks: int, ports: int, latency: int, servers: int
 ) -> None:
-    """Without a limit of requests a transfer is worked out at once, and as one where there is a single bank."""
+    """Without a limit of requests, a transfer is computed at once, and as one burst for a single bank."""
     random = np.random.default_rng(seed)
     memory = AcceleratorMemory("dram", banks=banks, ports=ports, bandwidth=7.5, latency=latency, burst=16)
     items = 8
@@ -123,23 +123,23 @@ def test_smaller_buffers_are_never_faster(stream: tuple[np.ndarray, list[int]]) 
     assert all((small >= large).all() for small, large in pairwise(spans))
 
 
-def test_buffers_block_as_worked_out_by_hand() -> None:
+def test_buffers_block_as_by_hand_calculation() -> None:
     service = np.array([[[1, 1, 1, 1]], [[5, 5, 5, 5]]])
-    found = scan(service, [1])
-    assert found.start[0, 0].tolist() == [0, 1, 6, 11] and found.start[1, 0].tolist() == [1, 6, 11, 16]
-    assert found.blocked[:, 0].tolist() == [8, 0] and found.starved[:, 0].tolist() == [9, 1]
+    result = scan(service, [1])
+    assert result.start[0, 0].tolist() == [0, 1, 6, 11] and result.start[1, 0].tolist() == [1, 6, 11, 16]
+    assert result.blocked[:, 0].tolist() == [8, 0] and result.starved[:, 0].tolist() == [9, 1]
     assert scan(service, [0]).start[0, 0].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("outstanding", "expected"), [(1, 10 * 108), (2, 4 * 108 + 116), (0, 10 * 8 + 100)])
-def test_requests_under_way_hide_latency(outstanding: int, expected: int) -> None:
-    """Ten bursts, 8 cycles each and 100 of latency: one by one, in pairs 8 cycles apart, or one behind the other."""
+def test_requests_in_flight_hide_latency(outstanding: int, expected: int) -> None:
+    """Ten bursts of 8 cycles with a latency of 100: one by one, in pairs 8 cycles apart, or back to back."""
     memory = AcceleratorMemory("dram", bandwidth=8, latency=100, outstanding=outstanding)
     place = StationUnit(np.zeros(1, int), memory="dram", bytes=np.array([640]))
     assert play([place], [memory]).makespan[0] == expected
 
 
-def test_bursts_on_one_bank_wait_for_each_other_and_on_all_do_not() -> None:
+def test_bursts_on_one_bank_are_serialized() -> None:
     memory = AcceleratorMemory("dram", banks=4, bandwidth=16, burst=64)
     items, size = np.zeros(4, int), np.full(4, 64)
     spans = [
@@ -156,23 +156,23 @@ def test_a_port_sends_one_request_a_cycle() -> None:
             play([StationUnit(np.zeros(8, int), servers=8, memory="dram", bytes=np.full(8, 8))], [memory]).makespan[0]
         )
 
-    assert (span(2), span(4), span(8)) == (3, 1, 0)  # the last of 4, 2 or 1 requests leaves then
+    assert (span(2), span(4), span(8)) == (3, 1, 0)  # cycle of the last of 4, 2 or 1 requests
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 4))
-def test_several_servers_take_the_next_item_as_one_becomes_free(service: list[int], servers: int) -> None:
+def test_free_servers_take_the_next_item(service: list[int], servers: int) -> None:
     free = [0] * servers
     ends = []
     for cycles in service:
         ends.append(heapq.heappop(free) + cycles)
         heapq.heappush(free, ends[-1])
-    found = play([StationUnit(np.array(service), servers=servers)])
-    assert found.end[0, 0].tolist() == ends
-    assert found.starved[0, 0] == servers * max(ends) - sum(service)
+    result = play([StationUnit(np.array(service), servers=servers)])
+    assert result.end[0, 0].tolist() == ends
+    assert result.starved[0, 0] == servers * max(ends) - sum(service)
 
 
-def test_a_window_lets_items_overtake_one_that_is_late() -> None:
-    """Two fetchers bring item 0 late; in order all wait for it, with a window those that are there go first."""
+def test_windows_let_items_overtake_a_late_one() -> None:
+    """Item 0 is fetched late: in order all items wait for it, with a window arrived items are served first."""
     fetching, working = np.array([50, 5, 5, 5]), np.array([10, 10, 10, 10])
     starts = {
         window: play([StationUnit(fetching, servers=2), StationUnit(working, window=window)]).start[1, 0].tolist()
@@ -182,16 +182,16 @@ def test_a_window_lets_items_overtake_one_that_is_late() -> None:
     assert starts[2] == starts[4] == [50, 5, 15, 25]
 
 
-def test_what_is_no_stream_is_refused() -> None:
-    for service, buffers, said in (
+def test_invalid_streams_are_refused() -> None:
+    for service, buffers, message in (
         (np.ones((2, 1, 3)), [1], "whole cycles"),
         (-np.ones((2, 1, 3), int), [1], "whole cycles"),
         (np.ones((2, 1, 3), int), [], "2 stations have 1 buffers"),
         (np.ones((2, 1, 3), int), [-1], "2 stations have 1 buffers"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             scan(service, buffers)
     with pytest.raises(UsageError, match="all items"):
         play([StationUnit(np.zeros(2, int)), StationUnit(np.zeros(3, int))])
-    with pytest.raises(UsageError, match="memory 'dram', which there is not"):
+    with pytest.raises(UsageError, match="memory 'dram', which does not exist"):
         play([StationUnit(np.zeros(1, int), memory="dram", bytes=np.ones(1))])

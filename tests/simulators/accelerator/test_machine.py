@@ -1,4 +1,4 @@
-"""Machines are checked data: what is unknown, missing or impossible is said, and every value can be replaced."""
+"""Machines are checked data: unknown, missing or impossible values are refused, and every value can be replaced."""
 
 from copy import deepcopy
 from importlib.resources import files
@@ -34,7 +34,7 @@ def changed(path: str, value: object) -> dict:
 
 
 @pytest.mark.parametrize("name", machine_names())
-def test_every_machine_is_of_a_design_and_says_where_its_numbers_are_from(name: str) -> None:
+def test_every_machine_has_a_design_and_a_source(name: str) -> None:
     machine = find_machine(name)
     assert machine.design in design_names() and tuple(machine.stations) == find_design(machine.design).stations
     assert machine.source and machine.grade in "PRXSM"
@@ -42,7 +42,7 @@ def test_every_machine_is_of_a_design_and_says_where_its_numbers_are_from(name: 
         assert "unverified" in machine.source
 
 
-def test_elsa_table_1_of_one_accelerator_and_its_memories() -> None:
+def test_elsa_area_and_power_of_table_1() -> None:
     modules = find_machine("elsa").modules
     external = [
         module for name, module in modules.items() if "hash" not in name and "memory" in name and "norm" not in name
@@ -54,7 +54,7 @@ def test_elsa_table_1_of_one_accelerator_and_its_memories() -> None:
     assert sum(module.static for module in modules.values()) == pytest.approx((13.31 + 8.02) * 1e-3, rel=2e-3)
 
 
-def test_a3_table_1_in_total() -> None:
+def test_a3_area_and_power_of_table_1() -> None:
     modules = find_machine("a3").modules.values()
     assert sum(module.area for module in modules) == pytest.approx(2.082)
     assert sum(module.dynamic for module in modules) == pytest.approx(98.92e-3, rel=1e-3)
@@ -62,7 +62,7 @@ def test_a3_table_1_in_total() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "message"),
     [
         ("stations.scores.width", 4, "unknown station 'scores'.*\n.*did you mean 'score'"),
         ("stations.score.widht", 4, "unknown key 'plain.stations.score.widht'.*\n.*did you mean 'width'"),
@@ -99,13 +99,13 @@ def test_a3_table_1_in_total() -> None:
         ("modules.core.active", 3, "core.active must be text, not 3"),
     ],
 )
-def test_what_a_file_says_wrongly_is_named(path: str, value: object, said: str) -> None:
+def test_invalid_machine_files_are_refused(path: str, value: object, message: str) -> None:
     machine_from("plain", PLAIN)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         machine_from("plain", changed(path, value))
 
 
-def test_a_station_that_the_design_needs_must_be_there() -> None:
+def test_missing_stations_are_refused() -> None:
     content = deepcopy(PLAIN)
     del content["stations"]["softmax"]
     with pytest.raises(UsageError, match="lacks station 'softmax'"):
@@ -113,20 +113,20 @@ def test_a_station_that_the_design_needs_must_be_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memories", "said"),
+    ("memories", "message"),
     [
-        ({}, r"lacks memory 'operands', which dense needs.*\n.*\[memories.operands\]"),
-        ({"operands": {"banks": 2}}, "memories.operands.bytes is not said"),
+        ({}, r"lacks memory 'operands', which dense requires.*\n.*\[memories.operands\]"),
+        ({"operands": {"banks": 2}}, "has no memories.operands.bytes"),
         ({"operands": {"bytes": 0.5}}, "operands: bytes is 0.5.*\n.*at least 1"),
     ],
 )
-def test_a_memory_that_the_design_needs_must_be_there_with_its_size(memories: dict, said: str) -> None:
+def test_missing_memories_are_refused(memories: dict, message: str) -> None:
     trace = synthetic_trace("uniform", 0.5, heads=1, tokens=8)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         simulate(machine_from("plain", {**PLAIN, "memories": memories}), trace)
 
 
-def test_a_file_of_ones_own_is_a_machine_and_a_broken_one_is_not(tmp_path: Path) -> None:
+def test_user_files_of_machines(tmp_path: Path) -> None:
     own = tmp_path / "mine.toml"
     own.write_text(
         'design = "systolic"\nclock = 5e8\nsource = "me"\ngrade = "X"\n[stations.array]\nwidth = 16\n'
@@ -141,7 +141,7 @@ def test_a_file_of_ones_own_is_a_machine_and_a_broken_one_is_not(tmp_path: Path)
         find_machine("elsaa")
 
 
-def test_values_are_replaced_by_path_as_their_own_kind() -> None:
+def test_values_are_replaced_by_path() -> None:
     machine = find_machine("elsa")
     assert machine.replaced("stations.hash.width", "64").stations["hash"].width == 64
     assert machine.replaced("approximate", "0").settings["approximate"] is False
@@ -149,20 +149,20 @@ def test_values_are_replaced_by_path_as_their_own_kind() -> None:
     assert machine.replaced("memories.operands.bandwidth", "1e9").memories["operands"].bandwidth == 1e9
     assert machine.replaced("modules.attention.dynamic", 1).modules["attention"].dynamic == 1
     assert machine.with_bandwidth(64e9).memories["dram"].bandwidth == 64e9
-    for path, value, said in (
+    for path, value, message in (
         ("stations.hsh.width", 1, "did you mean 'hash'"),
-        ("stations.hash.name", 1, "have no 'name'"),
+        ("stations.hash.name", 1, "no key 'name'"),
         ("selector", 1, "did you mean 'selectors'"),
         ("stations.hash.width", "2.5", "whole number"),
         ("approximate", "perhaps", "true or false"),
         ("memories.operands.bandwidth", -1, "bandwidth is -1"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             machine.replaced(path, value)
 
 
 def copied(name: str, folder: Path, old: str, new: str) -> AcceleratorSpec:
-    """A machine of the package as a file of one's own with a line changed."""
+    """Return a machine read from a copy of a package file with one line changed."""
     text = (files("thrifty.simulators.accelerator") / "machines" / f"{name}.toml").read_text(encoding="utf-8")
     assert text.count(old) == 1
     (folder / "mine.toml").write_text(text.replace(old, new), encoding="utf-8")
@@ -178,7 +178,7 @@ def copied(name: str, folder: Path, old: str, new: str) -> AcceleratorSpec:
         ("vitcod", "stations.lines.width", "width = 64", 0.25),
     ],
 )
-def test_area_and_power_go_with_the_width_of_a_station(
+def test_area_and_power_scale_with_station_width(
     name: str, path: str, line: str, factor: float, tmp_path: Path
 ) -> None:
     machine, station = find_machine(name), path.split(".")[1]
@@ -205,7 +205,7 @@ def test_area_and_power_go_with_the_width_of_a_station(
         ("vitcod", "line", 16, "line = 8", "line = 16"),
     ],
 )
-def test_in_another_size_area_and_power_are_not_known_and_it_is_said(
+def test_area_and_power_are_unknown_for_other_sizes(
     name: str, path: str, value: float, old: str, new: str, tmp_path: Path
 ) -> None:
     trace = synthetic_trace("uniform", 0.5, heads=1, tokens=64)
@@ -217,7 +217,7 @@ def test_in_another_size_area_and_power_are_not_known_and_it_is_said(
         assert any(f"published for {path} = " in note for note in result.notes)
 
 
-def test_what_is_no_size_of_the_chip_leaves_its_figures(tmp_path: Path) -> None:
+def test_settings_that_are_not_sizes_keep_area_and_power(tmp_path: Path) -> None:
     elsa, spatten = find_machine("elsa"), find_machine("spatten")
     for machine, path, value in (
         (elsa, "approximate", False), (elsa, "copies", 12), (elsa, "clock", 5e8), (elsa, "bits", 9),
@@ -229,7 +229,7 @@ def test_what_is_no_size_of_the_chip_leaves_its_figures(tmp_path: Path) -> None:
     assert slower.modules == elsa.modules and slower.clock == 5e8
 
 
-def test_a_file_with_figures_of_its_own_keeps_them(tmp_path: Path) -> None:
+def test_user_figures_are_kept(tmp_path: Path) -> None:
     text = (files("thrifty.simulators.accelerator") / "machines" / "elsa.toml").read_text(encoding="utf-8")
     changed = text.replace("area_mm2 = 0.202", "area_mm2 = 0.3").replace("bits = 9", "bits = 16")
     (tmp_path / "mine.toml").write_text(changed, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is timed here is the attention of the trace, and nothing is timed that would take minutes."""
+"""Measured attention times are of the trace's attention, and long ones are skipped."""
 
 import numpy as np
 import pytest
@@ -14,32 +14,32 @@ from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 TRACE = synthetic_trace("uniform", 0.3, layers=2, heads=2, lengths=[24, 17], width=8)
 
 
-def test_seconds_of_all_pairs_and_of_kept_ones() -> None:
+def test_seconds_of_all_pairs_and_kept_pairs() -> None:
     assert all_pairs_seconds(TRACE) > 0 and kept_pairs_seconds(TRACE) > 0
 
 
-def test_what_is_timed_over_kept_pairs_is_attention_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_attention_equals_torch_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_attention, "AT_A_TIME", 10)
     kept = TRACE.layers[0].kept()[1].copy()
     kept[5] = False
     q, k, v = np.random.default_rng(0).standard_normal((3, 24, 8))
-    found = torch.from_numpy(measured_attention.sparse_attention(q, k, v, sparse.csr_array(kept)))
+    result = torch.from_numpy(measured_attention.sparse_attention(q, k, v, sparse.csr_array(kept)))
     tensors = (torch.from_numpy(x)[None] for x in (q, k, v))
     expected = F.scaled_dot_product_attention(*tensors, torch.from_numpy(kept))[0].nan_to_num(0.0)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(result, expected)
 
 
-def test_work_beyond_the_limit_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_above_the_limit_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_attention, "LIMIT", 1000)
     assert all_pairs_seconds(TRACE) is None and kept_pairs_seconds(TRACE) is not None
     monkeypatch.setattr(measured_attention, "SPARSE_LIMIT", 1000)
     assert kept_pairs_seconds(TRACE) is None
 
 
-def test_torch_is_told_of_causality_where_masks_are_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, is_causal: told.append(is_causal))
+def test_causal_masks_run_as_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed_json = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, is_causal: printed_json.append(is_causal))
     mask = np.tril(np.ones((9, 9), dtype=bool))[None, None].repeat(2, 0)
     causal = layer_of("causal", mask=mask, lengths=[9, 5], width=8)
     all_pairs_seconds(AttentionTrace("both", (causal, layer_of("some", mask=mask | ~mask, width=8))), times=1)
-    assert told[:2] == [True, False]
+    assert printed_json[:2] == [True, False]

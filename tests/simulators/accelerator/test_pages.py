@@ -1,5 +1,4 @@
-"""The offline page of a comparison: every design and filter has its bars, numbers are those of the results, and nothing
-of it runs or is fetched."""
+"""The offline page of a comparison: bars for every design and filter, without scripts or remote files."""
 
 import re
 from dataclasses import replace
@@ -28,7 +27,7 @@ def recorded(name: str = "r") -> AttentionTrace:
     return AttentionTrace(name, (layer_of("l", q=q, k=k, v=v),))
 
 
-def test_bars_are_as_long_as_their_numbers_and_parts_follow_each_other() -> None:
+def test_bar_lengths_equal_their_values() -> None:
     rows = [
         ("one", {"a": StackedBar((1.0, 3.0), "4 <b>"), "b": StackedBar((2.0,), "2")}),
         ("two", {"b": StackedBar((0.0,), "0")}),
@@ -47,29 +46,29 @@ def test_bars_are_as_long_as_their_numbers_and_parts_follow_each_other() -> None
     assert table(["a", "b"], [["<x>", "1"]], ["b"]).count('class="number"') == 2
 
 
-def test_a_comparison_as_a_page(tmp_path: Path) -> None:
+def test_page_of_a_comparison(tmp_path: Path) -> None:
     trace = recorded("<script>alert(1)</script>")
     masks = {
         name: dict.fromkeys(NAMES, given)
         for name, given in (("trace", trace), ("own", apply_design_filter(trace, "elsa", 0.3)))
     }
     machines = [find_machine(name) for name in NAMES]
-    found = compare_designs(machines, trace, masks, "scan", "horowitz-45nm", draw=False, measure=True)
-    write_page(replace(found, budget={"clock": 1e9}), tmp_path / "p.html")
+    comparison = compare_designs(machines, trace, masks, "scan", "horowitz-45nm", draw=False, measure=True)
+    write_page(replace(comparison, budget={"clock": 1e9}), tmp_path / "p.html")
     html = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert "<script" not in html and "http://" not in html and "https://" not in html and "default-src 'none'" in html
     titles = re.findall(r"<h3>([^<]*) <span", html)
     assert titles == ["Time", "Cycles by station", "Energy by station", "Energy by action", "Error of the outputs"]
     figures = re.findall(r"<figure.*?</figure>", html, flags=re.DOTALL)
     assert figures[0].count("<rect") == 6 and "elsa · attend" in figures[1] and "vitcod · lines" in figures[2]
-    assert figures[1].count("<rect") == 3 * 2 * sum(len(case.result.stations) for case in found.cases[:3])
-    for case in found.cases:
+    assert figures[1].count("<rect") == 3 * 2 * sum(len(case.result.stations) for case in comparison.cases[:3])
+    for case in comparison.cases:
         assert f"<td>{case.result.machine.name}</td>" in html and f"{case.result.cycles:,}" in html
     assert f"{float(found.cases[3].trace.provenance['output error']):.3f}" in figures[4]
     assert "clock 1e+09" in html and "here, its pairs, scipy" in html and "dense" not in figures[2]
 
 
-def test_the_command_writes_a_page_of_the_masks_of_a_trace(tmp_path: Path) -> None:
+def test_the_command_writes_a_page(tmp_path: Path) -> None:
     save_trace(synthetic_trace("runs", 0.25, heads=2, tokens=32), tmp_path / "t.safetensors")
     words = ["attention", "--designs", "elsa,a3", "--trace", tmp_path / "t.safetensors", "--page", tmp_path / "p.html"]
     CliRunner().invoke(command, [*map(str, words), "--no-measure"], catch_exceptions=False)

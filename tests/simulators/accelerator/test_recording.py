@@ -1,4 +1,4 @@
-"""A trace holds what a model's attention was given and kept, whichever way it computes, and leaves the model alone."""
+"""Traces hold a model's attention operands and kept pairs, for every kind of core."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ TOKENS = 12
 
 
 class Small(nn.Module):
-    """One attention over given vectors."""
+    """A model of one attention layer."""
 
     def __init__(self, core=causal_attention_reference, heads: int = 4, kv_heads: int = 2):
         super().__init__()
@@ -44,7 +44,7 @@ def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("core", [causal_attention_reference, tiled])
-def test_operands_and_causality_are_recorded_through_torch_or_a_core_of_its_own(core) -> None:
+def test_recorded_operands_and_causality(core) -> None:
     model, x = Small(core), vectors()
     (layer,) = record_attention(model, [x]).layers
     q, k, v = model.attention.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split([4, 2, 2], dim=1)
@@ -56,7 +56,7 @@ def test_operands_and_causality_are_recorded_through_torch_or_a_core_of_its_own(
 
 
 @pytest.mark.parametrize("as_module", [False, True])
-def test_a_sparse_core_is_asked_what_it_keeps(as_module: bool) -> None:
+def test_recorded_pairs_of_a_sparse_core(as_module: bool) -> None:
     def strided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         place = torch.arange(q.shape[2])
         kept = ((place[:, None] - place) % 3 == 0) & (place <= place[:, None])
@@ -71,18 +71,18 @@ def test_a_sparse_core_is_asked_what_it_keeps(as_module: bool) -> None:
     (layer,) = record_attention(model, [vectors()]).layers
     assert "forward" not in vars(model.attention.core) if as_module else model.attention.core is strided
     place = np.arange(TOKENS)
-    wanted = ((place[:, None] - place) % 3 == 0) & (place <= place[:, None])
-    assert (layer.kept() == wanted).all()
+    expected = ((place[:, None] - place) % 3 == 0) & (place <= place[:, None])
+    assert (layer.kept() == expected).all()
 
 
 @pytest.mark.parametrize("keys", [5, 8, 19])
-def test_unit_vectors_as_values_give_the_probabilities(keys: int) -> None:
+def test_unit_vectors_as_values_output_probabilities(keys: int) -> None:
     q, k = torch.randn(2, 3, 7, 8), torch.randn(2, 3, keys, 8)
-    found = core_weights(full_attention, q, k)
-    torch.testing.assert_close(found, (q @ k.mT / 8**0.5).softmax(-1))
+    result = core_weights(full_attention, q, k)
+    torch.testing.assert_close(result, (q @ k.mT / 8**0.5).softmax(-1))
 
 
-def test_keys_that_nobody_sees_at_the_end_are_padding_and_batches_become_examples() -> None:
+def test_trailing_unseen_keys_are_padding() -> None:
     keep = torch.ones(2, 1, 1, TOKENS, dtype=torch.bool)
     keep[1, ..., 8:] = False
     model = Small(full_attention, kv_heads=4)
@@ -95,7 +95,7 @@ def test_keys_that_nobody_sees_at_the_end_are_padding_and_batches_become_example
     assert again.key_lengths.tolist() == [12, 8]
 
 
-def test_a_model_is_as_it_was_after_a_recording_that_failed_too() -> None:
+def test_recording_leaves_the_model_unchanged() -> None:
     model = Small().train()
     core, x = model.attention.core, vectors()
     before = model(x)
@@ -112,7 +112,7 @@ def test_a_model_is_as_it_was_after_a_recording_that_failed_too() -> None:
     assert torch.equal(model(x), before)
 
 
-def test_a_model_without_attention_is_refused() -> None:
+def test_models_without_attention_are_refused() -> None:
     with pytest.raises(RefusedError, match="sdpa"):
         record_attention(nn.Linear(32, 32), [vectors()])
 
@@ -127,7 +127,7 @@ def hugging_face(attention: str) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def test_any_transformers_model_by_torchs_function() -> None:
+def test_recorded_transformers_models() -> None:
     tokens = torch.arange(2 * TOKENS).reshape(2, TOKENS)
     trace = record_attention(hugging_face("sdpa"), [tokens])
     assert [layer.name for layer in trace.layers] == [f"model.layers.{n}.self_attn" for n in range(2)]
@@ -137,8 +137,8 @@ def test_any_transformers_model_by_torchs_function() -> None:
         record_attention(hugging_face("eager"), [tokens])
 
 
-def test_scores_of_recorded_operands_are_those_of_the_model() -> None:
-    """The output of attention, computed again from the trace."""
+def test_recorded_operands_reproduce_the_output() -> None:
+    """Attention computed from the trace equals the model's output."""
     seen = {}
     model, x = Small(), vectors()
     model.attention.out.register_forward_pre_hook(lambda module, given: seen.update(out=given[0]))
@@ -149,7 +149,7 @@ def test_scores_of_recorded_operands_are_those_of_the_model() -> None:
     torch.testing.assert_close(output, seen["out"])
 
 
-def shown(tmp_path: Path, *words: object) -> tuple[str, Path]:
+def printed(tmp_path: Path, *words: object) -> tuple[str, Path]:
     out = tmp_path / "t.safetensors"
     out.unlink(missing_ok=True)
     words = (*map(str, words), "--out", str(out))
@@ -161,33 +161,33 @@ def shown(tmp_path: Path, *words: object) -> tuple[str, Path]:
 
 
 def test_the_command_writes_presets_patterns_and_masks(tmp_path: Path) -> None:
-    page, out = shown(tmp_path, "gpt-nano", "--length", 16, "--dtype", "float16")
+    page, out = printed(tmp_path, "gpt-nano", "--length", 16, "--dtype", "float16")
     assert "4 layers, 32 heads of examples, 16 x 16 tokens, head width 32" in page
     trace = load_trace(out)
     assert trace.provenance["data"] == "random" and trace.layers[0].q.dtype == np.float16
-    page, out = shown(tmp_path, "power-law", "--density", 0.25, "--layers", 2, "--heads", 3, "--length", 64)
+    page, out = printed(tmp_path, "power-law", "--density", 0.25, "--layers", 2, "--heads", 3, "--length", 64)
     assert "2 layers, 12 heads" in page and load_trace(out).density == pytest.approx(0.25, abs=0.02)
     np.save(tmp_path / "m.npy", np.zeros((2, 3, 9, 9), bool))
-    assert "9 x 9 tokens" in shown(tmp_path, tmp_path / "m.npy")[0]
+    assert "9 x 9 tokens" in printed(tmp_path, tmp_path / "m.npy")[0]
 
 
-def test_the_command_reads_an_encoder_decoders_three_attentions(tmp_path: Path) -> None:
-    names = [layer.name for layer in load_trace(shown(tmp_path, "t5-nano", "--length", 8)[1]).layers]
+def test_the_command_records_encoder_decoder_attention(tmp_path: Path) -> None:
+    names = [layer.name for layer in load_trace(printed(tmp_path, "t5-nano", "--length", 8)[1]).layers]
     assert len(names) == 6 and sum("cross" in name for name in names) == 2
 
 
 @pytest.mark.parametrize(
-    ("source", "said"), [("gpt-nan", "did you mean 'gpt-nano'"), ("powerlaw", "did you mean 'power-law'")]
+    ("source", "message"), [("gpt-nan", "did you mean 'gpt-nano'"), ("powerlaw", "did you mean 'power-law'")]
 )
-def test_the_command_knows_what_was_nearly_meant(source: str, said: str) -> None:
+def test_the_command_suggests_similar_names(source: str, message: str) -> None:
     assert "power-law" in PATTERNS
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         CliRunner().invoke(command, [source], catch_exceptions=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("least", [-10000.0, -1e9, float("-inf")])
-def test_pairs_that_large_negative_numbers_hide_are_not_kept_and_biased_ones_are(least: float, dtype) -> None:
+def test_additive_masks_hide_pairs_and_biases_do_not(least: float, dtype) -> None:
     bias = -0.5 * torch.arange(TOKENS)[None, :].expand(TOKENS, -1)
     hidden = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
     (layer,) = record_attention(
@@ -198,9 +198,9 @@ def test_pairs_that_large_negative_numbers_hide_are_not_kept_and_biased_ones_are
     assert np.array_equal(layer.kept(), np.broadcast_to(np.tri(TOKENS, dtype=bool), (8, TOKENS, TOKENS)))
 
 
-def test_a_core_that_hands_something_on_is_not_asked_as_if_it_were_the_next_one() -> None:
+def test_recording_preserves_the_relay_of_a_core() -> None:
     class Handing:
-        """Keeps one key more for every call that came before it in a pass."""
+        """A core that keeps one more key for every earlier call of a pass."""
 
         def __init__(self, relay: SimpleNamespace):
             self.relay = relay
@@ -216,7 +216,7 @@ def test_a_core_that_hands_something_on_is_not_asked_as_if_it_were_the_next_one(
     assert [layer.kept_counts.max() for layer in trace.layers] == [1, 2, 3] and relay.standing == 3
 
 
-def test_cores_in_models_of_transformers_are_asked_too() -> None:
+def test_recorded_cores_of_transformers_models() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=300)).eval()

@@ -1,4 +1,4 @@
-"""A model under the masks of a trace computes attention over those pairs and nothing else."""
+"""A model replayed with the masks of a trace computes attention over exactly these pairs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from thrifty.simulators.accelerator.trace_recorder import record_attention
 
 
 class Two(nn.Module):
-    """Two attentions, one after the other."""
+    """A model of two attention layers."""
 
     def __init__(self, core=causal_attention_reference):
         super().__init__()
@@ -41,12 +41,12 @@ def masked(model: nn.Module, trace: AttentionTrace, x: Tensor = X) -> Tensor:
         return torch.cat([model(part) for part in x.split(2)])
 
 
-def test_the_masks_that_were_recorded_change_nothing() -> None:
+def test_recorded_masks_change_nothing() -> None:
     with torch.no_grad():
         torch.testing.assert_close(masked(MODEL, TRACE), MODEL(X))
 
 
-def test_each_layer_attends_to_its_own_pairs_of_its_own_examples() -> None:
+def test_each_layer_uses_its_own_masks() -> None:
     trace = apply_design_filter(TRACE, "elsa", 0.4)
     kept = {layer.name: torch.from_numpy(layer.kept()).view(3, 4, 12, 12) for layer in trace.layers}
 
@@ -69,7 +69,7 @@ def test_each_layer_attends_to_its_own_pairs_of_its_own_examples() -> None:
         torch.testing.assert_close(masked(MODEL, trace), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_query_that_a_filter_dropped_gets_zeros_and_added_masks_stay() -> None:
+def test_dropped_queries_output_zeros_and_biases_stay() -> None:
     layer = TRACE.layers[0]
     alive = np.ones((3, 4, 12), dtype=np.int64)
     alive[:, :, 5] = 0
@@ -87,7 +87,7 @@ def test_a_query_that_a_filter_dropped_gets_zeros_and_added_masks_stay() -> None
     torch.testing.assert_close(output[:, :, rows], expected[:, :, rows])
 
 
-def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_under_masks(
+def test_attention_other_than_softmax_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batches = SimpleNamespace(batches=lambda *count: [X])
@@ -110,8 +110,8 @@ def test_a_model_whose_attention_is_more_than_softmax_over_pairs_has_no_loss_und
         held_out_losses(Path("mine"), [trace])
 
 
-def test_other_examples_other_values_and_attention_out_of_sight_are_refused() -> None:
-    with pytest.raises(UsageError, match="other values or other examples"):
+def test_other_examples_and_unseen_attention_are_refused() -> None:
+    with pytest.raises(UsageError, match="other weights or other examples"):
         masked(MODEL, TRACE, X + 1)
     with pytest.raises(UsageError, match="no mask for this call of first"):
         masked(MODEL, TRACE, torch.cat([X, X]))
@@ -128,7 +128,7 @@ def test_other_examples_other_values_and_attention_out_of_sight_are_refused() ->
         masked(ByHand(), TRACE)
 
 
-def test_a_core_that_computes_in_another_way_attends_to_the_same_pairs() -> None:
+def test_tiled_cores_use_the_same_masks() -> None:
     tiled, trace = Two(lambda q, k, v: tiled_causal_attention(q, k, v, tile=4)), apply_design_filter(TRACE, "elsa", 0.4)
     core = tiled.first.core
     for masks in (TRACE, trace):

@@ -1,4 +1,4 @@
-"""Sanger (Lu et al., MICRO 2021) against its released cost models and packer; the body of the paper was not read."""
+"""Sanger against its released cost models and packer (Lu et al., MICRO 2021); the body of the paper was not read."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ MACHINE = find_machine("sanger")
 
 
 def packed_groups(mask: np.ndarray, elements: int) -> int:
-    """Return the groups of columns that the released packer makes of a mask (height, s), by counters for each row."""
+    """Return the number of column groups of the released packer for a mask (height, s), by counters for each row."""
     groups, counters = 0, np.full(len(mask), elements)
     for column in mask.T:
         if column.any():
@@ -32,7 +32,7 @@ def packed_groups(mask: np.ndarray, elements: int) -> int:
 
 
 def utilisation(kept: np.ndarray) -> float:
-    """Return the share of 16 elements that work in rows of the array that do anything, sub-rows of 64 ports split."""
+    """Return the fraction of the 16 elements in use, over array rows with work, sub-rows of 64 ports split."""
     counts = sub_row_counts(kept, 64)
     return float(counts.sum() / (16 * -(-counts // 16)).sum())
 
@@ -42,8 +42,8 @@ def utilisation(kept: np.ndarray) -> float:
     [(0.25, 0.8, 512, (1.100, 1.100)), (0.15, 0.75, 384, (0.752, 0.742))],
 )
 def test_released_cost_models_to_3_decimals(density: float, share: float, tokens: int, milliseconds: tuple) -> None:
-    found = tuple(round(1e3 * released_seconds(density, share, tokens, version), 3) for version in (1, 2))
-    assert found == milliseconds
+    result = tuple(round(1e3 * released_seconds(density, share, tokens, version), 3) for version in (1, 2))
+    assert result == milliseconds
 
 
 masks = st.builds(
@@ -54,7 +54,7 @@ masks = st.builds(
 
 @given(masks, st.integers(1, 9), st.integers(2, 16))
 @settings(max_examples=25, deadline=None)
-def test_columns_are_packed_as_the_released_packer_does(kept: np.ndarray, elements: int, rows: int) -> None:
+def test_column_packing_equals_the_released_packer(kept: np.ndarray, elements: int, rows: int) -> None:
     loads = column_loads(kept, elements, rows)
     for unit, mask in enumerate(kept):
         for group in range(-(-len(mask) // rows)):
@@ -63,7 +63,7 @@ def test_columns_are_packed_as_the_released_packer_does(kept: np.ndarray, elemen
 
 @given(masks, st.integers(1, 9), st.integers(2, 16))
 @settings(max_examples=25, deadline=None)
-def test_rows_are_dropped_split_and_loaded_as_counted_one_by_one(kept: np.ndarray, elements: int, ports: int) -> None:
+def test_split_loads_equal_plain_loops(kept: np.ndarray, elements: int, ports: int) -> None:
     rows, loads = 4, split_loads(kept, ports, elements, 4)
     for unit, mask in enumerate(kept):
         for tile, first in enumerate(range(0, mask.shape[1], ports)):
@@ -72,17 +72,17 @@ def test_rows_are_dropped_split_and_loaded_as_counted_one_by_one(kept: np.ndarra
 
 
 @pytest.mark.parametrize("density", [0.15, 0.2, 0.27, 0.33])
-def test_utilisation_is_in_the_range_of_table_5(density: float) -> None:
-    """0.56 to 0.74 with 16 elements of 64 ports, over kept fractions of 0.09 to 0.33. Masks are not published: half of
-    the heads keep neighbours together here, half keep keys that many like."""
+def test_utilisation_of_table_5(density: float) -> None:
+    """Published: 0.56 to 0.74 with 16 elements of 64 ports, over kept fractions of 0.09 to 0.33. Masks are unpublished:
+    here half of the heads keep runs of neighbours, half keep popular keys."""
     halves = [
         synthetic_trace(pattern, density, heads=4, tokens=384).layers[0].kept() for pattern in ("runs", "power-law")
     ]
     assert 0.56 <= utilisation(np.concatenate(halves)) <= 0.75
 
 
-def test_at_the_lowest_fraction_only_masks_of_neighbours_reach_that_range() -> None:
-    """At 0.09 a row of a tile keeps 6 pairs on average, of 16 elements: scattered ones leave two thirds idle."""
+def test_utilisation_at_the_lowest_density() -> None:
+    """Only masks of neighbours reach the range: scattered pairs fill 6 of 16 elements on average."""
     together, scattered = (
         utilisation(synthetic_trace(pattern, 0.09, heads=4, tokens=384).layers[0].kept())
         for pattern in ("runs", "uniform")
@@ -90,21 +90,21 @@ def test_at_the_lowest_fraction_only_masks_of_neighbours_reach_that_range() -> N
     assert 0.56 <= together <= 0.74 and scattered == pytest.approx(0.09 * 64 / 16, abs=0.01)
 
 
-def test_a_full_mask_takes_4_loads_for_each_64_queries_and_keys() -> None:
-    found = simulate(MACHINE, synthetic_trace("uniform", 1.0, heads=1, tokens=128))
+def test_loads_of_a_full_mask() -> None:
+    result = simulate(MACHINE, synthetic_trace("uniform", 1.0, heads=1, tokens=128))
     loads = 2 * (2 * 64 * 4 // 64)
-    assert found.stations["attend"].busy == loads * 2 * 64
-    assert found.stations["predict"].busy == 4 * 64
-    assert found.layers[0].macs == found.multipliers * loads * 2 * 64  # nobody idle while it attends
+    assert result.stations["attend"].busy == loads * 2 * 64
+    assert result.stations["predict"].busy == 4 * 64
+    assert result.layers[0].macs == result.multipliers * loads * 2 * 64  # no element is idle
 
 
-def test_the_fill_of_the_array_before_each_product_as_in_the_released_model() -> None:
+def test_fill_before_each_product() -> None:
     trace = synthetic_trace("runs", 0.2, heads=2, tokens=128)
     once, each = (simulate(MACHINE.replaced("skewed", value), trace) for value in (False, True))
     assert each.stations["attend"].busy == 2 * once.stations["attend"].busy
 
 
-def test_either_packing_carries_out_every_pair() -> None:
+def test_both_packings_compute_every_pair() -> None:
     trace = synthetic_trace("power-law", 0.2, heads=2, tokens=192)
     kept = trace.layers[0].kept()
     split, columns = (simulate(MACHINE.replaced("packing", value), trace) for value in ("split", "columns"))
@@ -116,19 +116,19 @@ def test_either_packing_carries_out_every_pair() -> None:
         simulate(MACHINE.replaced("packing", "splits"), trace)
 
 
-def test_a_smaller_array_and_more_copies() -> None:
+def test_budgets_change_rows_and_copies() -> None:
     trace = synthetic_trace("runs", 0.2, heads=4, tokens=128)
     cycles = [simulate(limit_resources(MACHINE, multipliers=count), trace).cycles for count in (128, 1024, 4096)]
     assert cycles == sorted(cycles, reverse=True) and cycles[0] > 4 * cycles[1]
-    with pytest.raises(UsageError, match="give at least 16"):
+    with pytest.raises(UsageError, match="at least 16"):
         limit_resources(MACHINE, multipliers=8)
 
 
-def test_queries_that_are_padding_take_no_part() -> None:
+def test_padding_queries_are_not_computed() -> None:
     mask = synthetic_trace("runs", 0.3, heads=2, tokens=64).layers[0].kept().reshape(1, 2, 64, 64)
     longer = np.zeros((1, 2, 100, 100), dtype=bool)
     longer[..., :64, :64] = mask
-    found = [
+    result = [
         simulate(MACHINE, AttentionTrace("t", (layer_of("l", mask=m, lengths=[64]),))).layers[0] for m in (mask, longer)
     ]
-    assert found[0].macs == found[1].macs and found[0].cycles == found[1].cycles
+    assert result[0].macs == result[1].macs and result[0].cycles == result[1].cycles

@@ -1,4 +1,4 @@
-"""Everything together: budgets, memory, what the two engines say, how long it takes, and the files that come out."""
+"""Complete simulations: budgets, memory, both engines, simulation time, and exported files."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ DESIGNS = ["elsa", "a3", "dense", "systolic", "sanger", "vitcod", "dota", "spatt
 
 
 def bare(name: str) -> AcceleratorSpec:
-    """A machine without an outer memory of its own; and without ViTCoD's code, which is of all heads together."""
+    """Return a machine without outer memory, and without ViTCoD's coding, which spans all heads."""
     machine = find_machine(name)
     memories = {key: memory for key, memory in machine.memories.items() if key != "dram"}
     settings = {**machine.settings, "coded": False} if name == "vitcod" else machine.settings
@@ -33,22 +33,22 @@ def bare(name: str) -> AcceleratorSpec:
 
 
 @pytest.mark.parametrize("name", machine_names("attention"))
-def test_every_machine_takes_the_same_trace(name: str) -> None:
-    found = simulate(find_machine(name), TRACE, draw=True)
-    assert found.cycles == sum(layer.cycles for layer in found.layers) > 0
-    assert 0 < found.utilisation <= 1
-    for layer in found.layers:
+def test_every_machine_simulates_the_same_trace(name: str) -> None:
+    result = simulate(find_machine(name), TRACE, draw=True)
+    assert result.cycles == sum(layer.cycles for layer in result.layers) > 0
+    assert 0 < result.utilisation <= 1
+    for layer in result.layers:
         assert layer.cycles >= layer.bound
         assert sum(time.busy for time in layer.stations.values()) > 0
         assert layer.example is not None and layer.example.start.shape[1] == 1
-    assert [energy.table for energy in found.energies][-1] == "horowitz-45nm"
-    assert found.dense_rate == pytest.approx(
-        sum(4 * 2 * 3 * n * n * 64 for n in (70, 40)) / found.seconds
-    ) and json.dumps(found.as_dict(), default=str)
+    assert [energy.table for energy in result.energies][-1] == "horowitz-45nm"
+    assert result.dense_rate == pytest.approx(
+        sum(4 * 2 * 3 * n * n * 64 for n in (70, 40)) / result.seconds
+    ) and json.dumps(result.as_dict(), default=str)
 
 
 @pytest.mark.parametrize("name", DESIGNS)
-def test_cycles_of_one_unit_after_another_and_of_copies_side_by_side(name: str) -> None:
+def test_cycles_scale_with_units_and_copies(name: str) -> None:
     machine = bare(name)
     heads = [simulate(machine, synthetic_trace("balanced", 0.2, heads=count, tokens=48)).cycles for count in (1, 6)]
     copied = simulate(replace(machine, copies=3), synthetic_trace("balanced", 0.2, heads=6, tokens=48)).cycles
@@ -57,11 +57,11 @@ def test_cycles_of_one_unit_after_another_and_of_copies_side_by_side(name: str) 
 
 @pytest.mark.parametrize("name", DESIGNS)
 @pytest.mark.parametrize("width", [1, 7, 64, 65, 96, 256])
-def test_no_design_multiplies_more_than_its_multipliers_can(name: str, width: int) -> None:
+def test_utilisation_never_exceeds_one(name: str, width: int) -> None:
     for tokens, density in ((1, 1.0), (70, 0.9)):
-        found = simulate(bare(name), synthetic_trace("uniform", density, heads=3, tokens=tokens, width=width))
-        assert 0 < found.utilisation <= 1
-        for energy in found.energies:
+        result = simulate(bare(name), synthetic_trace("uniform", density, heads=3, tokens=tokens, width=width))
+        assert 0 < result.utilisation <= 1
+        for energy in result.energies:
             assert energy.total > 0
 
 
@@ -77,25 +77,25 @@ def test_a_denser_mask_is_never_faster(name: str) -> None:
 
 @pytest.mark.parametrize("name", DESIGNS)
 @pytest.mark.parametrize("bandwidth", [1e8, 1e10, 1e15])
-def test_an_outer_memory_bounds_and_an_endless_one_costs_nothing(name: str, bandwidth: float) -> None:
+def test_outer_memory_bounds_the_time(name: str, bandwidth: float) -> None:
     alone, machine = simulate(bare(name), TRACE), limit_resources(bare(name), bandwidth=bandwidth)
-    found = simulate(machine, TRACE)
-    moved = sum(layer.read + layer.written for layer in found.layers)
-    assert found.seconds >= moved / bandwidth * 0.999999
-    assert found.cycles >= alone.cycles
+    result = simulate(machine, TRACE)
+    moved = sum(layer.read + layer.written for layer in result.layers)
+    assert result.seconds >= moved / bandwidth * 0.999999
+    assert result.cycles >= alone.cycles
     if bandwidth == 1e15:
-        assert found.cycles <= alone.cycles + 4 * len(TRACE.layers)
+        assert result.cycles <= alone.cycles + 4 * len(TRACE.layers)
     if bandwidth == 1e8:
-        assert found.seconds == pytest.approx(moved / bandwidth, rel=0.15)
+        assert result.seconds == pytest.approx(moved / bandwidth, rel=0.15)
     for memory in (
         AcceleratorMemory("dram", bandwidth=bandwidth),
         AcceleratorMemory("dram", bandwidth=bandwidth, latency=1e-6, outstanding=2),
     ):
         played = simulate(replace(machine, memories={**machine.memories, "dram": memory}), TRACE, engine="event")
-        assert played.cycles >= found.cycles
+        assert played.cycles >= result.cycles
 
 
-def test_latency_is_seen_by_events_alone() -> None:
+def test_only_the_event_engine_models_latency() -> None:
     memory = AcceleratorMemory("dram", bandwidth=64e9, latency=1e-7, outstanding=1)
     machine = find_machine("dense")
     machine = replace(machine, memories={**machine.memories, "dram": memory})
@@ -108,8 +108,8 @@ def test_latency_is_seen_by_events_alone() -> None:
         simulate(machine, TRACE, engine="events")
 
 
-def test_a_station_may_be_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What gathers its keys through a memory asks the event engine how long that takes."""
+def test_stations_can_be_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event engine computes the times of a station that gathers keys through a memory."""
     machine = find_machine("dense")
     machine = replace(
         machine, memories={**machine.memories, "keys": AcceleratorMemory("keys", bandwidth=8e9, latency=2e-8)}
@@ -130,11 +130,11 @@ def test_a_station_may_be_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thrifty.simulators.accelerator.accelerator_simulation.find_design", find)
     small = synthetic_trace("uniform", 0.5, heads=2, tokens=16)
     scanned, played = (simulate(machine, small, engine=engine) for engine in ENGINES)
-    assert played.cycles == scanned.cycles + 2 * 16 * 20  # the latency of every item, one at a time
+    assert played.cycles == scanned.cycles + 2 * 16 * 20  # the latency of every item in turn
 
 
-def test_streams_of_anything_with_several_servers_and_windows_are_played_by_events() -> None:
-    """Tasks of very different length dealt to 4 servers, then gathered in order or as they come."""
+def test_servers_and_windows_use_the_event_engine() -> None:
+    """Tasks of very different length are dealt to 4 servers, then gathered in order or as they arrive."""
     cycles = np.random.default_rng(0).integers(1, 60, (2, 3, 40))
     cycles[1] //= 6
     none = np.zeros(3)
@@ -146,28 +146,28 @@ def test_streams_of_anything_with_several_servers_and_windows_are_played_by_even
         for each in (replace(stream, servers={}), stream, replace(stream, windows={"value": 8}))
     )
     assert ordered.cycles < plain.cycles / 3 and loose.stations["value"].starved < ordered.stations["value"].starved
-    for found, servers in ((plain, 1), (ordered, 4), (loose, 4)):
-        assert found.cycles >= found.bound >= cycles[0].sum() // servers / 3
-        time = found.stations["score"]
-        assert time.busy == cycles[0].sum() and time.busy + time.starved + time.blocked == servers * found.cycles
+    for result, servers in ((plain, 1), (ordered, 4), (loose, 4)):
+        assert result.cycles >= result.bound >= cycles[0].sum() // servers / 3
+        time = result.stations["score"]
+        assert time.busy == cycles[0].sum() and time.busy + time.starved + time.blocked == servers * result.cycles
 
 
-def test_equal_means_for_all() -> None:
+def test_equal_resources_for_all_designs() -> None:
     for name in DESIGNS:
         machine = limit_resources(find_machine(name), multipliers=512, clock=5e8, bandwidth=32e9)
-        found = simulate(machine, TRACE)
+        result = simulate(machine, TRACE)
         assert (
-            found.multipliers == 512
+            result.multipliers == 512
             and machine.clock == 5e8
             and machine.memories["dram"].bandwidth * machine.copies == 32e9
         )
     for name, budget in (("elsa", 64), ("dense", 1)):
-        with pytest.raises(UsageError, match="give at least"):
+        with pytest.raises(UsageError, match="at least"):
             limit_resources(find_machine(name), multipliers=budget)
 
 
 @pytest.mark.slow
-def test_bert_large_on_all_designs_in_under_20_seconds() -> None:
+def test_bert_large_on_all_designs_within_20_seconds() -> None:
     trace = synthetic_trace("uniform", 0.25, layers=24, heads=16, tokens=384)
     began = time.process_time()
     for name in machine_names("attention"):
@@ -177,7 +177,7 @@ def test_bert_large_on_all_designs_in_under_20_seconds() -> None:
 
 @pytest.mark.parametrize("name", [name for name in DESIGNS if name != "systolic"])
 def test_more_multipliers_or_bandwidth_are_never_slower(name: str) -> None:
-    """Not so of one systolic array: SCALE-Sim, too, fills a larger array for longer."""
+    """A systolic array is excluded: as in SCALE-Sim, a larger array takes longer to fill."""
     trace = synthetic_trace("uniform", 0.3, heads=3, lengths=[33, 20], width=16)
     cycles = np.array(
         [
@@ -195,7 +195,7 @@ def test_every_design_has_a_machine() -> None:
     assert {find_machine(name).design for name in machine_names()} == set(design_names())
 
 
-def test_files_in_the_forms_of_the_field(tmp_path: Path) -> None:
+def test_exported_files(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     results = [simulate(limit_resources(find_machine(name), bandwidth=1e9), TRACE, draw=True) for name in DESIGNS]
     write_csv(results, tmp_path)
@@ -216,7 +216,7 @@ def test_files_in_the_forms_of_the_field(tmp_path: Path) -> None:
         assert counted == [round(count) for count in result.operations.values()]
 
 
-def test_a_timeline_has_every_item_at_its_time(tmp_path: Path) -> None:
+def test_timelines_have_every_item(tmp_path: Path) -> None:
     results = [simulate(find_machine(name), TRACE, draw=True) for name in ("elsa", "dense")]
     write_perfetto(results, tmp_path / "t.json")
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -231,31 +231,33 @@ def test_a_timeline_has_every_item_at_its_time(tmp_path: Path) -> None:
         perfetto([simulate(find_machine("dense"), TRACE)])
 
 
-def test_results_are_a_frame() -> None:
+def test_results_as_a_frame() -> None:
     pandas = pytest.importorskip("pandas")
-    found = frame([simulate(find_machine(name), TRACE) for name in ("elsa", "a3")])
-    assert isinstance(found, pandas.DataFrame) and list(found["machine"]) == ["elsa", "a3"]
+    result = frame([simulate(find_machine(name), TRACE) for name in ("elsa", "a3")])
+    assert isinstance(result, pandas.DataFrame) and list(result["machine"]) == ["elsa", "a3"]
 
 
-def test_a_frame_without_pandas_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_without_pandas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError, match=r"needs pandas.*\n.*pip install pandas"):
         frame([simulate(find_machine("elsa"), TRACE)])
 
 
-def test_bytes_and_operations_of_a_small_layer_by_hand() -> None:
-    found = simulate(
+def test_bytes_and_operations_by_hand_calculation() -> None:
+    result = simulate(
         limit_resources(find_machine("dense"), bandwidth=1e9), synthetic_trace("uniform", 0.5, heads=1, tokens=10)
     )
-    assert found.bytes["outer memory, read"] == 3 * 10 * 64 * 2 and found.bytes["outer memory, written"] == 10 * 64 * 2
-    counted = {(operation.kind, operation.bits): count for operation, count in found.operations.items()}
+    assert (
+        result.bytes["outer memory, read"] == 3 * 10 * 64 * 2 and result.bytes["outer memory, written"] == 10 * 64 * 2
+    )
+    counted = {(operation.kind, operation.bits): count for operation, count in result.operations.items()}
     assert counted["int_multiply", 16] == counted["int_add", 32] == 2 * 10 * 10 * 64
     assert counted["dram", 8] == 4 * 10 * 64 * 2
 
 
 @pytest.mark.parametrize("name", machine_names("attention"))
-def test_a_budget_of_bandwidth_is_that_of_all_copies_together(name: str) -> None:
+def test_copies_share_the_budget_of_bandwidth(name: str) -> None:
     machine = limit_resources(find_machine(name), multipliers=4096, bandwidth=16e9)
-    found = simulate(machine, TRACE)
-    moved = sum(layer.read + layer.written for layer in found.layers)
-    assert moved / found.seconds <= 16e9 * (1 + 1e-6)
+    result = simulate(machine, TRACE)
+    moved = sum(layer.read + layer.written for layer in result.layers)
+    assert moved / result.seconds <= 16e9 * (1 + 1e-6)

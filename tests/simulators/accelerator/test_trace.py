@@ -1,4 +1,4 @@
-"""Traces hold what attention computes, survive their file, and refuse what no attention can be."""
+"""Traces hold attention layers, round-trip through files, and refuse invalid layers."""
 
 import json
 from pathlib import Path
@@ -24,23 +24,23 @@ def whole_layer() -> dict:
     return {"q": q, "k": k, "v": v, "mask": mask, "lengths": [5, 3], "counts": {"candidates": mask.sum(-1)}}
 
 
-def test_a_trace_comes_back_from_its_file_as_it_was(tmp_path: Path) -> None:
+def test_traces_round_trip_through_files(tmp_path: Path) -> None:
     given = whole_layer()
     layer = layer_of("first", **given, bits=8)
     save_trace(
         AttentionTrace("some", (layer, layer_of("second", mask=given["mask"])), {"model": "mine"}), tmp_path / "t"
     )
-    found = load_trace(tmp_path / "t")
-    assert (found.name, found.provenance) == ("some", {"model": "mine"})
-    again = found.layers[0]
+    result = load_trace(tmp_path / "t")
+    assert (result.name, result.provenance) == ("some", {"model": "mine"})
+    again = result.layers[0]
     for name in ("q", "k", "v", "packed", "query_lengths", "key_lengths", "kept_counts"):
         assert np.array_equal(getattr(again, name), getattr(layer, name)), name
     assert np.array_equal(again.counts["candidates"], layer.counts["candidates"])
     assert (again.bits, again.width) == (8, 4)
-    assert found.layers[1].heads == 3 and found.layers[1].q is None
+    assert result.layers[1].heads == 3 and result.layers[1].q is None
 
 
-def test_kept_pairs_are_those_of_the_mask_that_are_no_padding() -> None:
+def test_kept_pairs_exclude_padding() -> None:
     given = whole_layer()
     layer = layer_of("one", **given)
     kept = layer.kept().reshape(2, 3, 5, 5)
@@ -53,7 +53,7 @@ def test_kept_pairs_are_those_of_the_mask_that_are_no_padding() -> None:
 
 
 @given(st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_masks_are_packed_eight_to_a_byte_and_back(keys: int, seed: int) -> None:
+def test_masks_are_packed_eight_to_a_byte(keys: int, seed: int) -> None:
     mask = np.random.default_rng(seed).random((2, 3, keys)) < 0.5
     assert packed(mask).nbytes == 6 * -(-keys // 8)
     assert np.array_equal(unpacked(packed(mask), keys), mask)
@@ -64,46 +64,46 @@ def broken(**changes: object) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (broken(q=np.full((2, 3, 5, 4), np.nan, np.float32)), r"q is nan at \(0, 0, 0, 0\)"),
         (broken(v=np.full((2, 3, 5, 4), np.inf, np.float32)), "v is inf at"),
-        (broken(k=np.zeros((2, 3, 4, 4), np.float32)), "k is .*expected.*\n.*pad all examples"),
-        (broken(v=np.zeros((2, 2, 5, 4), np.float32)), "v is "),
-        (broken(lengths=[5, 6]), "query_lengths are 5 to 6, of 5"),
+        (broken(k=np.zeros((2, 3, 4, 4), np.float32)), "k has shape .*expected.*\n.*pad all examples"),
+        (broken(v=np.zeros((2, 2, 5, 4), np.float32)), "v has shape "),
+        (broken(lengths=[5, 6]), "query_lengths are 5 to 6.*\n.*from 1 to 5"),
         (broken(lengths=[0, 5]), "query_lengths are 0 to 5"),
-        (broken(lengths=[5]), r"query_lengths is \(1,\), where \(2,\)"),
+        (broken(lengths=[5]), r"query_lengths has shape \(1,\), expected \(2,\)"),
         (broken(mask=np.zeros((2, 3, 5, 5), bool)), "keeps no key for query 0 of head 0, example 0 .24 such rows"),
-        (broken(mask=np.zeros((2, 3, 5, 5))), "must be boolean"),
-        (broken(counts={"candidates": -np.ones((2, 3, 5), int)}), "counts of candidates"),
+        (broken(mask=np.zeros((2, 3, 5, 5))), "not boolean"),
+        (broken(counts={"candidates": -np.ones((2, 3, 5), int)}), "counts of 'candidates'"),
         ({"q": np.zeros((2, 3, 5, 4))}, "neither a mask"),
         (broken(q=np.zeros((2, 3, 5, 4), int)), "q is int64.*\n.*floats"),
         (broken(lengths=[4.5, 5.0]), "query_lengths is float64.*\n.*whole numbers"),
-        (broken(counts={"candidates": np.zeros((2, 3, 5))}), "counts of candidates.*whole numbers"),
-        (broken(bits=0), "bits is 0.*\n.*from 1 on"),
+        (broken(counts={"candidates": np.zeros((2, 3, 5))}), "counts of 'candidates'.*\n.*integers"),
+        (broken(bits=0), "bits is 0.*\n.*from 1"),
         ({"mask": np.ones((0, 3, 5, 5), bool)}, "examples is 0"),
         ({"mask": np.ones((1, 3, 0, 5), bool)}, "queries is 0"),
         ({"mask": np.ones((1, 1, 5, 5), bool), "width": 0}, "width is 0"),
         ({"mask": np.ones((1, 1, 5, 5), bool), "width": 2.5}, "width is 2.5"),
     ],
 )
-def test_what_no_attention_can_be_is_refused(given: dict, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_layers_are_refused(given: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         layer_of("broken", **given)
 
 
-def test_a_row_may_be_empty_where_there_is_only_padding() -> None:
+def test_padding_rows_may_be_empty() -> None:
     mask = np.ones((1, 1, 4, 4), bool)
     mask[:, :, 2:] = False
     assert layer_of("padded", mask=mask, lengths=[2]).kept_counts.tolist() == [[2, 2, 0, 0]]
 
 
-def test_files_that_are_no_trace_or_damaged_say_so(tmp_path: Path) -> None:
+def test_other_and_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     with pytest.raises(UsageError, match="there is no trace"):
         load_trace(path)
     path.write_bytes(b"nothing")
-    with pytest.raises(IntegrityError, match="no undamaged safetensors"):
+    with pytest.raises(IntegrityError, match="cannot be read as a safetensors file"):
         load_trace(path)
     save_file({"x": np.zeros(1)}, path)
     with pytest.raises(UsageError, match="not an attention trace"):
@@ -119,7 +119,7 @@ def test_files_that_are_no_trace_or_damaged_say_so(tmp_path: Path) -> None:
     path.write_bytes((2**60).to_bytes(8, "little") + b"{}")
     with pytest.raises(IntegrityError, match="header too large"):
         load_trace(path)
-    with pytest.raises(UsageError, match=r"cannot be written.*\n.*folder that exists"):
+    with pytest.raises(UsageError, match=r"cannot be written.*\n.*existing folder"):
         save_trace(synthetic_trace("uniform", 0.5, tokens=8), tmp_path / "none" / "t.safetensors")
     save_trace(synthetic_trace("uniform", 0.5, tokens=64), path)
     path.write_bytes(path.read_bytes()[:-100])
@@ -129,7 +129,7 @@ def test_files_that_are_no_trace_or_damaged_say_so(tmp_path: Path) -> None:
         AttentionTrace("none", ())
 
 
-def test_vitcods_files_are_true_for_what_is_pruned(tmp_path: Path) -> None:
+def test_vitcod_files_are_true_for_pruned_pairs(tmp_path: Path) -> None:
     pruned = RANDOM.random((2, 3, 9, 9)) < 0.5
     pruned[..., 0] = False
     np.save(tmp_path / "info.npy", pruned)
@@ -141,7 +141,7 @@ def test_vitcods_files_are_true_for_what_is_pruned(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="layers, heads, t, t"):
             load_pruned_masks(tmp_path / "info.npy")
     np.save(tmp_path / "info.npy", np.ones((1, 1, 4, 4), bool))
-    with pytest.raises(UsageError, match=r"keeps no key for query 0.*\n.*masks are True for what is kept"):
+    with pytest.raises(UsageError, match=r"keeps no key for query 0.*\n.*masks are True for kept pairs"):
         load_pruned_masks(tmp_path / "info.npy")
     (tmp_path / "info.npy").write_bytes(b"cut")
     with pytest.raises(UsageError, match="cannot be read"):
@@ -150,7 +150,7 @@ def test_vitcods_files_are_true_for_what_is_pruned(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("density", [0.05, 0.3, 1.0])
-def test_a_pattern_has_its_density_and_no_empty_row_and_comes_of_its_seed(pattern: str, density: float) -> None:
+def test_patterns_have_their_density_and_seed(pattern: str, density: float) -> None:
     trace = synthetic_trace(pattern, density, heads=3, lengths=[96, 64])
     assert trace.density == pytest.approx(density, abs=0.02)
     assert (trace.layers[0].kept_counts.reshape(2, 3, 96)[1, :, :64] > 0).all()
@@ -160,7 +160,7 @@ def test_a_pattern_has_its_density_and_no_empty_row_and_comes_of_its_seed(patter
         assert not np.array_equal(other.layers[0].packed, trace.layers[0].packed)
 
 
-def test_patterns_look_as_they_are_called() -> None:
+def test_structure_of_patterns() -> None:
     popular, alike = (
         synthetic_trace(pattern, 0.1, heads=1, tokens=128).layers[0].kept()[0].mean(0)
         for pattern in ("power-law", "uniform")
@@ -172,15 +172,15 @@ def test_patterns_look_as_they_are_called() -> None:
     assert (near[..., 1:] & near[..., :-1]).sum() > 0.8 * near.sum()
 
 
-def test_an_unknown_pattern_or_density_is_refused() -> None:
+def test_invalid_patterns_and_densities_are_refused() -> None:
     with pytest.raises(UsageError, match="did you mean 'diagonal'"):
         synthetic_trace("diagonl", 0.1)
     with pytest.raises(UsageError, match=r"not in \(0, 1\]"):
         synthetic_trace("uniform", 1.5)
-    with pytest.raises(UsageError, match=r"2.4e\+14 pairs of a layer"):
+    with pytest.raises(UsageError, match=r"2.4e\+14 pairs exceeds the limit"):
         synthetic_trace("uniform", 0.5, heads=24, tokens=3_162_000)
 
 
-def test_a_trace_in_half_precision_takes_half_the_room() -> None:
+def test_half_precision_halves_the_size() -> None:
     trace = AttentionTrace("one", (layer_of("one", **whole_layer()),))
     assert with_dtype(trace, "float16").layers[0].q.nbytes * 2 == trace.layers[0].q.nbytes

@@ -1,4 +1,4 @@
-"""`thrifty trace` of a run reads its held-out data, of a model folder the text that it is given."""
+"""`thrifty trace` records a run on its held-out data, and a model folder on a text."""
 
 import shutil
 from pathlib import Path
@@ -20,8 +20,8 @@ def thrifty(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
 
 
 def test_a_run_is_traced_and_simulated(thrifty: CommandLine) -> None:
-    found = thrifty.json("trace", "mine", "--examples", 2, "--out", "mine.safetensors")
-    assert found["provenance"]["run"] == "mine" and found["provenance"]["objective"] == "next_token"
+    result = thrifty.json("trace", "mine", "--examples", 2, "--out", "mine.safetensors")
+    assert result["provenance"]["run"] == "mine" and result["provenance"]["objective"] == "next_token"
     trace = load_trace(thrifty.folder / "mine.safetensors")
     for layer in trace.layers:
         assert layer.examples == 2 and (layer.kept() == np.tri(layer.queries, dtype=bool)).all()
@@ -30,11 +30,11 @@ def test_a_run_is_traced_and_simulated(thrifty: CommandLine) -> None:
     assert [row["trace"] for row in rows] == ["mine", "mine"] and all(row["cycles"] > 0 for row in rows)
 
 
-def test_the_loss_of_a_run_under_the_masks_of_filters(thrifty: CommandLine) -> None:
+def test_loss_of_a_run_under_filter_masks(thrifty: CommandLine) -> None:
     words = ("simulate", "attention", "--designs", "elsa,dense", "--trace", "mine.safetensors", "--run", "mine",
              "--no-measure")  # fmt: skip
-    found = thrifty.json(*words, "--filter", "exact", "--filter", "own", "--density", 0.1)
-    plain, rows = found["held_out_loss"], {row["machine"]: row for row in found["results"]}
+    result = thrifty.json(*words, "--filter", "exact", "--filter", "own", "--density", 0.1)
+    plain, rows = result["held_out_loss"], {row["machine"]: row for row in result["results"]}
     assert 3 < plain < 7
     assert rows["dense, own"]["held_out_loss"] == rows["dense, exact"]["held_out_loss"] == pytest.approx(plain)
     for name in ("elsa, exact", "elsa, own"):
@@ -48,8 +48,8 @@ def test_a_folder_is_traced_on_a_text(thrifty: CommandLine, tmp_path: Path) -> N
     thrifty("export", "mine", "folder")
     text = tmp_path / "text.txt"
     text.write_text("def main():\n    return 1\n" * 40)
-    found = thrifty.json("trace", "folder", "--data", text, "--length", 16, "--examples", 3, "--out", "f.safetensors")
-    assert (found["queries"], found["provenance"]["data"]) == (16, "text.txt")
+    result = thrifty.json("trace", "folder", "--data", text, "--length", 16, "--examples", 3, "--out", "f.safetensors")
+    assert (result["queries"], result["provenance"]["data"]) == (16, "text.txt")
     assert load_trace(thrifty.folder / "f.safetensors").layers[0].examples == 3
     assert "--data FILE" in thrifty("trace", "folder", exit_code=2).stderr
     assert "reads 32 tokens" in thrifty("trace", "folder", "--data", text, "--length", 64, exit_code=2).stderr

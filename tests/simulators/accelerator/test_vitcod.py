@@ -1,4 +1,4 @@
-"""ViTCoD (You et al., HPCA 2023): its mechanism, and the rule of its released simulator for linear layers."""
+"""ViTCoD's mechanism, and its released simulator's rule for linear layers (You et al., HPCA 2023)."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 MACHINE = find_machine("vitcod")
 
 
-def test_linear_layers_of_the_log_2043156() -> None:
+def test_cycles_of_linear_layers_equal_the_released_log() -> None:
     projections, rest = released_linear_cycles(197, heads=3, layers=12)
     assert (projections, rest, projections + rest) == (681_492, 1_361_664, 2_043_156)
 
 
-def test_columns_are_split_and_lines_shared_as_counted_one_by_one() -> None:
+def test_column_split_and_line_shares_equal_plain_loops() -> None:
     kept = synthetic_trace("power-law", 0.2, heads=3, tokens=150).layers[0].kept()
     dense, sparse = split_pairs(kept, 50)
     for unit, mask in enumerate(kept):
@@ -28,21 +28,21 @@ def test_columns_are_split_and_lines_shared_as_counted_one_by_one() -> None:
     assert lines.tolist() == [0, 1, 32, 64]
 
 
-def test_no_line_computes_more_than_it_can_and_both_parts_end_about_together() -> None:
-    found = simulate(MACHINE, synthetic_trace("power-law", 0.1, heads=3, tokens=197))
-    layer = found.layers[0]
-    assert layer.macs <= found.multipliers * found.stations["lines"].busy
-    assert found.utilisation > 0.5
+def test_lines_are_balanced_between_both_parts() -> None:
+    result = simulate(MACHINE, synthetic_trace("power-law", 0.1, heads=3, tokens=197))
+    layer = result.layers[0]
+    assert layer.macs <= result.multipliers * result.stations["lines"].busy
+    assert result.utilisation > 0.5
 
 
-def test_the_code_saves_bytes_and_costs_cycles() -> None:
+def test_coding_saves_bytes_and_costs_cycles() -> None:
     trace = synthetic_trace("diagonal", 0.1, heads=4, tokens=128)
     coded, plain = (simulate(MACHINE.replaced("coded", value), trace).layers[0] for value in (True, False))
     assert plain.read - coded.read == 4 * (2 * 128) * 64 / 2
     assert coded.stations["lines"].busy - plain.stations["lines"].busy == 4 * -(-2 * 128 * 64 * 2 // 512)
 
 
-def test_a_smaller_array() -> None:
+def test_a_budget_reduces_the_lines() -> None:
     assert limit_resources(MACHINE, multipliers=128).stations["lines"].width == 16
-    with pytest.raises(UsageError, match="give at least 16"):
+    with pytest.raises(UsageError, match="at least 16"):
         limit_resources(MACHINE, multipliers=8)

@@ -1,7 +1,6 @@
-"""Machine descriptions: `machines/*.toml`, or a file of the same form, checked against the design that they name.
+"""Files of machines: `machines/*.toml`, or a file of the same form, checked against the design that it names.
 
-In a file areas are in mm² and powers in mW, as papers print them; all else is in SI units.
-"""
+In a file, areas are in mm² and powers in mW, as papers print them; all other values are in SI units."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ Part = TypeVar("Part")
 
 
 def machine_names(workload: str | None = None) -> list[str]:
-    """The machines that come with the package; those for a workload, "attention" or "spgemm"."""
+    """Return the names of the package's machines, or only those for a workload, "attention" or "spgemm"."""
     folder = files("thrifty.simulators.accelerator") / "machines"
     names = sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
     if workload is None:
@@ -34,8 +33,7 @@ def machine_names(workload: str | None = None) -> list[str]:
 
 
 def find_machine(name: str) -> AcceleratorSpec:
-    """A machine of the package by its name, or a TOML file by its path. Raises UsageError with what is wrong with
-    it."""
+    """Return a machine of the package by its name, or a TOML file by its path. Raises UsageError if it is invalid."""
     if name.endswith(".toml"):
         return read_machine(Path(name))
     refuse_unknown("there is no machine", name, machine_names())
@@ -43,25 +41,25 @@ def find_machine(name: str) -> AcceleratorSpec:
 
 
 def changed_machine(words: str) -> AcceleratorSpec:
-    """A machine by `NAME`, or `NAME:KEY=VALUE:KEY=VALUE` with values changed, by whose words it is then called."""
+    """Return the machine of `NAME`, or of `NAME:KEY=VALUE:KEY=VALUE` with changed values; `words` is then its name."""
     name, *assignments = words.strip().split(":")
     machine = find_machine(name)
     for assignment in assignments:
         path, equals, value = assignment.partition("=")
         if not equals:
-            raise UsageError(f"{assignment!r} sets nothing", fix=f"for example {name}:copies=2")
+            raise UsageError(f"{assignment!r} is not KEY=VALUE", fix=f"for example {name}:copies=2")
         machine = replace(machine.replaced(path.strip(), value.strip()), name=words.strip())
     return machine
 
 
 def changed_machines(designs: Sequence[str]) -> list[AcceleratorSpec]:
-    """Machines by name, see `changed_machine`. Raises UsageError for none, or for one named twice."""
+    """Return machines by name, see `changed_machine`. Raises UsageError if there are none, or for duplicates."""
     if not designs:
-        raise UsageError("no design was named", fix="for example elsa, a3 or dense")
+        raise UsageError("no design is named", fix="for example elsa, a3 or dense")
     machines = [changed_machine(words) for words in designs]
     names = [machine.name for machine in machines]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"{twice[0]} is named twice", fix="name it once, or set something, as in elsa:copies=2")
+        raise UsageError(f"{twice[0]!r} is named twice", fix="name it once, or change a value, as in elsa:copies=2")
     return machines
 
 
@@ -72,8 +70,10 @@ def _packaged(name: str) -> AcceleratorSpec:
 
 
 def read_machine(path: Path) -> AcceleratorSpec:
-    """A machine of a file. Where its modules are those of a machine of the package, their area and power are published
-    for that one's sizes. Raises UsageError with what is wrong with it."""
+    """Return the machine of a file. Raises UsageError if it is invalid.
+
+    If its modules equal those of a machine of the package, area and power are published for that machine's sizes.
+    """
     try:
         content = parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -84,27 +84,27 @@ def read_machine(path: Path) -> AcceleratorSpec:
 
 
 def _has_modules_of(machine: AcceleratorSpec, other: AcceleratorSpec) -> bool:
-    def figures(of: AcceleratorSpec) -> dict[str, tuple[str, float, float, float]]:
-        return {name: (part.active, part.area, part.dynamic, part.static) for name, part in of.modules.items()}
+    def figures(spec: AcceleratorSpec) -> dict[str, tuple[str, float, float, float]]:
+        return {name: (part.active, part.area, part.dynamic, part.static) for name, part in spec.modules.items()}
 
     return bool(machine.modules) and machine.design == other.design and figures(machine) == figures(other)
 
 
 def _resized(machine: AcceleratorSpec, published: AcceleratorSpec) -> AcceleratorSpec:
-    """A machine with the area and power that a published one has in its sizes."""
-    wanted, known = machine.values(), published.values()
+    """Return a machine with the published machine's area and power, changed to its own sizes."""
+    sizes, known = machine.values(), published.values()
     changed = replace(published, name=machine.name)
-    for path in known.keys() & wanted.keys():
-        changed = changed.replaced(path, wanted[path])
-    if others := sorted(path for path in known.keys() ^ wanted.keys() if not path.startswith("memories.dram.")):
+    for path in known.keys() & sizes.keys():
+        changed = changed.replaced(path, sizes[path])
+    if others := sorted(path for path in known.keys() ^ sizes.keys() if not path.startswith("memories.dram.")):
         changed = changed.without_area(f"{'' if others[0] in known else 'no '}{others[0]}")
     return replace(machine, modules=changed.modules, notes=changed.notes)
 
 
 def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
-    """A machine of what a file says. Raises UsageError for anything unknown, missing or impossible."""
+    """Return the machine of a file's content. Raises UsageError for unknown, missing or impossible values."""
     if missing := [key for key in ("design", "clock", "source", "grade") if key not in content]:
-        raise UsageError(f"machine {name} does not say its {missing[0]}", fix=f"add {missing[0]} = … to its file")
+        raise UsageError(f"machine {name!r} has no {missing[0]!r}", fix=f"add {missing[0]} = … to its file")
     tables = {key: _table(name, key, content.get(key, {})) for key in ("settings", "stations", "memories", "modules")}
     values = {key: value for key, value in content.items() if key not in tables}
     machine = build(AcceleratorSpec, {**values, "name": name}, name)
@@ -115,7 +115,10 @@ def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
     for key in stations:
         refuse_unknown(f"{name}.stations: unknown station", key, design.stations)
     if missing := [station for station in design.stations if station not in stations]:
-        raise UsageError(f"machine {name} lacks station {missing[0]!r}, which {design.name} needs")
+        raise UsageError(
+            f"machine {name!r} lacks station {missing[0]!r}, which {design.name} requires",
+            fix=f"add [stations.{missing[0]}] with width = 1 to its file",
+        )
     own = {key: convert(type(design.settings[key]), value, f"{name}.settings.{key}") for key, value in settings.items()}
     return replace(
         machine,
@@ -129,7 +132,7 @@ def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """A module as a file has it: `count` equal ones."""
+    """A module in a machine's file: `count` equal copies."""
 
     active: str
     count: float = 1.0
@@ -164,5 +167,5 @@ def _part(kind: type[Part], machine: str, path: str, content: object) -> Part:
 
 def _table(machine: str, path: str, content: object) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
-        raise UsageError(f"{machine}.{path} is {content!r}", fix=f"make it a table [{path}]")
+        raise UsageError(f"{machine}.{path} is {content!r}, not a table", fix=f"write it as a table [{path}]")
     return content

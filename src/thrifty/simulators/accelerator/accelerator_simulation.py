@@ -1,8 +1,8 @@
-"""A design on a trace: each layer lowered, its units played, and their operands brought in and out meanwhile.
+"""Simulation of a machine on a trace: each layer's items pass the stations while operands are read and outputs written.
 
-Units (heads of examples) are dealt to the copies in turn. Where the machine has an outer memory, "dram", a unit's
-operands come in while the one before is computed and its output leaves while the next is; without one, they are there.
-"""
+Units (heads of examples) are dealt to the copies in turn. With an outer memory, "dram", a unit's operands are read
+while the unit before is computed, and its output is written while the next unit is. Without one, transfers take no
+time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ BUDGET = ("multipliers", "clock", "bandwidth")
 
 @dataclass(frozen=True)
 class LoweredWork:
-    """What was lowered of a layer, and what it is measured by."""
+    """A layer's items for a design, with the dense work and density that the result refers to."""
 
     name: str
     stream: ItemStream
@@ -44,9 +44,11 @@ def simulate(
     table: str = "horowitz-45nm",
     draw: bool = False,
 ) -> SimulationResult:
-    """What `machine` makes of `trace`. `engine` "scan" knows the outer memory by its bandwidth only, "event" also by
-    its latency, banks and limit of requests; `table` prices counted actions; `draw` keeps a timeline of each layer's
-    first unit."""
+    """Simulate a machine on an attention trace.
+
+    The `engine` "scan" models only the bandwidth of the outer memory; "event" also models its latency, banks and limit
+    of requests. `table` is the energy table of counted actions; `draw` keeps a timeline of each layer's first unit.
+    """
     lower = _computing(machine, "attention").lower
     work = [
         LoweredWork(
@@ -63,12 +65,12 @@ def simulate(
 def simulate_product(
     machine: AcceleratorSpec, product: SpgemmProduct, table: str = "horowitz-45nm", draw: bool = False
 ) -> SimulationResult:
-    """What `machine` makes of a product of sparse matrices, phase after phase; see `simulate`."""
+    """Simulate a machine on a product of sparse matrices, one phase after the other; see `simulate`."""
     lower = _computing(machine, "spgemm").lower
-    whole = {"multiply": product.dense_macs, "merge": 0.0}
+    phases = {"multiply": product.dense_macs, "merge": 0.0}
     work = [
         LoweredWork(name, lower(SpgemmPhase(product, name), machine), dense_macs, product.density)
-        for name, dense_macs in whole.items()
+        for name, dense_macs in phases.items()
     ]
     return run(machine, work, product.name, table=table, draw=draw)
 
@@ -90,7 +92,7 @@ def run(
     table: str = "horowitz-45nm",
     draw: bool = False,
 ) -> SimulationResult:
-    """The result of streams, whatever they were lowered from; see `simulate`."""
+    """Return the result of lowered work of any workload; see `simulate`."""
     refuse_unknown("there is no engine", engine, ENGINES)
     layers = tuple(_layer(each, machine, engine, draw) for each in work)
     multipliers = find_design(machine.design).multipliers(machine) * machine.copies
@@ -98,19 +100,23 @@ def run(
     operations = add_up(*(layer.operations for layer in layers))
     cycles = sum(layer.cycles for layer in layers)
     energies = [by_activity(machine, active, cycles), by_actions(operations, find_table(table))]
-    kept = tuple(energy for energy in energies if energy is not None)
+    known = tuple(energy for energy in energies if energy is not None)
     notes = dict.fromkeys((*machine.notes, *(note for each in work for note in each.stream.notes)))
-    return SimulationResult(machine, name, engine, multipliers, layers, kept, tuple(notes))
+    return SimulationResult(machine, name, engine, multipliers, layers, known, tuple(notes))
 
 
 def limit_resources(machine: AcceleratorSpec, **budget: float) -> AcceleratorSpec:
-    """The machine under a budget: at most so many "multipliers", this "clock" in Hz, an outer memory of so many bytes/s
-    as "bandwidth" for all its copies together. Raises UsageError for other keys and amounts."""
+    """Return the machine under a budget of resources. Raises UsageError for other keys and amounts.
+
+    The keys are "multipliers" (at most), "clock" in Hz, and "bandwidth", the bytes/s of the outer memory for all copies
+    together.
+    """
     for key, amount in budget.items():
         refuse_unknown("equal resources: there is no budget of", key, BUDGET)
         is_amount = isinstance(amount, int | float) and amount > 0
         if not is_amount or (key == "multipliers" and not float(amount).is_integer()):
-            raise UsageError(f"equal resources: {key} {amount!r} is no amount above zero", f"for example {key}=128")
+            kind = "a whole number" if key == "multipliers" else "a number"
+            raise UsageError(f"equal resources: {key} {amount!r} is not {kind} above zero", f"for example {key}=128")
     if "multipliers" in budget:
         machine = find_design(machine.design).scaled(machine, int(budget["multipliers"]))
     if "clock" in budget:
@@ -127,8 +133,8 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
     copies, with_memory, moving = machine.copies, 0, 0
     if memory is not None and not stream.overlapped:
         copies, with_memory, moving = _with_memory(units, stream, memory, machine, engine)
-    alone = int(_dealt(units, copies).sum(1).max(initial=0))
-    cycles = max(alone, with_memory)
+    without_memory = int(_dealt(units, copies).sum(1).max(initial=0))
+    cycles = max(without_memory, with_memory)
     outer = stream.read.sum() + stream.written.sum() if memory is not None else 0.0
     stations = {
         name: StationTime(*(float(getattr(played, kind)[number].sum()) for kind in ("busy", "starved", "blocked")))
@@ -141,7 +147,7 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
         units=len(units),
         cycles=cycles,
         bound=max(int(least), moving),
-        waiting=cycles - alone,
+        waiting=cycles - without_memory,
         stations=stations,
         read=float(stream.read.sum()),
         written=float(stream.written.sum()),
@@ -155,7 +161,7 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
 
 
 def _played(stream: ItemStream, machine: AcceleratorSpec) -> StationTimeline:
-    """Units one by one through the event engine."""
+    """Return the timeline of the units, one by one, in the event engine."""
     memories, parts = list(machine.memories.values()), []
     for unit in range(stream.service.shape[1]):
         places = [_place(stream, station, number, unit) for number, station in enumerate(machine.stations.values())]
@@ -177,8 +183,10 @@ def _place(stream: ItemStream, station: PipelineStation, number: int, unit: int)
 def _with_memory(
     units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, machine: AcceleratorSpec, engine: str
 ) -> tuple[int, int, int]:
-    """The copies at work; cycles of all units with their operands coming and going, of the slowest copy; and of the
-    transfers alone. Copies that share the memory stand idle where fewer of them are done earlier."""
+    """Return the copies in use, the cycles of the slowest copy with transfers, and the cycles of transfers alone.
+
+    Copies that share the memory stay idle if fewer copies finish earlier.
+    """
     most = max(min(machine.copies, len(units)), 1)
     if memory.shared:
         whole = memory.bandwidth * machine.copies
@@ -193,7 +201,7 @@ def _with_memory(
 def _scanned(
     units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, clock: float, copies: int
 ) -> tuple[int, int]:
-    """Cycles on so many copies, each with the memory's bandwidth; and of the transfers alone."""
+    """Return the cycles on `copies` copies, each with the memory's bandwidth, and the cycles of transfers alone."""
     per_byte = clock / memory.bandwidth
     read, written = (_dealt(moved, copies) for moved in (stream.read, stream.written))
     moving = int(np.ceil((read + written).sum(1).max() * per_byte - 1e-6))
@@ -203,7 +211,7 @@ def _scanned(
 
 
 def _played_copies(units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, clock: float, copies: int) -> int:
-    """Cycles on so many copies, by events."""
+    """Return the cycles on `copies` copies in the event engine."""
     read, working, written = (_dealt(each, copies) for each in (stream.read, units, stream.written))
     idle = np.zeros_like(working[0])
     return max(
@@ -223,8 +231,10 @@ def _played_copies(units: np.ndarray, stream: ItemStream, memory: AcceleratorMem
 
 
 def _dealt(units: np.ndarray, copies: int) -> np.ndarray:
-    """(u,) as (copies, ⌈u/copies⌉), unit after unit to copy after copy, filled up with zeros. Copies that no unit is
-    left for stand idle, and are left out."""
+    """Return values (u,) dealt to the copies in turn, as (copies, ⌈u/copies⌉), padded with zeros.
+
+    Copies without a unit are omitted.
+    """
     copies = min(copies, len(units))
     return np.pad(units, (0, -len(units) % copies)).reshape(-1, copies).T
 

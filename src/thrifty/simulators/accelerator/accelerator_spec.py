@@ -1,8 +1,8 @@
 """Machines as values: stations, memories, clock, and the area and power of each module with its source and grade.
 
-A machine is data (`machines/*.toml`); what its stations mean is said by the design that it names (`designs/`). Grades
-of what is published, from best to worst: P read in the paper itself, R in released source or data, X computed here, S
-from somebody's notes on the paper, M from memory and unverified: no target."""
+A machine is data (`machines/*.toml`); its design (`designs/`) defines the meaning of its stations. Grades of published
+figures, from best to worst: P read in the paper itself, R in released source or data, X computed here, S from notes on
+the paper, M from memory and unverified: not a target."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ Setting = float | str | bool
 Grade = Literal["P", "R", "X", "S", "M"]
 Size = Annotated[int, SettingBound(least=1, most=2**31 - 1)]
 Limit = Annotated[int, SettingBound(least=0, most=2**31 - 1)]
-"""A number that is limited; 0 stands for no limit."""
+"""A limit; 0 for no limit."""
 FromOne = Annotated[float, SettingBound(least=1)]
 
 
@@ -26,9 +26,9 @@ class PipelineStation:
 
     name: str
     width: Size = 1
-    """What it does in a cycle; the design says of what."""
+    """Operations per cycle; the design defines the operation."""
     buffer: Limit = 1
-    """Items that fit between it and the next station; 0 for no limit."""
+    """Items that fit between this station and the next; 0 for no limit."""
 
     def __post_init__(self) -> None:
         check_bounds(self, f"stations.{self.name}")
@@ -42,17 +42,17 @@ class AcceleratorMemory:
     bytes: FromOne = math.inf
     banks: Size = 1
     ports: Limit = 0
-    """Each sends one request a cycle; 0 for no limit."""
+    """Ports, each with one request per cycle; 0 for no limit."""
     bandwidth: FromOne = math.inf
     """Bytes/s of all banks together."""
     latency: Rate = 0.0
-    """Seconds from a request's turn at its bank to its answer, beside the transfer itself."""
+    """Seconds from a request's turn at its bank to its reply, in addition to the transfer itself."""
     outstanding: Limit = 0
-    """Requests that may be under way at a time; 0 for no limit."""
+    """Requests in flight at a time; 0 for no limit."""
     burst: Size = 64
     """Bytes of a request."""
     shared: bool = False
-    """True if `bandwidth` is a copy's part of one memory, so that idle copies leave theirs to the others."""
+    """True if `bandwidth` is a copy's part of one memory, so that other copies can use the part of an idle copy."""
 
     def __post_init__(self) -> None:
         check_bounds(self, f"memories.{self.name}")
@@ -60,15 +60,15 @@ class AcceleratorMemory:
 
 @dataclass(frozen=True)
 class ChipModule:
-    """What a part of the chip takes."""
+    """The area and power of a part of the chip."""
 
     name: str
     active: str
-    """The station, or the activity that the design counts, during whose cycles it is at work."""
+    """The station, or activity of the design, whose cycles are the module's active cycles."""
     area: Rate = 0.0
     """mm²."""
     dynamic: Rate = 0.0
-    """W while at work, at `clock`."""
+    """W while active, at `clock`."""
     static: Rate = 0.0
     """W, always."""
     clock: FromOne = 1.0
@@ -82,7 +82,7 @@ class ChipModule:
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """An accelerator with all its parameters. `copies` of it share the work, each with memories of its own."""
+    """An accelerator with all its parameters. Its `copies` share the work; each has its own memories."""
 
     name: str
     design: str
@@ -92,7 +92,7 @@ class AcceleratorSpec:
     grade: Grade
     about: str = ""
     node: Rate = 0.0
-    """nm; 0 where it means nothing."""
+    """nm; 0 if not applicable."""
     copies: Size = 1
     stations: Mapping[str, PipelineStation] = field(default_factory=dict)
     memories: Mapping[str, AcceleratorMemory] = field(default_factory=dict)
@@ -107,11 +107,11 @@ class AcceleratorSpec:
         check_bounds(self, f"machine {self.name}")
         for setting, value in self.settings.items():
             if not isinstance(value, (bool, str)) and not 0 < value < math.inf:
-                raise UsageError(f"{self.name}: {setting} is {value:g}", fix="it must be above zero, and finite")
+                raise UsageError(f"{self.name}: {setting} is {value:g}", fix="set a finite value above zero")
 
     @property
     def area(self) -> float | None:
-        """mm² of one copy; None where nothing is published."""
+        """mm² of one copy; None if unknown."""
         return sum(module.area for module in self.modules.values()) or None
 
     @property
@@ -120,46 +120,50 @@ class AcceleratorSpec:
         return [station.buffer for station in self.stations.values()][:-1]
 
     def number(self, setting: str) -> float:
-        """A setting that is a number."""
+        """Return a numeric setting."""
         value = self.settings[setting]
         assert not isinstance(value, str), setting
         return float(value)
 
     def size(self, memory: str) -> int:
-        """Bytes of a memory. Raises UsageError where the machine has none of that name, or does not say."""
+        """Return the bytes of a memory. Raises UsageError if the machine lacks the memory or its size."""
         if memory not in self.memories:
             key = memory if memory.isidentifier() else f'"{memory}"'
             raise UsageError(
-                f"machine {self.name} lacks memory {memory!r}, which {self.design} needs",
+                f"machine {self.name!r} lacks memory {memory!r}, which {self.design} requires",
                 fix=f"add [memories.{key}] with bytes = … to its file",
             )
         if math.isinf(self.memories[memory].bytes):
-            raise UsageError(f"{self.name}: memories.{memory}.bytes is not said", fix="give its size in bytes")
+            raise UsageError(
+                f"machine {self.name!r} has no memories.{memory}.bytes", fix="add bytes = … to that table of its file"
+            )
         return int(self.memories[memory].bytes)
 
     def replaced(self, path: str, value: object) -> "AcceleratorSpec":
-        """The machine with one value changed: `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or a setting
-        by its name. Area and power go with the width of a station, memories apart; with other sizes of the hardware
-        they are not known any more. Raises UsageError for an unknown path or a value of another kind."""
+        """Return the machine with one value changed. Raises UsageError for an unknown path or a value of another kind.
+
+        The path is `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or the name of a setting. Area and power
+        scale with the width of a station, except for memories. For other changed sizes they become unknown.
+        """
         changed, before = self._with_value(path, value), self._value(path)
         if not self.modules or changed._value(path) == before:
             return changed
         first, *rest = path.split(".")
         if first == "stations" and rest[1] == "width":
             station = changed.stations[rest[0]]
-            note = f"{self.name}: area and power of what works with {rest[0]} go with its width, which is an assumption"
+            note = f"{self.name}: area and power of modules of {rest[0]} scale with its width, which is an assumption"
             modules = self.scaled_modules({rest[0]: station.width / before})
             return replace(changed, modules=modules, notes=(*self.notes, note))
         is_size = path in (*self.sizes, "node") or first == "stations" or (first == "memories" and rest[0] != "dram")
         return changed.without_area(f"{path} = {before}") if is_size else changed
 
     def without_area(self, published: str) -> "AcceleratorSpec":
-        """The machine in a size for which no area and power are known: they are published for another one."""
-        note = f"area and power of {self.name} are published for {published}: not known in this size"
+        """Return the machine without area and power, because they are published for the other size `published`."""
+        note = f"area and power of {self.name} are published for {published}: unknown for this size"
         return replace(self, modules={}, notes=(*self.notes, note))
 
     def values(self) -> dict[str, Setting]:
-        """Every value that can be changed, by its path; of modules none."""
+        """Return every value that can be changed, by its path; modules have none."""
         values = {**self.settings, "clock": self.clock, "node": self.node, "copies": self.copies}
         for kind in ("stations", "memories"):
             for name, part in getattr(self, kind).items():
@@ -181,7 +185,7 @@ class AcceleratorSpec:
             if name not in parts:
                 raise UsageError(f"{self.name} has no {path.rpartition('.')[0]}", fix=did_you_mean(name, parts))
             if key not in _keys(parts[name]) or key == "name":
-                raise UsageError(f"{first} have no {key!r}", fix=did_you_mean(key, _keys(parts[name]) - {"name"}))
+                raise UsageError(f"{path}: no key {key!r}", fix=did_you_mean(key, _keys(parts[name]) - {"name"}))
             part = replace(parts[name], **{key: _like(path, value, getattr(parts[name], key))})
             return replace(self, **{first: {**parts, name: part}})
         known = [*self.settings, "clock", "copies"]
@@ -190,21 +194,23 @@ class AcceleratorSpec:
         raise UsageError(f"{self.name} has no value {path!r}", fix=did_you_mean(path, known))
 
     def with_bandwidth(self, bandwidth: float) -> "AcceleratorSpec":
-        """The machine behind one outer memory, "dram", of so many bytes/s for all its copies together."""
+        """Return the machine with one outer memory, "dram", of this bandwidth in bytes/s for all copies together."""
         dram = replace(
             self.memories.get("dram", AcceleratorMemory("dram")), bandwidth=bandwidth / self.copies, shared=True
         )
         return replace(self, memories={**self.memories, "dram": dram})
 
     def scaled_stations(self, by: int, over: int) -> dict[str, PipelineStation]:
-        """The stations `by` / `over` times as wide, in whole numbers from 1 on."""
+        """Return the stations `by` / `over` times as wide, in whole numbers from 1."""
         return {
             name: replace(station, width=max(1, station.width * by // over)) for name, station in self.stations.items()
         }
 
     def scaled_modules(self, factors: Mapping[str, float]) -> Mapping[str, ChipModule]:
-        """The modules with area and power in proportion, by what they are active with, memories apart; an assumption,
-        as any is."""
+        """Return the modules with area and power scaled by the factor of their station or activity.
+
+        Memories are not scaled. Proportional scaling is an assumption.
+        """
         return {
             name: replace(
                 module,
@@ -221,7 +227,7 @@ def _keys(part: object) -> set[str]:
 
 
 def _like(path: str, value: object, present: Setting) -> Any:
-    """`value`, perhaps as text, as the kind of value that is there now."""
+    """Convert a value, which may be text, to the type of the present value. Raises UsageError if it cannot be."""
     if isinstance(present, str):
         return str(value)
     text = str(value).lower()

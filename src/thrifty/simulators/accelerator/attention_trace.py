@@ -1,8 +1,7 @@
-"""Layers of attention: operands, or only which pairs are kept; the workload of all designs.
+"""Layers of attention: operands, or only the mask of kept pairs; the workload of all designs.
 
-Masks are True for what is kept, and packed eight to a byte. (Published files differ: ViTCoD's are True for what is
-pruned.) Shapes: e examples, h heads, t queries, s keys, k head width, u = e·h units.
-"""
+Masks are True for kept pairs, packed eight to a byte. (ViTCoD's published files are True for pruned pairs.) Shapes: e
+examples, h heads, t queries, s keys, k head width, u = e·h units."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,22 +16,22 @@ _NUMBERS, _LENGTHS = ("q", "k", "v"), ("query_lengths", "key_lengths")
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One layer's attention. Raises UsageError for operands that do not fit together or hold what is no number."""
+    """One layer's attention. Raises UsageError for operands of mismatched shapes or with non-finite values."""
 
     name: str
     examples: int
     heads: int
     queries: int
-    """Of the longest example; likewise `keys`."""
+    """Queries of the longest example; likewise `keys`."""
     keys: int
     width: int
-    """Of a head."""
+    """Width of a head."""
     query_lengths: np.ndarray
-    """(e,) queries that are no padding."""
+    """(e,) queries without padding."""
     key_lengths: np.ndarray
-    """(e,)"""
+    """(e,) keys without padding."""
     packed: np.ndarray | None = None
-    """(e, h, t, ⌈s/8⌉) uint8: the pairs that are kept; None for all."""
+    """(e, h, t, ⌈s/8⌉) uint8: the kept pairs; None for all."""
     q: np.ndarray | None = None
     """(e, h, t, k)"""
     k: np.ndarray | None = None
@@ -40,45 +39,48 @@ class AttentionLayer:
     v: np.ndarray | None = None
     """(e, h, s, k)"""
     counts: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """(e, h, t) whole numbers that a filter tells beside its mask: "candidates", "iterations"."""
+    """(e, h, t) integers that a filter counts in addition to its mask: "candidates", "iterations"."""
     bits: int = 16
-    """Of an operand, as recorded."""
+    """Bits of a recorded operand."""
 
     def __post_init__(self) -> None:
         self._check_kinds()
         e, h, t, s, d = self.examples, self.heads, self.queries, self.keys, self.width
-        wanted = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d)}
-        wanted |= {"packed": (e, h, t, -(-s // 8)), "query_lengths": (e,), "key_lengths": (e,)}
-        for name, shape in wanted.items():
+        shapes = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d)}
+        shapes |= {"packed": (e, h, t, -(-s // 8)), "query_lengths": (e,), "key_lengths": (e,)}
+        for name, shape in shapes.items():
             array = getattr(self, name)
             if array is not None and array.shape != shape:
                 raise UsageError(
-                    f"layer {self.name}: {name} is {array.shape}, where {shape} was expected",
-                    fix="pad all examples of a layer alike, and give their lengths",
+                    f"layer {self.name!r}: {name} has shape {array.shape}, expected {shape}",
+                    fix="pad all examples of a layer to one length, and pass their lengths",
                 )
         for name in _NUMBERS:
             array = getattr(self, name)
             if array is not None and not np.isfinite(array).all():
                 place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
-                raise UsageError(f"layer {self.name}: {name} is {array[place]} at {place}", fix="record it again")
+                raise UsageError(f"layer {self.name!r}: {name} is {array[place]} at {place}", fix="record it again")
         for name, most in zip(_LENGTHS, (t, s), strict=True):
             lengths = getattr(self, name)
             if (lengths < 1).any() or (lengths > most).any():
                 raise UsageError(
-                    f"layer {self.name}: {name} are {lengths.min()} to {lengths.max()}, of {most}",
-                    fix=f"give lengths from 1 to {most}",
+                    f"layer {self.name!r}: {name} are {lengths.min()} to {lengths.max()}",
+                    fix=f"pass lengths from 1 to {most}",
                 )
         for name, array in self.counts.items():
             if array.shape != (e, h, t) or array.dtype.kind not in "iu" or (array < 0).any():
-                raise UsageError(f"layer {self.name}: counts of {name} must be {(e, h, t)} whole numbers from 0 on")
+                raise UsageError(
+                    f"layer {self.name!r}: counts of {name!r} are {array.dtype} {array.shape}",
+                    fix=f"pass integers from 0 of shape {(e, h, t)}",
+                )
         self._check_rows()
 
     def _check_kinds(self) -> None:
-        """Sizes are whole numbers above zero, and arrays of the dtype that their name asks for."""
+        """Raise UsageError unless sizes are integers above zero and arrays have their dtypes."""
         for name in ("examples", "heads", "queries", "keys", "width", "bits"):
             size = getattr(self, name)
             if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
-                raise UsageError(f"layer {self.name}: {name} is {size!r}", fix="it must be a whole number from 1 on")
+                raise UsageError(f"layer {self.name!r}: {name} is {size!r}", fix="pass a whole number from 1")
         for names, kinds, word in (
             (_NUMBERS, "f", "floats"),
             (_LENGTHS, "iu", "whole numbers"),
@@ -87,7 +89,7 @@ class AttentionLayer:
             for name in names:
                 array = getattr(self, name)
                 if array is not None and (array.dtype.kind not in kinds or (kinds == "u" and array.itemsize > 1)):
-                    raise UsageError(f"layer {self.name}: {name} is {array.dtype}", fix=f"give {word}")
+                    raise UsageError(f"layer {self.name!r}: {name} is {array.dtype}", fix=f"pass {word}")
 
     def _check_rows(self) -> None:
         if self.packed is None:
@@ -97,9 +99,9 @@ class AttentionLayer:
             unit, row = map(int, np.argwhere(empty)[0])
             example, head = divmod(unit, self.heads)
             raise UsageError(
-                f"layer {self.name}: the mask keeps no key for query {row} of head {head}, example {example} "
+                f"layer {self.name!r}: the mask keeps no key for query {row} of head {head}, example {example} "
                 f"({int(empty.sum())} such rows)",
-                fix="keep at least the largest score of each query; masks are True for what is kept",
+                fix="keep at least the largest score of each query; masks are True for kept pairs",
             )
 
     @property
@@ -121,11 +123,11 @@ class AttentionLayer:
         return np.arange(self.queries) < self.unit_queries[:, None]
 
     def per_query(self, cycles: np.ndarray | int) -> np.ndarray:
-        """`cycles` broadcast to (u, t), 0 for queries that are padding."""
+        """Broadcast `cycles` to (u, t), with 0 for padding queries."""
         return np.where(self._real_queries, cycles, 0).astype(np.int64)
 
     def kept(self) -> np.ndarray:
-        """(u, t, s) True for pairs that are computed: by the mask, and no padding."""
+        """Return the kept pairs (u, t, s): True by the mask, and not padding."""
         real = np.arange(self.keys) < self.unit_keys[:, None]
         real = real[:, None, :] & self._real_queries[:, :, None]
         if self.packed is None:
@@ -134,29 +136,29 @@ class AttentionLayer:
 
     @cached_property
     def kept_counts(self) -> np.ndarray:
-        """(u, t) keys that each query keeps."""
+        """(u, t) number of keys that each query keeps."""
         if self.packed is None:
             return self.per_query(self.unit_keys[:, None])
         return self.kept().sum(-1, dtype=np.int64)
 
     def count(self, name: str) -> np.ndarray | None:
-        """What a filter counted (u, t), where the trace has it."""
+        """Return a filter's counts (u, t) by name, or None if the trace has none."""
         counts = self.counts.get(name)
         return None if counts is None else self.per_query(counts.reshape(self.units, self.queries))
 
     @property
     def density(self) -> float:
-        """The share of pairs that are kept, padding left out."""
+        """Fraction of kept pairs, without padding."""
         return float(self.kept_counts.sum() / (self.unit_queries * self.unit_keys).sum())
 
     def masked(self, mask: np.ndarray, counts: Mapping[str, np.ndarray] | None = None) -> "AttentionLayer":
-        """The same layer with another mask (e, h, t, s), and what its filter counted."""
+        """Return the layer with another mask (e, h, t, s) and its filter's counts."""
         return replace(self, packed=packed(mask), counts=counts or {})
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionTrace:
-    """Layers, and where they are from."""
+    """Layers and their provenance."""
 
     name: str
     layers: tuple[AttentionLayer, ...]
@@ -164,11 +166,11 @@ class AttentionTrace:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise UsageError(f"trace {self.name} has no layers", fix="record a model that computes attention")
+            raise UsageError(f"trace {self.name!r} has no layers", fix="record a model that computes attention")
 
     @property
     def density(self) -> float:
-        """The share of all pairs that are kept."""
+        """Fraction of kept pairs over all layers, without padding."""
         pairs = [float((layer.unit_queries * layer.unit_keys).sum()) for layer in self.layers]
         return sum(l.density * p for l, p in zip(self.layers, pairs, strict=True)) / sum(pairs)  # noqa: E741
 
@@ -189,17 +191,19 @@ def layer_of(
     width: int = 64,
     bits: int = 16,
 ) -> AttentionLayer:
-    """A layer of what there is of it: a mask (e, h, t, s), or q (e, h, t, k) and k (e, h, s, k).
+    """Return a layer of a mask (e, h, t, s), or of q (e, h, t, k) and k (e, h, s, k), or of both.
 
-    `lengths` (e,) are of queries and, unless `key_lengths` are given, of keys too; `width` is that of a head where
-    there is no q.
+    `lengths` (e,) count queries, and keys too if they are as many and there are no `key_lengths`. Without q, `width` is
+    the head width. Raises UsageError if there is neither a mask nor q and k.
     """
     if mask is not None and mask.ndim == 4:
         examples, heads, queries, keys = mask.shape
     elif q is not None and k is not None and q.ndim == k.ndim == 4:
         (examples, heads, queries, _), keys = q.shape, k.shape[2]
     else:
-        raise UsageError(f"layer {name} has neither a mask (e, h, t, s), nor q and k (e, h, t, k)")
+        raise UsageError(
+            f"layer {name!r} has neither a mask (e, h, t, s), nor q and k (e, h, t, k)", fix="pass one of them"
+        )
     longest = np.full(examples, queries)
     query_lengths = longest if lengths is None else np.asarray(lengths)
     if key_lengths is None:
@@ -213,12 +217,12 @@ def layer_of(
 
 
 def packed(mask: np.ndarray) -> np.ndarray:
-    """A boolean array with its last dim eight to a byte."""
+    """Pack a boolean array, eight elements of the last dim to a byte. Raises UsageError for another dtype."""
     if mask.dtype != np.bool_:
-        raise UsageError(f"a mask must be boolean, this is {mask.dtype}", fix="True for the pairs that are kept")
+        raise UsageError(f"the mask is {mask.dtype}, not boolean", fix="pass True for kept pairs, for example mask > 0")
     return np.packbits(mask, axis=-1)
 
 
 def unpacked(bitmap: np.ndarray, keys: int) -> np.ndarray:
-    """`packed` undone."""
+    """Unpack an array of `packed`, with `keys` elements in the last dim."""
     return np.unpackbits(bitmap, axis=-1, count=keys).astype(bool)

@@ -1,10 +1,8 @@
-"""Each design's own filter on a recorded trace, set so that all keep the same share of the pairs.
+"""Each design's own filter on a recorded trace, at the same density for all designs.
 
-The filters are those of `kernels/attention_filters`; what is found here is only the threshold that keeps the share, or
-the share at which outputs are off by so much. `attention_error.py` tells what is lost, without which speed says
-little. A filter that is trained with its model (DOTA's detector) is not trained here, and one that learns from a
-training set (ViTCoD's average maps) has the examples of the trace alone.
-"""
+`kernels/attention_filters` has the filters; this module searches the threshold of a density, or the density of an
+output error. `attention_error.py` measures the lost accuracy. DOTA's detector, which is trained with its model, is not
+trained here. ViTCoD's average maps, from a training set in the paper, are of the trace's examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,15 +26,14 @@ from thrifty.simulators.accelerator.attention_error import attention_cost
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
 
 LONGEST = 4.0
-"""Rounds of A3's search over the number of keys; a row of products has a head's width of them."""
+"""Most iterations of A3's search, over the number of keys; a row of products has a head's width of them."""
 REDUCTION = 0.2
-"""Of DOTA's detector, over the width of a head (unverified)."""
+"""Width of DOTA's detector over the width of a head (unverified)."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerHeads:
-    """A layer's tensors: q (e, h, t, k), k (e, h, s, k), what is visible (e, h, t, s), the share to keep, and which
-    layer of how many it is."""
+    """A layer's q (e, h, t, k), k (e, h, s, k), visible pairs (e, h, t, s), density, number, and the layer count."""
 
     q: Tensor
     k: Tensor
@@ -47,16 +44,16 @@ class LayerHeads:
 
     @property
     def probabilities(self) -> Tensor:
-        """Exact softmax, 0 where a query sees nothing."""
+        """Exact softmax (e, h, t, s), zeros for queries that see nothing."""
         return seen_softmax(exact_scores(self.q, self.k), self.visible)
 
 
-Found = tuple[Tensor, dict[str, np.ndarray]]
+FilterResult = tuple[Tensor, dict[str, np.ndarray]]
 """A mask (e, h, t, s), and counts (e, h, t) by name."""
 
 
 def highest(scores: Tensor, visible: Tensor, density: float) -> Tensor:
-    """The mask of a threshold that keeps this share of the visible pairs (e, h, t, s), and one pair of each query."""
+    """Return the mask (e, h, t, s) of a threshold that keeps this fraction of the visible pairs, and one per query."""
     seen = scores[visible]
     if not len(seen):
         return torch.zeros_like(visible)
@@ -65,7 +62,7 @@ def highest(scores: Tensor, visible: Tensor, density: float) -> Tensor:
     return with_one(scores >= threshold, scores, visible)
 
 
-def _elsa(heads: LayerHeads) -> Found:
+def _elsa(heads: LayerHeads) -> FilterResult:
     sizes = elsa_filter.factor_sizes(heads.q.shape[-1])
     factors = [torch.tensor(factor) for factor in elsa_filter.seeded_factors(sizes, 0)]
     similarity = elsa_filter.elsa_similarity(heads.q, heads.k, factors, elsa_filter.angle_bias(sizes))
@@ -73,42 +70,46 @@ def _elsa(heads: LayerHeads) -> Found:
     return highest(similarity / largest, heads.visible, heads.density), {}
 
 
-def _a3(heads: LayerHeads, searched: float = 0.5) -> Found:
-    """Candidates of the conservative search, then as many of them as the share allows. A search that finds fewer is
-    made twice as long, up to LONGEST."""
+def _a3(heads: LayerHeads, searched: float = 0.5) -> FilterResult:
+    """Return the candidates of the conservative search with the highest scores, up to the density.
+
+    A search that finds too few candidates is repeated with twice the iterations, up to LONGEST.
+    """
     candidates = a3_filter.a3_candidates(heads.q, heads.k, searched, heads.visible)
     if candidates.sum() < heads.density * heads.visible.sum() and searched < LONGEST:
         return _a3(heads, 2 * searched)
     scores = exact_scores(heads.q, heads.k)
     below = scores - scores.masked_fill(~candidates, float("-inf")).amax(-1, keepdim=True)
-    share = min(1.0, heads.density * float(heads.visible.sum()) / max(float(candidates.sum()), 1.0))
-    keep = with_one(highest(below, candidates, share) & candidates, scores, heads.visible)
+    fraction = min(1.0, heads.density * float(heads.visible.sum()) / max(float(candidates.sum()), 1.0))
+    keep = with_one(highest(below, candidates, fraction) & candidates, scores, heads.visible)
     rounds = (heads.visible.sum(-1) * searched).ceil()
     return keep, {"candidates": _whole(candidates.sum(-1)), "iterations": _whole(rounds)}
 
 
-def _sanger(heads: LayerHeads) -> Found:
+def _sanger(heads: LayerHeads) -> FilterResult:
     largest = tuple(float(sanger_filter.unit_rows(x)[0].abs().amax()) for x in (heads.q, heads.k))
     scores = sanger_filter.predicted_scores(heads.q, heads.k, 4, (largest[0], largest[1]))
     predicted = scores.masked_fill(~heads.visible, float("-inf")).softmax(-1).nan_to_num(0.0)
     return highest(predicted, heads.visible, heads.density), {}
 
 
-def _dota(heads: LayerHeads) -> Found:
-    """By queries and keys through a random projection, in place of a trained detector; as many keys for each query, or
-    all that it sees."""
+def _dota(heads: LayerHeads) -> FilterResult:
+    """Return equally many keys for each query, or all it sees, by scores of randomly projected queries and keys.
+
+    The random projection replaces DOTA's trained detector.
+    """
     width, count = heads.q.shape[-1], heads.visible.shape[-1]
     generator = torch.Generator().manual_seed(0)
     projection = dota_filter.sparse_projection(width, max(1, round(REDUCTION * width)), generator)
     scores = exact_scores(heads.q.float() @ projection, heads.k.float() @ projection)
     seen = heads.visible.sum(-1).flatten(1)
-    reaching = (seen[..., None] > torch.arange(count)).sum(1)  # queries that have so many keys and one more
+    reaching = (seen[..., None] > torch.arange(count)).sum(1)  # queries that see more than 0, 1, … keys
     counts = (reaching.cumsum(-1) - heads.density * seen.sum(-1, keepdim=True)).abs().argmin(-1) + 1
     return dota_filter.keep_of(dota_filter.balanced_keys(scores, int(counts.max()), heads.visible, counts), count), {}
 
 
-def _vitcod(heads: LayerHeads) -> Found:
-    """One mask for all examples, of the average of their maps; the share of information is searched for."""
+def _vitcod(heads: LayerHeads) -> FilterResult:
+    """Return one mask for all examples, from the average of their maps, at a searched threshold of information."""
     average = heads.probabilities.mean(0)
     low, high = 0.0, 1.0
     for _ in range(14):
@@ -119,62 +120,67 @@ def _vitcod(heads: LayerHeads) -> Found:
     return with_one(keep, heads.probabilities, heads.visible), {}
 
 
-FILTERS: dict[str, Callable[[LayerHeads], Found]] = {
+FILTERS: dict[str, Callable[[LayerHeads], FilterResult]] = {
     "elsa": _elsa,
     "a3": _a3,
     "sanger": _sanger,
     "dota": _dota,
     "vitcod": _vitcod,
 }
-"""Of one layer, by design. SpAtten's goes on from layer to layer: `_cascaded`."""
+"""Filters of one layer, by design. SpAtten's filter works across layers: `_cascaded`."""
 EXACT = "exact"
-"""The pairs of the highest scores, the same for every design; no accelerator can know them beforehand."""
+"""The filter of the highest exact scores, the same for every design; no accelerator can know them beforehand."""
 SELECTIVE = (*FILTERS, "spatten")
-"""Designs that can leave pairs out; others compute all of them."""
+"""Designs that can omit pairs; others compute all pairs."""
 
 
 def uses_masks(machine: AcceleratorSpec) -> bool:
-    """Whether masks are of any use to it: to no design without a filter, nor to one whose `approximate` is off."""
+    """Return True if masks change the machine's work: its design has a filter, and `approximate` is on."""
     return machine.design in SELECTIVE and bool(machine.settings.get("approximate", True))
 
 
 def apply_design_filter(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
-    """The trace with the masks of a design's own filter, or of EXACT scores, near a density of what is visible in it;
-    as it is for a design without one. Its provenance tells the "filter", "softmax kept" and, where values were
-    recorded, "output error". Raises UsageError for a trace without queries and keys."""
-    return _told(trace, _masked(trace, design, density))
+    """Return the trace with the masks of a design's own filter, or of EXACT scores, near a density of visible pairs.
+
+    For a design without a filter the trace is unchanged. The provenance has the "filter", "softmax kept" and, if values
+    were recorded, "output error". Raises UsageError for a trace without queries and keys.
+    """
+    return _with_errors(trace, _masked(trace, design, density))
 
 
 def filter_within_error(trace: AttentionTrace, design: str, error: float) -> AttentionTrace:
-    """The same at the lowest density in hundredths, found by halving, at which the output error is no more than
-    `error`; at density 1, and "within allowed" told as "no", where even that has more. Raises UsageError for a trace
-    without values too."""
+    """Return the trace of `apply_design_filter` at the lowest density whose output error is at most `error`.
+
+    The density is a multiple of 0.01, by bisection. If even density 1 has a larger error, it is used, and the
+    provenance has "within allowed" "no". Raises UsageError for a trace without queries, keys and values.
+    """
     if not 0 < error < 1:
-        raise UsageError(f"an error of {error:g} is not in (0, 1)", fix="it is a share of the outputs' length")
+        raise UsageError(f"an error of {error:g} is not in (0, 1)", fix="pass a fraction of the outputs' norm, as 0.05")
     if design not in (*SELECTIVE, EXACT):
         return trace
     best, low, high = None, 0, 101
     while high - low > 1:
         middle = (low + high) // 2
-        tried = _masked(trace, design, middle / 100)
-        off = attention_cost(trace, tried).output_error
-        if off is None:
-            raise UsageError("the trace has no values, which outputs are made of", fix="record a run or a preset")
-        low, high, best = (low, middle, tried) if off <= error else (middle, high, best)
-    told = _told(trace, best or _masked(trace, design, 1.0))
+        masked = _masked(trace, design, middle / 100)
+        output_error = attention_cost(trace, masked).output_error
+        if output_error is None:
+            raise UsageError("the trace has no values, which outputs require", fix="record a run or a preset")
+        low, high, best = (low, middle, masked) if output_error <= error else (middle, high, best)
+    result = _with_errors(trace, best or _masked(trace, design, 1.0))
     about = {"error allowed": f"{error:g}", "within allowed": "yes" if best else "no"}
-    return replace(told, provenance={**told.provenance, **about})
+    return replace(result, provenance={**result.provenance, **about})
 
 
 def _masked(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
     if design not in (*SELECTIVE, EXACT):
         return trace
     if not 0 < density <= 1:
-        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="it is the share that is kept")
+        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="pass the fraction of kept pairs, as 0.2")
     for layer in trace.layers:
         if layer.q is None or layer.k is None:
             raise UsageError(
-                f"layer {layer.name} has no queries and keys, which a filter needs", fix="record a run or a preset"
+                f"layer {layer.name!r} has no queries and keys, which a filter requires",
+                fix="record a run or a preset",
             )
     heads = [_heads(layer, density, number, len(trace.layers)) for number, layer in enumerate(trace.layers)]
     with torch.no_grad():
@@ -188,7 +194,7 @@ def _masked(trace: AttentionTrace, design: str, density: float) -> AttentionTrac
     return replace(trace, layers=layers, provenance={**trace.provenance, "filter": design})
 
 
-def _told(before: AttentionTrace, after: AttentionTrace) -> AttentionTrace:
+def _with_errors(before: AttentionTrace, after: AttentionTrace) -> AttentionTrace:
     if after is before:
         return after
     cost = attention_cost(before, after)
@@ -198,7 +204,7 @@ def _told(before: AttentionTrace, after: AttentionTrace) -> AttentionTrace:
     return replace(after, provenance=about)
 
 
-def _exact(heads: LayerHeads) -> Found:
+def _exact(heads: LayerHeads) -> FilterResult:
     return highest(heads.probabilities, heads.visible, heads.density), {}
 
 
@@ -211,9 +217,11 @@ def _heads(layer: AttentionLayer, density: float, number: int, layers: int) -> L
     )
 
 
-def _cascaded(heads: list[LayerHeads]) -> list[Found]:
-    """SpAtten's, with the average share of dropped tokens searched for. Its first layers drop none, so that few layers
-    cannot keep little."""
+def _cascaded(heads: list[LayerHeads]) -> list[FilterResult]:
+    """Return SpAtten's masks, at a searched average fraction of dropped tokens.
+
+    Its first layers drop no tokens, so few layers cannot reach a low density.
+    """
     pairs = sum(int(each.visible.sum()) for each in heads)
     low, high = 0.0, 0.9
     for _ in range(10):
@@ -223,21 +231,27 @@ def _cascaded(heads: list[LayerHeads]) -> list[Found]:
     return _dropping(heads, high)
 
 
-def _dropping(heads: list[LayerHeads], average: float) -> list[Found]:
-    """Tokens that mattered least so far go, more and more of them. A dropped query keeps one pair, as a trace needs,
-    which "alive" says is not computed. No values are dropped for one query alone."""
-    results: list[Found] = []
+def _dropping(heads: list[LayerHeads], average: float) -> list[FilterResult]:
+    """Return the masks after dropping the least important tokens, more in each later layer.
+
+    A dropped query keeps one pair, because a trace requires one; its "alive" count of 0 marks it as not computed.
+    Values are not dropped for single queries.
+    """
+    results: list[FilterResult] = []
     alive = heads[0].visible.any(1).any(1)
     importance = torch.zeros(alive.shape)
     for each in heads:
         e, h, t, s = each.visible.shape
         if t != s:
-            raise UsageError(f"{t} queries are not the same tokens as {s} keys", fix="SpAtten drops both together")
-        gone = spatten_filter.pruned_share(
+            raise UsageError(
+                f"SpAtten drops queries and keys together, but the trace has {t} queries and {s} keys",
+                fix="trace self-attention",
+            )
+        dropped = spatten_filter.pruned_share(
             each.number, each.layers, average, 0.2 * average, spatten_filter.TOKENS_SPARED
         )
         tokens = each.visible.any(1).any(1).sum(-1)
-        keep = (tokens * (1 - gone)).round().long().clamp(min=1).tolist()
+        keep = (tokens * (1 - dropped)).round().long().clamp(min=1).tolist()
         chosen = [spatten_filter.cascade(i, a, n) for i, a, n in zip(importance, alive, keep, strict=True)]
         alive = torch.stack(chosen)
         left = each.visible & alive[:, None, :, None] & alive[:, None, None, :]
@@ -247,8 +261,8 @@ def _dropping(heads: list[LayerHeads], average: float) -> list[Found]:
     return results
 
 
-def _computed(result: Found) -> Tensor:
-    """The mask without the rows of dropped queries."""
+def _computed(result: FilterResult) -> Tensor:
+    """Return the mask without the rows of dropped queries."""
     mask, counts = result
     return mask & torch.from_numpy(counts["alive"] > 0)[..., None] if "alive" in counts else mask
 

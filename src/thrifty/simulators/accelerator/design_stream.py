@@ -1,7 +1,6 @@
-"""What a design makes of a layer: items through stations in tandem, with their cycles, bytes and operations.
+"""Streams of items that a design makes of a layer: cycles at each station, bytes and operations.
 
-Shapes: s stations, u units of work (one head of one example), i items of a unit (queries, tiles, columns).
-"""
+Shapes: s stations, u units of work (one head of one example), i items of a unit (queries, tiles, columns)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,49 +16,46 @@ from thrifty.simulators.accelerator.priced_operations import Operations
 
 @dataclass(frozen=True)
 class ItemStream:
-    """A layer's work for one design. Cycles are whole numbers.
-
-    Units with fewer items than others end in items that take no time.
-    """
+    """A layer's work for one design, in whole cycles. Shorter units are padded with items that take no time."""
 
     service: np.ndarray
     """(s, u, i) cycles that each item occupies each station of the machine."""
     macs: float
-    """Multiply-accumulate operations of scores and values that are carried out."""
+    """Multiply-accumulate operations of scores and values, as executed."""
     read: np.ndarray
-    """(u,) bytes from the outer memory before a unit can begin."""
+    """(u,) bytes read from the outer memory before a unit can begin."""
     written: np.ndarray
-    """(u,) bytes to the outer memory after it."""
+    """(u,) bytes written to the outer memory after a unit."""
     lead: np.ndarray | int = 0
     """(u,) cycles before the first item."""
     active: Mapping[str, float] = field(default_factory=dict)
-    """Cycles in which modules are at work, all units together, where that is not a station's service."""
+    """Active cycles over all units, by activity, for modules whose activity is not a station's service."""
     operations: Operations = field(default_factory=dict)
     overlapped: bool = False
-    """Whether `read` and `written` happen within the items' cycles, so that the outer memory adds none."""
+    """True if reads and writes happen within the items' cycles, so that the outer memory adds none."""
     notes: tuple[str, ...] = ()
     transfers: Mapping[str, "ItemTransfer"] = field(default_factory=dict)
-    """Stations whose service is a transfer, by name: the event engine asks the memory how long each takes."""
+    """Transfers by station, for stations whose service is a transfer; the event engine computes their times."""
     servers: Mapping[str, int] = field(default_factory=dict)
-    """Items that a station serves at a time, where that is not one; such streams are played by events."""
+    """Items that a station serves at a time, if not one; requires the event engine."""
     windows: Mapping[str, int] = field(default_factory=dict)
-    """Of how many items in order a station takes the first that has arrived, where that is not one; likewise."""
+    """Items in order of which a station takes the first that has arrived, if not one; requires the event engine."""
 
     @property
     def needs_events(self) -> bool:
-        """Whether the scan cannot say when its items are served."""
+        """True if the scan engine cannot compute the times."""
         return bool(self.servers or self.windows)
 
 
 @dataclass(frozen=True)
 class ItemTransfer:
-    """Items that are fetched, or written, at a station."""
+    """Items that a station reads or writes through a memory."""
 
     memory: str
     bytes: np.ndarray
-    """(u, i)."""
+    """(u, i) bytes of each item."""
     banks: np.ndarray | None = None
-    """(u, i) the bank of an item's first burst; bursts go on from there. Items follow each other where not given."""
+    """(u, i) bank of an item's first burst; further bursts take the next banks. By default items follow each other."""
 
 
 @dataclass(frozen=True)
@@ -68,50 +64,55 @@ class AcceleratorDesign:
 
     name: str
     stations: tuple[str, ...]
-    """In the order in which items pass them."""
+    """Stations in the order in which items pass them."""
     lower: Callable[[Any, AcceleratorSpec], ItemStream]
-    """Of an `AttentionLayer`, or of what else `workload` names."""
+    """Return the items of an `AttentionLayer`, or of another `workload`."""
     multipliers: Callable[[AcceleratorSpec], int]
-    """Multipliers of scores and values in one copy: what a budget of multipliers counts."""
+    """Return the multipliers of scores and values in one copy, which a budget counts."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """What a machine may set besides its stations, with the defaults."""
+    """Settings of a machine in addition to its stations, with their defaults."""
     sizes: tuple[str, ...] = ()
     """Names of the settings that are hardware sizes."""
     resized: Callable[[AcceleratorSpec, int], AcceleratorSpec] | None = None
-    """One copy with at most so many multipliers; None for a design of one size, of which there are more or fewer."""
+    """Return one copy with at most this many multipliers. None for a design of one size: a budget changes `copies`."""
     least: Callable[[AcceleratorSpec], int] = lambda machine: 1
-    """The fewest multipliers that a resized copy has."""
+    """Return the fewest multipliers of a resized copy."""
     grows: bool = False
-    """True if one copy may be larger than the machine's; more of them have the larger budgets of other designs."""
+    """True if a larger budget enlarges the copy; otherwise it adds copies."""
     activities: tuple[str, ...] = ()
-    """Names in `ItemStream.active` that modules may go by, besides the stations."""
+    """Names in `ItemStream.active` that modules may use, in addition to the stations."""
     workload: str = "attention"
-    """Or "spgemm": phases of products of sparse matrices."""
+    """ "attention", or "spgemm" for phases of products of sparse matrices."""
 
     def scaled(self, machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-        """The machine with at most so many multipliers, all copies together; UsageError where it cannot be so small."""
+        """Return the machine with at most `budget` multipliers in all copies together.
+
+        Raises UsageError if the design cannot be as small.
+        """
         own = self.multipliers(machine)
         least = own if self.resized is None else self.least(machine)
         if budget < least:
-            raise UsageError(f"{machine.name} needs {least} multipliers, not {budget}", fix=f"give at least {least}")
+            raise UsageError(
+                f"{machine.name!r} requires at least {least} multipliers, not {budget}", fix=f"multipliers={least}"
+            )
         if self.resized is None or (budget >= own and not self.grows):
             return replace(machine, copies=budget // own)
         return replace(self.resized(machine, budget), copies=1)
 
 
 def ceil_div(number: np.ndarray, by: int) -> np.ndarray:
-    """Whole cycles for `number` things, `by` at a time."""
+    """Return `number` / `by`, rounded up: the cycles of `number` operations, `by` per cycle."""
     return -(-number // by)
 
 
 def whole_cycles(cycles: np.ndarray) -> np.ndarray:
-    """Whole cycles along the last dim that add up to those given, rounded up at each place."""
+    """Round cycles to whole ones along the last dim, so that each running total is rounded up."""
     ends = np.ceil(np.cumsum(cycles, axis=-1) - 1e-6).astype(np.int64)
     return np.diff(ends, prepend=0)
 
 
 def operand_bytes(layer: AttentionLayer, bits: float) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of queries, keys and values, and bytes of the output, of each unit (u,)."""
+    """Return the bytes of queries, keys and values, and the bytes of the output, of each unit (u,)."""
     queries, keys = layer.unit_queries, layer.unit_keys
     each = layer.width * bits / 8
     return (queries + 2 * keys) * each, queries * each

@@ -1,7 +1,6 @@
-"""Energy in two ways: what published modules take while they are at work, and counted actions by a table.
+"""Energy by two methods: power of published modules over their active cycles, and counted actions by an energy table.
 
-Tables differ by 2 to 18 times for one and the same action, so every energy names its own, and `by_tables` shows all.
-"""
+Tables differ by 2 to 18 times for the same action. So every energy names its table, and `by_tables` compares all."""
 
 import math
 import tomllib
@@ -16,23 +15,23 @@ from thrifty.simulators.accelerator.priced_operations import Operations, PricedO
 
 PICOJOULE = 1e-12
 _GROWTH = {"int_multiply": 2.0, "float_multiply": 2.0, "sram": 0.5}
-"""Where a table has one point, energy goes with this power of the bits (of the bytes for "sram"), else in proportion:
-an assumption."""
+"""Exponents, by kind, for a table with one point: energy scales with this power of the bits (bytes for "sram"). Other
+kinds scale in proportion. Both are assumptions."""
 
 
 @dataclass(frozen=True)
 class EnergyEstimate:
-    """An energy in J, and how it was found."""
+    """An energy in J, and its method."""
 
     mode: str
     """ "activity" or "actions"."""
     table: str
-    """What it was priced by: "published modules", or the name of a table."""
+    """Source of the prices: "published modules", or the name of a table."""
     total: float
     parts: Mapping[str, float]
     """J by module, or by kind of action."""
     unpriced: tuple[str, ...] = ()
-    """Actions that the table does not know; they are not in the total."""
+    """Actions missing in the table; the total excludes them."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,18 @@ class EnergyTable:
     source: str
     grade: str
     points: Mapping[str, Mapping[int, float]]
-    """By kind, bits (for "sram" bytes of the memory) to pJ."""
+    """pJ by kind and bits (for "sram", bytes of the memory)."""
     unit_bits: Mapping[str, int] = field(default_factory=dict)
-    """Bits that a point of "sram" is for."""
+    """Bits per access that the points of "sram" refer to."""
 
     def picojoules(self, operation: PricedOperation) -> float | None:
-        """Of one action, between the points on a logarithmic scale; None where the table has none of its kind."""
+        """Return the pJ of one action, interpolated on a logarithmic scale, or None if the table lacks its kind."""
         points = self.points.get(operation.kind)
         if points is None:
             return None
         if operation.kind == "sram":
-            share = operation.bits / self.unit_bits[operation.kind]
-            return share * _between(points, max(operation.capacity, 1), _GROWTH["sram"])
+            accesses = operation.bits / self.unit_bits[operation.kind]
+            return accesses * _between(points, max(operation.capacity, 1), _GROWTH["sram"])
         return _between(points, operation.bits, _GROWTH.get(operation.kind, 1.0))
 
 
@@ -75,7 +74,7 @@ def table_names() -> list[str]:
 
 @cache
 def find_table(name: str, end: str = "points") -> EnergyTable:
-    """A table by its name; `end` is "low" or "high" for the ends of what is published as a range."""
+    """Return a table by its name; `end` is "low" or "high" for the ends of published ranges."""
     refuse_unknown("there is no energy table", name, table_names())
     content = tomllib.loads(
         (files("thrifty.simulators.accelerator") / "tables" / f"{name}.toml").read_text(encoding="utf-8")
@@ -89,22 +88,23 @@ def find_table(name: str, end: str = "points") -> EnergyTable:
 
 
 def by_activity(machine: AcceleratorSpec, active: Mapping[str, float], cycles: float) -> EnergyEstimate | None:
-    """Each module's power while at work, and all static power for all `cycles`; None where no power is published.
+    """Return the energy of each module's dynamic power while active, and of static power for all `cycles`.
 
-    `active` is cycles of all copies together, by station or activity; `cycles` is how long all copies are on.
+    `active` counts cycles of all copies together, by station or activity; during `cycles` all copies are on. Returns
+    None if no power is published.
     """
     if not any(module.dynamic or module.static for module in machine.modules.values()):
         return None
     parts = {}
     for name, module in machine.modules.items():
-        # a cycle of work takes the same energy at any clock
+        # the energy of an active cycle does not depend on the clock
         parts[name] = module.dynamic * active.get(module.active, 0.0) / module.clock
         parts[name] += module.static * cycles * machine.copies / machine.clock
     return EnergyEstimate("activity", "published modules", sum(parts.values()), parts)
 
 
 def by_actions(operations: Operations, table: EnergyTable) -> EnergyEstimate:
-    """Counted actions by a table."""
+    """Return the energy of counted actions by a table."""
     parts: dict[str, float] = {}
     unpriced = set()
     for operation, count in operations.items():
@@ -117,7 +117,7 @@ def by_actions(operations: Operations, table: EnergyTable) -> EnergyEstimate:
 
 
 def by_tables(operations: Operations) -> list[EnergyEstimate]:
-    """How much the choice of a table decides: every table, and both ends of ranges."""
+    """Return the energy by every table, and by both ends of published ranges."""
     estimates = [by_actions(operations, find_table(name)) for name in table_names()]
     for name in table_names():
         for end in ("low", "high"):

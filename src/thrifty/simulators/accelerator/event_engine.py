@@ -1,9 +1,8 @@
-"""The event engine: one unit's items through stations in tandem, with what a recurrence cannot say.
+"""Event engine: one unit's items through stations in tandem, with features that a recurrence cannot express.
 
-Stations may have several servers, take items out of order, and transfer through a memory with banks, a crossbar,
-latency and a limit of requests under way. With one server each, in order, and a memory that answers at once the times
-are those of `scan_engine.scan`.
-"""
+Stations may have several servers, take items out of order, and transfer through a memory. The memory has banks, a
+crossbar, latency and a limit of requests in flight. With one server each, in order, and no memory delays, the times
+equal those of `scan_engine.scan`."""
 
 import heapq
 import math
@@ -25,24 +24,29 @@ class StationUnit:
     service: np.ndarray
     """(i,) whole cycles."""
     buffer: int = 0
-    """Items that fit between it and the next; 0 for no limit."""
+    """Items that fit between this station and the next; 0 for no limit."""
     servers: int = 1
     window: int = 1
-    """It takes the first that has arrived of so many items in order: 1 keeps the order."""
+    """Number of items in order of which the station takes the first that has arrived; 1 keeps the order."""
     memory: str = ""
-    """The memory that its items are transferred through, after their service; none where empty."""
+    """Memory that transfers the items after their service; empty for none."""
     bytes: np.ndarray | None = None
-    """(i,) of each item, with `memory`."""
+    """(i,) bytes of each item, with `memory`."""
     banks: np.ndarray | None = None
-    """(i,) bank of an item's first burst; bursts follow each other over the banks where not given."""
+    """(i,) bank of an item's first burst; by default bursts follow each other over the banks."""
 
 
 def play(
     places: Sequence[StationUnit], memories: Sequence[AcceleratorMemory] = (), clock: float = 1.0
 ) -> StationTimeline:
-    """Times of all items of one unit, in cycles of `clock` Hz; stations by server times are (s, 1, i)."""
+    """Return the times (s, 1, i) of all items of one unit, in cycles of `clock` Hz.
+
+    Raises UsageError for stations with different numbers of items, or for an unknown memory.
+    """
     if not places or any(len(place.service) != len(places[0].service) for place in places):
-        raise UsageError("all stations need the service of all items", fix="give items that pass by a service of 0")
+        raise UsageError(
+            "all stations require the service of all items", fix="set a service of 0 for items that skip a station"
+        )
     return _UnitPlay(places, memories, clock).run()
 
 
@@ -52,17 +56,20 @@ class _UnitPlay:
         self.channels = {memory.name: _Channel(memory, clock, self._at) for memory in memories}
         for place in places:
             if place.memory and place.memory not in self.channels:
-                raise UsageError(f"a station transfers through memory {place.memory!r}, which there is not")
+                raise UsageError(
+                    f"a station transfers through memory {place.memory!r}, which does not exist",
+                    fix=f"use one of {', '.join(self.channels) or 'no memories'}",
+                )
         items = len(places[0].service)
         self.start = np.zeros((len(places), 1, items), dtype=np.int64)
         self.end, self.free = np.zeros_like(self.start), np.zeros_like(self.start)
         self.waiting = [deque(range(items)) for _ in places]
-        """Items in order that a station has not begun."""
+        """Items, in order, that each station has not begun."""
         self.arrived = [set(range(items)), *(set() for _ in places[1:])]
         self.idle = [deque([0] * place.servers) for place in places]
-        """Since when each idle server of a station has been so."""
-        self.behind = [0] * len(places)
-        """Items that a station has begun and the next one has not."""
+        """Time since which each idle server of a station has been idle."""
+        self.buffered = [0] * len(places)
+        """Number of items that a station has begun and the next station has not."""
         self.queue: list[tuple[float, int, Callable[[float], None]]] = []
         self.number = 0
 
@@ -79,25 +86,25 @@ class _UnitPlay:
         return StationTimeline(self.start, self.end, self.free, servers)
 
     def _begin(self, station: int, time: int) -> None:
-        """Begin whatever can begin at a station, and what that gives room for before it."""
+        """Begin all items that can begin at a station, then at the station before it, which then has room."""
         place, begun = self.places[station], False
         last = station == len(self.places) - 1
-        while self.idle[station] and (last or not place.buffer or self.behind[station] < place.buffer):
+        while self.idle[station] and (last or not place.buffer or self.buffered[station] < place.buffer):
             item = self._next(station)
             if item is None:
                 break
             begun = True
             self.start[station, 0, item], self.free[station, 0, item] = time, self.idle[station].popleft()
             if not last:
-                self.behind[station] += 1
+                self.buffered[station] += 1
             if station:
-                self.behind[station - 1] -= 1
+                self.buffered[station - 1] -= 1
             self._serve(station, item, time)
         if begun and station:
             self._begin(station - 1, time)
 
     def _next(self, station: int) -> int | None:
-        """The item that a station takes now, if one within its window has arrived."""
+        """Remove and return the item that a station takes now, or None if none in its window has arrived."""
         waiting, arrived = self.waiting[station], self.arrived[station]
         for place in range(min(self.places[station].window, len(waiting))):
             item = waiting[place]
@@ -129,64 +136,64 @@ class _UnitPlay:
 
 
 class _Channel:
-    """A memory behind its crossbar: requests of a burst each, first come, first served at port and bank."""
+    """A memory with its crossbar: requests of one burst each, first come, first served at port and bank."""
 
     def __init__(self, memory: AcceleratorMemory, clock: float, at: Callable[[float, Callable[[float], None]], None]):
         self.memory, self.at = memory, at
         self.per_byte = memory.banks * clock / memory.bandwidth
-        """Cycles that a bank takes for a byte."""
+        """Cycles per byte of a bank."""
         self.latency = memory.latency * clock
         self.banks, self.ports = [0.0] * memory.banks, [0.0] * max(memory.ports, 1)
         self.turn = 0
-        self.under_way = 0
-        self.held: deque[tuple[float, int, int, Callable[[float], None]]] = deque()
+        self.in_flight = 0
+        self.pending: deque[tuple[float, int, int, Callable[[float], None]]] = deque()
 
     def transfer(
         self, time: float, size: float, bank: int | None, server: tuple[int, int], done: Callable[[int], None]
     ) -> None:
-        """Ask for `size` bytes; `done(end)` is called at the whole cycle in which the last of them is there."""
+        """Transfer `size` bytes, and call `done(end)` at the whole cycle in which the last byte arrives."""
         count = max(1, math.ceil(size / self.memory.burst))
         bank = self.turn if bank is None else bank
         self.turn = (bank + count) % self.memory.banks
         port = sum(server) % len(self.ports)
 
-        def told(end: float) -> None:
+        def finish(end: float) -> None:
             whole = math.ceil(end - 1e-6)
             self.at(whole, lambda _: done(whole))
 
         if not self.memory.outstanding and self.memory.banks == 1 and not self.memory.ports:
-            told(self._send(time, size, 0, 0))  # all bursts follow each other: they are one
+            finish(self._send(time, size, 0, 0))  # consecutive bursts are one transfer
             return
         sizes = [min(self.memory.burst, size - number * self.memory.burst) for number in range(count)]
         bursts = [(part, (bank + number) % self.memory.banks) for number, part in enumerate(sizes)]
         if not self.memory.outstanding:
-            told(max(self._send(time, part, at, port) for part, at in bursts))
+            finish(max(self._send(time, part, at, port) for part, at in bursts))
             return
         left, end = count, time
 
-        def answered(now: float) -> None:
+        def receive(now: float) -> None:
             nonlocal left, end
             left, end = left - 1, max(end, now)
             if not left:
-                told(end)
+                finish(end)
 
-        self.held.extend((part, at, port, answered) for part, at in bursts)
+        self.pending.extend((part, at, port, receive) for part, at in bursts)
         self._issue(time)
 
     def _send(self, time: float, size: float, bank: int, port: int) -> float:
-        """When a burst that is asked for now is answered."""
+        """Return the time at which a burst that is requested now arrives."""
         sent = max(time, self.ports[port])
         self.ports[port] = sent + 1 if self.memory.ports else sent
         self.banks[bank] = max(sent, self.banks[bank]) + size * self.per_byte
         return self.banks[bank] + self.latency
 
     def _issue(self, time: float) -> None:
-        while self.held and self.under_way < self.memory.outstanding:
-            size, bank, port, answered = self.held.popleft()
-            self.under_way += 1
-            self.at(self._send(time, size, bank, port), lambda now, answered=answered: self._answer(now, answered))
+        while self.pending and self.in_flight < self.memory.outstanding:
+            size, bank, port, receive = self.pending.popleft()
+            self.in_flight += 1
+            self.at(self._send(time, size, bank, port), lambda now, receive=receive: self._arrive(now, receive))
 
-    def _answer(self, time: float, answered: Callable[[float], None]) -> None:
-        self.under_way -= 1
-        answered(time)
+    def _arrive(self, time: float, receive: Callable[[float], None]) -> None:
+        self.in_flight -= 1
+        receive(time)
         self._issue(time)

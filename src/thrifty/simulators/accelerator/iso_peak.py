@@ -1,8 +1,7 @@
-"""Why one design is faster than another at equal peak, in factors that multiply up to the ratio.
+"""Speed ratio of two designs at equal peak, as a product of factors.
 
-Papers scale an accelerator to about the peak of a processor and print one ratio. It is fewer operations, times what
-share of its multipliers the one keeps busy, over what share the other does.
-"""
+Papers scale an accelerator to about the peak of a processor and print one ratio. That ratio is the reduction of
+operations, times the utilisation of one design, over the utilisation of the other."""
 
 from dataclasses import dataclass
 
@@ -11,21 +10,21 @@ from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 @dataclass(frozen=True)
 class IsoPeak:
-    """Of a design over another, both as if they had as many multiplications a second."""
+    """Factors of one design's speed over another's, at equal multiplications per second."""
 
     omitted: float
-    """Operations of the other over its own."""
+    """Operations of the other design over the operations of this one."""
     utilisation: float
-    """Its share of multipliers at work."""
+    """Fraction of this design's multipliers in use."""
     other_utilisation: float
 
     @property
     def ratio(self) -> float:
-        """How many times faster it is."""
+        """Speed over the other design's."""
         return self.omitted * self.utilisation / self.other_utilisation
 
 
 def iso_peak(result: SimulationResult, other: SimulationResult) -> IsoPeak:
-    """The ratio of times at equal peak, and what it is made of. Exact for the two results as simulated."""
+    """Return the factors of the speed ratio at equal peak. They are exact for the two simulated results."""
     own, others = (sum(layer.macs for layer in each.layers) for each in (result, other))
     return IsoPeak(others / own, result.utilisation, other.utilisation)

@@ -1,9 +1,7 @@
-"""A model computed again with the masks of a trace: what dropped pairs do to it. Cores that do not call torch's
-attention (tiled, sparse) are taken for plain softmax over the pairs that they kept.
+"""Replay of a model with the masks of a trace, to measure the effect of dropped pairs on its loss.
 
-The masks are those that were found from the queries and keys of the trace: a layer is not asked again what it would
-keep after the ones before it have dropped something.
-"""
+Cores that do not call torch's attention (tiled, sparse) are replayed as plain softmax over their kept pairs. The masks
+are those of the trace's queries and keys: later layers do not select again after earlier layers dropped pairs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,11 +26,10 @@ from thrifty.simulators.accelerator.trace_recorder import (
 
 @contextmanager
 def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]:
-    """Within it, forward passes of `model` on the examples of the trace, in their order, attend to the trace's pairs
-    only; a query that keeps none gets zeros.
+    """Restrict attention to the trace's pairs within the context, for forward passes on its examples in their order.
 
-    Raises UsageError where the model is given other examples, and RefusedError where it computes attention neither by
-    torch's scaled_dot_product_attention nor in a core.
+    A query that keeps no pair outputs zeros. Raises UsageError for other examples. Raises RefusedError if the model
+    computes attention neither by torch's scaled_dot_product_attention nor in a core.
     """
     with track_running_module(model) as where:
         replay = _Replay({layer.name: layer for layer in trace.layers}, where)
@@ -50,7 +47,7 @@ class _Replay(TorchFunctionMode):
     layers: dict[str, AttentionLayer]
     where: Callable[[], str]
     seen: dict[str, int] = field(default_factory=dict)
-    """Examples that each layer has computed."""
+    """Number of examples that each layer has computed."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -60,14 +57,14 @@ class _Replay(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         arguments = attention_arguments(args, kwargs)
         kept = self.kept(self.where() or "attention", arguments["query"], arguments)
-        mask, of_call = kept, arguments.get("attn_mask")
-        if of_call is not None and of_call.dtype != torch.bool:  # visible pairs are in the trace, numbers are not
-            mask = of_call.masked_fill(~kept, float("-inf"))
+        mask, bias = kept, arguments.get("attn_mask")
+        if bias is not None and bias.dtype != torch.bool:  # the trace has visible pairs, but no biases
+            mask = bias.masked_fill(~kept, float("-inf"))
         output = func(**arguments | {"attn_mask": mask, "is_causal": False})
         return output.masked_fill(~kept.any(-1, keepdim=True), 0.0)
 
     def plain(self, core: Core) -> Core:
-        """A core of torch's attention, unless it is one already."""
+        """Return a core that computes torch's attention, for a core that does not call it."""
 
         def computed(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
             before = sum(self.seen.values())
@@ -79,7 +76,7 @@ class _Replay(TorchFunctionMode):
         return computed
 
     def kept(self, name: str, q: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """(b, h, t, s) of this call's examples."""
+        """Return the kept pairs (b, h, t, s) of this call's examples."""
         examples, _, queries, _ = q.shape
         first, layer = self.seen.get(name, 0), self.layers.get(name)
         if layer is None or first + examples > layer.examples or queries > layer.queries:
@@ -88,6 +85,9 @@ class _Replay(TorchFunctionMode):
         if first == 0 and len(self.seen) == 1 and layer.q is not None and arguments.get("scale") is None:
             recorded = torch.from_numpy(layer.q[:examples, :, :queries]).to(q)
             if not torch.allclose(recorded, q, rtol=1e-2, atol=1e-2):
-                raise UsageError("the trace is of other values or other examples", fix="trace the same run again")
+                raise UsageError(
+                    f"queries of {name!r} differ from the trace: it has other weights or other examples",
+                    fix="trace the same run again",
+                )
         kept = computed_pairs(layer)[first : first + examples, :, :queries, : arguments["key"].shape[2]]
         return torch.from_numpy(kept).to(q.device)

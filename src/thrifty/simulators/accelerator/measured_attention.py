@@ -1,9 +1,8 @@
-"""What attention takes on this machine now, to stand beside what is simulated and apart from it.
+"""Measured time of attention on this machine, reported apart from the simulated times.
 
-All pairs by torch's own attention, in float32 on a processor and float16 on a GPU; kept pairs alone by scipy on one
-thread of a processor. (`kernels/sparse_attention` is faster, and compiles for a second first.) Where a trace has no
-operands random ones stand in, which take as long.
-"""
+All pairs run in torch's attention, in float32 on a CPU and float16 on a GPU. Kept pairs run in scipy, on one CPU
+thread. (`kernels/sparse_attention` is faster, but compiles for a second first.) If a trace has no operands, random ones
+are used; they take as long."""
 
 import timeit
 from collections.abc import Callable
@@ -18,20 +17,22 @@ from torch import Tensor
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
 
 LIMIT, SPARSE_LIMIT = 1e11, 1e10
-"""Operations of all pairs, and of kept ones, beyond which nothing is timed: some seconds of a small processor."""
+"""Most operations of all pairs, and of kept pairs, that are timed: some seconds of a small processor."""
 AT_A_TIME = 2**13
-"""Pairs whose queries and keys are brought together at once: as many as a cache holds."""
+"""Pairs whose queries and keys are gathered at once: as many as a cache holds."""
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
 def fastest_seconds(work: Callable[[], object], times: int) -> float:
-    """Seconds of the fastest of so many."""
+    """Return the seconds of the fastest of `times` runs."""
     return min(timeit.repeat(work, number=1, repeat=times))
 
 
 def all_pairs_seconds(trace: AttentionTrace, device: str = "cpu", times: int = 3) -> float | None:
-    """Of torch's attention of all layers, one after the other, padding and all; causal where the masks are just that.
-    None for more than LIMIT operations."""
+    """Return the seconds of torch's attention over all layers, padding included, or None above LIMIT operations.
+
+    Layers whose masks are exactly causal run with `is_causal`.
+    """
     if sum(4.0 * layer.units * layer.queries * layer.keys * layer.width for layer in trace.layers) > LIMIT:
         return None
     dtype = torch.float32 if device == "cpu" else torch.float16
@@ -48,8 +49,10 @@ def all_pairs_seconds(trace: AttentionTrace, device: str = "cpu", times: int = 3
 
 
 def kept_pairs_seconds(trace: AttentionTrace) -> float | None:
-    """Of scores, softmax and values at kept pairs alone, by scipy's sparse matrices, head by head, the faster of two
-    times each, patterns being known beforehand. None for more than SPARSE_LIMIT operations."""
+    """Return the seconds of scores, softmax and values at kept pairs, or None above SPARSE_LIMIT operations.
+
+    scipy's sparse matrices compute head by head, the faster of two runs each; finding the patterns is not timed.
+    """
     if sum(4.0 * layer.kept_counts.sum() * layer.width for layer in trace.layers) > SPARSE_LIMIT:
         return None
     total = 0.0
@@ -62,7 +65,10 @@ def kept_pairs_seconds(trace: AttentionTrace) -> float | None:
 
 
 def sparse_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pattern: sparse.csr_array) -> np.ndarray:
-    """Attention of q (t, k) over those of k and v (s, k) that the pattern (t, s) keeps; zeros where it keeps none."""
+    """Return the attention of q (t, k) over the keys and values (s, k) that the pattern (t, s) keeps.
+
+    Queries that keep none output zeros.
+    """
     counts = np.diff(pattern.indptr)
     row = np.repeat(np.arange(len(q)), counts)
     scores = np.empty(len(row), q.dtype)
@@ -80,7 +86,7 @@ def sparse_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pattern: spars
 
 
 def _operands(layer: AttentionLayer) -> Operands:
-    """q, k and v (e, h, ·, k) in float32."""
+    """Return q, k and v (e, h, ·, k) in float32."""
     random = np.random.default_rng(0)
     e, h, t, s, d = layer.examples, layer.heads, layer.queries, layer.keys, layer.width
     shapes = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d)}

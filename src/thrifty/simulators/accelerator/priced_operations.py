@@ -13,7 +13,7 @@ class PricedOperation(NamedTuple):
     """ "int_add", "int_multiply", "float_add", "float_multiply", "register", "sram" or "dram"."""
     bits: int
     capacity: int = 0
-    """Bytes of the memory that is read or written, for "sram"."""
+    """Bytes of the accessed memory, for "sram"."""
 
 
 Operations = Mapping[PricedOperation, float]
@@ -21,14 +21,14 @@ Operations = Mapping[PricedOperation, float]
 
 
 def add_up(*counted: Mapping[Key, float]) -> dict[Key, float]:
-    """Add counts by key, leaving out those that are zero."""
+    """Add counts by key, and omit zeros."""
     total: dict[Key, float] = {}
-    for part in counted:
-        for what, count in part.items():
-            total[what] = total.get(what, 0.0) + float(count)
-    return {what: count for what, count in total.items() if count}
+    for counts in counted:
+        for key, count in counts.items():
+            total[key] = total.get(key, 0.0) + float(count)
+    return {key: count for key, count in total.items() if count}
 
 
 def multiply_accumulate(count: float, bits: int, accumulator: int | None = None) -> Operations:
-    """`count` products of whole numbers of so many bits, each added up in twice the bits unless said otherwise."""
+    """Return `count` integer products of `bits` bits, each added to an accumulator of twice the bits by default."""
     return {PricedOperation("int_multiply", bits): count, PricedOperation("int_add", accumulator or 2 * bits): count}

@@ -1,9 +1,7 @@
-"""What was published about accelerators, and what is simulated here for the same: `published.toml` row by row, and
-`published_elsa.toml` bar by bar.
+"""Published figures of accelerators, and their simulation: rows of `published.toml`, bars of `published_elsa.toml`.
 
-ELSA's paper gives kept fractions and no masks. Ours keep runs of neighbouring keys, which load the banks about evenly;
-masks of single pairs by chance take 15 to 20 % longer.
-"""
+ELSA's paper has kept fractions, but no masks. Our masks keep runs of neighbouring keys, which load the banks about
+evenly; random masks of scattered pairs take 15 to 20 % longer."""
 
 import tomllib
 from collections.abc import Callable, Iterator
@@ -25,14 +23,14 @@ from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 BASE, MODES = "base", ("conservative", "moderate", "aggressive")
 P = (0.5, 1, 2, 4)
-"""At which ELSA's kept fractions are published."""
+"""Values of p with published kept fractions of ELSA."""
 COPIES, WATTS, MULTIPLIERS = 12, 250, 528
-"""Of ELSA against one GPU: accelerators, the power of that GPU, and what an ideal accelerator has."""
+"""ELSA accelerators compared with one GPU, power of that GPU, and multipliers of ELSA's ideal accelerator."""
 
 
 @dataclass(frozen=True)
 class PublishedClaim:
-    """A published figure and ours."""
+    """A published figure that can be simulated."""
 
     name: str
     paper: str
@@ -41,16 +39,16 @@ class PublishedClaim:
     published: float
     grade: str
     gap: str
-    """Why ours differs, or what the published figure is not."""
+    """Reason for a difference, or a condition of the published figure."""
     figure: str = ""
-    """The figure of which this is a bar."""
+    """Name of the figure, if this is a bar."""
 
     def simulate(self) -> float:
         return OURS[self.name]()
 
 
 def claims() -> list[PublishedClaim]:
-    """All of them, as they stand in the files."""
+    """Return all published figures, in the order of the files."""
     rows = [PublishedClaim(name, **row) for name, row in _packaged("published.toml").items()]
     return rows + [claim for claim, _ in _elsa_bars()]
 
@@ -60,7 +58,7 @@ def _packaged(name: str) -> dict[str, Any]:
 
 
 def _elsa_bars() -> Iterator[tuple[PublishedClaim, Callable[[], float]]]:
-    """Each bar with its simulation: latency in three modes, energy of the base and in two modes."""
+    """Yield each bar with its simulation: latency in three modes, energy of the base and in two modes."""
     for row in _packaged("published_elsa.toml")["workload"]:
         kept = {mode: (p, row["kept"][P.index(p)]) for mode, p in zip(MODES, row["p"], strict=True)}
         kept[BASE] = (0.0, 1.0)
@@ -70,9 +68,9 @@ def _elsa_bars() -> Iterator[tuple[PublishedClaim, Callable[[], float]]]:
         ):
             for mode, value in zip(modes, published, strict=True):
                 (p, share), figure = kept[mode], f"{what}, {mode}"
-                gap = "masks are not published: ours keep runs of neighbours, as many as at a measured p"
+                gap = "masks are unpublished; ours keep runs of neighbours at the kept fraction of a measured p"
                 if mode == BASE:
-                    gap = "none: powers of modules at work, and a GPU of 250 W, at the published speedup"
+                    gap = "none: power of active modules, and a GPU of 250 W, at the published speedup"
                 bar = f"{figure}, {row['name']}"
                 quantity = f"{bar} (p = {p:g})" if p else bar
                 claim = PublishedClaim(f"elsa, {bar}", "ELSA (ISCA 2021)", place, quantity, value, "P", gap, figure)
@@ -80,8 +78,10 @@ def _elsa_bars() -> Iterator[tuple[PublishedClaim, Callable[[], float]]]:
 
 
 def _elsa_bar(mode: str, tokens: int, kept: float, speedup: float | None) -> float:
-    """Cycles over those of an ideal accelerator without preprocessing; with the base's speedup over a V100 the ratio of
-    their energies."""
+    """Return the cycles over an ideal accelerator's, without preprocessing; with a speedup, the ratio of energies.
+
+    `speedup` is the base's over a V100; the ratio is the V100's energy over ELSA's.
+    """
     elsa, trace = find_machine("elsa"), synthetic_trace("runs", kept, heads=1, tokens=tokens)
     base = simulate(elsa.replaced("approximate", False), trace)
     result = base if mode == BASE else simulate(elsa, trace)
@@ -93,7 +93,7 @@ def _elsa_bar(mode: str, tokens: int, kept: float, speedup: float | None) -> flo
 
 
 def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float:
-    """Cycles over those of multipliers that always have something to do, without preprocessing."""
+    """Return the cycles, without preprocessing, over the cycles of multipliers that are always busy."""
     machine = find_machine("elsa").replaced("approximate", approximate)
     result = simulate(machine, synthetic_trace(pattern, density, heads=1, tokens=tokens))
     before = 3 * (tokens + 1) if approximate else 0
@@ -101,7 +101,7 @@ def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float
 
 
 def _a3(figure: Callable[[int, int], float]) -> float:
-    """Of the cycles of one query and of 320 over 320 keys."""
+    """Return `figure` of the cycles of one query, and of 320 queries, over 320 keys."""
     machine = find_machine("a3").replaced("approximate", False)
     result = simulate(machine, synthetic_trace("uniform", 0.5, heads=1, tokens=320), draw=True)
     example = result.layers[0].example
@@ -110,7 +110,7 @@ def _a3(figure: Callable[[int, int], float]) -> float:
 
 
 def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
-    """Cycles from one query to the next in the steady state, with the published share of candidates."""
+    """Return the cycles between queries in the steady state, with the published fraction of candidates."""
     plain = synthetic_trace("balanced", 0.04, heads=1, tokens=tokens).layers[0]
     counts = {"candidates": np.full((1, 1, tokens), round(candidates * tokens))}
     trace = AttentionTrace("bert", (plain.masked(plain.kept()[None], counts),))
@@ -122,7 +122,7 @@ def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
 
 
 def _rate(design: str) -> float:
-    """Gop/s as if all pairs were computed, of one mask, at 128 multipliers and 1 GHz."""
+    """Return the effective Gop/s (as if all pairs were computed) for one mask, at 128 multipliers and 1 GHz."""
     machine = limit_resources(find_machine(design), multipliers=128, clock=1e9)
     return simulate(machine, synthetic_trace("power-law", 0.2, heads=4, tokens=384)).dense_rate / 1e9
 

@@ -1,7 +1,6 @@
-"""Results in the forms that the field reads: CSV per layer and a summary, action counts, a trace for Perfetto.
+"""Exports of results: CSV per layer and a summary, action counts, and a timeline for Perfetto.
 
-Columns are called as in SCALE-Sim's COMPUTE_REPORT where they mean the same; action counts have Accelergy's form.
-"""
+Columns are named as in SCALE-Sim's COMPUTE_REPORT if they mean the same; action counts have Accelergy's format."""
 
 import csv
 import json
@@ -14,7 +13,7 @@ from thrifty.simulators.accelerator.simulation_result import SimulationResult, l
 
 
 def write_csv(results: Sequence[SimulationResult], folder: Path) -> list[Path]:
-    """SUMMARY.csv, and for each machine its COMPUTE, STATION and ACTION reports and its action counts as YAML."""
+    """Write SUMMARY.csv and, for each machine, COMPUTE, STATION and ACTION reports and action counts as YAML."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [write_rows(folder / "SUMMARY.csv", [result.row() for result in results])]
     for result in results:
@@ -30,7 +29,7 @@ def write_csv(results: Sequence[SimulationResult], folder: Path) -> list[Path]:
 
 
 def compute_rows(result: SimulationResult) -> list[dict[str, Any]]:
-    """A line for each layer. Stall cycles are those that the outer memory adds."""
+    """Return a row for each layer. Stall cycles are the cycles that the outer memory adds."""
     return [
         {
             "LayerID": number,
@@ -47,7 +46,7 @@ def compute_rows(result: SimulationResult) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """A CSV with the keys of the first row as titles."""
+    """Write a CSV with the keys of the first row as titles."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
@@ -56,7 +55,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def file_name(machine: str) -> str:
-    """A machine's name, which may say what was set, as a file's."""
+    """Return a machine's name, which may contain changed values, as a valid file name."""
     return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in machine)
 
 
@@ -64,7 +63,7 @@ _ACTIONS = {"sram": "access", "dram": "access", "register": "access"}
 
 
 def action_counts(result: SimulationResult) -> str:
-    """Counted actions as YAML: a component for each kind and size."""
+    """Return counted actions as YAML, with a component for each kind and size."""
     lines = ["action_counts:", "  version: 0.4", "  local:"]
     for operation, count in result.operations.items():
         arguments = f"width: {operation.bits}"
@@ -82,8 +81,10 @@ def action_counts(result: SimulationResult) -> str:
 
 
 def perfetto(results: Sequence[SimulationResult]) -> dict[str, Any]:
-    """Chrome's trace event format: a process for each machine, a row for each station, with the items of each layer's
-    first unit, layer after layer. Raises UsageError for results without timelines."""
+    """Return the items of each layer's first unit in Chrome's trace event format. Raises UsageError without timelines.
+
+    Each machine is a process, each station a row; layers follow each other.
+    """
     events: list[dict[str, Any]] = []
     for process, result in enumerate(results):
         tick = 1e6 / result.machine.clock
@@ -93,7 +94,7 @@ def perfetto(results: Sequence[SimulationResult]) -> dict[str, Any]:
         before = 0
         for layer in result.layers:
             if layer.example is None:
-                raise UsageError("these results have no timelines", fix="simulate(…, draw=True)")
+                raise UsageError("the results have no timelines", fix="simulate(…, draw=True)")
             for row, (starts, ends) in enumerate(zip(layer.example.start[:, 0], layer.example.end[:, 0], strict=True)):
                 for item, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
                     if end > start:

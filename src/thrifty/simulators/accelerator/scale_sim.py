@@ -1,8 +1,7 @@
-"""SCALE-Sim's inputs: an architecture's .cfg and a topology of matrix products, on our systolic array.
+"""SCALE-Sim's input files, an architecture's .cfg and a topology of matrix products, for our systolic array.
 
-Cycles are those without stalls, as SCALE-Sim counts them; how long its buffers would wait at a given bandwidth is not
-modelled, only the least that the words need.
-"""
+Cycles exclude stalls, as SCALE-Sim counts them. Buffer stalls at a given bandwidth are not modelled, only the minimum
+cycles to transfer the words."""
 
 import configparser
 import csv
@@ -19,12 +18,12 @@ from thrifty.simulators.accelerator.designs.systolic import DATAFLOWS, folds, re
 from thrifty.simulators.accelerator.result_export import write_rows
 
 MOST = 10**17
-"""Products of a layer that are counted."""
+"""Most multiplications of a layer."""
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """(m, k) x (k, n)."""
+    """Sizes of a matrix product (m, k) x (k, n)."""
 
     name: str
     m: int
@@ -33,7 +32,10 @@ class GemmShape:
 
 
 def read_cfg(path: Path) -> AcceleratorSpec:
-    """The array of a .cfg: its height, width and dataflow, and its bandwidth in words a cycle where that is given."""
+    """Return the array of a .cfg: height, width, dataflow, and the bandwidth in words per cycle if it has one.
+
+    Raises UsageError for another file, or for values that are not modelled.
+    """
     parser = configparser.ConfigParser()
     try:
         parser.read_string(path.read_text(encoding="utf-8"))
@@ -43,7 +45,7 @@ def read_cfg(path: Path) -> AcceleratorSpec:
     except (OSError, UnicodeDecodeError, configparser.Error, KeyError, ValueError) as error:
         raise UsageError(
             f"{path} cannot be read as a SCALE-Sim architecture: {error}",
-            fix="it needs [architecture_presets] with ArrayHeight, ArrayWidth and Dataflow",
+            fix="add [architecture_presets] with ArrayHeight, ArrayWidth and Dataflow",
         ) from error
     dataflow = presets.get("dataflow", "os").strip()
     refuse_unknown(f"{path}: there is no dataflow", dataflow, DATAFLOWS)
@@ -51,9 +53,9 @@ def read_cfg(path: Path) -> AcceleratorSpec:
         ("ArrayHeight", rows, 2**20), ("ArrayWidth", columns, 2**20), ("Bandwidth", min(words, default=1), 1e12)
     ):  # fmt: skip
         if not 0 < value <= most:
-            raise UsageError(f"{path}: {name} is {value:g}", fix=f"it must be above zero, and at most {most:g}")
+            raise UsageError(f"{path}: {name} is {value:g}", fix=f"set a value above zero, and at most {most:g}")
     if parser.has_section("sparsity") and parser["sparsity"].get("sparsitysupport", "false").strip().lower() == "true":
-        raise UsageError(f"{path}: SparsitySupport is not modelled", fix="SparsitySupport : false")
+        raise UsageError(f"{path}: SparsitySupport is not modelled", fix="write SparsitySupport : false")
     machine = find_machine("systolic")
     for setting, value in {"rows": rows, "columns": columns, "dataflow": dataflow}.items():
         machine = machine.replaced(setting, value)
@@ -70,26 +72,30 @@ def read_topology(path: Path) -> list[GemmShape]:
         raise UsageError(f"{path} cannot be read as a topology: {error}") from error
     titles = [word.strip().lower() for word in lines[0]] if lines else []
     if titles[:4] != ["layer", "m", "n", "k"]:
-        raise UsageError(f"{path} is no topology of matrix products", fix="its first line must be Layer,M,N,K")
+        raise UsageError(f"{path} is not a topology of matrix products", fix="begin it with the line Layer,M,N,K")
     if further := [title for title in titles[4:] if title]:
-        raise UsageError(f"{path} has a column {further[0]!r}, which is not modelled", fix="take it out")
+        raise UsageError(f"{path} has a column {further[0]!r}, which is not modelled", fix="remove the column")
     layers = []
     for number, line in enumerate(lines[1:], 2):
         if not any(word.strip() for word in line):
             continue
         words = [word.strip() for word in line[:4]]
         if len(words) < 4 or not all(word.isascii() and word.isdigit() and int(word) for word in words[1:]):
-            raise UsageError(f"{path}, line {number}: {','.join(line)!r} is no layer", fix="NAME,M,N,K from 1 on")
+            raise UsageError(
+                f"{path}, line {number}: {','.join(line)!r} is not a layer", fix="write NAME,M,N,K with sizes from 1"
+            )
         if math.prod(map(int, words[1:])) > MOST:
-            raise UsageError(f"{path}, line {number}: {','.join(line)!r} is too large", fix=f"M·N·K up to {MOST:.0e}")
+            raise UsageError(
+                f"{path}, line {number}: {','.join(line)!r} is too large", fix=f"write M·N·K up to {MOST:.0e}"
+            )
         layers.append(GemmShape(words[0], *map(int, words[1:])))
     if not layers:
-        raise UsageError(f"{path} has no layers", fix="a line NAME,M,N,K for each")
+        raise UsageError(f"{path} has no layers", fix="add a line NAME,M,N,K for each")
     return layers
 
 
 def compute_report(layers: Sequence[GemmShape], machine: AcceleratorSpec) -> list[dict[str, Any]]:
-    """A line for each matrix product, in SCALE-Sim's columns."""
+    """Return a row for each matrix product, in SCALE-Sim's columns."""
     rows, columns = int(machine.number("rows")), int(machine.number("columns"))
     dataflow = str(machine.settings["dataflow"])
     per_byte = machine.clock / machine.memories.get("dram", AcceleratorMemory("dram")).bandwidth
@@ -114,6 +120,6 @@ def compute_report(layers: Sequence[GemmShape], machine: AcceleratorSpec) -> lis
 
 
 def write_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """COMPUTE_REPORT.csv with a line for each matrix product."""
+    """Write COMPUTE_REPORT.csv, with a row for each matrix product, into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return write_rows(folder / "COMPUTE_REPORT.csv", rows)

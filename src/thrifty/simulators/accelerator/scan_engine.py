@@ -1,12 +1,11 @@
-"""The scan engine: stations in tandem with finite buffers, as a recurrence.
+"""Scan engine: stations in tandem with finite buffers, as a recurrence.
 
-A station begins an item when it has arrived, when the one before has left, and when there is room behind:
+A station begins an item when the item has arrived, the station is free, and the buffer after it has room:
 
     start[s, i] = max(end[s-1, i], end[s, i-1], start[s+1, i-B_s])        end[s, i] = start[s, i] + service[s, i]
 
-which is exact for deterministic service and memories that never make anybody wait. All units (heads of examples) go
-through it together; where buffers have no limit, so do all items. `event_engine.py` is the other engine.
-"""
+This is exact for deterministic service and memories without delays. All units (heads of examples) are computed
+together; without buffer limits, so are all items. `event_engine.py` is the other engine."""
 
 from collections.abc import Sequence
 
@@ -17,8 +16,11 @@ from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 
 def scan(service: np.ndarray, buffers: Sequence[int]) -> StationTimeline:
-    """Times of all items, from `service` (s, u, i) in whole cycles and the (s - 1,) items that fit between a station
-    and the next, 0 for no limit."""
+    """Return the times of all items, for `service` (s, u, i) in whole cycles.
+
+    `buffers` (s - 1,) are the items that fit between a station and the next, 0 for no limit. Raises UsageError as
+    `check_service`.
+    """
     check_service(service, buffers)
     start = _unlimited(service) if not any(buffers) else _limited(service, buffers)
     end = start + service
@@ -28,20 +30,21 @@ def scan(service: np.ndarray, buffers: Sequence[int]) -> StationTimeline:
 
 
 def check_service(service: np.ndarray, buffers: Sequence[int]) -> None:
-    """Raises UsageError for service that is no whole number of cycles, or buffers that do not fit the stations."""
+    """Raise UsageError if service is not in whole cycles, or if the number of buffers does not fit the stations."""
     if service.ndim != 3 or not np.issubdtype(service.dtype, np.integer) or (service < 0).any():
         raise UsageError(
-            f"service must be whole cycles from 0 on, (stations, units, items); it is {service.dtype} {service.shape}"
+            f"service is {service.dtype} of shape {service.shape}",
+            fix="pass whole cycles from 0, of shape (stations, units, items)",
         )
     if len(buffers) != len(service) - 1 or any(depth < 0 for depth in buffers):
         raise UsageError(
             f"{len(service)} stations have {len(service) - 1} buffers between them, not {list(buffers)}",
-            fix="at least 1 item each, 0 for no limit",
+            fix="pass at least 1 item for each, or 0 for no limit",
         )
 
 
 def _unlimited(service: np.ndarray) -> np.ndarray:
-    """Nobody is ever blocked: end[i] = max over j ≤ i of arrival[j] + service[j … i], a running maximum."""
+    """Return starts without blocking: end[i] = max over j ≤ i of arrival[j] + service[j … i], a running maximum."""
     start = np.empty_like(service)
     arrived = np.zeros_like(service[0])
     for station, cycles in enumerate(service):
@@ -53,9 +56,9 @@ def _unlimited(service: np.ndarray) -> np.ndarray:
 
 
 def _limited(service: np.ndarray, buffers: Sequence[int]) -> np.ndarray:
-    """Item by item: when item i begins at s, all earlier ones have begun everywhere."""
+    """Return starts item by item: when item i begins at a station, all earlier items have begun at every station."""
     stations, units, items = service.shape
-    cycles = np.ascontiguousarray(service.transpose(2, 0, 1))  # (i, s, u): what is read together lies together
+    cycles = np.ascontiguousarray(service.transpose(2, 0, 1))  # (i, s, u): contiguous in the order of access
     start = np.empty_like(cycles)
     free = np.zeros((stations, units), dtype=cycles.dtype)
     for item in range(items):
@@ -70,8 +73,8 @@ def _limited(service: np.ndarray, buffers: Sequence[int]) -> np.ndarray:
 
 
 def bound(service: np.ndarray, servers: Sequence[int] | None = None) -> np.ndarray:
-    """(u,) cycles that no order of the items can go below: the busiest station's work, and the longest item's path."""
-    at_a_time = np.asarray(servers or [1] * len(service))[:, None]
-    busiest = (-(-service.sum(-1) // at_a_time)).max(0)
+    """Return the lower bound (u,) on cycles for any order of items: the busiest station's work, the longest item."""
+    parallel = np.asarray(servers or [1] * len(service))[:, None]
+    busiest = (-(-service.sum(-1) // parallel)).max(0)
     longest = service.sum(0).max(-1, initial=0)
     return np.maximum(busiest, longest)

@@ -1,7 +1,6 @@
-"""Products of two sparse matrices: the workload of accelerators that are not for attention.
+"""Products of two sparse matrices: the workload of accelerators that do not compute attention.
 
-Patterns alone decide what an accelerator does, so values are taken for such that nothing cancels.
-"""
+Only the patterns determine an accelerator's work, so values are assumed not to cancel."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,14 +13,14 @@ from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.simulators.accelerator.measured_attention import fastest_seconds
 
 DENSE_LIMIT = 2 * 1500**3
-"""Operations of a dense product beyond which it is not timed."""
+"""Most operations of a dense product that is timed."""
 MOST = 10**8
-"""Numbers, rows and columns of a matrix."""
+"""Most nonzero values, rows and columns of a matrix."""
 
 
 @dataclass(frozen=True, eq=False)
 class SpgemmProduct:
-    """A (m, k) times B (k, n), in any of scipy's sparse formats; numbers at one place are taken together."""
+    """A (m, k) times B (k, n), in any of scipy's sparse formats; duplicate entries are added."""
 
     name: str
     a: sparse.csr_array
@@ -32,19 +31,22 @@ class SpgemmProduct:
             object.__setattr__(self, name, by_rows(getattr(self, name)))
         if self.a.shape[1] != self.b.shape[0]:
             raise UsageError(
-                f"{self.name}: {self.a.shape} times {self.b.shape} is no product", fix="give as many columns as rows"
+                f"{self.name}: shapes {self.a.shape} and {self.b.shape} cannot be multiplied",
+                fix="pass B with as many rows as A has columns",
             )
         if not self.a.nnz or not self.b.nnz:
-            raise UsageError(f"{self.name}: a matrix without a number makes no product", fix="give one that has some")
+            raise UsageError(
+                f"{self.name}: a matrix has no nonzero values", fix="pass a matrix with at least one nonzero value"
+            )
 
     @cached_property
     def columns(self) -> np.ndarray:
-        """(k,) numbers in each column of A."""
+        """(k,) nonzero values in each column of A."""
         return np.bincount(self.a.indices, minlength=self.a.shape[1]).astype(np.int64)
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """(k,) numbers in each row of B."""
+        """(k,) nonzero values in each row of B."""
         return np.diff(self.b.indptr).astype(np.int64)
 
     @property
@@ -53,12 +55,12 @@ class SpgemmProduct:
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        """(m,) rows of B that each row of the result is the sum of, empty ones left out."""
+        """(m,) number of nonempty rows of B that each row of the result sums."""
         return self._by_row((self.rows > 0).astype(np.int64))
 
     @cached_property
     def partial(self) -> np.ndarray:
-        """(m,) products that each row of the result is made of."""
+        """(m,) number of partial products in each row of the result."""
         return self._by_row(self.rows)
 
     def _by_row(self, weight: np.ndarray) -> np.ndarray:
@@ -67,7 +69,7 @@ class SpgemmProduct:
 
     @cached_property
     def found(self) -> np.ndarray:
-        """(m,) numbers in each row of the result."""
+        """(m,) nonzero values in each row of the result."""
         ones = [sparse.csr_array((np.ones(x.nnz, np.float32), x.indices, x.indptr), x.shape) for x in (self.a, self.b)]
         return np.diff((ones[0] @ ones[1]).indptr).astype(np.int64)
 
@@ -85,7 +87,7 @@ class SpgemmProduct:
 
 
 def by_rows(matrix: sparse.sparray | sparse.spmatrix) -> sparse.csr_array:
-    """The same matrix in CSR, each number once; a copy where it was not so."""
+    """Return the matrix in CSR with duplicate entries added; a copy if the matrix is not canonical."""
     rows = sparse.csr_array(matrix)
     if not rows.has_canonical_format:
         rows = rows.copy()
@@ -95,7 +97,7 @@ def by_rows(matrix: sparse.sparray | sparse.spmatrix) -> sparse.csr_array:
 
 @dataclass(frozen=True, eq=False)
 class SpgemmPhase:
-    """A part of a product that must be over before the next begins."""
+    """A phase of a product, which must end before the next phase begins."""
 
     product: SpgemmProduct
     name: str
@@ -103,42 +105,51 @@ class SpgemmPhase:
 
 
 def uniform(size: int, density: float, seed: int = 0) -> SpgemmProduct:
-    """A square matrix with numbers anywhere, times itself. Raises UsageError for what leaves it empty."""
+    """Return the square of a random matrix with uniformly placed values. Raises UsageError for an empty or huge one."""
     if size < 1 or not 0 < density <= 1:
-        raise UsageError(f"{size} rows at density {density:g} are no matrix", fix="give a density in (0, 1]")
-    if (numbers := size**2 * density) > MOST:
-        raise UsageError(f"{numbers:.1e} numbers are more than can be drawn here", fix=f"up to {MOST:.0e}")
-    drawn = sparse.random_array((size, size), density=density, rng=np.random.default_rng(seed), format="csr")
-    return SpgemmProduct(f"{size} at density {density:g}", drawn, drawn)
+        raise UsageError(
+            f"there is no matrix of {size} rows at density {density:g}", fix="pass a size from 1, a density in (0, 1]"
+        )
+    if (values := size**2 * density) > MOST:
+        raise UsageError(
+            f"{values:.1e} nonzero values exceed the limit of {MOST:.0e}", fix="use a smaller size or density"
+        )
+    matrix = sparse.random_array((size, size), density=density, rng=np.random.default_rng(seed), format="csr")
+    return SpgemmProduct(f"{size} at density {density:g}", matrix, matrix)
 
 
 def read_matrix(path: Path) -> SpgemmProduct:
-    """The square of a matrix of a Matrix Market file, or A times its transpose where that is not square. Raises
-    UsageError for a file that is none, IntegrityError for one that is cut short or damaged."""
+    """Return the square of a matrix in a Matrix Market file, or A times its transpose if A is not square.
+
+    Raises UsageError for a missing or too large file, IntegrityError for a truncated or damaged one.
+    """
     if not path.is_file():
-        raise UsageError(f"there is no matrix {path}", fix="give a Matrix Market file (.mtx)")
+        raise UsageError(f"there is no matrix '{path}'", fix="pass a Matrix Market file (.mtx)")
     try:
-        rows, columns, numbers, kind, *_ = io.mminfo(path)
-        written = kind == "coordinate" and path.suffix == ".mtx"  # line by line: less where symmetric, or compressed
-        if written and 2 * numbers > path.stat().st_size + 1:  # before as much memory is asked for
-            raise ValueError(f"it is cut short: {numbers} numbers in {path.stat().st_size} bytes")
-        if max(rows, columns, numbers) > MOST:
-            size = f"{rows} rows, {columns} columns and {numbers} numbers"
-            raise UsageError(f"{path} has {size}", fix=f"give no more than {MOST:.0e} of each")
+        rows, columns, values, kind, *_ = io.mminfo(path)
+        is_text = kind == "coordinate" and path.suffix == ".mtx"  # a line per entry; compressed files are smaller
+        if is_text and 2 * values > path.stat().st_size + 1:  # before this much memory is allocated
+            raise ValueError(f"the file is truncated: {values} values in {path.stat().st_size} bytes")
+        if max(rows, columns, values) > MOST:
+            size = f"{rows} rows, {columns} columns and {values} values"
+            raise UsageError(f"{path} has {size}", fix=f"pass a matrix with at most {MOST:.0e} of each")
         matrix = sparse.csr_array(io.mmread(path, spmatrix=False))
     except (ValueError, TypeError, OverflowError, StopIteration, EOFError) as error:
-        raise IntegrityError(f"{path} is no undamaged Matrix Market file: {error}") from error
-    matrix.sum_duplicates()  # before zeros are left out: numbers at one place may cancel
+        raise IntegrityError(f"{path} cannot be read as a Matrix Market file: {error}") from error
+    matrix.sum_duplicates()  # before zeros are removed, because duplicate entries may cancel
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all():
-        raise IntegrityError(f"{path} holds what is no number")
+        raise IntegrityError(f"{path} has NaN or infinite values")
     square = matrix.shape[0] == matrix.shape[1]
     return SpgemmProduct(path.stem, matrix, matrix if square else sparse.csr_array(matrix.T))
 
 
 def measured(product: SpgemmProduct, times: int = 3) -> dict[str, float | None]:
-    """Seconds of the product on this machine: row by row (Gustavson's, one thread) by scipy, and as a dense one by
-    numpy where that is no more than DENSE_LIMIT operations. The fastest of so many."""
+    """Return the seconds of the product on this machine, the fastest of `times` runs.
+
+    "gustavson" is scipy's row-wise product on one thread. "dense" is numpy's dense product, None above DENSE_LIMIT
+    operations.
+    """
     gustavson = fastest_seconds(lambda: product.a @ product.b, times)
     if 2 * product.dense_macs > DENSE_LIMIT:
         return {"gustavson": gustavson, "dense": None}

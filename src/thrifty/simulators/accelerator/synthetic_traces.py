@@ -1,4 +1,4 @@
-"""Traces that nobody recorded: masks of a known density and structure, from a seed."""
+"""Synthetic traces: random masks of a given density and structure, from a seed."""
 
 from collections.abc import Callable
 
@@ -8,17 +8,17 @@ from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 
 MOST = 4 * 10**9
-"""Pairs of a layer, a byte each while they are drawn."""
+"""Most pairs of a layer, a byte each while they are sampled."""
 Drawing = Callable[[np.random.Generator, int, int, float], np.ndarray]
 
 
 def uniform(random: np.random.Generator, heads: int, tokens: int, density: float) -> np.ndarray:
-    """Every pair is kept with the same probability, each for itself: the worst case for anything that needs balance."""
+    """Keep every pair independently with the same probability: the worst case for designs that require balance."""
     return random.random((heads, tokens, tokens)) < density
 
 
 def balanced(random: np.random.Generator, heads: int, tokens: int, density: float) -> np.ndarray:
-    """Every query keeps as many keys as any other, at equal distances from a random first: the best case."""
+    """Keep equally many keys for every query, at equal distances from a random first: the best case."""
     count = max(1, round(density * tokens))
     places = (np.arange(count) * tokens) // count
     first = random.integers(tokens, size=(heads, tokens, 1))
@@ -28,7 +28,7 @@ def balanced(random: np.random.Generator, heads: int, tokens: int, density: floa
 
 
 def runs(random: np.random.Generator, heads: int, tokens: int, density: float, run: int = 8) -> np.ndarray:
-    """Neighbouring keys are kept together, in runs of `run` that begin anywhere."""
+    """Keep neighbouring keys together, in runs of `run` from a random start."""
     blocks = -(-tokens // run) + 1
     chosen = np.repeat(random.random((heads, tokens, blocks)) < density, run, axis=-1)
     shift = random.integers(run, size=(heads, tokens, 1))
@@ -36,22 +36,21 @@ def runs(random: np.random.Generator, heads: int, tokens: int, density: float, r
 
 
 def diagonal(random: np.random.Generator, heads: int, tokens: int, density: float) -> np.ndarray:
-    """A window around the diagonal for half of the kept pairs, and as many global tokens as make up the rest, as vision
-    models show."""
+    """Keep a window around the diagonal for half of the pairs, and global tokens for the rest, as in vision models."""
     offset = np.abs(np.arange(tokens)[:, None] - np.arange(tokens))
     window = offset <= max(0, round((density * tokens / 2 - 1) / 2))
-    alone = window.mean()
-    kept_globally = round(max(0.0, density - alone) / max(1 - alone, 1 / tokens) * tokens)
+    in_window = window.mean()
+    global_tokens = round(max(0.0, density - in_window) / max(1 - in_window, 1 / tokens) * tokens)
     mask = np.broadcast_to(window, (heads, tokens, tokens)).copy()
     for head in mask:
-        head[:, random.choice(tokens, min(kept_globally, tokens), replace=False)] = True
+        head[:, random.choice(tokens, min(global_tokens, tokens), replace=False)] = True
     return mask
 
 
 def power_law(
     random: np.random.Generator, heads: int, tokens: int, density: float, exponent: float = 1.0
 ) -> np.ndarray:
-    """Keys are kept by popularity, rank^-exponent in a random order of a head's own: a few by almost every query."""
+    """Keep keys by popularity, rank^-exponent in a random order for each head: almost every query keeps a few keys."""
     weight = np.arange(1, tokens + 1.0) ** -exponent
     popularity = np.stack([random.permutation(weight) for _ in range(heads)])
     factor = _scale_to(popularity, density)
@@ -59,7 +58,7 @@ def power_law(
 
 
 def _scale_to(popularity: np.ndarray, density: float) -> float:
-    """The factor by which probabilities, cut at 1, have this mean."""
+    """Return the factor for which the probabilities, clipped at 1, have this mean."""
     low, high = 0.0, 1.0 / popularity.min()
     for _ in range(60):
         middle = (low + high) / 2
@@ -86,27 +85,29 @@ def synthetic_trace(
     lengths: list[int] | None = None,
     seed: int = 0,
 ) -> AttentionTrace:
-    """A trace of one of the PATTERNS; with `lengths` an example for each, padded to the longest.
+    """Return a trace of one of the PATTERNS; with `lengths`, one example for each, padded to the longest.
 
-    No row is left empty: a query that nothing was drawn for keeps one key drawn at random. Raises UsageError for an
-    unknown pattern or a density outside (0, 1].
+    A query without sampled keys keeps one random key. Raises UsageError for an unknown pattern, a density outside
+    (0, 1], or too many pairs.
     """
     refuse_unknown("there is no pattern", pattern, PATTERNS)
     if not 0 < density <= 1:
-        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="it is the share that is kept")
+        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="pass the fraction of kept pairs, as 0.2")
     sizes = lengths or [tokens]
     longest = max(sizes)
     if (pairs := len(sizes) * heads * longest**2) > MOST:
-        raise UsageError(f"{pairs:.1e} pairs of a layer are more than can be drawn here", fix=f"up to {MOST:.0e}")
+        raise UsageError(
+            f"a layer of {pairs:.1e} pairs exceeds the limit of {MOST:.0e}", fix="use fewer examples, heads or tokens"
+        )
     random = np.random.default_rng(seed)
-    made = []
+    trace_layers = []
     for number in range(layers):
         mask = np.zeros((len(sizes), heads, longest, longest), dtype=bool)
         for example, size in enumerate(sizes):
-            drawn = PATTERNS[pattern](random, heads, size, density)
-            empty = ~drawn.any(-1)
-            drawn[(*np.nonzero(empty), random.integers(size, size=int(empty.sum())))] = True
-            mask[example, :, :size, :size] = drawn
-        made.append(layer_of(f"layer {number}", mask=mask, lengths=sizes, width=width))
+            sampled = PATTERNS[pattern](random, heads, size, density)
+            empty = ~sampled.any(-1)
+            sampled[(*np.nonzero(empty), random.integers(size, size=int(empty.sum())))] = True
+            mask[example, :, :size, :size] = sampled
+        trace_layers.append(layer_of(f"layer {number}", mask=mask, lengths=sizes, width=width))
     about = {"pattern": pattern, "density": f"{density:g}", "seed": str(seed)}
-    return AttentionTrace(f"{pattern} at density {density:g}", tuple(made), about)
+    return AttentionTrace(f"{pattern} at density {density:g}", tuple(trace_layers), about)

@@ -1,4 +1,4 @@
-"""Traces in files: one safetensors file with provenance in its header, and ViTCoD's masks."""
+"""Files of traces: one safetensors file with provenance in its header, and ViTCoD's masks."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,10 @@ _SIZES = ("name", "examples", "heads", "queries", "keys", "width", "bits")
 
 
 def save_trace(trace: AttentionTrace, path: Path) -> None:
-    """Write a trace. Tensors are called NUMBER.q and so on, sizes and provenance stand in the header."""
+    """Write a trace: tensors named NUMBER.q and so on, sizes and provenance in the header.
+
+    Raises UsageError if the file cannot be written.
+    """
     tensors, layers = {}, []
     for number, layer in enumerate(trace.layers):
         for name in _TENSORS:
@@ -29,33 +32,32 @@ def save_trace(trace: AttentionTrace, path: Path) -> None:
         layers.append({name: getattr(layer, name) for name in _SIZES})
     about = {"name": trace.name, "provenance": dict(trace.provenance), "layers": layers}
     if not path.parent.is_dir() or path.is_dir():
-        raise UsageError(f"{path} cannot be written", fix="name a file in a folder that exists")
+        raise UsageError(f"{path} cannot be written", fix="pass a file in an existing folder")
     try:
         save_file(tensors, path, metadata={"format": FORMAT, "trace": json.dumps(about)})
     except SafetensorError as error:
-        raise UsageError(f"{path} cannot be written: {error}", fix="free some space, or give another path") from None
+        raise UsageError(f"{path} cannot be written: {error}", fix="free some space, or pass another path") from None
 
 
 def load_trace(path: Path) -> AttentionTrace:
-    """A trace of a file. Raises UsageError for a file that is none or holds what no attention can be, IntegrityError
-    for a damaged one."""
+    """Read a trace. Raises UsageError for another file or an invalid layer, IntegrityError for a damaged file."""
     if not path.is_file():
-        raise UsageError(f"there is no trace {path}", fix="make one with thrifty trace")
+        raise UsageError(f"there is no trace '{path}'", fix=f"thrifty trace RUN --out {path}")
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError, ValueError) as error:
-        raise IntegrityError(f"{path} is no undamaged safetensors file: {error}") from error
+        raise IntegrityError(f"{path} cannot be read as a safetensors file: {error}") from error
     if metadata.get("format") != FORMAT:
-        raise UsageError(f"{path} is not an attention trace", fix="make one with thrifty trace")
+        raise UsageError(f"{path} is not an attention trace", fix="write one with thrifty trace")
     try:
         about = json.loads(metadata["trace"])
         layers = tuple(_layer(number, sizes, tensors) for number, sizes in enumerate(about["layers"]))
         provenance = {str(key): str(value) for key, value in about["provenance"].items()}
         return AttentionTrace(str(about["name"]), layers, provenance)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise IntegrityError(f"{path} lacks what a trace consists of: {error}") from error
+        raise IntegrityError(f"{path} lacks an entry of a trace: {error}") from error
 
 
 def _layer(number: int, sizes: dict, tensors: dict[str, np.ndarray]) -> AttentionLayer:
@@ -68,24 +70,28 @@ def _layer(number: int, sizes: dict, tensors: dict[str, np.ndarray]) -> Attentio
 
 
 def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
-    """Masks (layers, heads, t, t) of an .npy file in which True is pruned, as ViTCoD publishes them."""
+    """Read masks (layers, heads, t, t) from an .npy file in which True is pruned, as ViTCoD publishes them.
+
+    Raises UsageError for another file.
+    """
     try:
         pruned = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"{path} cannot be read as an .npy file of masks: {error}") from error
     if pruned.ndim != 4 or pruned.dtype != np.bool_ or pruned.shape[2] != pruned.shape[3] or not pruned.size:
         raise UsageError(
-            f"{path} holds {pruned.dtype} {pruned.shape}, where booleans (layers, heads, t, t) were expected"
+            f"{path} holds {pruned.dtype} of shape {pruned.shape}, expected booleans (layers, heads, t, t)",
+            fix="save masks with True for pruned pairs",
         )
     layers = tuple(layer_of(f"layer {number}", mask=~mask[None], width=width) for number, mask in enumerate(pruned))
     return AttentionTrace(path.stem, layers, {"file": path.name, "polarity": "True is pruned in the file"})
 
 
 def with_dtype(trace: AttentionTrace, dtype: str) -> AttentionTrace:
-    """The trace with its numbers in "float16" or "float32"."""
+    """Return the trace with q, k and v in "float16" or "float32"."""
     layers = []
     for layer in trace.layers:
         arrays = {name: getattr(layer, name) for name in ("q", "k", "v")}
-        kept = {name: array.astype(dtype) for name, array in arrays.items() if array is not None}
-        layers.append(replace(layer, **kept))
+        cast = {name: array.astype(dtype) for name, array in arrays.items() if array is not None}
+        layers.append(replace(layer, **cast))
     return replace(trace, layers=tuple(layers))

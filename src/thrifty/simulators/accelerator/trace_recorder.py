@@ -1,8 +1,8 @@
-"""Traces of real models: whatever computes attention by torch's function, or by a core of ours, is written down.
+"""Recorder of traces of real models: attention by torch's function, or by a core of ours. Forward passes only.
 
-torch's `scaled_dot_product_attention` says all there is to know: operands, mask, causality. A module with an attribute
-`core` that computes in another way (tiled, sparse) is asked a second time with unit vectors as values, so that its
-output is the probabilities: what is above zero is what it kept. Forward passes only."""
+A call of torch's `scaled_dot_product_attention` has all operands, the mask and causality. A module with an attribute
+`core` that computes attention otherwise (tiled, sparse) runs a second time with unit vectors as values. Its output is
+then the probabilities; pairs above zero are kept."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,26 +24,26 @@ from thrifty.simulators.accelerator.attention_trace import AttentionLayer, Atten
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 Core = Callable[..., Tensor]
 HIDDEN = -9000.0
-"""What is added to scores to hide a pair is less: -inf, the dtype's least, -1e9, or -10000, in bfloat16 -9984. Less
-than any bias that leaves a pair some weight, too."""
+"""Threshold below which an additive mask hides a pair: masks use -inf, the dtype's least, -1e9 or -10000 (-9984 in
+bfloat16). Biases of visible pairs are larger."""
 CORES = ("core", "thrifty_core")
-"""Attributes of an attention of ours, and of a model of transformers, that hold what computes it."""
+"""Attributes of our attention modules, and of transformers models, that hold the attention core."""
 
 
 @dataclass
 class _AttentionCall:
-    """Attention computed once, by whichever module was running."""
+    """Operands and kept pairs of one attention call."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     kept: Tensor | None
-    """(b, 1 or h, t, s) True for pairs that were computed; None for all."""
+    """(b, 1 or h, t, s) True for computed pairs; None for all."""
 
 
 @dataclass
 class _Recorder(TorchFunctionMode):
-    """Notes calls of torch's attention by the name of the innermost module that runs."""
+    """Recorder of calls of torch's attention, by the name of the innermost running module."""
 
     where: Callable[[], str]
     calls: dict[str, list[_AttentionCall]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Recorder(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             arguments = attention_arguments(args, kwargs)
             q, k, v = arguments["query"], arguments["key"], arguments["value"]
-            if arguments.get("scale") is not None:  # a trace is read with the usual one
+            if arguments.get("scale") is not None:  # readers of a trace assume the default scale
                 q = q * (arguments["scale"] * q.shape[-1] ** 0.5)
             kept = _visible(arguments.get("attn_mask"), bool(arguments.get("is_causal")), q, k)
             self.note(_AttentionCall(q, k, v, kept))
@@ -76,18 +76,17 @@ def record_attention(
     provenance: dict[str, str] | None = None,
     name: str = "recorded",
 ) -> AttentionTrace:
-    """A trace of the attention that `model` computes on `batches`; `forward(model, batch)` is a plain call unless
-    given.
+    """Return a trace of the attention that `model` computes on `batches`, by default by `model(batch)`.
 
-    Keys that no query of an example sees at the end of its row count as padding. Raises RefusedError for a model of
-    which no attention was seen.
+    Trailing keys that no query of an example sees count as padding. Raises RefusedError if the model computes no
+    attention by torch's function or a core.
     """
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), track_running_module(model) as where:
             recorder = _Recorder(where)
-            with replace_attention(model, lambda core: _asked(core, recorder)):
+            with replace_attention(model, lambda core: _recorded(core, recorder)):
                 for batch in batches:
                     with recorder:
                         forward(model, batch) if forward else model(batch)
@@ -95,7 +94,7 @@ def record_attention(
         model.train(was_training)
     if not recorder.calls:
         raise RefusedError(
-            f"no attention of {type(model).__name__} went through torch's scaled_dot_product_attention or a core",
+            f"{type(model).__name__} computes no attention by torch's scaled_dot_product_attention or a core",
             fix='load a transformers model with attn_implementation="sdpa"',
         )
     layers = tuple(_layer(layer, calls) for layer, calls in recorder.calls.items())
@@ -104,13 +103,13 @@ def record_attention(
 
 
 def attention_arguments(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What torch's scaled_dot_product_attention was given, by name."""
+    """Return the arguments of a call of torch's scaled_dot_product_attention, by name."""
     return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
 
 
 @contextmanager
 def replace_attention(model: nn.Module, other: Callable[[Core], Core]) -> Iterator[None]:
-    """Within it the model has, in place of each of its cores, what `other` makes of that."""
+    """Replace each attention core of the model by `other(core)` within the context."""
     cores = []
     for module, name in product(model.modules(), CORES):
         core = getattr(module, name, None)
@@ -129,25 +128,28 @@ def replace_attention(model: nn.Module, other: Callable[[Core], Core]) -> Iterat
                 setattr(holder, attribute, own)
 
 
-def _asked(core: Core, recorder: _Recorder) -> Core:
-    """Asks a core that does not call torch's function; each time as if it had not been asked before, where it takes
-    something from the one before and hands it on, in its `relay`."""
+def _recorded(core: Core, recorder: _Recorder) -> Core:
+    """Return a core that records its kept pairs, by a second run if it does not call torch's function.
+
+    A core may pass state to the next layer in its `relay`; the second run starts from the same state, and its own is
+    discarded.
+    """
     relay = getattr(core, "relay", None)
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
-        before, handed = recorder.seen, getattr(relay, "standing", None)
+    def recording(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
+        before, received = recorder.seen, getattr(relay, "standing", None)
         output = core(q, k, v, *rest, **named)
         if recorder.seen > before:
             return output
-        left = getattr(relay, "standing", None)
+        passed_on = getattr(relay, "standing", None)
         if relay is not None:
-            relay.standing = handed
+            relay.standing = received
         recorder.note(_AttentionCall(q, k, v, core_weights(core, q, k, *rest, **named) > 0))
         if relay is not None:
-            relay.standing = left
+            relay.standing = passed_on
         return output
 
-    return watched
+    return recording
 
 
 def _visible(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor | None:
@@ -160,7 +162,7 @@ def _visible(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor 
 
 
 def _layer(name: str, calls: list[_AttentionCall]) -> AttentionLayer:
-    """All calls of a module as examples of one layer, padded to the longest."""
+    """Return all calls of a module as examples of one layer, padded to the longest."""
     queries, keys = (max(getattr(call, kind).shape[2] for call in calls) for kind in ("q", "k"))
     heads = calls[0].q.shape[1]
     q, k, v = (
@@ -187,7 +189,7 @@ def _layer(name: str, calls: list[_AttentionCall]) -> AttentionLayer:
 
 
 def _padded(tensor: Tensor, heads: int, tokens: int) -> np.ndarray:
-    """(b, h, tokens, k) with shared key heads repeated and zeros behind."""
+    """Return an operand as (b, h, tokens, k), with shared key heads repeated and zeros appended."""
     tensor = tensor.detach()
     if tensor.shape[1] != heads:
         tensor = tensor.repeat_interleave(heads // tensor.shape[1], dim=1)
