@@ -29,8 +29,8 @@ PUBLISHED = {
     "ALBERT SQuAD1.1": (212, 42.5, 960, 0.322, 0.353, 0.411, 2503),
     "ALBERT RACE": (383, 12.2, 277, 0.398, 0.391, 0.423, 654),
 }
-"""Published bars by workload, without SASRec. Its bar of 0.243 is faster than banks can be at the kept fractions of
-figure 10 for a loss of at most 0.5 % (0.577 and 0.424)."""
+"""Published bars by workload, without SASRec. Figure 10 keeps 0.577 and 0.424 of its pairs for a loss of at most 0.5 %;
+banks cannot then be as fast as its bar of 0.243."""
 MODERATE = {
     # kept fraction, latency without preprocessing, energy ratio at the largest measured p that loses at most 2.5 %.
     # Omitted because their p was not measured: BERT RACE (0.235; p = 2 keeps 0.271) and IMDB (0.221; p = 4 keeps 0.240

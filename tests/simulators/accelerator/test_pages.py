@@ -64,7 +64,7 @@ def test_page_of_a_comparison(tmp_path: Path) -> None:
     assert figures[1].count("<rect") == 3 * 2 * sum(len(case.result.stations) for case in comparison.cases[:3])
     for case in comparison.cases:
         assert f"<td>{case.result.machine.name}</td>" in html and f"{case.result.cycles:,}" in html
-    assert f"{float(found.cases[3].trace.provenance['output error']):.3f}" in figures[4]
+    assert f"{float(comparison.cases[3].trace.provenance['output error']):.3f}" in figures[4]
     assert "clock 1e+09" in html and "here, its pairs, scipy" in html and "dense" not in figures[2]
 
 

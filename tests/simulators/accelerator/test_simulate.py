@@ -239,7 +239,7 @@ def test_results_as_a_frame() -> None:
 
 def test_frames_without_pandas_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UsageError, match=r"needs pandas.*\n.*pip install pandas"):
+    with pytest.raises(UsageError, match=r"requires pandas.*\n.*pip install pandas"):
         frame([simulate(find_machine("elsa"), TRACE)])
 
 

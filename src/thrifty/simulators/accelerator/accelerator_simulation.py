@@ -1,8 +1,7 @@
 """Simulation of a machine on a trace: each layer's items pass the stations while operands are read and outputs written.
 
-Units (heads of examples) are dealt to the copies in turn. With an outer memory, "dram", a unit's operands are read
-while the unit before is computed, and its output is written while the next unit is. Without one, transfers take no
-time."""
+Units (heads of examples) are dealt to the copies in turn. With an outer memory, "dram", transfers overlap: operands are
+read during the unit before, outputs written during the unit after. Without one, transfers take no time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

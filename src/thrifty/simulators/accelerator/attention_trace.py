@@ -191,7 +191,7 @@ def layer_of(
     width: int = 64,
     bits: int = 16,
 ) -> AttentionLayer:
-    """Return a layer of a mask (e, h, t, s), or of q (e, h, t, k) and k (e, h, s, k), or of both.
+    """Return a layer of a mask (e, h, t, s), of q (e, h, t, k) and k (e, h, s, k), or of both.
 
     `lengths` (e,) count queries, and keys too if they are as many and there are no `key_lengths`. Without q, `width` is
     the head width. Raises UsageError if there is neither a mask nor q and k.

@@ -1,4 +1,4 @@
-"""What a design made of a trace: cycles, stalls, bytes, operations, energy and area, as named records."""
+"""Results of a simulation: cycles, stalls, bytes, operations, energy and area, as named records."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,45 +20,45 @@ class StationTime:
 
     busy: float
     starved: float
-    """It had no item."""
+    """Cycles without an item."""
     blocked: float
-    """It had an item, and no room for what comes of it."""
+    """Cycles with an item, but a full buffer after the station."""
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One layer."""
+    """The result of one layer."""
 
     name: str
     units: int
     cycles: int
     bound: int
-    """Cycles that no order could go below: the busiest station's work, and what is moved at the bandwidth."""
+    """Lower bound on cycles for any order of items: the busiest station's work, or the transfers at the bandwidth."""
     waiting: int
-    """Of the cycles, those that the outer memory adds."""
+    """Cycles that the outer memory adds."""
     stations: Mapping[str, StationTime]
     read: float
     """Bytes from the outer memory; likewise `written`."""
     written: float
     macs: float
     dense_macs: float
-    """What all pairs would have taken, padding left out."""
+    """Multiply-accumulate operations of all pairs, without padding."""
     operations: Operations
     active: Mapping[str, float]
     density: float
     example: StationTimeline | None = field(default=None, repr=False, compare=False)
-    """Of its first unit, to draw."""
+    """Timeline of the first unit, to draw."""
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """One design on one trace."""
+    """The result of one machine on one trace."""
 
     machine: AcceleratorSpec
     trace: str
     engine: str
     multipliers: int
-    """Of scores and values, all copies together."""
+    """Multipliers of scores and values, in all copies together."""
     layers: tuple[LayerResult, ...]
     energies: tuple[EnergyEstimate, ...]
     notes: tuple[str, ...] = ()
@@ -73,23 +73,22 @@ class SimulationResult:
 
     @property
     def utilisation(self) -> float:
-        """Multiply-accumulates that were carried out, over those that all multipliers could have."""
+        """Executed multiply-accumulates over the multipliers' capacity."""
         return sum(layer.macs for layer in self.layers) / (self.multipliers * self.cycles)
 
     @property
     def dense_rate(self) -> float:
-        """Operations/s as if all pairs were computed, two for a multiply-accumulate: what papers call effective
-        throughput."""
+        """Effective throughput: operations/s as if all pairs were computed, two per multiply-accumulate."""
         return 2 * sum(layer.dense_macs for layer in self.layers) / self.seconds
 
     @property
     def area(self) -> float | None:
-        """mm² of all copies."""
+        """mm² of all copies, or None if unknown."""
         return None if self.machine.area is None else self.machine.area * self.machine.copies
 
     @property
     def bytes(self) -> dict[str, float]:
-        """Bytes moved, by level."""
+        """Bytes moved, by memory."""
         moved = {
             "outer memory, read": sum(layer.read for layer in self.layers),
             "outer memory, written": sum(layer.written for layer in self.layers),
@@ -113,11 +112,11 @@ class SimulationResult:
         }
 
     def energy(self, mode: str) -> EnergyEstimate | None:
-        """The energy found in a mode, "activity" or "actions"; None where there is none."""
+        """Return the energy of a mode, "activity" or "actions", or None."""
         return next((energy for energy in self.energies if energy.mode == mode), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
+        """Return all results as plain data."""
         return {
             **self.row(),
             **{key: getattr(self.machine, key) for key in ("design", "clock", "node", "copies")},
@@ -133,7 +132,7 @@ class SimulationResult:
         }
 
     def row(self) -> dict[str, Any]:
-        """One line of a comparison, in SI units and mm²."""
+        """Return one row of a comparison, in SI units and mm²."""
         activity, actions = self.energy("activity"), self.energy("actions")
         return {
             "machine": self.machine.name,
@@ -155,13 +154,13 @@ _STALLS = ("busy", "starved", "blocked")
 
 
 def str_of(operation: PricedOperation) -> str:
-    """ "sram, 576 bits of 36864 bytes"."""
+    """Return an operation as text, for example "sram, 576 bits of 36864 bytes"."""
     size = f" of {operation.capacity} bytes" if operation.capacity else ""
     return f"{operation.kind}, {operation.bits} bits{size}"
 
 
 def layer_rows(result: SimulationResult) -> list[dict[str, Any]]:
-    """A line for each layer."""
+    """Return a row for each layer."""
     return [
         {
             "layer": layer.name,
@@ -180,9 +179,9 @@ def layer_rows(result: SimulationResult) -> list[dict[str, Any]]:
 
 
 def frame(results: list[SimulationResult]) -> "DataFrame":
-    """Results as a pandas DataFrame, a line each. Raises UsageError where pandas, which is optional, is not there."""
+    """Return results as a pandas DataFrame, a row each. Raises UsageError if pandas is not installed."""
     try:
         import pandas
     except ImportError as error:
-        raise UsageError("a frame needs pandas", fix="pip install pandas, or use result.row()") from error
+        raise UsageError("a frame requires pandas", fix="pip install pandas, or use result.row()") from error
     return pandas.DataFrame([result.row() for result in results])
