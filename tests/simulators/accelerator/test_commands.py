@@ -62,8 +62,9 @@ def test_designs_under_equal_resources(trace: Path) -> None:
 
 
 def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
-    page = printed("attention", "--designs", "elsa", "--trace", trace, "--energy-table", "all",
-                   "--csv", tmp_path / "csv", "--perfetto", tmp_path / "p.json", "--engine", "event", "--no-measure")  # fmt: skip
+    files = ("--csv", tmp_path / "csv", "--perfetto", tmp_path / "p.json")
+    page = printed("attention", "--designs", "elsa", "--trace", trace, "--energy-table", "all", *files,
+                   "--engine", "event", "--no-measure")  # fmt: skip
     assert "aladdin-45nm" in page and "horowitz-45nm, high" in page
     assert "elsa_COMPUTE_REPORT.csv" in {path.name for path in (tmp_path / "csv").iterdir()}
     assert json.loads((tmp_path / "p.json").read_text())["traceEvents"]
