@@ -137,7 +137,7 @@ def test_another_lottery_is_not_mixed_with_one_that_is_there(
     runs, _ = played
     with pytest.raises(UsageError, match=r"other settings: lottery.prune: 0.5 → 0.3"):
         run_lottery(recipe, replace(LOTTERY, prune=0.3), runs, quiet=True)
-    with pytest.raises(UsageError, match=r"another lottery: recipe\.data\.batch: 4 → 8"):
+    with pytest.raises(UsageError, match=r"other settings: recipe\.data\.batch: 4 → 8"):
         run_lottery(replace(recipe, data=replace(recipe.data, batch=8)), LOTTERY, runs, quiet=True)
 
 

@@ -2,12 +2,13 @@
 
 from thrifty.experiments import studies
 from thrifty.experiments.studies import n_of_m
-from thrifty.experiments.studies.n_of_m import TRANSPOSABLE, DECAYED, DENSE, ESTIMATED, FINISH, PLAIN, QUARTER, STRONG
+from thrifty.experiments.studies.n_of_m import DECAYED, DENSE, ESTIMATED, FINISH, PLAIN, QUARTER, STRONG, TRANSPOSABLE
 from thrifty.experiments.study import Cells
 from thrifty.experiments.study_summary import cells_of
 
 LOSSES = {
-    DENSE: 2.1, PLAIN: 2.12, QUARTER: 2.2, DECAYED: 2.11, STRONG: 2.18, TRANSPOSABLE: 2.14, FINISH: 2.12, ESTIMATED: 2.2,
+    DENSE: 2.1, PLAIN: 2.12, QUARTER: 2.2, DECAYED: 2.11, STRONG: 2.18, TRANSPOSABLE: 2.14, FINISH: 2.12,
+    ESTIMATED: 2.2,
 }  # fmt: skip
 
 
