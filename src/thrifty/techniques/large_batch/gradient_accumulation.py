@@ -3,9 +3,8 @@
 Paper       Ott et al. 2018, Scaling Neural Machine Translation (arXiv 1806.00187), delayed updates.
 Promise     Activation memory of one micro-batch, gradients of the whole batch within rounding. Micro-batches of unequal
             size are weighted correctly.
-Use         train, test = torch.utils.data.random_split(texts, [0.9, 0.1])
-            accumulate = ["gradient_accumulation:micro_batches=4"]
-            run = thrifty.train(model, train, held_out=test, techniques=accumulate, budget="2000 steps")
+Use         techniques = ["gradient_accumulation:micro_batches=4"]
+            run = thrifty.train(model, texts, held_out=held_out, techniques=techniques, budget="2000 steps")
 Start with  `gradient_accumulation:micro_batches=4`; double `micro_batches` until the step fits.
 Cost        More kernel launches with less work in each.
 Avoid       A batch that fits as a whole. A contrastive loss is refused, since it compares examples: use

@@ -1,6 +1,6 @@
 """z-loss (de Brébisson and Vincent 2016): penalize the squared logarithm of the softmax normalizer.
 
-Paper       de Brébisson and Vincent 2016, The Z-loss (arXiv 1604.08859); coefficient of Chowdhery et al. 2022, PaLM
+Paper       De Brébisson and Vincent 2016, The Z-loss (arXiv 1604.08859); coefficient of Chowdhery et al. 2022, PaLM
             (arXiv 2204.02311), section 5.
 Promise     Logits do not drift, which keeps long low-precision runs stable.
 Use         criterion = thrifty.apply(torch.nn.CrossEntropyLoss(), "z_loss")

@@ -3,8 +3,7 @@
 Paper       McCandlish et al. 2018, An Empirical Model of Large-Batch Training (arXiv 1812.06162), appendix A.1.
 Promise     Records "noise_scale" in examples, B = tr Σ / |G|². At a batch of B a run takes twice the minimum of steps
             and of examples.
-Use         train, test = torch.utils.data.random_split(texts, [0.9, 0.1])
-            run = thrifty.train(model, train, held_out=test, techniques=["noise_scale:every=4"], budget="2000 steps")
+Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["noise_scale"], budget="2000 steps")
 Start with  `noise_scale:every=4`. Judge the curve, not one value: it grows as the loss falls.
 Cost        Every `every` steps the batch passes in two halves, with the gradients of both in memory. Across ranks these
             are summed twice.

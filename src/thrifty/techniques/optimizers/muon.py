@@ -2,7 +2,7 @@
 
 Paper       Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon); update size of Liu et al. 2025, Muon is
             Scalable for LLM Training (arXiv 2502.16982).
-Promise     One moment per hidden matrix. The second paper claims half of AdamW's compute. Equal to torch.optim.Muon
+Promise     One moment per hidden matrix; the second paper claims half of AdamW's compute. Equal to torch.optim.Muon
             within bfloat16 rounding.
 Use         optimizer = thrifty.optim.Muon(model, lr=1e-3, adamw_lr=1e-3)
 Start with  `muon:lr=1e-3,adamw_lr=1e-3`, AdamW's rates. Rates for `scale=original` are about 20 times larger.

@@ -4,8 +4,7 @@ Paper       You et al. 2020, Drawing Early-Bird Tickets (arXiv 1909.11957); Tran
             (arXiv 2101.00063).
 Promise     After the ticket is drawn, the model lacks a third of the heads of each block and 40 % of all neurons. Its
             matrices are smaller.
-Use         train, test = torch.utils.data.random_split(texts, [0.9, 0.1])
-            run = thrifty.train(model, train, held_out=test, techniques=["early_bird"], budget="2000 steps")
+Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["early_bird"], budget="2000 steps")
 Start with  `early_bird:heads=0.5,neurons=0.4`, compared with the control `criterion=random`.
 Cost        The search: steps of the whole model whose updates are discarded. They count in the budget.
 Avoid       Fewer than three heads per block, of which no third can be removed. Conclusions without the random control.

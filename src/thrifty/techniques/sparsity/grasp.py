@@ -3,8 +3,7 @@
 Paper       Wang et al. 2020, Picking Winning Tickets Before Training by Preserving Gradient Flow (arXiv 2002.07376).
 Promise     One mask for the whole run: the `density` of weights whose removal would reduce the gradient norm most, to
             first order. Made for very low densities.
-Use         train, test = torch.utils.data.random_split(texts, [0.9, 0.1])
-            run = thrifty.train(model, train, held_out=test, techniques=["grasp:density=0.1"], budget="2000 steps")
+Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["grasp:density=0.1"], budget="2000 steps")
 Start with  `grasp:density=0.02,scoring_steps=1`; more scoring steps for small batches.
 Cost        The first `scoring_steps` steps make no update, and compute about four times as much. Selection needs
             sparsity.snip's memory.

@@ -6,7 +6,8 @@ Promise     The same mask at every step, at the given density: the baseline for 
 Use         model, optimizer = thrifty.apply((model, optimizer), "static", density=0.2)
 Start with  `static:density=0.2,distribution=erk`.
 Cost        One mask per weight.
-Avoid       criterion=magnitude with distribution=global at low densities: it empties layers with small initial values.
+Avoid       `criterion=magnitude` with `distribution=global` at low densities: it empties layers with small initial
+            values.
 Does not    Save time by itself: products are dense with masked weights (use sparsity.sparse_products).
 """
 
