@@ -59,7 +59,7 @@ def test_a_circle_inside_a_package_is_noticed() -> None:
 
 
 def test_a_row_names_only_rows_above_it() -> None:
-    table = "## The import table\n| package | what | may import |\n| `core` | a | `optim` |\n| `optim` | b | |\n"
+    table = "## Import table\n| package | what | may import |\n| `core` | a | `optim` |\n| `optim` | b | |\n"
     with pytest.raises(ValueError, match="no row above it names"):
         read_rule(table)
 

@@ -13,7 +13,7 @@ from importlinter import Contract, ContractCheck
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from thrifty.cli.main import ABOUT
+from thrifty.cli.verb_list import VERBS
 
 Import = tuple[str, str]
 Rule = Mapping[str, frozenset[str]]
@@ -42,7 +42,7 @@ def imports_of(graph: ImportGraph) -> set[Import]:
 def read_rule(text: str) -> dict[str, frozenset[str]]:
     """Read package -> packages it may import, in the table's order; "everything" is every row above it."""
     rule: dict[str, frozenset[str]] = {}
-    for row in re.findall(r"^\|(.*)\|$", text.partition("## The import table")[2].partition("\n## ")[0], re.MULTILINE):
+    for row in re.findall(r"^\|(.*)\|$", text.partition("## Import table")[2].partition("\n## ")[0], re.MULTILINE):
         first, _, last = (cell.strip() for cell in row.split("|"))
         if not first.startswith("`"):
             continue
@@ -102,7 +102,7 @@ def _reason(importer: str, imported: str, rule: Rule) -> str:
         return "the loop knows no models, objectives, data or recipes"
     if one == other == "cli":
         verb, imported_verb = importer.split(".")[2], imported.split(".")[2:3]
-        if imported_verb and imported_verb[0] in ABOUT and verb != imported_verb[0]:
+        if imported_verb and imported_verb[0] in VERBS and verb != imported_verb[0]:
             return "no verb imports another"
     return ""
 

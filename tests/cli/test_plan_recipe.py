@@ -294,7 +294,7 @@ def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(re
         (("text", "--cluster", "h100-box", "--disk", "1GB"), "--disk is for plans of one device", "leave it out"),
         (
             ("text", "--model", "json:dumps", "--out", "x.toml", "--export", "script"),
-            "json:dumps is one of your own",
+            "'json:dumps' is your own model",
             "the other exports work",
         ),
         (("text", "--cluster", "nowhere"), "unknown cluster 'nowhere'", ""),
@@ -302,7 +302,7 @@ def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(re
         (("text", "--memory", "much"), "--memory 'much' is no size", "400MB"),
         (("text", "--hours", "0"), "--hours is 0", "positive"),
         (("text", "--tokens", "1", "--flops", "1"), "--tokens and --flops are both given", "one of them"),
-        (("text", "--export", "script"), "--export needs --out", "--out plan.toml"),
+        (("text", "--export", "script"), "--export requires --out", "--out plan.toml"),
         (("text", "--mesh", "tensor=2"), "a plan looks for one", "--ranks 2 for this machine"),
     ],
 )

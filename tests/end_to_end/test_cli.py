@@ -4,11 +4,9 @@ import json
 import os
 import pty
 import re
-import statistics
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +15,7 @@ import pytest
 from command_line import CommandLine, assert_equal
 
 from thrifty.cli.chat import _questions
-from thrifty.cli.main import ABOUT
+from thrifty.cli.verb_list import VERBS
 
 
 @pytest.fixture(scope="session")
@@ -27,25 +25,20 @@ def trained(common_folder: Path) -> tuple[CommandLine, dict[str, Any]]:
     return thrifty, thrifty.train("done", steps=4)
 
 
-def test_help_answers_within_half_a_second_without_torch(thrifty: CommandLine) -> None:
-    seconds = []
-    thrifty.fresh = True
-    for _ in range(5):
-        began = time.perf_counter()
-        assert "Verbs" in thrifty("--help").stdout
-        seconds.append(time.perf_counter() - began)
-    assert statistics.median(seconds) < 0.5
+def test_help_imports_no_large_package(thrifty: CommandLine) -> None:
+    assert "Trained models" in thrifty("--help").stdout
     program = "import sys, thrifty.cli.main as m\ntry: m.main(['--help'])\nexcept SystemExit: pass\n"
     program += "print(sorted({'torch', 'numpy', 'rich', 'transformers'} & sys.modules.keys()), file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", program], env=thrifty.variables(), capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
 
 
-def test_every_verb_is_listed_and_explains_itself(thrifty: CommandLine) -> None:
+def test_every_verb_is_listed_and_has_help_with_an_example(thrifty: CommandLine) -> None:
     shown = thrifty("--help").stdout
-    for verb in ABOUT:
+    for verb in VERBS:
         assert re.search(rf"^  {verb} ", shown, re.MULTILINE)
-        assert "Usage: thrifty " + verb in thrifty(verb, "--help").stdout
+        help = thrifty(verb, "--help").stdout
+        assert f"Usage: thrifty {verb}" in help and "Example: thrifty" in help
     assert "did you mean 'train'" in thrifty("trian", exit_code=2).stderr
 
 

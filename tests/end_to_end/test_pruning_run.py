@@ -127,7 +127,7 @@ def test_options_that_mean_nothing_are_refused(desk: CommandLine, scored: dict[s
         (["prune", "scores.safetensors", "--recipe", "vit-digits"], "--recipe is the recipe that --write writes"),
         (["prune", "scores.safetensors", "--keep-fraction", "2"], "keep must be"),
         (["prune", "nothing"], "there is no scores file"),
-        (["score", "vit-digits", "--steps", "soon"], "is no moment"),
+        (["score", "vit-digits", "--steps", "soon"], "is neither a number of steps"),
         (["score", "vit-digits", "--method", "el2m"], "did you mean 'el2n'"),
     ):
         assert told in desk("data", *words, exit_code=2).stderr, words

@@ -10,7 +10,7 @@ import pytest
 import tomli_w
 from command_line import CommandLine
 
-from thrifty.cli.main import ABOUT
+from thrifty.cli.verb_list import VERBS
 
 TRAP = "from pathlib import Path\nPath('imported').touch()\ndef build(**arguments):\n    Path('called').touch()\n"
 RECIPE = ("explain", "check", "plan", "compare", "lottery", "train")
@@ -67,7 +67,7 @@ def copied(trained: Path, folder: Path) -> CommandLine:
     return CommandLine(folder)
 
 
-@pytest.mark.parametrize("verb", sorted(ABOUT.keys() - HARMLESS))
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - HARMLESS))
 def test_no_verb_runs_the_function_that_a_stranger_names(verb: str, trained: Path, tmp_path: Path) -> None:
     thrifty = copied(trained, tmp_path)
     stranger(thrifty, "trap:build", {"command": "touch called"})

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fast_techniques import WITHOUT_FAST
 
-from thrifty.cli.main import ABOUT
+from thrifty.cli.verb_list import VERBS
 from thrifty.core.child_python import SAFE, child_environment
 
 SHORT = ("text", "--data", "my.txt", "--budget", "4steps")
@@ -122,7 +122,7 @@ def test_no_verb_runs_what_lies_in_the_working_folder(trapped: Path) -> None:
 
 
 def test_every_verb_is_tried() -> None:
-    assert {words[0] for words in (*CHEAP, *DEAR)} == set(ABOUT)
+    assert {words[0] for words in (*CHEAP, *DEAR)} == set(VERBS)
 
 
 @pytest.mark.slow

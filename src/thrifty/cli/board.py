@@ -1,4 +1,4 @@
-"""`thrifty board`: a live page over run folders, on this machine alone."""
+"""`thrifty board`: serve live pages of run folders to this machine."""
 
 from pathlib import Path
 
@@ -7,14 +7,19 @@ import click
 
 @click.command("board")
 @click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Folder of runs.  [default: runs]")
-@click.option("--results", type=click.Path(path_type=Path), default=Path("results"), help="Folder of kept results.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8577, show_default=True, help="0 for any that is free.")
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path),
+    default=Path("results"),
+    help="Folder of saved results.  [default: results]",
+)
+@click.option("--port", type=click.IntRange(0, 65535), default=8577, show_default=True, help="0 picks a free port.")
 @click.option("--open/--no-open", "show", default=True, help="Open the page in the browser.  [default: open]")
 def command(runs: Path, results: Path, port: int, show: bool) -> None:
     """Show runs, their live curves, studies and technique cards in the browser.
 
-    The page is served to this machine alone, to who has the address that is printed; it only reads, and runs know
-    nothing of it. Ctrl-C ends it. Each start has another address.
+    Only this machine can open the pages, and only with the printed address, which changes with each start. The board
+    reads files and never changes a run. Ctrl-C stops it.
     """
     import thrifty
 

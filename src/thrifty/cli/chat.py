@@ -1,4 +1,4 @@
-"""`thrifty chat`: questions and answers with a trained model."""
+"""`thrifty chat`: chat with a trained model."""
 
 import sys
 from collections.abc import Iterator
@@ -14,21 +14,19 @@ from thrifty.cli.recipe_options import OWN_MODEL, SEED
 @click.argument("path", metavar="RUN_OR_FOLDER", type=click.Path(path_type=Path))
 @click.option("--prompt", default=None, help="One question; without it, questions are read line by line.")
 @click.option("--system", default="", help="System message at the start of the conversation.")
+@click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Most tokens in an answer.")
 @click.option(
-    "--tokens", default=256, show_default=True, type=click.IntRange(min=1), help="At most this many per answer."
+    "--temperature", default=0.7, show_default=True, type=click.FloatRange(min=0), help="0 picks the most likely token."
 )
-@click.option(
-    "--temperature", default=0.7, show_default=True, type=click.FloatRange(min=0), help="0 takes the likeliest token."
-)
-@click.option("--top-k", default=None, type=click.IntRange(min=1), help="Draw among the k likeliest tokens only.")
-@click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same answers.")
-@click.option("--template", default="", help="chatml, alpaca or a Jinja file in place of the model's own template.")
+@click.option("--top-k", default=None, type=click.IntRange(min=1), help="Sample from the k most likely tokens.")
+@click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed repeats the same answers.")
+@click.option("--template", default="", help="chatml, alpaca or a Jinja file instead of the model's template.")
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print the conversation as one JSON document at the end.")
 def command(path: Path, prompt: str | None, as_json: bool, model: str | None, **options: Any) -> None:
-    """Talk to the model of a run (its folder, or its name under runs/) or of a Hugging Face folder.
+    """Chat with the model of a run (its folder, or its name under runs/) or of a Hugging Face folder.
 
-    An empty line ends the conversation, and so does the end of the input.
+    An empty line or the end of the input ends the conversation.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result
@@ -43,7 +41,7 @@ def command(path: Path, prompt: str | None, as_json: bool, model: str | None, **
 
 
 def _questions() -> Iterator[str]:
-    """Lines of the input until an empty one; on a terminal a prompt stands before each."""
+    """Yield lines of the input until an empty one, after a prompt on a terminal."""
     while sys.stdin is not None:
         if sys.stdin.isatty():
             click.echo("> ", nl=False)

@@ -1,4 +1,4 @@
-"""`thrifty check`: does a recipe's combination of techniques still compute what it promises?"""
+"""`thrifty check`: test that a combination of techniques computes what it promises."""
 
 from typing import Any
 
@@ -10,16 +10,18 @@ from thrifty.cli.verb_output import print_result
 
 @click.command()
 @recipe_options
-@click.option("--steps", type=click.IntRange(min=3), default=4, show_default=True, help="Steps that are trained.")
-@click.option("--examples", type=click.IntRange(min=2), default=4, show_default=True, help="Of an effective batch.")
-@click.option("--length", type=click.IntRange(min=2), help="Tokens of an example, if fewer than the recipe's.")
-@click.option("--ranks/--no-ranks", default=True, help="Whether to start processes where the recipe has a mesh.")
+@click.option("--steps", type=click.IntRange(min=3), default=4, show_default=True, help="Steps to train.")
+@click.option(
+    "--examples", type=click.IntRange(min=2), default=4, show_default=True, help="Examples in an effective batch."
+)
+@click.option("--length", type=click.IntRange(min=2), help="Tokens in an example, at most the recipe's.")
+@click.option("--ranks/--no-ranks", default=True, help="Start one process per rank if the recipe has a mesh.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(steps: int, examples: int, length: int | None, ranks: bool, as_json: bool, **options: Any) -> None:
-    """Check RECIPE before it costs anything: a few steps of its own model on its own data, against the plain run.
+    """Check RECIPE before a long run: train its model on its data for a few steps and compare with the plain run.
 
-    Values where they are promised, gradients that reach every parameter, micro-batches against one big batch, ranks
-    against one process, resuming, export, and which tokens are learned. The exit code is 4 if a promise is broken.
+    The check covers promised values, gradients of every parameter, micro-batches against one batch, ranks against one
+    process, resume, export, and which tokens are learned. The exit code is 4 if a promise is broken.
     """
     import thrifty
 

@@ -1,4 +1,4 @@
-"""`thrifty estimate`: will a training step fit, and what would make it fit."""
+"""`thrifty estimate`: predict the memory of a training step, and the changes that make it fit."""
 
 from functools import partial
 from typing import Any
@@ -11,10 +11,10 @@ from thrifty.cli.verb_output import print_result
 
 @click.command()
 @click.argument("model")
-@click.option("--data", help=f"{DATA_HELP} By default examples are random.")
-@click.option("--memory", help="Memory that must suffice, such as 24GB; by default that of a --device with a name.")
-@click.option("--batch", type=click.IntRange(min=1), help="Examples of a step.")
-@click.option("--length", type=click.IntRange(min=2), help="Tokens of an example.")
+@click.option("--data", help=f"{DATA_HELP} By default, examples are random.")
+@click.option("--memory", help="Available memory, such as 24GB; by default that of a named --device.")
+@click.option("--batch", type=click.IntRange(min=1), help="Examples in a step.")
+@click.option("--length", type=click.IntRange(min=2), help="Tokens in an example.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or a GPU by name, such as h100.")
 @MODEL_ARGUMENTS
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME:KEY=VALUE,…")
@@ -25,7 +25,7 @@ from thrifty.cli.verb_output import print_result
     type=click.Choice(["exact", "rounding", "different"]),
     default="different",
     show_default=True,
-    help="What the proposed changes may do to values.",
+    help="Effect on computed values that proposed changes may have.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(
@@ -37,11 +37,11 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Estimate the memory of a training step of MODEL, its parts and FLOPs, and the cheapest changes with which it fits
-    --memory. No weights are read and nothing is trained.
+    """Estimate the memory and FLOPs of a training step of MODEL, and the cheapest changes that make it fit --memory.
 
-    MODEL is a preset, package.module:function of your own, which needs --data, a Hugging Face folder, with weights or
-    with config.json alone, or that file. The exit code is 3 if the step does not fit.
+    MODEL is a preset, a Hugging Face folder with or without weights, a config.json, or your own
+    package.module:function, which requires --data. No weights are read and nothing is trained. The exit code is 3 if
+    the step does not fit.
     """
     import thrifty
 

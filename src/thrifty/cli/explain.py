@@ -1,4 +1,4 @@
-"""`thrifty explain`: what a recipe will do, stage by stage, before it runs."""
+"""`thrifty explain`: show what a recipe will do, stage by stage, before it runs."""
 
 from typing import Any
 
@@ -12,11 +12,12 @@ from thrifty.cli.verb_output import print_result
 @recipe_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool, **options: Any) -> None:
-    """Show what RECIPE will do: each technique in order of stage, what it touches, memory and work before and after
-    it, what is refused and why, and where every value that is not a default came from. Nothing is trained.
+    """Show what RECIPE will do, without training: techniques in order of stage, the modules that each changes, memory
+    and FLOPs before and after, refusals with reasons, and the origin of every value that is not a default.
 
-    With a mesh, such as --mesh tensor=2,replicate=2, it is what each rank will hold, compute and send; no ranks are
-    started. The exit code is 2 where a technique is refused."""
+    With a mesh, such as --mesh tensor=2,replicate=2, it shows what each rank holds, computes and sends, without
+    starting ranks. The exit code is 2 if a technique is refused.
+    """
     import thrifty
 
     layers = build_recipe(**options)

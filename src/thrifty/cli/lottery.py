@@ -1,4 +1,4 @@
-"""`thrifty lottery`: lottery tickets, round after round; or the masks of a sparse run as a ticket."""
+"""`thrifty lottery`: find lottery tickets by iterative magnitude pruning."""
 
 from pathlib import Path
 from typing import Any
@@ -11,27 +11,40 @@ from thrifty.cli.verb_output import print_result
 
 @click.command()
 @recipe_options
-@click.option("--rounds", type=click.IntRange(min=1), help="Tickets drawn after the dense run.  [default: 8]")
+@click.option("--rounds", type=click.IntRange(min=1), help="Pruning rounds after the dense run.  [default: 8]")
 @click.option(
     "--prune-fraction",
     "prune",
     type=float,
-    help="Share of the weights left that goes after each round.  [default: 0.2]",
+    help="Fraction of the remaining weights to prune in each round.  [default: 0.2]",
 )
-@click.option("--rewind", metavar="STEP|SHARE", help="What tickets start from: 0, a step, or 0.01 of the run.")
-@click.option("--scope", type=click.Choice(["global", "layerwise"]), help="What is compared.  [default: global]")
-@click.option("--where", metavar="PATTERN", help="Names of the matrices that are pruned.  [default: of blocks]")
 @click.option(
-    "--half-rate", "half", metavar="PATTERN", help="Names of those that lose half the share.  [default: of heads]"
+    "--rewind",
+    metavar="STEP|SHARE",
+    help="Step whose weights tickets start from: 0, a step, or a fraction such as 0.01.",
+)
+@click.option(
+    "--scope",
+    type=click.Choice(["global", "layerwise"]),
+    help="Set of weights whose magnitudes are compared.  [default: global]",
+)
+@click.option("--where", metavar="PATTERN", help="Names of the matrices to prune.  [default: those of blocks]")
+@click.option(
+    "--half-rate",
+    "half",
+    metavar="PATTERN",
+    help="Names of matrices that are pruned at half the rate.  [default: heads]",
 )
 @click.option(
     "--control",
     "controls",
     multiple=True,
     type=click.Choice(["random-mask", "reinitialise"]),
-    help="Train this of each ticket, too.",
+    help="Also train this control of each ticket.",
 )
-@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where run folders are kept.")
+@click.option(
+    "--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Parent of run folders.  [default: runs]"
+)
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print all rounds as JSON at the end.")
 def command(
@@ -47,15 +60,15 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train RECIPE, cut the smallest weights, start again from the first values (or an early step) with those that are
-    left, and so on. Every round is a run of its own, runs/NAME-round-R.
+    """Train RECIPE, prune the smallest weights, rewind the others to their initial values or an early step, and repeat.
+    Each round is a run folder, runs/NAME-round-R.
 
-    Killed or stopped, the same command resumes it; with more --rounds or another --control it adds those.
+    The same command resumes an interrupted lottery. More --rounds or another --control are added to a finished one.
     """
     import thrifty
 
     values = {"rounds": rounds, "prune_fraction": prune, "scope": scope, "where": where, "half_rate": half}
-    moment = read_moment("--rewind", rewind, "give a step, such as 50, or a share of the run") if rewind else None
+    moment = read_moment("--rewind", rewind, "give a step, such as 50, or a fraction of the run") if rewind else None
     values |= {"rewind": moment, "controls": controls or None}
     settings: Any = {name: value for name, value in values.items() if value is not None}
     layers = build_recipe(**options)

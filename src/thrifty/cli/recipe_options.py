@@ -1,4 +1,4 @@
-"""The options that put a recipe together, shared by the verbs that take one."""
+"""Options of a recipe, shared by the verbs that take one."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,12 +17,10 @@ SEED = click.IntRange(0, 2**63 - 1)
 MESH = click.option(
     "--mesh",
     metavar="AXIS=SIZE,…",
-    help="Ranks along pipeline, replicate, shard and tensor, with the techniques that use them.",
+    help="Number of ranks along pipeline, replicate, shard and tensor.",
 )
 
-RANKS = click.option(
-    "--ranks", type=click.IntRange(min=1), default=1, help="Processes of this machine that share the work."
-)
+RANKS = click.option("--ranks", type=click.IntRange(min=1), default=1, help="Number of processes on this machine.")
 MODEL_ARGUMENTS = click.option(
     "--model-arg",
     "model_arguments",
@@ -31,16 +29,16 @@ MODEL_ARGUMENTS = click.option(
     help="Argument of the function that builds the model.",
 )
 HELD_OUT = click.option(
-    "--held-out", metavar="PACKAGE.MODULE:NAME", help="The dataset of your own to judge by, with --data of your own."
+    "--held-out", metavar="PACKAGE.MODULE:NAME", help="Held-out dataset, required with your own --data."
 )
-LOSS = click.option("--loss", help="Objective by name, or package.module:function of your own, of (model, batch).")
+LOSS = click.option("--loss", help="Objective by name, or your own package.module:function of (model, batch).")
 OWN_MODEL = click.option(
-    "--model", metavar="PACKAGE.MODULE:FUNCTION", help="The function that builds the run's model, if it was your own."
+    "--model", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the run's model, if it was your own."
 )
 
 
 def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Several options or arguments of click as one decorator."""
+    """Combine click options and arguments into one decorator."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options):
@@ -51,8 +49,8 @@ def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 
 
 DATA_HELP = (
-    "File, folder, known set or hub:owner/name to train on, or package.module:name of your own: a dataset, or a "
-    "function that returns one."
+    "File, folder, dataset by name or hub:owner/name, or your own package.module:name, a dataset or a function that "
+    "returns one."
 )
 
 recipe_options = together(
@@ -60,17 +58,17 @@ recipe_options = together(
     click.option("--data", help=DATA_HELP),
     HELD_OUT,
     LOSS,
-    click.option("--model", help="Preset name, folder in Hugging Face layout, or package.module:function of your own."),
+    click.option("--model", help="Preset, Hugging Face folder, or your own package.module:function."),
     MODEL_ARGUMENTS,
-    click.option("--budget", help="How long: 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h."),
-    click.option("--seed", type=int),
+    click.option("--budget", help="Length of training: 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h."),
+    click.option("--seed", type=int, help="Seed of the run."),
     click.option("--name", help="Name of the run and its folder under runs/."),
     click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),
-    click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out."),
+    click.option("--without", "removals", multiple=True, metavar="NAME", help="Remove a technique."),
     MESH,
-    click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value."),
+    click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value of the recipe."),
 )
-"""RECIPE and everything that changes it; the decorated function receives them by name (see `build_recipe`)."""
+"""RECIPE and the options that change it, which `build_recipe` takes by name."""
 
 
 def build_recipe(
@@ -88,8 +86,11 @@ def build_recipe(
     assignments: tuple[str, ...] = (),
     mesh: str | None = None,
 ) -> "RecipeLayers":
-    """The layers of a recipe as the command line describes it. Without a name it is "text"; around a model, data or a
-    loss of the user's own it is what `thrifty.recipe` returns for them."""
+    """Return the layers of the recipe on the command line.
+
+    The default recipe is "text". With the user's own model, data or loss it is the recipe that `thrifty.recipe` returns
+    for them.
+    """
     from thrifty.interface.recipe_arguments import layers_of, names_object
     from thrifty.interface.recipe_arguments import recipe as recipe_of
     from thrifty.recipes.recipe_layers import RecipeLayers
@@ -114,8 +115,8 @@ def build_recipe(
 
 
 def read_moment(option: str, text: str, fix: str) -> int | float:
-    """A number of steps, or a share of a run. Raises UsageError with this fix for what is no number."""
+    """Read a number of steps or a fraction of a run. Raises UsageError with this fix for other text."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    raise UsageError(f"{option} {text!r} is no moment", fix=fix)
+    raise UsageError(f"{option} {text!r} is neither a number of steps nor a fraction of a run", fix=fix)

@@ -1,16 +1,16 @@
-"""`thrifty report`: a run folder as one offline page."""
+"""`thrifty report`: write a run folder as one offline page."""
 
 import click
 
 
 @click.command("report")
 @click.argument("run")
-@click.option("--json", "as_json", is_flag=True, help="Print where the report is and its key numbers as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the path of the report and its key figures as JSON.")
 @click.option("--open/--no-open", "show", default=False, help="Open the page in the browser.  [default: no-open]")
 def command(run: str, as_json: bool, show: bool) -> None:
     """Write report.html and plots/*.png into the folder of RUN.
 
-    RUN is a run folder, or the name of one under ./runs. A run that is still going on can be reported too.
+    RUN is a run folder, or the name of one under ./runs. The run may still be training.
     """
     import webbrowser
 

@@ -1,4 +1,4 @@
-"""`thrifty resume`: go on with a run exactly where it was."""
+"""`thrifty resume`: continue a run from its last checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from thrifty.cli.recipe_options import HELD_OUT, LOSS, MESH, MODEL_ARGUMENTS, OW
 @click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change a value; most need --fork.")
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique; needs --fork.")
 @MESH
-@click.option("--without", "removals", multiple=True, metavar="NAME", help="Leave a technique out; needs --fork.")
-@click.option("--fork", metavar="NAME", help="Go on as a new run of this name with the changed recipe.")
-@click.option("--drop-weights", is_flag=True, help="With --fork: drop weights for which the new recipe has no place.")
+@click.option("--without", "removals", multiple=True, metavar="NAME", help="Remove a technique; needs --fork.")
+@click.option("--fork", metavar="NAME", help="Continue as a new run of this name with the changed recipe.")
+@click.option("--drop-weights", is_flag=True, help="With --fork: drop weights that the new recipe does not have.")
 @OWN_MODEL
-@click.option("--data", metavar="PACKAGE.MODULE:NAME", help="The run's data, if they were your own.")
+@click.option("--data", metavar="PACKAGE.MODULE:NAME", help="The run's dataset, if it was your own.")
 @HELD_OUT
 @LOSS
 @MODEL_ARGUMENTS
@@ -43,7 +43,7 @@ def command(
 ) -> Any:
     """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
     import thrifty
-    from thrifty.cli.verb_output import print_result, run_of
+    from thrifty.cli.verb_output import finished_run, print_result
     from thrifty.interface.recipe_arguments import stored_layers
 
     layers = stored_layers(run)
@@ -54,5 +54,5 @@ def command(
         layers.apply_mesh(mesh)
     origins = {where: origin for where, origin in layers.origins.items() if origin.startswith("--")}
     options = {"fork": fork, "drop_weights": drop_weights, "ranks": ranks, "origins": origins, "quiet": quiet}
-    resumed = run_of(lambda: thrifty.resume(run, recipe=layers.recipe(), **options))
+    resumed = finished_run(lambda: thrifty.resume(run, recipe=layers.recipe(), **options))
     print_result(resumed, as_json, quiet)

@@ -1,4 +1,4 @@
-"""`thrifty study NAME`: many small runs, a table of them, and whether what was expected holds."""
+"""`thrifty study NAME`: repeat a published experiment in many small runs."""
 
 from pathlib import Path
 
@@ -9,11 +9,13 @@ import click
 @click.argument("study", metavar="NAME")
 @click.option("--name", help="Name of its folder under runs/.  [default: NAME]")
 @click.option("--set", "settings", multiple=True, metavar="SETTING=VALUE", help="Change a setting of the study.")
-@click.option("--seeds", type=click.IntRange(min=1), help="How many seeds.")
-@click.option("--cases", multiple=True, metavar="WORD", help="Measure only cases with this word in their label.")
-@click.option("--jobs", type=click.IntRange(min=1), help="How many processes.  [default: one per core]")
-@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Where its folder is kept.")
-@click.option("--save-result", type=click.Path(path_type=Path), help="Write the result as this .json file too.")
+@click.option("--seeds", type=click.IntRange(min=1), help="Number of seeds.")
+@click.option("--cases", multiple=True, metavar="WORD", help="Measure only cases whose label has this word.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Number of processes.  [default: one per core]")
+@click.option(
+    "--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Parent of its folder.  [default: runs]"
+)
+@click.option("--save-result", type=click.Path(path_type=Path), help="Also write the result to this .json file.")
 @click.option("--baseline-result", type=click.Path(path_type=Path), help="Compare with this saved result.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON at the end.")
@@ -30,10 +32,9 @@ def command(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Measure the study NAME (`thrifty list studies`): many small runs, a table, plots, and whether what was expected
-    holds.
+    """Run the study NAME (`thrifty list studies`): many small runs, a table, plots, and a verdict on each expectation.
 
-    An interrupted study resumes where it stopped. With --baseline-result the exit code is 1 if a number is outside the
+    An interrupted study resumes where it stopped. With --baseline-result the exit code is 1 if a value is outside the
     interval of the saved result.
     """
     import thrifty
@@ -47,5 +48,5 @@ def command(
         click.echo(f"off: {line}", err=True)
     if baseline_result:
         agreeing = result.compared - len(result.off)
-        click.echo(f"{agreeing} of {result.compared} numbers agree with {baseline_result}", err=True)
+        click.echo(f"{agreeing} of {result.compared} values agree with {baseline_result}", err=True)
     print_result(result, as_json, quiet)

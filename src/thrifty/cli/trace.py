@@ -1,4 +1,4 @@
-"""`thrifty trace`: what attention computes, recorded or made up, in one file that all simulated designs read."""
+"""`thrifty trace`: record or generate an attention trace, the input of simulated accelerators."""
 
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,25 @@ from thrifty.cli.recipe_options import OWN_MODEL
 @click.argument("source", metavar="RUN|MODEL|MASKS.npy|PATTERN")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("trace.safetensors"), show_default=True)
 @click.option("--examples", type=click.IntRange(1), default=2, show_default=True, help="Examples to record.")
-@click.option("--length", type=click.IntRange(2), help="Tokens of an example; the run's own, or 128.")
-@click.option("--data", type=click.Path(path_type=Path), help="Text for a model folder, which reads it from there on.")
+@click.option("--length", type=click.IntRange(2), help="Tokens in an example.  [default: the run's, or 128]")
+@click.option("--data", type=click.Path(path_type=Path), help="Text for the model of a folder.")
 @click.option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
-@click.option("--density", type=float, default=0.1, show_default=True, help="Of a pattern: the share that is kept.")
-@click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="Of a pattern; likewise --heads.")
-@click.option("--heads", type=click.IntRange(1), default=12, show_default=True)
-@click.option("--width", type=click.IntRange(1), default=64, show_default=True, help="Of a head, for masks alone.")
+@click.option("--density", type=float, default=0.1, show_default=True, help="Fraction of pairs that a pattern keeps.")
+@click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="Layers of a pattern.")
+@click.option("--heads", type=click.IntRange(1), default=12, show_default=True, help="Heads of a pattern.")
+@click.option(
+    "--width", type=click.IntRange(1), default=64, show_default=True, help="Width of a head, for masks and patterns."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(source: str, out: Path, as_json: bool, **options: Any) -> None:
-    """Write the attention of a trained run on its held-out data, of a model folder on the text of --data, or of a
-    preset with random values on random tokens. Also ViTCoD's masks from an .npy file, in which True is pruned, and
-    masks from a seed: uniform, balanced, runs, diagonal or power-law."""
+    """Write an attention trace to --out. Sources: a run on its held-out data, a model folder on the text of --data, or
+    a preset with random weights on random tokens.
+
+    Masks alone come from ViTCoD's .npy files, in which True is pruned, or from a random pattern: uniform, balanced,
+    runs, diagonal or power-law.
+    """
     import thrifty
     from thrifty.cli.verb_output import print_result
 

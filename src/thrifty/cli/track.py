@@ -1,4 +1,4 @@
-"""`thrifty track`: what a run recorded, written as another tracker has it."""
+"""`thrifty track`: write the records of a run in the format of another tracker."""
 
 from pathlib import Path
 
@@ -8,14 +8,18 @@ import click
 @click.command("track")
 @click.argument("run")
 @click.option("--to", "tracker", required=True, metavar="TRACKER", help="tensorboard, mlflow, wandb or trackio.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("tracked"), help="Folder.  [default: tracked]")
-@click.option("--watch", is_flag=True, help="Go on while the run does.")
-@click.option("--online", is_flag=True, help="Send it to Weights & Biases instead of keeping it for `wandb sync`.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("tracked"), help="Folder to write to.  [default: tracked]"
+)
+@click.option("--watch", is_flag=True, help="Continue until the run ends.")
+@click.option(
+    "--online", is_flag=True, help="Send records to Weights & Biases instead of writing files for `wandb sync`."
+)
 def command(run: str, tracker: str, out: Path, watch: bool, online: bool) -> None:
-    """Write the records of RUN as another tracker's own files.
+    """Write the records of RUN in the format of another tracker.
 
-    RUN is a run folder, or the name of one under ./runs. Training knows nothing of it: the run folder is only read, and
-    nothing is sent anywhere unless --online says so. Called again, it continues where it stopped.
+    RUN is a run folder, or the name of one under ./runs. The run folder is only read. Nothing is sent over the network
+    without --online. A second call continues where the first stopped.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

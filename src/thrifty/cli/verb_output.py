@@ -1,4 +1,4 @@
-"""Printing of results by verbs."""
+"""Output of verbs."""
 
 import json
 import os
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_result(result: "PrintedResult", as_json: bool, quiet: bool = False) -> None:
-    """Print what a public function returns, as JSON or as text, on rank 0, and exit with its code unless that is 0."""
+    """Print a result as JSON or text on rank 0, and exit with its code unless that is 0."""
     from thrifty.reporting.printed_result import print_to_terminal
 
     if os.environ.get("RANK", "0") != "0":
@@ -28,8 +28,8 @@ def print_result(result: "PrintedResult", as_json: bool, quiet: bool = False) ->
         sys.exit(result.exit_code)
 
 
-def run_of(start: "Callable[[], RunResult]") -> "RunResult":
-    """Return the run that a call starts, also one that a signal stopped."""
+def finished_run(start: "Callable[[], RunResult]") -> "RunResult":
+    """Return the run of a call, even if a signal stopped it."""
     from thrifty.interface.training import RunInterrupted, RunTerminated
 
     try:

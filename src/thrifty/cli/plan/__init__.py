@@ -1,4 +1,4 @@
-"""The verb `plan`: options under a budget, model sizes, clusters."""
+"""The verb `plan`: techniques for a budget, model sizes, clusters."""
 
 from thrifty.cli.plan.plan_verb import command
 

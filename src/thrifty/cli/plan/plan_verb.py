@@ -1,4 +1,4 @@
-"""`thrifty plan`: which techniques to switch on, or what to train for a given compute by scaling laws."""
+"""`thrifty plan`: choose techniques for a budget, or a model size by scaling laws."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from thrifty.cli.verb_output import print_result
 
 
 class PlanGroup(click.Group):
-    """What is none of its commands is the plan of a recipe, whose name or options stand first."""
+    """A group whose default command is the plan of a recipe."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, *self.get_help_option_names(ctx)}:
@@ -23,10 +23,10 @@ OF_RECIPE = "recipe"
 
 @click.group(name="plan", cls=PlanGroup)
 def command() -> None:
-    """Which techniques to switch on, or how large a model to train.
+    """Choose techniques for a budget, or a model size.
 
-    thrifty plan RECIPE --memory 2GB --hours 1 --out plan.toml plans a recipe (thrifty plan recipe --help); the commands
-    below say what size of model suits a compute budget.
+    thrifty plan RECIPE --memory 2GB --hours 1 --out plan.toml plans a recipe (thrifty plan recipe --help). The commands
+    size and fit choose a model size for a compute budget.
     """
 
 
@@ -34,15 +34,15 @@ command.add_command(plan_recipe, OF_RECIPE)
 
 
 @command.command()
-@click.option("--flops", type=float, help="The compute to spend, such as 1e18.")
-@click.option("--hours", type=float, help="The same by time on this machine, whose speed is measured.")
-@click.option("--tokens", type=float, help="The other way round: the model that this many tokens suit.")
+@click.option("--flops", type=float, help="Compute budget, such as 1e18.")
+@click.option("--hours", type=float, help="Time budget on this machine, whose speed is measured.")
+@click.option("--tokens", type=float, help="Number of training tokens; prints the model size for them.")
 @click.option(
-    "--utilisation", type=float, default=0.4, show_default=True, help="With --hours: the share of peak assumed."
+    "--utilisation", type=float, default=0.4, show_default=True, help="With --hours: assumed fraction of peak FLOP/s."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def size(flops: float | None, hours: float | None, tokens: float | None, utilisation: float, as_json: bool) -> None:
-    """Compute-optimal parameters and tokens, by each published set of constants."""
+    """Print compute-optimal parameters and tokens for each published set of constants."""
     import thrifty
 
     sizes = thrifty.recommend_size(flops=flops, hours=hours, tokens=tokens, utilisation=utilisation)
@@ -51,17 +51,17 @@ def size(flops: float | None, hours: float | None, tokens: float | None, utilisa
 
 @command.command()
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--csv", "table", type=click.Path(path_type=Path), help="A table: parameters,tokens,loss.")
-@click.option("--flops", type=float, help="Also the best sizes for this compute.")
-@click.option("--drop-worst", type=click.IntRange(0), default=0, help="Leave out this many runs of highest loss.")
-@click.option("--all-starts", is_flag=True, help="The 4500 starts of the paper in place of 243.")
-@click.option("--resamples", type=click.IntRange(2), default=400, show_default=True, help="Bootstrap fits.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--csv", "table", type=click.Path(path_type=Path), help="Table with the columns parameters,tokens,loss.")
+@click.option("--flops", type=float, help="Also print the best sizes for this compute budget.")
+@click.option("--drop-worst", type=click.IntRange(0), default=0, help="Number of runs of highest loss to drop.")
+@click.option("--all-starts", is_flag=True, help="Fit from the paper's 4500 starting points instead of 243.")
+@click.option("--resamples", type=click.IntRange(2), default=400, show_default=True, help="Number of bootstrap fits.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def fit(runs: tuple[Path, ...], as_json: bool, **options: Any) -> None:
-    """Fit the law to RUNS (run folders, or names under runs/) or to a table, with intervals.
+    """Fit a scaling law to RUNS (run folders, or names under runs/) or to a table, with intervals.
 
-    Runs must differ in size and in tokens, and each must have reached the end of its schedule.
+    Runs must differ in size and in tokens, and each must be finished.
     """
     import thrifty
 
