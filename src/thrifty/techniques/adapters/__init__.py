@@ -1,0 +1,1 @@
+"""Parameter-efficient fine-tuning: train few parameters of a pretrained model."""

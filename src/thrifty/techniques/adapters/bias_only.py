@@ -1,14 +1,17 @@
-"""Bias-only: train the biases, freeze the rest.
+"""BitFit (Ben Zaken et al. 2022): train only the bias vectors of a frozen model.
 
-Paper     Ben Zaken, Goldberg and Ravfogel 2022, BitFit (arXiv 2106.10199), section 3. Biases added to models that have
-          none: Gao et al. 2023, LLaMA-Adapter V2 (arXiv 2304.15010), section 3.1.
-Promise   gradients and optimizer state for the biases alone (0.08 % of BERT's parameters by the paper, unverified
-          here); the trained model is the plain architecture and costs nothing more to use.
-Does not  touch a matrix. A bias-free model is refused, unless biases are added to its linear layers, starting at zero;
-          those have no place in the plain architecture.
-Avoid     for tasks that need more than a shift of features; the paper finds it on a par with full tuning on small and
-          medium data.
-Note      it needs a larger learning rate than full tuning. The paper trains a classifier's fresh head too (`head`).
+Paper       Ben Zaken, Goldberg and Ravfogel 2022, BitFit (arXiv 2106.10199), section 3. Adding biases to a model
+            without any follows Gao et al. 2023, LLaMA-Adapter V2 (arXiv 2304.15010), section 3.1.
+Promise     Gradients and optimizer state exist only for the biases. The trained model keeps the plain architecture and
+            its inference cost.
+Use         model = thrifty.apply(encoder, "bias_only")
+            optimizer = thrifty.optim.AdamW(model, lr=1e-2)
+Start with  `bias_only` and a larger learning rate than for full fine-tuning. For models without biases, such as Llama,
+            set `add=true`.
+Cost        The backward pass still runs through every block.
+Avoid       Tasks that require more than a shift of features. The paper reports parity with full fine-tuning on small
+            and medium data.
+Does not    Train any matrix. Biases added by `add=true` cannot be exported as the plain architecture.
 """
 
 from typing import Any
@@ -46,6 +49,10 @@ def _plus_bias(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 class BiasOnly(AdapterTechnique):
+    """The paper reports that biases are 0.08 % of BERT's parameters (unverified). It also trains a new classifier head,
+    which `head` enables here. Added biases start at zero.
+    """
+
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
 
     head: bool = False

@@ -1,15 +1,17 @@
-"""Bottleneck adapters: a small network behind each branch of every frozen block.
+"""Bottleneck adapters (Houlsby et al. 2019): add small trained networks to every frozen block.
 
-Paper     Houlsby et al. 2019, Parameter-Efficient Transfer Learning for NLP (arXiv 1902.00751), section 2; one adapter
-          a block, behind the feed-forward network, is Pfeiffer et al. 2021 (arXiv 2005.00247).
-Promise   x + W2 gelu(W1 x + b1) + b2 behind the projection that ends a branch, before it is added to the stream and
-          normed. The function is nearly unchanged at step 0: weights are drawn with a standard deviation of 1e-3.
-Cost      2 · width · d + width + d parameters each, and their arithmetic for good: it cannot be folded away.
-Does not  rename any parameter, on our models or those of transformers: branches are found by structure.
-Avoid     where the adapter must disappear into the weights: LoRA does.
-Note      The paper trains the norms, and a fresh classifier's head, too: here norms by default, the head when asked,
-          since the head of a language model is large. Its rate is 3e-4. Dropout inside a branch comes after the
-          adapter, in the published code before it.
+Paper       Houlsby et al. 2019, Parameter-Efficient Transfer Learning for NLP (arXiv 1902.00751), section 2. One
+            adapter per block, after the feed-forward network, is Pfeiffer et al. 2021 (arXiv 2005.00247).
+Promise     The output x of a branch becomes x + W2 gelu(W1 x + b1) + b2 before the residual addition. The function is
+            nearly unchanged at step 0.
+Use         model = thrifty.apply(model, "bottleneck", width=64)
+            optimizer = thrifty.optim.AdamW(model, lr=3e-4)
+Start with  `bottleneck:width=64` and the paper's learning rate of 3e-4. Set `placement=feed_forward` for one adapter
+            per block.
+Cost        2 · width · d + width + d parameters per adapter, and their computation, also at inference. Adapters cannot
+            be merged into the weights.
+Avoid       Deployments where the adapter must disappear into the weights. LoRA does that.
+Does not    Rename parameters, in models of this package or of transformers. It finds the branches by structure.
 """
 
 import math
@@ -59,6 +61,11 @@ def _pass_bottleneck(writer: nn.Module, args: Any, output: Any) -> Any:
 
 
 class BottleneckAdapter(AdapterTechnique):
+    """Differs from the paper: the norms are trained by default, but the head only with `head`, because the head of a
+    language model is large; the paper trains both. Dropout inside a branch follows the adapter; in the published
+    code it precedes the adapter.
+    """
+
     width: Positive = 64
     placement: Literal["both", "feed_forward"] = "both"
     """Behind attention and feed-forward networks, or behind the latter alone."""

@@ -1,15 +1,17 @@
-"""Head only: train the head of a frozen model, the linear probe of what its features tell apart.
+"""Linear probing (Alain and Bengio 2016): train only the output head of a frozen model.
 
-Paper     Alain & Bengio 2016, Understanding intermediate layers using linear classifier probes (arXiv 1610.01644); as a
-          measure of pre-trained features He et al. 2021, MAE (arXiv 2111.06377), appendix A.1.
-Promise   gradients and optimizer state for the head alone, and a forward pass that keeps nothing for a backward pass
-          through the blocks. The trained model is the plain architecture.
-Does not  reach what full fine-tuning reaches where features must change: MAE's own linear probe is far below its
-          fine-tuned model, and says little of it.
-Avoid     on a head that is also the embedding, which is refused.
-Note      MAE's probe standardises features over the batch in front of the head, takes LARS and no weight decay
-          (unverified). Here the model's own last norm does the first: give the head a larger learning rate than a
-          model, and choose what it is given by model.pool.
+Paper       Alain and Bengio 2016, Understanding intermediate layers using linear classifier probes (arXiv 1610.01644).
+            As a measure of pretrained features: He et al. 2021, MAE (arXiv 2111.06377), appendix A.1.
+Promise     Gradients and optimizer state exist only for the head, and the blocks save no activations for a backward
+            pass. The trained model keeps the plain architecture.
+Use         model = thrifty.apply(vit, "head_only")
+            optimizer = thrifty.optim.AdamW(model, lr=1e-2)
+Start with  `head_only` and a larger learning rate than for the whole model. Choose the input of the head with
+            `model.pool`.
+Cost        The forward pass of the whole frozen model in every step.
+Avoid       Heads whose weight is also the embedding; they are refused.
+Does not    Reach full fine-tuning where features must change. In the MAE paper, linear-probe accuracy predicts little
+            about the fine-tuned model.
 """
 
 from collections.abc import Mapping
@@ -23,6 +25,10 @@ from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_on
 
 
 class HeadOnly(AdapterTechnique):
+    """Differs from the paper: the probe of MAE standardizes the features over the batch before the head, and trains
+    with LARS without weight decay (unverified). Here the last norm of the model precedes the head.
+    """
+
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.PARAMETER_SHARDING: "they are gathered and freed by the gradient of what the model gives, which has none"
     }

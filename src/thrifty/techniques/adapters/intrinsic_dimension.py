@@ -1,18 +1,16 @@
-"""Intrinsic dimension: train d numbers z; the weights are θ₀ + P z for a fixed random P.
+"""Intrinsic dimension (Li et al. 2018): train d coordinates in a random subspace of all weights.
 
-Paper     Li et al. 2018, Measuring the Intrinsic Dimension of Objective Landscapes (arXiv 1804.08838), section 2, and
-          Aghajanyan et al. 2021 (arXiv 2012.13255), section 3, for fine-tuning; P by Fastfood.
-Promise   optimizer state for d numbers; how small d may be for 90 % of a full run's quality (the papers' d90) tells how
-          hard a task is. A network of 64-64-10 on the shipped digits, 4,810 weights from scratch: accuracy 0.16 at
-          d = 5, 0.68 at 50, 0.92 at 200, 0.97 at 1000 (3 seeds). P is never there as a matrix.
-Cost      memory, not little: θ₀ is kept beside θ, P's factors take 5 bytes a weight, and gradients of all weights exist
-          for a moment. P and its transpose are applied once a step however many micro-batches it has: 0.4 s for 10M
-          weights on one busy core, at d = 1000.
-Does not  leave a trace: the trained model is the plain architecture, z added in, exactly what was trained.
-Avoid     for saving memory; it is an instrument. LoRA learns more for as many numbers.
-Note      P is scaled so that a weight moves as far as the numbers of z do (the mean square of P z is that of z), so
-          usual learning rates apply; the papers have columns of length 1. Aghajanyan's factors per layer are not here.
-          Decay pulls z to zero, and so the weights to θ₀.
+Paper       Li et al. 2018, Measuring the Intrinsic Dimension of Objective Landscapes (arXiv 1804.08838), section 2. For
+            fine-tuning: Aghajanyan et al. 2021 (arXiv 2012.13255), section 3, with Fastfood as the projection.
+Promise     The weights are θ₀ + P z for a fixed random P, and optimizer state exists only for the d values of z. The
+            smallest d with 90 % of full quality (d90) measures task difficulty.
+Use         optimizer = thrifty.optim.AdamW(network, lr=1e-2)
+            thrifty.apply((network, optimizer), "intrinsic_dimension", dimension=1000)
+Start with  `intrinsic_dimension:dimension=1000` and a usual learning rate. Double d until quality stops rising.
+Cost        Memory grows: θ₀ is a second copy of the weights, P adds 5 bytes per weight, and all weight gradients exist
+            briefly. Each step applies P and its transpose once.
+Avoid       Saving memory; this is a measuring instrument. LoRA learns more with the same number of parameters.
+Does not    Store P as a matrix. The exported model has the plain architecture, with P z added to the weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -118,6 +116,11 @@ def subspace_backward(backward: Backward) -> Backward:
 
 
 class IntrinsicDimension(AdapterTechnique):
+    """Differs from the papers: P is scaled so that the mean square of P z equals that of z, which allows usual learning
+    rates; the papers use columns of length 1. The per-layer factors of Aghajanyan et al. are not implemented. Weight
+    decay pulls z to zero, and so the weights to θ₀. P is applied once per step, for any number of micro-batches.
+    """
+
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.DEPTH: "blocks that are added have no θ₀ in common with those they grew from",

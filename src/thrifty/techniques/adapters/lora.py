@@ -1,22 +1,18 @@
-"""LoRA: train a low-rank addition to frozen weights.
+"""LoRA (Hu et al. 2022): train a low-rank addition to each frozen weight matrix.
 
-Paper     Hu et al. 2022, LoRA (arXiv 2106.09685), section 4.1; the rank-stabilised scale is
-          Kalajdzievski 2023 (arXiv 2312.03732).
-Promise   gradients and optimizer state only for the small factors; the function is unchanged at step 0. Works on linear
-          layers, `Conv1D`, embeddings and torch's own attention of any model, in fused layers on each slice apart.
-Cost      two thin products per layer. Against peft a step takes 0.91 to 1.02 of the time and holds the same bytes or
-          less (Llama and GPT-2, 4 blocks of width 512, 2 shared cores, `benchmarks/bench_lora.py`). torch's own
-          attention reads its weights itself: there they are formed with their additions at each call, and dropout
-          before A is impossible.
-Does not  touch the frozen weights. Merging, for export, adds the products in float32 and rounds once;
-          `modeling/lora_model.py` has that, its exact undoing, and several adapters on one base.
-Avoid     for training from scratch. Changing rank at fixed alpha changes the effective rate unless `rank_stabilized`.
-          Merging into 16 bits: an addition a hundredth the size of its weight loses 17 % of itself in bfloat16 however
-          it is summed (a tenth the size: 1.7 %), 0.0003 % in float32; and subtracting it again leaves 2 % to 11 % of
-          the weights changed, for which reason the originals are kept.
-Note      A starts as Kaiming-uniform, B as zero (the paper says Gaussian A; reference implementations do this), in an
-          embedding A as zero and B as normal. The paper adapts queries and values only: `slices=qv`. A weight that two
-          layers share is left alone: merged, the addition to one would be one to the other.
+Paper       Hu et al. 2022, LoRA (arXiv 2106.09685), section 4.1. The rank-stabilized scale is Kalajdzievski 2023 (arXiv
+            2312.03732).
+Promise     Gradients and optimizer state exist only for the two factors A and B of each layer. The function is
+            unchanged at step 0.
+Use         model = thrifty.apply(model, "lora", rank=8, alpha=16)
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+            weights = thrifty.merge(model).state_dict()  # after training
+Start with  `lora:rank=8,alpha=16` and ten times the learning rate of full fine-tuning. Set `rank_stabilized=true`
+            before changing the rank, because otherwise the effective rate changes.
+Cost        Two thin matrix products per layer. `torch.nn.MultiheadAttention` instead forms its adapted weights at each
+            call, without dropout before A.
+Avoid       Training from scratch. Merging into 16-bit weights loses part of small additions.
+Does not    Touch the frozen weights. Weights that two layers share are not adapted, because merging would change both.
 """
 
 import re
@@ -42,6 +38,14 @@ _READ_BY_OTHERS = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 
 
 class Lora(AdapterTechnique):
+    """Adapts linear layers, `Conv1D`, embeddings and torch's `MultiheadAttention` of any model; each slice of a fused
+    layer has its own factors. Merging, for export, adds the products in float32 and rounds once.
+    `modeling/lora_model.py` merges, restores the original bits, and holds several adapters on one base model.
+
+    Differs from the paper: A is Kaiming-uniform and B zero, as in reference implementations; the paper has a Gaussian
+    A. In an embedding A is zero and B normal. The paper adapts only queries and values, which is `slices=qv`.
+    """
+
     rank: Positive = 8
     alpha: float = 16.0
     dropout: Probability = 0.0

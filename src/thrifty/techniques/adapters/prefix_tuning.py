@@ -1,24 +1,14 @@
-"""Prefix tuning: trained keys and values in front of those of the text, in every block.
+"""Prefix tuning (Li and Liang 2021): prepend trained keys and values to every attention.
 
-Paper     Li and Liang 2021, Prefix-Tuning (arXiv 2101.00190), sections 4.2 and 4.3.
-Promise   p · 2 · d trained numbers a block for a frozen model. Equal to peft's prefix tuning, outputs and gradients,
-          with and without the network of section 4.3, on GPT-2, Llama, BERT, RoBERTa, BART and T5 models of
-          transformers and on ours.
-          Four blocks of width 32, trained on bytes and frozen, learn a fixed continuation of 8 bytes in 150 steps to
-          0.84 nats with p = 4, behind a prompt of 4 tokens to 4.5, each at its best rate (3 seeds).
-Cost      p more keys in every attention; during training the network, which for 12 blocks of width 768 is 9.9M
-          parameters in Adam to make 0.1M (`hidden: 0` leaves it out).
-Does not  change the plain weights, nor the length of what the model gives.
-Avoid     where the adapter must disappear into the weights: LoRA does, a prefix cannot.
-Note      the network makes every block's keys and values of one table: E (p, d) -> Linear(hidden) -> tanh ->
-          Linear(2d). It is dropped by `collapse`, when training is over. With it usual learning rates are best (1e-3
-          there; the paper has 5e-5), without it, as in peft by default, ones a hundred times larger. The published
-          code has 5 tokens, for summaries 200 and hidden 800, and gives real tokens the positions after the prefix, as
-          here. Of the models of transformers those that take a cache are reached, through it; it is read and never
-          written, so recompute works. ViT and DistilBERT take none; peft fails on them too. Encoder-decoders of
-          transformers have prefixes in the decoder's self-attention, ours in all attention. There peft 0.21 gives
-          block i of L the prefix 2i mod L: one each for odd L, but for even L every other one twice, the rest unused;
-          here every block has its own.
+Paper       Li and Liang 2021, Prefix-Tuning (arXiv 2101.00190), sections 4.2 and 4.3.
+Promise     p · 2 · d trained values per block of a frozen model, for p virtual tokens.
+Use         model = thrifty.apply(model, "prefix_tuning", tokens=5)
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `prefix_tuning:tokens=5` and a learning rate of 1e-3. With `hidden=0`, use a rate a hundred times larger.
+Cost        p more keys in every attention. Training also computes the network of section 4.3, unless `hidden=0`; it is
+            dropped afterwards.
+Avoid       Deployments where the adapter must disappear into the weights. LoRA does that; a prefix cannot.
+Does not    Change the plain weights or the length of the output.
 """
 
 from collections.abc import Callable, Mapping
@@ -234,6 +224,19 @@ def _behind_cache(
 
 
 class PrefixTuning(AdapterTechnique):
+    """The network maps one table to the keys and values of every block: E (p, d) -> Linear(hidden) -> tanh -> Linear(2
+    d). For 12 blocks of width 768 it has 9.9M parameters, which produce 0.1M values. `collapse` drops it after
+    training. The paper's learning rate with the network is 5e-5. The published code has 5 tokens; for summaries it
+    has 200, with hidden 800. As there, real tokens take the positions after the prefix.
+
+    Models of transformers receive the prefix through their cache of keys and values, which is read and never written,
+    so recompute works. ViT and DistilBERT take no cache and are refused; peft fails on them too. Encoder-decoders of
+    transformers get prefixes in the self-attention of the decoder, models of this package in every attention.
+
+    Differs from peft 0.21 for encoder-decoders: here every block has its own prefix. peft gives block i of L the prefix
+    2 i mod L; for even L, half of the prefixes are used twice and the others never.
+    """
+
     tokens: Positive = 5
     """Virtual tokens, p."""
     hidden: Natural = 512

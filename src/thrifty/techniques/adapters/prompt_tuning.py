@@ -1,18 +1,15 @@
-"""Prompt tuning: a few vectors in front of the embedded text are all that is trained.
+"""Prompt tuning (Lester et al. 2021): prepend trained embedding vectors to the input tokens.
 
-Paper     Lester, Al-Rfou and Constant 2021, The Power of Scale for Parameter-Efficient Prompt Tuning (arXiv
-          2104.08691), section 2.
-Promise   k · d trained numbers for a frozen model. Equal to peft's prompt tuning, outputs and gradients, on GPT-2 and
-          Llama models of transformers and on ours.
-Cost      every sequence is k tokens longer inside the model; the gradient passes through all frozen blocks.
-Does not  change the length of what the model gives: the hidden states of virtual tokens are cut off again, so that
-          objectives and heads see the real tokens alone.
-Avoid     on small models: the paper finds that the gap to full tuning closes only at billions of parameters.
-Note      the learning rate is large: the paper has 0.3, constant, with Adafactor. Virtual tokens take the first k
-          positions, and the real ones those after them, so k and the length of the text must fit the model together.
-          Each sequence gets one prompt, packed documents share it. With an encoder–decoder the encoder gets it.
-          Against a prefix of the same length it learned little of a small frozen model: adapters.prefix_tuning has
-          figures.
+Paper       Lester, Al-Rfou and Constant 2021, The Power of Scale for Parameter-Efficient Prompt Tuning (arXiv
+            2104.08691), section 2.
+Promise     k · d trained values for a frozen model of width d with k virtual tokens.
+Use         model = thrifty.apply(model, "prompt_tuning", tokens=20)
+            optimizer = thrifty.optim.Adafactor(model, lr=0.3)
+Start with  `prompt_tuning:tokens=20` and a large constant learning rate; the paper uses 0.3 with Adafactor.
+Cost        Every sequence is k tokens longer inside the model. The backward pass runs through all frozen blocks.
+Avoid       Small models. In the paper the gap to full fine-tuning closes only at billions of parameters.
+Does not    Change the length of the output. Hidden states of virtual tokens are cut off, so losses and heads see the
+            real tokens only.
 """
 
 from typing import Any, Literal
@@ -124,6 +121,11 @@ def _cut(output: Any, count: int) -> Any:
 
 
 class PromptTuning(AdapterTechnique):
+    """Virtual tokens take the first k positions and real tokens the following ones, so k and the text must fit the
+    context length together. Each sequence has one prompt, which packed documents share; rows with segment ids are
+    refused. In an encoder-decoder the encoder gets the prompt.
+    """
+
     tokens: Positive = 20
     """Virtual tokens, k."""
     initialization: Start = "words"

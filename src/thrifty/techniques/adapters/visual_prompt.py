@@ -1,14 +1,15 @@
-"""Visual prompts: trained vectors between the class token and the patches of a frozen Transformer.
+"""Visual prompt tuning (Jia et al. 2022): insert trained prompt tokens into a frozen ViT.
 
-Paper     Jia et al. 2022, Visual Prompt Tuning (arXiv 2203.12119), section 3.2.
-Promise   k · d trained numbers in front of the first block (shallow), or as many in every block, each block's taking
-          the place of those that come out of the one before (deep, the paper's better variant).
-Cost      k more tokens in every block; the gradient passes through the frozen blocks.
-Does not  change the length of what the model gives: behind the last block the prompts are cut out again. Works on any
-          one stack of blocks that maps (b, t, d) to (b, t, d), a ViT of transformers among them.
-Avoid     on text, where adapters.prompt_tuning also moves positions and masks.
-Note      first values are uniform in ±sqrt(6 / (3 · p · p + d)) for patches of p by p. The paper keeps the backbone in
-          evaluation mode and trains the head: the head is trained here too, dropout stays as the model has it.
+Paper       Jia et al. 2022, Visual Prompt Tuning (arXiv 2203.12119), section 3.2.
+Promise     k · d trained values between the class token and the patches: before the first block (shallow), or new ones
+            in every block (deep).
+Use         model = thrifty.apply(vit, "visual_prompt", tokens=10)
+            optimizer = thrifty.optim.AdamW(model, lr=1e-2)
+Start with  `visual_prompt:tokens=10,deep=true`, the paper's better variant. Set `after=2` for a distilled model, which
+            has two class tokens.
+Cost        k more tokens in every block. The backward pass runs through all frozen blocks.
+Avoid       Text models. adapters.prompt_tuning also shifts positions and masks.
+Does not    Change the length of the output; prompts are cut out after the last block.
 """
 
 import math
@@ -94,6 +95,14 @@ def patch_size(model: nn.Module) -> int:
 
 
 class VisualPrompt(AdapterTechnique):
+    """Works on any single stack of blocks that maps (b, t, d) to (b, t, d), including a ViT of transformers. Initial
+    values are uniform in ±sqrt(6 / (3 · p · p + d)) for patches of p × p pixels. In the deep variant the prompts of
+    a block replace the prompt outputs of the block before.
+
+    Differs from the paper: dropout stays active as in the model; the paper keeps the backbone in evaluation mode. The
+    head is trained in both.
+    """
+
     tokens: Positive = 10
     """Prompts, k, in each block that has some."""
     deep: bool = True

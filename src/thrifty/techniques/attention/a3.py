@@ -1,14 +1,17 @@
-"""A3: attention over the keys that a greedy search among the largest products of single numbers finds.
+"""A3 (Ham et al. 2020): keep the keys that a greedy search finds as candidates, drop the rest.
 
-Paper     Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA).
-Promise   the keep sets of A3: candidates after `rounds` · n rounds of the search, then those with at least `percent` of
-          the best one's weight. The paper's conservative setting is 1/2 and 5 %, its aggressive one 1/8 and 10 %.
-Cost      in software a great deal: all products of single numbers are sorted, tokens² · width of them for each head.
-          The paper's own unit is slower than a GPU on BERT; six or seven overtake it.
-Avoid     for anything but studying the filter, with short texts or small images.
-Note      the paper sorts each column of keys and pops from heaps; here all products are sorted at once, which gives the
-          same set. The model learns with the filter; the paper only infers. A query without a candidate keeps its best
-          key, and n is how many keys a query sees (both ours). The paper's numbers are of 9 bits; here they are whole.
+Paper       Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA).
+Promise     `rounds` · n search rounds over the n keys of a query yield candidates. Those with at least `percent` of the
+            largest weight are kept.
+Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+            thrifty.apply((model, optimizer), "a3", total_steps=1000)
+Start with  `a3:rounds=0.5,percent=5`, the paper's conservative setting. Its aggressive setting is
+            `rounds=0.125,percent=10`.
+Cost        Slower in software: all products of single elements are sorted, tokens² · width per head. The paper reports
+            that one unit of its hardware is slower than a GPU on BERT.
+Avoid       Everything but studies of the filter on short texts or small images.
+Does not    Save time without the hardware. The model cannot be exported with plain attention unless `export_plain` is
+            set.
 """
 
 from collections.abc import Mapping
@@ -41,6 +44,12 @@ def _found(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float)
 
 
 class A3(ReplacedAttention):
+    """Differs from the paper: it sorts each column of keys and pops from heaps; here all products are sorted at once,
+    which yields the same set. The model trains with the filter; the paper uses it for inference only. A query
+    without a candidate keeps its best key, and n is the number of keys that a query sees (both ours). The paper
+    quantizes to 9 bits; here values are not quantized. In the paper six or seven units are faster than a GPU.
+    """
+
     rounds: Fraction = 0.5
     """Rounds of the search, as a share of the keys that a query sees."""
     percent: Annotated[float, SettingBound(above=0, most=100)] = 5.0

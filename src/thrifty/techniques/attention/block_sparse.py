@@ -1,18 +1,15 @@
-"""Block-sparse attention: blocks of tokens attend to their neighbours, to the first blocks and to some drawn at random.
+"""BigBird (Zaheer et al. 2020): restrict attention to neighboring, global and random blocks.
 
-Paper     Zaheer et al. 2020, BigBird (arXiv 2007.14062), sections 2 and 3.
-Promise   time and memory of attention grow with tokens times kept blocks. Equal to attention under the same mask,
-          gradients included.
-Cost      quality, where what matters lies in blocks that are left out.
-Avoid     below some 2,000 tokens, and where half of the blocks or more are kept.
-Note      at density 1/8, float32, 4 heads of 64, two quiet cores, as the command line has threads wait: forward and
-          backward pass took 0.29 (causal 0.43) of the time of torch's attention at 2,048 tokens, 0.27 (0.39) at 4,096,
-          0.49 (0.40) at 8,192, and 0.79 to 0.84 of its bytes at the peak (`benchmarks/bench_sparse_attention.py`).
-          Products are small: threads that sleep at once while they wait (OMP_WAIT_POLICY=PASSIVE alone) make it three
-          times slower, and so does other work on the same cores.
-          Drawn blocks are the same for all heads and differ from block to block of the model; they follow from `seed`,
-          their places and the module's name; those of a decoder are the same in a longer text. On GPUs the same
-          products run in torch; there is no kernel of their own for them yet.
+Paper       Zaheer et al. 2020, BigBird (arXiv 2007.14062), sections 2 and 3.
+Promise     Time and memory of attention grow with tokens times kept blocks. Values and gradients equal dense attention
+            under the same mask.
+Use         model = thrifty.apply(model, "block_sparse", block=8)
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `block_sparse:block=64,window_blocks=1,random_blocks=2` for 2,048 tokens or more. Add global and window
+            blocks if the loss rises.
+Cost        Quality, if relevant tokens lie in omitted blocks.
+Avoid       Texts below some 2,000 tokens, and densities of one half or more.
+Does not    Use a special GPU kernel yet; on GPUs the same products run in torch.
 """
 
 from collections.abc import Mapping
@@ -42,6 +39,12 @@ def scattered_attention(
 
 
 class BlockSparseAttention(ReplacedAttention):
+    """Random blocks are the same for all heads and differ between layers. They follow from `seed`, their position and
+    the name of the module. In a decoder they stay the same in a longer text. The matrix products are small: with
+    OMP_WAIT_POLICY=PASSIVE alone, waiting threads sleep at once, which makes it slower, as does other work on the
+    same cores.
+    """
+
     block: Positive = 64
     """Tokens of a block's side."""
     window_blocks: Natural = 1

@@ -1,25 +1,16 @@
-"""DOTA: a small trained detector estimates scores, and each query attends to the keys of the highest ones.
+"""DOTA (Qu et al. 2022): keep equally many keys per query, chosen by a small trained detector.
 
-Paper     Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS);
-          precursor Liu et al. 2021 (arXiv 2110.11299). Its body was not read; the projection and the balanced rows
-          are from memory (unverified).
-Promise   as many keys for every query as for any other (fewer only where a query sees fewer), chosen by a detector that
-          is trained with the model: its scores of a random projection of the block's input, by λ times their mean
-          squared distance from the exact ones.
-Cost      in software time: scores are estimated and, for the loss, computed in full. `products=rows` computes attention
-          from kept pairs alone, in compiled code, and holds only those for the backward pass; at density 1/8 that took
-          0.9 to 3.4 times as long as plain attention forward and backward, the longer the text the more.
-Avoid     expecting speed. For that: attention.block_sparse.
-Note      the detector's weights are parameters of the attention, (h, r, r) for queries and keys with r = `ratio` · d;
-          they start as random numbers that make estimates of size one (with larger ones a model of bytes was 0.4 nats
-          worse after 500 steps), and are dropped at the end. The loss also reaches the model, whose scores become
-          easier to estimate; both learn from the first step, and keys are left out from `from_step` on. In a decoder a
-          query keeps as many in a shorter text, such as a prompt; what it sees does not change when the text grows up
-          to the length that was learned from. Operands of the detector are rounded to `bits`, with gradients straight
-          through. Where the model turns queries and keys by their position (rotary), so does the detector, at
-          frequencies of the model's, since its input does not tell where a token is; that is ours. 152.6 times a GPU is
-          the abstract's ratio; that it is of attention alone is from memory (unverified), that DOTA was scaled to about
-          the GPU's peak throughput is said by ViTCoD's paper.
+Paper       Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS). Its
+            body was not read: the projection and the balanced rows are from memory (unverified). Precursor: Liu et al.
+            2021 (arXiv 2110.11299).
+Promise     Every query keeps a share `density` of the keys. A detector estimates scores from a random projection of the
+            block input, trained with λ times the mean squared error.
+Use         run = thrifty.train(recipe="vit-digits", techniques=["attention.dota"], budget="2000 steps")
+Start with  `dota:density=0.25,ratio=0.25`. Set `products=rows` to save memory in compiled code.
+Cost        Slower in software: scores are estimated and, for the loss, also computed exactly. `products=rows` computes
+            only kept pairs and holds only those for the backward pass.
+Avoid       Expecting speed from it. For speed use attention.block_sparse.
+Does not    Work in your own training loop, because it adds a loss. Detectors are dropped at the end of training.
 """
 
 from collections.abc import Mapping
@@ -144,6 +135,19 @@ def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: A
 
 
 class Dota(ReplacedAttention):
+    """The detectors are parameters of the attention, (h, r, r) for queries and keys with r = `ratio` · d. They start as
+    random values for which estimates have size one. Their operands are rounded to `bits`, with straight-through
+    gradients. The loss also reaches the model, whose scores become easier to estimate. Both learn from the first
+    step; keys are omitted from `from_step` on. A query keeps fewer keys only if it sees fewer.
+
+    In a decoder a query keeps the same number of keys in a shorter text, such as a prompt. What it sees does not change
+    when the text grows up to the training length. With rotary positions the detector rotates its operands too, at
+    frequencies of the model, because its input contains no position (ours).
+
+    The abstract reports 152.6 times the speed of a GPU. That this covers attention alone is from memory (unverified).
+    The ViTCoD paper says that DOTA was scaled to about the peak throughput of the GPU.
+    """
+
     claims = ReplacedAttention.claims | {Claim.AUXILIARY_LOSSES}
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.WIDTH: "detectors are for one width, and it makes matrices wider",

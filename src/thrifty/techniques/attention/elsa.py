@@ -1,22 +1,16 @@
-"""ELSA: keys at too large an angle to the query, by sign hashes, are left out of attention.
+"""ELSA (Ham et al. 2021): skip keys whose hashed angle to the query is too large.
 
-Paper     Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention (ISCA).
-Promise   the keep sets of ELSA, whose accelerator hashes with a fifth of the multiplications that a whole matrix
-          takes: attention over those keys is exact. One setting, p: the paper has 0.5, 1, 2 and 4; which of them is
-          conservative depends on the accuracy that may be lost (2 for BERT on SQuAD 1.1).
-Cost      in software time and memory: all pairs are looked at, and a mask is made. The paper's authors measured their
-          filter on a GPU at 3.14 times the time of plain attention; nothing is saved without the hardware.
-Avoid     expecting speed. For that: attention.block_sparse.
-Note      thresholds are learned block by block from p on training examples, in the last steps of plain attention, and
-          held from then on; the paper takes a trained model and trains no further, here the model learns on with its
-          filter. The later they are learned, the better they fit it at the end: of a small model of bytes with p = 1,
-          those of a tenth of the run left 41 % of the pairs in the end, those of its 60 % left 23 %, about what p means
-          of the trained one (one seed). In a decoder n and the largest key are those that a query sees (ours: the paper
-          is about encoders). Head widths that are no power of 4 get other factors (ours). A hash has as many bits as a
-          head is wide, 64 in the paper: narrow heads are told apart less well (of a trained model of bytes, hashes of
-          16 bits found 0.76 of a block's softmax in 21 % of the pairs; of 64 bits, for the same heads, 0.85 in 19 %).
-          Signs give no gradient: it goes through the exact scores of kept keys. The hashes' bias, 0.127 rad for width
-          64, is computed, not given. The headline of 58 times a V100 is twelve accelerators of 40 nm, attention alone.
+Paper       Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention (ISCA).
+Promise     Attention over the kept keys is exact. In the ELSA accelerator, hashing costs a fifth of the multiplications
+            of a full matrix.
+Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+            thrifty.apply((model, optimizer), "elsa", total_steps=1000)
+Start with  `elsa:p=1`. Raise p to drop more keys; the paper has values from 0.5 to 4.
+Cost        Time and memory in software: all pairs are compared and a mask is built. The paper reports 3.14 times the
+            time of plain attention on a GPU.
+Avoid       Expecting speed from it. For speed use attention.block_sparse.
+Does not    Save anything without the hardware. The paper's speedup of 58 over a V100 is for twelve 40 nm accelerators
+            and attention alone.
 """
 
 from collections.abc import Mapping
@@ -50,6 +44,17 @@ def _keep(q: Tensor, k: Tensor, visible: Tensor, factors: tuple[Numbers, ...], b
 
 
 class Elsa(CalibratedAttention):
+    """The threshold of each block is learned from p on training examples, in the last steps with plain attention, and
+    then fixed. The paper's values of p are 0.5, 1, 2 and 4; which of them is conservative depends on the accepted
+    loss of accuracy (2 for BERT on SQuAD 1.1). A hash has as many bits as a head is wide, 64 in the paper, so narrow
+    heads are separated less well. Signs have no gradient: gradients pass through the exact scores of kept keys. The
+    bias of the hashes, 0.127 rad for width 64, is computed.
+
+    Differs from the paper: it filters a trained model without further training; here training continues with the
+    filter. In a decoder, n and the largest key are those that a query sees, because the paper covers encoders only.
+    Head widths that are not powers of 4 have other factors (ours).
+    """
+
     p: Rate = 1.0
     """A key matters that softmax gives more than p / n; 0 keeps all."""
     seed: int = 0

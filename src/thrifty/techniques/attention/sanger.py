@@ -1,18 +1,15 @@
-"""Sanger: keys to which softmax over 4-bit scores gives more than a threshold.
+"""Sanger (Lu et al. 2021): keep the keys whose softmax over 4-bit scores exceeds a threshold.
 
-Paper     Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable Architecture
-          (MICRO). Its body was not read: what is here follows the abstract and the published code.
-Promise   training with Sanger's masks in the loop; how they pack into rows of processing elements is in
-          `kernels/attention_filters/sanger_filter.py`. The published code has a threshold of 0.002 for SQuAD and 0.02
-          for most
-          of GLUE, and the abstract keeps 8 to 27 % of the pairs.
-Cost      in software time and memory: scores are computed twice, and a mask is made.
-Avoid     expecting speed. For that: attention.block_sparse.
-Note      the paper fine-tunes a trained model; here attention is plain up to `from_step`. The range of unit queries and
-          keys is the mean over examples and heads of the largest number in the last plain steps, and held; the
-          published code has a running average of one over all (decay 0.9999). Rounding passes gradients straight
-          through, but a mask has none: what is learned is learned from the exact scores of kept keys. A query of which
-          no key passes keeps the most likely one (ours).
+Paper       Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable
+            Architecture (MICRO). Its body was not read; the abstract and the published code were.
+Promise     Training with Sanger's masks in the loop. `kernels/attention_filters/sanger_filter.py` shows how they pack
+            into rows of processing elements.
+Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+            thrifty.apply((model, optimizer), "sanger", total_steps=1000)
+Start with  `sanger:threshold=0.02`, as the published code for most of GLUE. For SQuAD it has 0.002.
+Cost        Time and memory in software: scores are computed twice and a mask is built.
+Avoid       Expecting speed from it. For speed use attention.block_sparse.
+Does not    Save anything without the hardware. The abstract reports that 8 to 27 % of the pairs are kept.
 """
 
 from collections.abc import Mapping
@@ -33,6 +30,15 @@ UNKNOWN = (1.0, 1.0)
 
 
 class Sanger(CalibratedAttention):
+    """The range of normalized queries and keys is fixed after the last steps with plain attention: the mean over
+    examples and heads of the largest element. Rounding has straight-through gradients, but a mask has none: the
+    model learns from the exact scores of kept keys. A query without a key above the threshold keeps the most likely
+    one (ours).
+
+    Differs from the published code: it has one running average of the range over all examples (decay 0.9999). The paper
+    fine-tunes a trained model; here attention is plain up to `from_step`.
+    """
+
     threshold: Probability = 0.02
     """Of the predicted softmax."""
     bits: Annotated[int, SettingBound(least=2, most=16)] = 4

@@ -1,24 +1,17 @@
-"""SpAtten: tokens and heads that mattered least so far go for good, and small weights take no values.
+"""SpAtten (Wang et al. 2021): remove the least important tokens, heads and values block by block.
 
-Paper     Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning (HPCA,
-          arXiv 2012.09852), section 3.
-Promise   training with SpAtten's pruning in the loop: in each forward pass the importance of a token (what all queries
-          and heads gave it) and of a head (the sum of what it put out, without signs) is summed from block to block;
-          the least important go, more of them in later blocks, and never come back. Of what is left a query takes the
-          values of its largest weights alone. With `bits`, scores are of so many, and of 4 more where softmax is flat.
-Cost      in software time and memory: all pairs are computed, and a view of what is left for each query stays until
-          the next forward pass.
-Avoid     expecting speed. For that: attention.block_sparse.
-Note      a decoder is trained on whole texts, so each query prunes by what it sees, and none knows of later ones; every
-          token stays visible to itself (ours). There few have looked at the latest tokens yet, which go first by
-          importance alone: a trained model of bytes that was filtered without training on lost 0.41 nats at tokens =
-          0.7, and 0.03 where half of what is kept are the latest (ours, `recent_fraction`; as in H2O, Zhang et al.
-          2023, arXiv 2306.14048). Nobody looks at a token that is gone, but its own row of attention goes on, for
-          models that read off every token (ours; an answer that is read off a class token is the paper's). Pruning has
-          no gradient: what is learned is learned through what is left; rounding passes it straight through, to exact
-          scores. Shares are of the tokens that a query sees. The paper fine-tunes trained models; here attention is
-          plain up to `from_step`. Blocks that run again in the backward pass take what they were told in the forward
-          pass; several forward passes before one backward pass are refused then.
+Paper       Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning
+            (HPCA, arXiv 2012.09852), section 3.
+Promise     In each forward pass, importance is summed from block to block; the least important tokens and heads are
+            removed for all later blocks. A query then takes only the values of its largest weights.
+Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+            thrifty.apply((model, optimizer), "spatten", total_steps=1000)
+Start with  `spatten:tokens=0.7,heads=0.9,values=0.8`. In a decoder keep `recent_fraction=0.5`.
+Cost        Time and memory in software: all pairs are computed. A mask of the kept tokens of each query stays until the
+            next forward pass.
+Avoid       Expecting speed from it. For speed use attention.block_sparse.
+Does not    Save anything without the hardware. A removed token keeps its own row of attention, for models that predict
+            at every token (ours).
 """
 
 from collections.abc import Mapping
@@ -101,6 +94,19 @@ CASCADE_HOOKS: ModuleNote[list[RemovableHandle]] = ModuleNote("cascade_hooks")
 
 
 class Spatten(ReplacedAttention):
+    """The importance of a token is the attention that all queries and heads gave it; that of a head is the sum of the
+    absolute values of its output. Later blocks remove more. With `bits`, scores are computed in that many bits, and
+    in 4 more where softmax is flat. Pruning has no gradient: the model learns through what is left, with
+    straight-through rounding to the exact scores. Recomputed blocks reuse the decisions of the forward pass; several
+    forward passes before one backward pass are refused then.
+
+    Differs from the paper: a decoder trains on whole texts, so each query prunes by what it sees and never by later
+    tokens; each token stays visible to itself. The latest tokens have had few queries and would be removed first, so a
+    decoder keeps some of them (`recent_fraction`; as in H2O, Zhang et al. 2023, arXiv 2306.14048). Shares refer to the
+    tokens that a query sees. The paper fine-tunes trained models and predicts at a class token; here attention is plain
+    up to `from_step`.
+    """
+
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.HEADS_AND_NEURONS: "heads are compared from block to block, and it takes some out of each",
         Claim.PIPELINE_PARALLELISM: "what mattered in earlier blocks is not known on another rank",

@@ -1,16 +1,15 @@
-"""Tiled attention: causal attention over tiles of queries, each against its own past only.
+"""Tiled attention (Dao et al. 2022): compute exact causal attention tile by tile, past only.
 
-Paper     the tiling of Dao et al. 2022, FlashAttention (arXiv 2205.14135), without its online softmax: a tile sees its
-          whole past at once, which on a CPU fits the cache.
-Promise   on CPUs, two to four times the speed of torch's own attention in bfloat16 once compiled
-          (benchmarks/bench_attention.py), keeping as little for the backward pass. On a machine busy with other
-          work its many short steps wait more often and the gain may vanish.
-Note      `kernel = triton` runs FlashAttention's own loops, running softmax included, on GPUs with Triton
-          (`kernels/flash_attention_triton.py`). It is held to torch's attention in Triton's interpreter and on an H100,
-          and was
-          never timed. Rows that several texts share go through the tiles of torch's operations there too.
-Does not  change what is computed (numerics: rounding).
-Avoid     without the technique `compile`, and on GPUs, where torch's own kernel is faster.
+Paper       Dao et al. 2022, FlashAttention (arXiv 2205.14135): its tiling, without the online softmax. A tile of
+            queries sees its whole past at once, which fits the cache of a CPU.
+Promise     The same attention on CPUs in less time once compiled, and as few saved activations as torch's own kernel.
+Use         run = thrifty.train("gpt-nano", "corpus.txt", techniques=["attention.tiled"], budget="2000 steps")
+Start with  `tiled` together with `compile` on a CPU. On a GPU with Triton, `kernel=triton` runs the loops of
+            FlashAttention.
+Cost        Many short steps, which wait more often if other processes use the cores; the gain may then vanish.
+Avoid       Training without `compile`, and GPUs, where torch's own kernel is faster.
+Does not    Change the result beyond rounding. Models of transformers are refused, because it replaces the attention of
+            models of this package.
 """
 
 from functools import partial
@@ -38,6 +37,11 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 class TiledAttention(Technique):
+    """`kernel = triton` runs FlashAttention's own loops, online softmax included (`kernels/flash_attention_triton.py`).
+    Tests compare it with torch's attention in Triton's interpreter and on an H100; it was never timed. Rows that
+    several texts share use the tiles in torch there too.
+    """
+
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.ATTENTION_CORE})
 

@@ -1,21 +1,17 @@
-"""ViTCoD: a mask for each head, the same for all inputs, drawn once from average attention maps.
+"""ViTCoD (You et al. 2023): fix one sparse attention mask per head from average attention maps.
 
-Paper     You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
-          (HPCA, arXiv 2210.09573). Read in part, with its published code.
-Promise   training with ViTCoD's masks: of the mean attention map of each head over examples of the last plain steps, a
-          query keeps its largest entries up to a sum of `cut`; the class token looks and is looked at everywhere. The
-          published code has cuts from 0.58 down to 0.19, the last for 90 to 95 % of DeiT's pairs gone. With
-          `autoencoder`, queries and keys go through a learned code of half as many heads, whose error is added to the
-          loss. `products = blocks` computes attention in blocks, the tokens that most look at in front (the paper's
-          split into a denser and a sparser part): equal in values and gradients.
-Cost      quality, where what matters differs from input to input: made for images, where places mean something. Maps
-          of heads · tokens² numbers are kept for each block up to the moment, and the masks in every checkpoint.
-Avoid     for text whose places mean nothing. For speed: attention.block_sparse, whose blocks are whole.
-Note      the paper draws maps over all training images and then fine-tunes for 100 epochs; here it is `steps` times
-          `examples` of each rank, and the model learns on. Every token keeps itself (ours). A code starts as the
-          projection on a random half of the heads (ours; the paper trains it for 100 epochs before masks are drawn),
-          and is trained from the first step; its weights are dropped at the end. A shorter input takes the first rows
-          and columns of the masks.
+Paper       You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
+            (HPCA, arXiv 2210.09573). Read in part, with its published code.
+Promise     Each query keeps the largest entries of the head's mean attention map, up to a sum of `cut`. The masks are
+            the same for all inputs.
+Use         optimizer = thrifty.optim.AdamW(vit, lr=1e-3)
+            thrifty.apply((vit, optimizer), "vitcod", total_steps=1000, tokens=17)
+Start with  `vitcod:cut=0.5`; the published code has cuts from 0.58 to 0.19. Set `autoencoder=true` to compress queries
+            and keys to half as many heads.
+Cost        Quality, if relevant positions differ between inputs. Maps of heads · tokens² values per block until the
+            masks are fixed, and the masks in every checkpoint.
+Avoid       Text, where positions carry no fixed meaning. For speed use attention.block_sparse, whose blocks are whole.
+Does not    Adapt the masks after `from_step`. Longer inputs than `tokens` are refused.
 """
 
 import math
@@ -97,6 +93,20 @@ def fixed_attention(
 
 
 class Vitcod(CalibratedAttention):
+    """Maps are averaged over examples of the last steps with plain attention. The class token attends to every token
+    and receives attention from every token; each token keeps itself (ours). A shorter input takes the first rows and
+    columns of the masks. In the published code a cut of 0.19 removes 90 to 95 % of the pairs of DeiT.
+
+    `products = blocks` computes attention in blocks, with the most attended tokens first (the paper's split into a
+    denser and a sparser part). Values and gradients are equal. With `autoencoder`, queries and keys pass through a
+    learned encoder and decoder of half as many heads. The reconstruction error is added to the loss. They are trained
+    from the first step and dropped at the end.
+
+    Differs from the paper: it averages maps over all training images and then fine-tunes for 100 epochs. Here `steps`
+    times `examples` of each rank are averaged and training continues. The autoencoder starts as the projection on a
+    random half of the heads; the paper trains it for 100 epochs before it draws masks.
+    """
+
     clashes: ClassVar[Mapping[Claim, str]] = {
         **CalibratedAttention.clashes,
         Claim.HEADS_AND_NEURONS: "there is a mask for each head, and it takes heads out",

@@ -1,15 +1,17 @@
-"""Window: each token attends to the tokens near it, and to the first few.
+"""Sliding-window attention (Beltagy et al. 2020): attend only to nearby and the first tokens.
 
-Paper     Beltagy et al. 2020, Longformer (arXiv 2004.05150), section 3.1; for decoders Child et al. 2019 (1904.10509)
-          and Jiang et al. 2023, Mistral 7B (2310.06825).
-Promise   time and memory of attention grow with tokens times window, not with tokens squared. Forward and backward pass
-          go through whole blocks of pairs (`kernels/sparse_attention`), equal to attention under the same mask. What
-          that comes to is in the note of `attention.block_sparse`.
-Cost      what lies further back is only reached through other tokens: about blocks times window tokens.
-Avoid     below some 2,000 tokens, where torch's own attention takes as long; with a window much narrower than `block`,
-          since whole blocks are computed.
-Note      on GPUs the same products run in torch; there is no kernel of their own for them yet. A mask that the model
-          gives, such as that of texts that share a row, holds as well.
+Paper       Beltagy et al. 2020, Longformer (arXiv 2004.05150), section 3.1. For decoders: Child et al. 2019 (arXiv
+            1904.10509) and Jiang et al. 2023, Mistral 7B (arXiv 2310.06825).
+Promise     Time and memory of attention grow with tokens times window, not tokens squared. Values and gradients equal
+            dense attention under the same mask.
+Use         model = thrifty.apply(model, "window", window=16, block=8)
+            optimizer = thrifty.optim.AdamW(model, lr=1e-3)
+Start with  `window:window=512,block=64`. Raise `window` if the loss rises; set `global_tokens=1` for an encoder with a
+            class token.
+Cost        Distant tokens are reached only through other tokens, at most about blocks times window tokens away.
+Avoid       Texts below some 2,000 tokens, for which torch's attention takes as long. Windows much narrower than
+            `block`, because whole blocks are computed.
+Does not    Use a special GPU kernel yet; on GPUs the same products run in torch. A mask of the model stays in force.
 """
 
 from collections.abc import Mapping

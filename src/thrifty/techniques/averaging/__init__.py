@@ -1,1 +1,1 @@
-"""Averages of weights over steps."""
+"""Weight averaging: evaluate and export a mean of the weights of several steps."""

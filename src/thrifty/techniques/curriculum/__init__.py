@@ -1,1 +1,1 @@
-"""Smaller examples first: resolution, patch size, sequence length, low frequencies."""
+"""Curricula: train on shorter texts, smaller images or larger patches first."""

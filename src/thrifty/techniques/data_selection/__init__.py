@@ -1,0 +1,1 @@
+"""Data selection: train on fewer examples, tokens or patches."""

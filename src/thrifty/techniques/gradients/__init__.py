@@ -1,1 +1,1 @@
-"""Transforms of gradients before the optimizer."""
+"""Gradient transforms: change the gradients before the optimizer."""

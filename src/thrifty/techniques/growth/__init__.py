@@ -1,0 +1,1 @@
+"""Model growth and layer dropping: train fewer blocks in some or all steps."""
