@@ -116,6 +116,7 @@ def test_the_use_lines_of_a_design_card_run(module: str, tmp_path: Path, monkeyp
 def run_use(card: Card, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Execute the "Use" lines in a folder with the files that cards name; a loop of one's own then takes two steps."""
     monkeypatch.chdir(folder)
+    card_models.write_files(folder)
     names = card_models.Names()
     code = compile(card_models.shortened(textwrap.dedent(card.sections["Use"])), card.title, "exec")
     exec(code, {}, names)  # noqa: S102 - lines of our own cards

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,9 +105,18 @@ class Names(dict[str, Any]):
         return self[name]
 
 
+_SMALL = {"data.batch": 4, "data.length": 32, "data.vocabulary": 300, "evaluation.examples": 4}
+
+
 def shortened(lines: str) -> str:
-    """Shorten every budget of a run to four steps."""
-    return re.sub(r'budget="[^"]*"', 'budget="4 steps"', lines)
+    """Shorten every budget of a run to four steps, and its texts if it reads a file."""
+    small = f", settings={_SMALL}" if "my.txt" in lines else ""
+    return re.sub(r'budget="[^"]*"', f'budget="4 steps"{small}', lines)
+
+
+def write_files(folder: Path) -> None:
+    """Write the text file that cards name."""
+    (folder / "my.txt").write_text("\n\n".join(f"The cat sat on mat {i} and saw {i * i} dogs." for i in range(1000)))
 
 
 def take_steps(names: Names, steps: int = 2) -> None:

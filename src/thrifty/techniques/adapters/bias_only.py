@@ -4,8 +4,8 @@ Paper       Ben Zaken, Goldberg and Ravfogel 2022, BitFit (arXiv 2106.10199), se
             without any follows Gao et al. 2023, LLaMA-Adapter V2 (arXiv 2304.15010), section 3.1.
 Promise     Gradients and optimizer state exist only for the biases. The trained model keeps the plain architecture and
             its inference cost.
-Use         model = thrifty.apply(encoder, "bias_only")
-            optimizer = thrifty.optim.AdamW(model, lr=1e-2)
+Use         encoder = thrifty.apply(encoder, "bias_only")
+            optimizer = thrifty.optim.AdamW(encoder, lr=1e-2)
 Start with  `bias_only` and a larger learning rate than for full fine-tuning. For models without biases, such as Llama,
             set `add=true`.
 Cost        The backward pass still runs through every block.

@@ -4,8 +4,8 @@ Paper       Alain and Bengio 2016, Understanding intermediate layers using linea
             As a measure of pretrained features: He et al. 2021, MAE (arXiv 2111.06377), appendix A.1.
 Promise     Gradients and optimizer state exist only for the head, and the blocks save no activations for a backward
             pass. The trained model keeps the plain architecture.
-Use         model = thrifty.apply(vit, "head_only")
-            optimizer = thrifty.optim.AdamW(model, lr=1e-2)
+Use         vit = thrifty.apply(vit, "head_only")
+            optimizer = thrifty.optim.AdamW(vit, lr=1e-2)
 Start with  `head_only` and a larger learning rate than for the whole model. Choose the input of the head with
             `model.pool`.
 Cost        The forward pass of the whole frozen model in every step.

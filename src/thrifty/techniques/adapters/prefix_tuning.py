@@ -1,11 +1,11 @@
 """Prefix tuning (Li and Liang 2021): prepend trained keys and values to every attention.
 
 Paper       Li and Liang 2021, Prefix-Tuning (arXiv 2101.00190), sections 4.2 and 4.3.
-Promise     p · 2 · d trained values per block of a frozen model, for p virtual tokens.
+Promise     A frozen model learns p · 2 · d values per block, for p virtual tokens and width d.
 Use         model = thrifty.apply(model, "prefix_tuning", tokens=5)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `prefix_tuning:tokens=5` and a learning rate of 1e-3. With `hidden=0`, use a rate a hundred times larger.
-Cost        p more keys in every attention. Training also computes the network of section 4.3, unless `hidden=0`; it is
+Cost        Every attention has p more keys. Training also computes the network of section 4.3, unless `hidden=0`; it is
             dropped afterwards.
 Avoid       Deployments where the adapter must disappear into the weights. LoRA does that; a prefix cannot.
 Does not    Change the plain weights or the length of the output.

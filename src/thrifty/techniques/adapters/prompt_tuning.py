@@ -2,7 +2,7 @@
 
 Paper       Lester, Al-Rfou and Constant 2021, The Power of Scale for Parameter-Efficient Prompt Tuning (arXiv
             2104.08691), section 2.
-Promise     k · d trained values for a frozen model of width d with k virtual tokens.
+Promise     A frozen model of width d learns k · d values, for k virtual tokens.
 Use         model = thrifty.apply(model, "prompt_tuning", tokens=20)
             optimizer = thrifty.optim.Adafactor(model, lr=0.3)
 Start with  `prompt_tuning:tokens=20` and a large constant learning rate; the paper uses 0.3 with Adafactor.

@@ -1,13 +1,13 @@
 """Visual prompt tuning (Jia et al. 2022): insert trained prompt tokens into a frozen ViT.
 
 Paper       Jia et al. 2022, Visual Prompt Tuning (arXiv 2203.12119), section 3.2.
-Promise     k · d trained values between the class token and the patches: before the first block (shallow), or new ones
-            in every block (deep).
-Use         model = thrifty.apply(vit, "visual_prompt", tokens=10)
-            optimizer = thrifty.optim.AdamW(model, lr=1e-2)
+Promise     A frozen model learns k · d values: k prompts after the class token of the first block (shallow) or of every
+            block (deep).
+Use         vit = thrifty.apply(vit, "visual_prompt", tokens=10)
+            optimizer = thrifty.optim.AdamW(vit, lr=1e-2)
 Start with  `visual_prompt:tokens=10,deep=true`, the paper's better variant. Set `after=2` for a distilled model, which
             has two class tokens.
-Cost        k more tokens in every block. The backward pass runs through all frozen blocks.
+Cost        Every block has k more tokens. The backward pass runs through all frozen blocks.
 Avoid       Text models. adapters.prompt_tuning also shifts positions and masks.
 Does not    Change the length of the output; prompts are cut out after the last block.
 """

@@ -3,7 +3,7 @@
 Paper       Dao et al. 2022, FlashAttention (arXiv 2205.14135): its tiling, without the online softmax. A tile of
             queries sees its whole past at once, which fits the cache of a CPU.
 Promise     The same attention on CPUs in less time once compiled, and as few saved activations as torch's own kernel.
-Use         run = thrifty.train("gpt-nano", "corpus.txt", techniques=["attention.tiled"], budget="2000 steps")
+Use         run = thrifty.train("gpt-nano", "my.txt", techniques=["attention.tiled"], budget="2000 steps")
 Start with  `tiled` together with `compile` on a CPU. On a GPU with Triton, `kernel=triton` runs the loops of
             FlashAttention.
 Cost        Many short steps, which wait more often if other processes use the cores; the gain may then vanish.

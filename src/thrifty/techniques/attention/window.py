@@ -11,7 +11,7 @@ Start with  `window:window=512,block=64`. Raise `window` if the loss rises; set 
 Cost        Distant tokens are reached only through other tokens, at most about blocks times window tokens away.
 Avoid       Texts below some 2,000 tokens, for which torch's attention takes as long. Windows much narrower than
             `block`, because whole blocks are computed.
-Does not    Use a special GPU kernel yet; on GPUs the same products run in torch. A mask of the model stays in force.
+Does not    Use a special GPU kernel yet; on GPUs the same products run in torch.
 """
 
 from collections.abc import Mapping
@@ -38,6 +38,10 @@ def window_attention(
 
 
 class WindowAttention(ReplacedAttention):
+    """Uses the block products of attention.block_sparse, whose measured times apply. A mask of the model, such as that
+    of texts that share a row, stays in force.
+    """
+
     window: Positive = 512
     """Tokens that one sees up to itself; in encoders as many from itself on."""
     global_tokens: Natural = 0
