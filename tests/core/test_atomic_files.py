@@ -1,4 +1,4 @@
-"""What a power cut leaves: only what was flushed is certain, the rest may be there, be missing, or be zeros."""
+"""State after a power cut: flushed data is certain; other data may be present, missing, or zeros."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from thrifty.training.checkpoint_manifest import verify
 
 @dataclass
 class Node:
-    """A file (`content`) or a folder (`entries`), as it is and as the last flush left it."""
+    """A file (`content`) or a folder (`entries`), now and at its last flush."""
 
     content: bytes | None = None
     entries: dict[str, int] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Node:
 
 
 class MemoryOfDisk(AtomicFiles):
-    """The real disk, and beside it a model that knows what was flushed; stops the save after `last` changes."""
+    """The real disk with a model of its flushed data; stops the save after `last` changes."""
 
     def __init__(self, root: Path):
         self.root, self.nodes, self.changes = root, {os.stat(root).st_ino: Node()}, 0
@@ -84,7 +84,7 @@ class MemoryOfDisk(AtomicFiles):
         self._changed()
 
     def after_power_cut(self, target: Path, chance: random.Random) -> None:
-        """Writes a disk that could be found when the power is back."""
+        """Write a possible content of the disk after the power cut."""
         shutil.rmtree(target, ignore_errors=True)
         self._restore(self.nodes[os.stat(self.root).st_ino], target, chance)
 
@@ -99,12 +99,12 @@ class MemoryOfDisk(AtomicFiles):
 
 
 class PowerCut(BaseException):
-    """Nothing runs any more."""
+    """Power failure: no more code runs."""
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("steps", "step"), [([], 1), ([1], 2), ([1, 2, 3], 4), ([1, 2], 2)])
-def test_a_power_cut_at_any_change_leaves_the_old_or_the_new_state(steps: list[int], step: int, tmp_path: Path) -> None:
+def test_power_cut_at_any_change_leaves_old_or_new_state(steps: list[int], step: int, tmp_path: Path) -> None:
     chance, cut, changes, finished = random.Random(3), tmp_path / "found", 1, False
     while not finished:
         root = tmp_path / "run"
@@ -134,7 +134,7 @@ def test_a_power_cut_at_any_change_leaves_the_old_or_the_new_state(steps: list[i
     assert changes > 20
 
 
-def test_a_reader_sees_the_old_text_or_the_new_one(tmp_path: Path) -> None:
+def test_failed_swap_leaves_old_or_new_text(tmp_path: Path) -> None:
     file = tmp_path / "summary.json"
     AtomicFiles().swap_text(file, "old")
     complete = FailingDisk()
@@ -159,14 +159,14 @@ def test_removing_a_folder_does_not_follow_links(tmp_path: Path) -> None:
     assert (tmp_path / "precious" / "file").read_text() == "keep"
 
 
-def test_what_was_written_is_measured_on_the_way(tmp_path: Path) -> None:
+def test_write_file_returns_length_and_hash(tmp_path: Path) -> None:
     written = AtomicFiles().write_file(tmp_path / "file", [b"a" * 40_000_000, b"", memoryview(b"b")])
     assert written.bytes == (tmp_path / "file").stat().st_size == 40_000_001
     assert written.sha256 == "59b04e220564f8499ff37e1fbcd5806baf81605777f4d7a27883924e29ebd63c"
 
 
-def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path) -> None:
-    """Neither a link nor another name of a file, put where the new content is written first, is written through."""
+def test_swap_uses_an_unpredictable_temporary_name(tmp_path: Path) -> None:
+    """A link or hard link at the temporary name is not written through."""
     precious, names = tmp_path / "precious", []
     precious.write_text("precious")
 
@@ -186,7 +186,7 @@ def test_a_file_is_replaced_by_way_of_a_name_that_nobody_knows(tmp_path: Path) -
     assert len(set(names)) == 2
 
 
-def test_a_linked_folder_is_unlinked_and_what_it_names_stays(tmp_path: Path) -> None:
+def test_removing_a_linked_folder_keeps_its_target(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "file").write_text("precious")
     (tmp_path / "step-00000001.removed-0f").symlink_to(tmp_path / "theirs")

@@ -1,4 +1,4 @@
-"""Batches as a pure function of the step, however they are divided."""
+"""Batches as a pure function of the step, for any division among ranks."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from thrifty.core.errors import RefusedError
 
 
 class Numbered(BatchSource):
-    """Row r of step s is the number s · batch + r."""
+    """Source whose row r of step s is the number s · batch + r."""
 
     def __init__(self, batch: int):
         self.batch = batch
@@ -28,18 +28,16 @@ def numbers(batch: Batch) -> list[int]:
     return batch["number"].tolist()
 
 
-@given(share=some.integers(1, 5), ranks=some.integers(1, 6), step=some.integers(0, 1000))
-def test_the_shares_of_all_ranks_are_the_effective_batch(share: int, ranks: int, step: int) -> None:
-    source = Numbered(share * ranks)
+@given(size=some.integers(1, 5), ranks=some.integers(1, 6), step=some.integers(0, 1000))
+def test_rank_shards_form_the_effective_batch(size: int, ranks: int, step: int) -> None:
+    source = Numbered(size * ranks)
     parts = [RankShard(source, rank, ranks).at(step) for rank in range(ranks)]
     assert [n for part in parts for n in numbers(part)] == numbers(source.at(step))
     assert sum(float(part.weight.sum()) for part in parts) == pytest.approx(1.0)
 
 
 @given(batch=some.integers(1, 6), times=some.integers(1, 5), step=some.integers(0, 1000), data=some.data())
-def test_presampling_gives_consecutive_batches_whole_or_in_any_part(
-    batch: int, times: int, step: int, data: some.DataObject
-) -> None:
+def test_presampled_batch_joins_consecutive_batches(batch: int, times: int, step: int, data: some.DataObject) -> None:
     source = Numbered(batch)
     presampled = OversampledSource(source, times)
     whole = presampled.at(step)
@@ -51,9 +49,9 @@ def test_presampling_gives_consecutive_batches_whole_or_in_any_part(
     assert numbers(presampled.rows(step, start, stop)) == numbers(whole)[start:stop]
 
 
-@given(share=some.integers(1, 4), ranks=some.integers(1, 4), times=some.integers(1, 4), step=some.integers(0, 50))
-def test_ranks_that_presample_see_together_what_one_process_sees(share: int, ranks: int, times: int, step: int) -> None:
-    source = Numbered(share * ranks)
+@given(size=some.integers(1, 4), ranks=some.integers(1, 4), times=some.integers(1, 4), step=some.integers(0, 50))
+def test_presampling_ranks_together_read_one_process_batch(size: int, ranks: int, times: int, step: int) -> None:
+    source = Numbered(size * ranks)
     whole = sorted(numbers(OversampledSource(source, times).at(step)))
     before = [OversampledSource(RankShard(source, rank, ranks), times) for rank in range(ranks)]
     after = [RankShard(OversampledSource(source, times), rank, ranks) for rank in range(ranks)]
@@ -62,7 +60,7 @@ def test_ranks_that_presample_see_together_what_one_process_sees(share: int, ran
 
 
 @given(ranks=some.integers(1, 4), step=some.integers(0, 50))
-def test_a_pure_function_of_the_step_commutes_with_sharing(ranks: int, step: int) -> None:
+def test_mapping_commutes_with_rank_sharding(ranks: int, step: int) -> None:
     def shifted(step: int, batch: Batch) -> Batch:
         return batch.map(lambda tensor: tensor + step)
 
@@ -77,7 +75,7 @@ def test_a_pure_function_of_the_step_commutes_with_sharing(ranks: int, step: int
 
 
 @given(batch=some.integers(1, 6), sizes=some.lists(some.integers(1, 12), min_size=1, max_size=8))
-def test_batches_of_any_sizes_hold_the_plain_order_without_a_gap_or_a_repeat(batch: int, sizes: list[int]) -> None:
+def test_resized_batches_keep_the_plain_order(batch: int, sizes: list[int]) -> None:
     source = Numbered(batch).with_batch_size(sizes)
     steps = [source.at(step) for step in range(len(sizes) + 3)]
     assert [len(step) for step in steps] == sizes + [sizes[-1]] * 3
@@ -87,13 +85,11 @@ def test_batches_of_any_sizes_hold_the_plain_order_without_a_gap_or_a_repeat(bat
 
 
 @given(
-    share=some.integers(1, 3), ranks=some.integers(1, 4), times=some.integers(1, 3), step=some.integers(0, 9),
+    size=some.integers(1, 3), ranks=some.integers(1, 4), times=some.integers(1, 3), step=some.integers(0, 9),
     sizes=some.lists(some.integers(1, 4), min_size=1, max_size=5),
 )  # fmt: skip
-def test_ranks_share_each_resized_batch_wherever_the_sharing_comes(
-    share: int, ranks: int, times: int, step: int, sizes: list[int]
-) -> None:
-    source, sizes = Numbered(share * ranks), [size * ranks for size in sizes]
+def test_resizing_commutes_with_rank_sharding(size: int, ranks: int, times: int, step: int, sizes: list[int]) -> None:
+    source, sizes = Numbered(size * ranks), [size * ranks for size in sizes]
     whole = OversampledSource(source, times).with_batch_size(sizes).at(step)
     assert len(whole) == times * sizes[min(step, len(sizes) - 1)]
     first = times * sum((sizes + [sizes[-1]] * 9)[:step])
@@ -105,7 +101,7 @@ def test_ranks_share_each_resized_batch_wherever_the_sharing_comes(
         assert sum(float(part.at(step).weight.sum()) for part in parts) == pytest.approx(1.0)
 
 
-def test_sizes_that_cannot_be_shared_equally_are_refused_wherever_the_sharing_comes() -> None:
+def test_unequal_rank_shards_are_refused() -> None:
     for make in (
         lambda: RankShard(Numbered(8).with_batch_size([2, 8]), 0, 4),
         lambda: RankShard(Numbered(8), 0, 4).with_batch_size([2, 8]),
@@ -117,14 +113,14 @@ def test_sizes_that_cannot_be_shared_equally_are_refused_wherever_the_sharing_co
         assert refused.value.fix.endswith("multiples of 4")
 
 
-def test_a_function_of_the_step_sees_the_step_of_the_run_after_resizing() -> None:
+def test_mapped_function_receives_the_run_step_after_resizing() -> None:
     mapped = MappedSource(
         Numbered(4), lambda step, batch: batch.map(lambda tensor: tensor + 100 * step)
     ).with_batch_size([2, 6])
     assert numbers(mapped.at(0)) == [0, 1] and numbers(mapped.at(1)) == [102, 103, 104, 105, 106, 107]
 
 
-def test_rows_and_picked_examples_keep_fields_and_weights_together() -> None:
+def test_selected_rows_keep_fields_and_weights() -> None:
     batch = Numbered(5).at(2).weighted(torch.arange(5.0))
     part = batch.take(torch.tensor([4, 0, 4]))
     assert numbers(part) == [14, 10, 14] and part.weight.tolist() == [4, 0, 4]

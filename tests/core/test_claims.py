@@ -1,4 +1,4 @@
-"""Claims: each is made by a technique, and none can be misspelt."""
+"""Claims: each belongs to a technique, and unknown ones are refused."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ from thrifty.core.errors import UsageError
 from thrifty.core.technique import Technique
 
 
-def test_every_claim_is_made_by_a_technique_so_that_no_clash_waits_for_nobody() -> None:
+def test_every_claim_belongs_to_a_technique() -> None:
     claimed = {claim for name in techniques.names() for claim in techniques.find(name).claims}
-    assert claimed == set(Claim) - {Claim.TRAINED_START}  # which the run makes
+    assert claimed == set(Claim) - {Claim.TRAINED_START}  # the run claims it
 
 
 @pytest.mark.parametrize("attributes", [{"claims": frozenset({"optimiser"})}, {"clashes": {"weight mask": "a reason"}}])
-def test_a_claim_that_does_not_exist_is_refused(attributes: dict[str, Any]) -> None:
+def test_unknown_claim_is_refused(attributes: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"there is no claim '(optimiser|weight mask)'"):
         type("Misspelt", (Technique,), attributes)

@@ -1,4 +1,4 @@
-"""Arguments of classifiers: types of tokens are for models that have any."""
+"""Arguments of classifiers: token types are passed only to models that have any."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ class Classifier(nn.Module):
         (SimpleNamespace(model_type="gpt2"), False),
     ],
 )
-def test_a_module_without_a_configuration_has_types_of_tokens_if_it_takes_them(config: object, has_types: bool) -> None:
+def test_token_types_are_passed_to_models_that_take_them(config: object, has_types: bool) -> None:
     model = Classifier()
     if config:
         model.config = config  # type: ignore[assignment]

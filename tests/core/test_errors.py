@@ -1,4 +1,4 @@
-"""Fixes of errors in the words of their reader."""
+"""Fixes of errors, as options on the command line and as arguments in Python."""
 
 import pytest
 
@@ -33,9 +33,7 @@ from thrifty.core.errors import TYPED, UsageError, for_reader
         ("thrifty plan text --memory 1GB", "thrifty plan text --memory 1GB"),
     ],
 )
-def test_options_of_a_fix_are_arguments_for_who_called_a_function(
-    typed: str, called: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_a_fix_become_arguments_in_python(typed: str, called: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TYPED, raising=False)
     assert for_reader(typed) == called and str(UsageError("it", typed)) == f"it\n  fix: {called}"
     monkeypatch.setenv(TYPED, "1")

@@ -1,4 +1,4 @@
-"""On fake tensors models of transformers build the masks that they build on real ones."""
+"""Masks of transformers models on fake tensors equal those on real tensors."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,14 +7,14 @@ from transformers import masking_utils
 from thrifty.core.fake_branches import causal_masks_of_plain_rows
 
 
-def test_positions_that_all_rows_share_are_of_one_text() -> None:
+def test_shared_position_ids_need_no_mask_on_fake_tensors() -> None:
     find = masking_utils.find_packed_sequence_indices
     packed = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
     shared = torch.arange(4)[None].expand(2, -1)
     with FakeTensorMode() as mode, causal_masks_of_plain_rows():
         assert masking_utils.find_packed_sequence_indices(torch.arange(4)[None].expand(2, -1)) is None
-        found = masking_utils.find_packed_sequence_indices(mode.from_tensor(packed))
-        assert found is not None and found.shape == packed.shape
+        packed_indices = masking_utils.find_packed_sequence_indices(mode.from_tensor(packed))
+        assert packed_indices is not None and packed_indices.shape == packed.shape
     with causal_masks_of_plain_rows():
         assert masking_utils.find_packed_sequence_indices(shared) is None
         assert torch.equal(masking_utils.find_packed_sequence_indices(packed), find(packed))

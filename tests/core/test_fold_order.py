@@ -1,4 +1,4 @@
-"""The order in which techniques are folded decides a run's numbers: it stays as it was, whatever they are called."""
+"""Order in which techniques are applied. It decides a run's results, so renames must not change it."""
 
 import random
 from contextlib import suppress
@@ -20,14 +20,14 @@ def stages_and_names(ordered: list[Technique]) -> list[list[str]]:
     return [[technique.stage.label, technique.name] for technique in ordered]
 
 
-def test_all_techniques_are_folded_in_the_order_that_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new technique gets a line in the file, between those that keep theirs."""
-    kept = [line.split() for line in ORDER.read_text().splitlines()]
+def test_techniques_are_applied_in_the_recorded_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a line for a new technique to the file; existing lines keep their order."""
+    recorded = [line.split() for line in ORDER.read_text().splitlines()]
     every = [techniques.find(name)() for name in techniques.names()]
     random.Random(0).shuffle(every)
     composed: list[Technique] = []
     monkeypatch.setattr("thrifty.composition.compose.refuse_illegal", composed.extend)
-    with suppress(UsageError):  # all at once cannot train
+    with suppress(UsageError):  # all techniques together cannot train
         compose(plain_run(), every, 1)
-    assert stages_and_names(composed) == kept
-    assert stages_and_names([*Recipe("all", techniques=tuple(every)).techniques]) == kept
+    assert stages_and_names(composed) == recorded
+    assert stages_and_names([*Recipe("all", techniques=tuple(every)).techniques]) == recorded

@@ -1,4 +1,4 @@
-"""Notes on modules: they go where the module goes, and nowhere else."""
+"""Notes on modules: they are copied and pickled with the module, and are in no state_dict."""
 
 import pickle
 import re
@@ -16,7 +16,7 @@ SIZE: ModuleNote[int] = ModuleNote("size")
 LAYERS: ModuleNote[list[nn.Module]] = ModuleNote("layers")
 
 
-def test_a_note_is_read_replaced_and_removed() -> None:
+def test_note_is_read_replaced_and_removed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert SIZE.get(model) is None and SIZE.get(None) is None
     with pytest.raises(KeyError, match="size"):
@@ -27,7 +27,7 @@ def test_a_note_is_read_replaced_and_removed() -> None:
     assert SIZE.remove(model[1]) == 4 and set(vars(model[1])) == plain
 
 
-def test_notes_are_copied_and_pickled_with_the_module_and_in_no_state() -> None:
+def test_notes_are_copied_and_pickled_but_not_in_state_dict() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     SIZE.set(model, 3)
     LAYERS.set(model, [model[0]])
@@ -36,7 +36,7 @@ def test_notes_are_copied_and_pickled_with_the_module_and_in_no_state() -> None:
         assert SIZE.of(other) == 3 and LAYERS.of(other)[0] is other[0] is not model[0]
 
 
-def test_whoever_kept_the_attributes_of_a_module_has_its_notes_as_they_were() -> None:
+def test_copied_attributes_keep_their_notes() -> None:
     layer = nn.Linear(2, 2)
     SIZE.set(layer, 3)
     attributes, twin = dict(vars(layer)), copy(layer)
@@ -46,7 +46,7 @@ def test_whoever_kept_the_attributes_of_a_module_has_its_notes_as_they_were() ->
     assert SIZE.of(layer) == 3
 
 
-def test_a_compiled_module_follows_its_note() -> None:
+def test_compiled_module_reads_a_changed_note() -> None:
     class Scaled(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input) * (SIZE.get(self) or 1)
@@ -60,7 +60,7 @@ def test_a_compiled_module_follows_its_note() -> None:
         torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias) * (size or 1))
 
 
-def test_no_two_notes_of_the_package_have_one_name() -> None:
+def test_note_names_are_unique_in_the_package() -> None:
     files = Path(thrifty.__file__).parent.rglob("*.py")
     names = [name for file in files for name in re.findall(r'= ModuleNote\("(\w+)"\)', file.read_text("utf-8"))]
     assert len(names) > 15 and len(set(names)) == len(names)

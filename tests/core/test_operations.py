@@ -1,4 +1,4 @@
-"""Operations are counted where torch has no formula for them, or no fake kernel that takes what the real one takes."""
+"""Operations for which torch lacks a FLOP formula or a complete fake kernel."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ GROUPED = {
 
 @pytest.mark.parametrize("kind", GROUPED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_of_groups_have_the_shapes_of_the_real_ones(kind: str, dtype: torch.dtype) -> None:
+def test_fake_grouped_products_have_the_real_shapes_and_flops(kind: str, dtype: torch.dtype) -> None:
     a, b = (torch.randn(shape, dtype=dtype) for shape in GROUPED[kind])
     ends = None if "each" in kind else torch.tensor(ENDS, dtype=torch.int32)
     real = torch._grouped_mm(a, b, offs=ends)
@@ -28,7 +28,7 @@ def test_products_of_groups_have_the_shapes_of_the_real_ones(kind: str, dtype: t
     assert trace.flops == 2 * per_product * a.shape[-2] * a.shape[-1] * b.shape[-1]
 
 
-def test_a_mixture_of_experts_of_transformers_is_counted() -> None:
+def test_mixture_of_experts_of_transformers_is_counted() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
         vocab_size=50, hidden_size=20, intermediate_size=28, num_hidden_layers=1, num_attention_heads=2,

@@ -1,4 +1,4 @@
-"""Moments of a run: fractions and steps."""
+"""Moments of a run: fractions and numbers of steps."""
 
 from dataclasses import dataclass
 
@@ -18,19 +18,19 @@ class Settings:
 
 
 @pytest.mark.parametrize(
-    ("moment", "steps", "found"),
+    ("moment", "steps", "expected"),
     [(0.05, 1000, 50), (50, 1000, 50), (1.0, 30, 30), (1, 30, 1), (0.0, 30, 0), (0.5, 3, 2)],
 )
-def test_a_fraction_is_of_the_run_and_a_whole_number_is_steps(moment: float, steps: int, found: int) -> None:
-    assert in_steps(moment, steps) == found
+def test_float_is_a_fraction_of_the_run_and_int_is_steps(moment: float, steps: int, expected: int) -> None:
+    assert in_steps(moment, steps) == expected
     assert isinstance(in_steps(moment, steps), int)
 
 
-def test_every_moment_of_a_value_is_turned_into_steps_and_nothing_else() -> None:
+def test_only_moments_are_resolved_to_steps() -> None:
     assert resolve_moments(Settings(), 400) == Settings(warmup=20, at=(50, 300), rate=0.5, every=7)
 
 
-def test_what_is_resolved_stays_as_it_is() -> None:
+def test_resolving_is_idempotent() -> None:
     once = resolve_moments(Settings(), 400)
     assert resolve_moments(once, 10_000) == once
 
@@ -39,7 +39,7 @@ class Sized(Technique):
     batch: EffectiveBatch = 0
 
 
-def test_an_effective_batch_that_is_left_open_is_the_runs_own() -> None:
+def test_unset_effective_batch_is_the_runs() -> None:
     assert resolve_moments(Sized(), 400, 32) == Sized(batch=32)
     assert resolve_moments(Sized(batch=8), 400, 32) == Sized(batch=8)
     with pytest.raises(UsageError, match="batch is -1"):

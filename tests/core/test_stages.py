@@ -1,4 +1,4 @@
-"""The one table of order."""
+"""Order of stages."""
 
 from dataclasses import field
 from typing import ClassVar
@@ -16,15 +16,15 @@ from thrifty.core.objective import Objective
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 
-HEARD: list[str] = []
+CALLS: list[str] = []
 
 
-class Speaking(GradientTransform):
+class RecordingTransform(GradientTransform):
     def __init__(self, name: str):
         self.name = name
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
-        HEARD.append(self.name)
+        CALLS.append(self.name)
         return updates
 
 
@@ -36,63 +36,63 @@ class Around(GradientTransform):
         self.scalars, self.init = inner.scalars, inner.init  # type: ignore[method-assign]
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
-        HEARD.append(f"{self.word} in")
+        CALLS.append(f"{self.word} in")
         updates = self.inner.update(updates, slots, parameters, numbers)
-        HEARD.append(f"{self.word} out")
+        CALLS.append(f"{self.word} out")
         return updates
 
 
-class Telling(Technique):
-    """Says at each seam when it is asked."""
+class RecordingTechnique(Technique):
+    """Technique that records each call of its methods."""
 
     numerics: ClassVar[Numerics] = Numerics.DIFFERENT
     word: str = field(default="")
 
     def model(self, model: nn.Module) -> nn.Module:
-        HEARD.append(f"{self.word} model")
+        CALLS.append(f"{self.word} model")
         return model
 
     def backward(self, backward: Backward) -> Backward:
-        def telling(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-            HEARD.append(f"{self.word} before")
+        def recorded(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
+            CALLS.append(f"{self.word} before")
             outcome = backward(model, objective, batch)
-            HEARD.append(f"{self.word} after")
+            CALLS.append(f"{self.word} after")
             return outcome
 
-        return telling
+        return recorded
 
 
-class First(Telling):
+class First(RecordingTechnique):
     stage = Stage.INITIALIZE
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return Around(transform, self.word)
 
 
-class Second(Telling):
+class Second(RecordingTechnique):
     stage = Stage.ACCUMULATE
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        return chain(Speaking(self.word), transform)
+        return chain(RecordingTransform(self.word), transform)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_models_are_folded_and_gradients_pass_in_order_of_stage(reverse: bool) -> None:
+def test_models_and_gradients_pass_in_stage_order(reverse: bool) -> None:
     chosen = [First(word="first"), Second(word="second"), technique("optimizers.adamw")]
     run = compose(plain_run(depth=1), chosen[::-1] if reverse else chosen, 1)
-    HEARD.clear()
+    CALLS.clear()
     state = run.start()
-    assert HEARD == ["first model", "second model"]
-    HEARD.clear()
+    assert CALLS == ["first model", "second model"]
+    CALLS.clear()
     assert state.model is not None and state.optimizer is not None
     run.backward(state.model, run.objective, run.source.at(0))
-    assert HEARD == ["first before", "second before", "second after", "first after"]
-    HEARD.clear()
+    assert CALLS == ["first before", "second before", "second after", "first after"]
+    CALLS.clear()
     state.optimizer.step()
-    assert HEARD == ["first in", "second", "first out"]
+    assert CALLS == ["first in", "second", "first out"]
 
 
-def test_the_table_has_each_stage_once_and_its_groups_in_order() -> None:
+def test_stages_are_unique_and_groups_ordered() -> None:
     labels = [stage.label for stage in Stage]
     assert len(set(labels)) == len(labels) == 26
     assert Stage.PRECISION < Stage.SPLIT < Stage.CUT <= Stage.SHARD < Stage.SOURCE
@@ -100,9 +100,9 @@ def test_the_table_has_each_stage_once_and_its_groups_in_order() -> None:
     assert Stage.CLIP < Stage.PRECONDITION < Stage.SCHEDULE < Stage.AVERAGE
 
 
-def test_gradients_are_summed_over_ranks_once_after_all_micro_batches() -> None:
+def test_gradients_are_reduced_once_after_all_micro_batches() -> None:
     assert Stage.MEASURE < Stage.REDUCE < Stage.ACCUMULATE < Stage.CLIP
 
 
-def test_every_technique_names_a_stage_of_the_table() -> None:
+def test_every_technique_has_a_stage() -> None:
     assert all(techniques.find(name).stage in Stage for name in techniques.names())

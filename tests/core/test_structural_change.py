@@ -1,4 +1,4 @@
-"""Growth in the middle of a run: every value where it belongs."""
+"""Growth in the middle of a run: every value reaches its new place."""
 
 import pytest
 import torch
@@ -29,8 +29,7 @@ from thrifty.optim.weight_masks import SLOT
 
 
 def grown(*others: Technique, **settings: object) -> tuple[Run, TrainState, TrainState]:
-    """A run of 4 blocks that starts with 2 and doubles before step 2: the run, a copy of its state just before the
-    growth, and its state just after."""
+    """Return a run that grows from 2 to 4 blocks before step 2, a copy of its state before, and its state after."""
     chosen = [technique("growth.stacking", at=(2,), **settings), *others]
     if not any(Claim.OPTIMIZER in other.claims for other in others):
         chosen.append(technique("optimizers.adamw"))
@@ -52,7 +51,7 @@ def moved(name: str) -> str:
     return name.replace("blocks.2.", "blocks.0.").replace("blocks.3.", "blocks.1.")
 
 
-def test_blocks_are_copied_on_top_of_themselves_in_order() -> None:
+def test_blocks_are_copied_on_top_in_order() -> None:
     _, before, after = grown()
     assert (depth(before), depth(after)) == (2, 4)
     old = before.tensors()
@@ -61,14 +60,14 @@ def test_blocks_are_copied_on_top_of_themselves_in_order() -> None:
             assert torch.equal(tensor, old[moved(name)]), name
 
 
-def test_moments_start_afresh_and_the_schedule_goes_on() -> None:
+def test_moments_reset_but_the_schedule_continues() -> None:
     _, _, after = grown()
     assert after.optimizer is not None
     assert all(not tensor.any() for name, tensor in after.tensors().items() if name.startswith("optimizer/"))
     assert (after.optimizer.updates, after.optimizer.born) == (2, 2)
 
 
-def test_copied_moments_come_from_where_the_value_came_from() -> None:
+def test_copied_moments_come_from_the_origin_of_the_value() -> None:
     _, before, after = grown(moments="copy")
     assert after.optimizer is not None
     assert (after.optimizer.updates, after.optimizer.born) == (2, 0)
@@ -78,7 +77,7 @@ def test_copied_moments_come_from_where_the_value_came_from() -> None:
 
 
 @pytest.mark.parametrize("moments", ["reset", "copy"])
-def test_masks_belong_to_the_weights_and_follow_them(moments: str) -> None:
+def test_masks_follow_their_weights(moments: str) -> None:
     run, before, after = grown(technique("sparsity.rigl", every=100), moments=moments)
     masks = {name: tensor for name, tensor in after.tensors().items() if name.startswith(f"optimizer/{SLOT}/blocks")}
     assert masks
@@ -90,7 +89,7 @@ def test_masks_belong_to_the_weights_and_follow_them(moments: str) -> None:
     run.verify(after)
 
 
-def test_the_log_alone_rebuilds_the_structure() -> None:
+def test_log_alone_rebuilds_the_structure() -> None:
     run, _, after = grown()
     again = run.init_state(read_log(after.scalars()))
     assert depth(again) == 4
@@ -99,13 +98,13 @@ def test_the_log_alone_rebuilds_the_structure() -> None:
     assert depth(start) == 2
 
 
-def test_a_depth_that_does_not_halve_still_ends_at_full_depth() -> None:
+def test_odd_depth_still_grows_to_full_depth() -> None:
     for full in (1, 3, 5):
         _, state = run_through(plain_run(depth=full), [technique("growth.stacking"), technique("optimizers.adamw")], 5)
         assert depth(state) == full
 
 
-def test_growth_goes_on_learning_when_compiled() -> None:
+def test_compiled_model_learns_after_growth() -> None:
     torch._dynamo.reset()
     chosen = [technique("growth.stacking", at=(10, 20)), technique("optimizers.adamw")]
     plain, _ = run_through(plain_run(repeated=True), chosen, 30)
@@ -115,7 +114,7 @@ def test_growth_goes_on_learning_when_compiled() -> None:
     assert losses(compiled)[-1] < losses(compiled)[0] - 2
 
 
-def test_a_buffer_follows_its_block() -> None:
+def test_buffer_follows_its_block() -> None:
     """Persistent buffers are values too."""
 
     def model() -> torch.nn.Module:
@@ -134,7 +133,7 @@ def test_a_buffer_follows_its_block() -> None:
     assert [int(value) for value in seen] == [0, 1, 0, 1]
 
 
-def test_a_run_saved_exactly_before_a_growth_makes_it_when_resumed() -> None:
+def test_run_saved_before_growth_grows_when_resumed() -> None:
     chosen = [technique("growth.stacking", at=(2,)), technique("optimizers.adamw")]
     run = compose(plain_run(), chosen, 4)
     state = run.start()
@@ -148,7 +147,7 @@ def test_a_run_saved_exactly_before_a_growth_makes_it_when_resumed() -> None:
 
 
 @pytest.mark.parametrize("order", ["ABCABC", "AABBCC"])
-def test_copies_come_in_the_order_asked_for(order: str) -> None:
+def test_copies_have_the_configured_order(order: str) -> None:
     _, before, after = grown(order=order)
     old = before.tensors()
     for block, origin in enumerate([0, 1, 0, 1] if order == "ABCABC" else [0, 0, 1, 1]):
@@ -159,7 +158,7 @@ def test_copies_come_in_the_order_asked_for(order: str) -> None:
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 @pytest.mark.parametrize("order", ["ABCABC", "AABBCC"])
-def test_copies_that_write_nothing_keep_the_function(order: str, style: str) -> None:
+def test_zeroed_copies_keep_the_function(order: str, style: str) -> None:
     chosen = [technique("growth.stacking", at=(2,), order=order, start="zeroed"), technique("optimizers.adamw")]
     run = compose(plain_run(depth=5, style=style), chosen, 4)
     state = run.start()
@@ -174,7 +173,7 @@ def test_copies_that_write_nothing_keep_the_function(order: str, style: str) -> 
     assert (after - before).abs().max() < 1e-6 < before.abs().max()
     advance(run, state)
     silent = [name for name, p in state.model.named_parameters() if not p.any()]
-    assert not silent, "what starts with zeros is trained like the rest"
+    assert not silent, "copies that start from zeros train like other blocks"
 
 
 @pytest.mark.parametrize("others", [[], [("precision.optimizer_state", {"min_elements": 1})]])
@@ -187,7 +186,7 @@ def test_copies_that_write_nothing_keep_the_function(order: str, style: str) -> 
     ],
 )
 @pytest.mark.parametrize("moments", ["copy", "mean"])
-def test_growth_that_keeps_the_function_keeps_that_of_averaged_weights(
+def test_function_preserving_growth_preserves_averaged_weights(
     growth: str, settings: dict, moments: str, others: list
 ) -> None:
     chosen = [(growth, {"moments": moments, **settings}), ("optimizers.schedule_free", {"lr": 0.05}), *others]
@@ -199,7 +198,7 @@ def test_growth_that_keeps_the_function_keeps_that_of_averaged_weights(
     assert evaluated_loss(run, state) == pytest.approx(before, abs=1e-5)
 
 
-def test_a_post_norm_model_cannot_grow_by_silent_blocks() -> None:
+def test_post_norm_model_refuses_zeroed_blocks() -> None:
     chosen = [technique("growth.stacking", start="zeroed"), technique("optimizers.adamw")]
     with pytest.raises(RefusedError, match="norm behind its sums"):
         compose(plain_run(style="gpt1"), chosen, 4).start()
@@ -208,13 +207,13 @@ def test_a_post_norm_model_cannot_grow_by_silent_blocks() -> None:
 
 
 def first_update(age: int, square: Tensor) -> Tensor:
-    """Of Adam with a first moment of zero and this second one, for a gradient of one."""
+    """Return Adam's update for a gradient of one, a first moment of zero and this second moment."""
     adam = ScaleByAdam(0.9, 0.999)
     slots = {"mean": [torch.zeros_like(square)], "square": [square.clone()]}
     return adam.update([torch.ones_like(square)], slots, [torch.zeros_like(square)], adam.scalars(age, age))[0]
 
 
-def test_the_first_update_after_a_growth_is_no_larger_than_a_step() -> None:
+def test_first_update_after_growth_has_normal_size() -> None:
     zeros, ones = torch.zeros(3), torch.ones(3)
     naive = first_update(10_000, zeros)
     assert naive.mean() == pytest.approx((1 - 0.9) / (1 - 0.999) ** 0.5, rel=1e-3)
@@ -223,7 +222,7 @@ def test_the_first_update_after_a_growth_is_no_larger_than_a_step() -> None:
     assert first_update(10_000, ones).mean() == pytest.approx(0.1, rel=1e-2)  # from the mean of the layer
 
 
-def test_second_moments_of_copies_start_from_the_mean_of_their_layer() -> None:
+def test_second_moments_of_copies_start_from_the_layer_mean() -> None:
     _, before, after = grown(moments="mean")
     assert after.optimizer is not None
     assert (after.optimizer.updates, after.optimizer.born) == (2, 0)
@@ -242,50 +241,50 @@ def test_second_moments_of_copies_start_from_the_mean_of_their_layer() -> None:
     assert seen > 8
 
 
-def test_under_masks_second_moments_start_from_the_mean_too() -> None:
+def test_masked_second_moments_start_from_the_layer_mean() -> None:
     run, before, after = grown(technique("sparsity.rigl", every=100), moments="mean")
     name = next(name for name in after.tensors() if name.endswith("square/blocks.2.mlp.up.weight"))
     weight = after.tensors()["parameters/blocks.2.mlp.up.weight"]
-    found = after.tensors()[name]
-    assert not found[weight == 0].any()
+    moments_after = after.tensors()[name]
+    assert not moments_after[weight == 0].any()
     old = before.tensors()[moved(name)]
-    torch.testing.assert_close(found[weight != 0].unique(), old[old > 0].mean()[None])
+    torch.testing.assert_close(moments_after[weight != 0].unique(), old[old > 0].mean()[None])
     run.verify(after)
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("moments", ["copy", "mean"])
 @pytest.mark.parametrize("name", [name for name in techniques.names() if name.startswith("optimizers.")])
-def test_every_optimizer_goes_on_with_what_it_had(name: str, moments: str) -> None:
+def test_every_optimizer_keeps_state_of_old_parameters(name: str, moments: str) -> None:
     _, before, after = grown(technique(name), moments=moments)
     assert before.tensors().keys() < after.tensors().keys()
     old = before.tensors()
     for key, tensor in after.tensors().items():
         assert torch.isfinite(tensor).all()
-        if key in old:  # what was there keeps all that belongs to it
+        if key in old:  # old parameters keep their state
             assert torch.equal(tensor, old[key]), key
 
 
 AVERAGE_SLOTS = {"averaging.ema": "exponential_average", "averaging.latest": "latest_weight_average"}
-"""What the element that keeps an average is called in checkpoints."""
+"""Name, in checkpoints, of the element that stores an average."""
 
 
 @pytest.mark.parametrize("average", AVERAGE_SLOTS)
-def test_an_average_of_weights_is_copied_and_not_averaged_once_more(average: str) -> None:
+def test_weight_average_is_copied_not_averaged(average: str) -> None:
     _, before, after = grown(technique(average, start=0), technique("optimizers.adamw"), moments="mean")
-    kept = [name for name in after.tensors() if AVERAGE_SLOTS[average] in name]
-    assert kept
-    for name in kept:
+    averages = [name for name in after.tensors() if AVERAGE_SLOTS[average] in name]
+    assert averages
+    for name in averages:
         assert torch.equal(after.tensors()[name], before.tensors()[moved(name)]), name
 
 
 @pytest.mark.parametrize("moments", ["copy", "mean"])
-def test_moments_in_eight_bits_go_on_as_those_in_float32(moments: str) -> None:
+def test_eight_bit_moments_grow_like_float32_moments(moments: str) -> None:
     _, before, after = grown(technique("precision.optimizer_state", min_elements=1), moments=moments)
     old, new = before.tensors(), after.tensors()
-    codes = [name for name, tensor in new.items() if tensor.dtype == torch.uint8]
-    assert codes and before.optimizer is not None and after.optimizer is not None
-    for name in codes:
+    quantized = [name for name, tensor in new.items() if tensor.dtype == torch.uint8]
+    assert quantized and before.optimizer is not None and after.optimizer is not None
+    for name in quantized:
         value = opened(name, new, after.optimizer.site.slot_kind)
         was = opened(moved(name), old, before.optimizer.site.slot_kind)
         if moments == "mean" and name not in old and "square" in name:
@@ -294,7 +293,7 @@ def test_moments_in_eight_bits_go_on_as_those_in_float32(moments: str) -> None:
             assert torch.equal(value, was) and torch.equal(new[name], old[moved(name)]), name
 
 
-def test_a_value_of_another_shape_must_be_said_how_to_get() -> None:
+def test_changed_shape_without_resize_is_refused() -> None:
     change = StructuralChange("wider")
     with pytest.raises(IntegrityError, match="must have shape"):
         change.resize("weight", torch.zeros(2), torch.Size([3]))

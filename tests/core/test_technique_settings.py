@@ -1,4 +1,4 @@
-"""Settings of a technique: annotated attributes of its class, given by name, and never assigned."""
+"""Settings of a technique: annotated class attributes, keyword-only and frozen."""
 
 from dataclasses import FrozenInstanceError, dataclass, field, replace
 
@@ -15,12 +15,12 @@ class Scaled(Technique):
 
 @dataclass(frozen=True)
 class ScaledTwice(Scaled):
-    """Decorated as a dataclass is, which changes nothing."""
+    """A subclass with an explicit dataclass decorator, which changes nothing."""
 
     again: float = 3.0
 
 
-def test_a_decorated_class_may_have_settings_that_are_made_for_each_value() -> None:
+def test_decorated_class_may_have_a_default_factory() -> None:
     @dataclass(frozen=True)
     class Named(Technique):
         stage, numerics = Stage.ACCUMULATE, Numerics.DIFFERENT
@@ -34,7 +34,7 @@ def test_a_decorated_class_may_have_settings_that_are_made_for_each_value() -> N
     assert repr(Inherits(names={"a": 1})) == f"{Inherits.__qualname__}(factor=2.0, names={{'a': 1}}, more=1)"
 
 
-def test_a_decorated_class_may_have_slots() -> None:
+def test_decorated_class_may_have_slots() -> None:
     @dataclass(frozen=True, slots=True)
     class Slotted(Technique):
         stage, numerics = Stage.ACCUMULATE, Numerics.DIFFERENT
@@ -45,7 +45,7 @@ def test_a_decorated_class_may_have_slots() -> None:
         Slotted().factor = 3.0  # type: ignore[misc]
 
 
-def test_settings_are_annotated_attributes_given_by_name() -> None:
+def test_settings_are_keyword_only_annotated_attributes() -> None:
     assert Scaled() == Scaled(factor=2.0) != Scaled(factor=3.0) and hash(Scaled()) == hash(Scaled())
     assert replace(ScaledTwice(again=1.0), factor=5.0) == ScaledTwice(factor=5.0, again=1.0)
     assert repr(ScaledTwice()) == "ScaledTwice(factor=2.0, again=3.0)"
@@ -54,7 +54,7 @@ def test_settings_are_annotated_attributes_given_by_name() -> None:
             kind(3.0)
 
 
-def test_settings_are_never_assigned() -> None:
+def test_settings_cannot_be_assigned() -> None:
     for value in (Scaled(), ScaledTwice()):
         with pytest.raises(FrozenInstanceError):
             value.factor = 3.0  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of a step, counted by hand."""
+"""Bytes and FLOPs of a step, compared with hand-computed values."""
 
 import gc
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.tensor_tracing import StepTrace, gc_frozen, tensor_bytes
 
 
-def test_live_bytes_are_those_of_storages_alive_views_not_counted_twice() -> None:
+def test_live_bytes_count_each_storage_once() -> None:
     given = torch.zeros(1000)
     with StepTrace(given) as live:
         a = torch.ones(10)  # 40 bytes
@@ -29,7 +29,7 @@ def test_live_bytes_are_those_of_storages_alive_views_not_counted_twice() -> Non
         c = b * 2
         assert (live.now, live.peak) == (120, 120)
         del a
-        assert live.now == 120  # the view keeps it
+        assert live.now == 120  # the view keeps its storage alive
         del view, b
         assert (live.now, live.peak) == (40, 120)
         given += 1
@@ -37,21 +37,21 @@ def test_live_bytes_are_those_of_storages_alive_views_not_counted_twice() -> Non
     del c
 
 
-def test_casts_within_an_elementwise_operation_are_at_its_peak() -> None:
+def test_peak_includes_casts_inside_elementwise_operations() -> None:
     low, high = torch.zeros(1000, dtype=torch.bfloat16), torch.zeros(1000)
     with StepTrace(low, high) as live:
-        low += high  # which it is cast for, and computed in
+        low += high  # computed in float32: low is cast
         assert (live.now, live.peak) == (0, 8000)
-        made = low * high
+        created = low * high
         assert (live.now, live.peak) == (4000, 8000)
-        del made
+        del created
     with StepTrace(low, high, casts=False) as live:
         low += high
     assert live.peak == 0
 
 
 @pytest.mark.parametrize("take", [lambda x, i: x[:, i], lambda x, i: x.index_select(1, i)])
-def test_the_gradient_of_what_was_indexed_is_held_once(take: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_gradient_of_indexing_is_counted_once(take: Callable[[Tensor, Tensor], Tensor]) -> None:
     places = torch.tensor([3, 1])
     x = torch.zeros(4, 50, 5, requires_grad=True)
     with StepTrace(x, places) as live:
@@ -61,29 +61,29 @@ def test_the_gradient_of_what_was_indexed_is_held_once(take: Callable[[Tensor, T
 
 @settings(max_examples=30)
 @given(rows=some.lists(some.integers(1, 200), min_size=1, max_size=6))
-def test_the_peak_is_the_largest_sum_alive(rows: list[int]) -> None:
+def test_peak_is_the_largest_number_of_live_bytes(rows: list[int]) -> None:
     wanted, kept = 0, 0
     with StepTrace() as live:
-        held = []
+        sums = []
         for count_ in rows:
             temporary = torch.zeros(count_, 3)  # 12 bytes a row
-            held.append(temporary.sum(1))  # 4 bytes a row
+            sums.append(temporary.sum(1))  # 4 bytes a row
             wanted = max(wanted, kept + 16 * count_)
             del temporary
             kept += 4 * count_
     assert (live.now, live.peak) == (kept, wanted)
 
 
-def test_what_is_made_where_a_known_tensor_was_is_counted() -> None:
+def test_new_tensor_at_the_address_of_a_known_one_is_counted() -> None:
     with FakeTensorMode():
         known = [torch.ones(100) for _ in range(50)]
         with StepTrace(*known) as live:
             del known
-            made = [torch.ones(100) for _ in range(50)]
-            assert live.now == 400 * len(made)
+            created = [torch.ones(100) for _ in range(50)]
+            assert live.now == 400 * len(created)
 
 
-def test_fake_tensors_are_followed_as_real_ones_are() -> None:
+def test_fake_and_real_tensors_have_equal_peaks() -> None:
     def work() -> None:
         x = torch.ones(64, 32)
         y = x @ torch.ones(32, 16)
@@ -99,20 +99,20 @@ def test_fake_tensors_are_followed_as_real_ones_are() -> None:
     assert peaks == [live.peak]
 
 
-def test_the_footprint_of_a_model_is_the_one_on_paper() -> None:
+def test_footprint_of_a_model_equals_the_formula() -> None:
     run = compose(plain_run(batch=4, depth=1), [technique("optimizers.adamw")], 3)
     passes = passes_of(run, run.source.at(0))
-    model, found = passes.model, passes.followed_by(run.transform(), 3)
+    model, footprint = passes.model, passes.followed_by(run.transform(), 3)
     size = sum(parameter.numel() for parameter in model.parameters())
-    assert found.parameters == found.gradients == 4 * size
-    assert found.optimizer == 8 * size
-    # a multiply-add is two; the backward pass makes two products for each of the forward pass; 64 tokens
+    assert footprint.parameters == footprint.gradients == 4 * size
+    assert footprint.optimizer == 8 * size
+    # a multiply-add is two; the backward pass has two products for each product of the forward pass; 64 tokens
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)  # tied: the embedding is the head
-    product = 2 * 4 * 4 * 16 * 16 * 8  # of attention: 4 examples, 4 heads, 16 tokens by 16, width 8; 2 and 5 of them
-    assert found.flops == 3 * 2 * 64 * matrices + 7 * product
+    product = 2 * 4 * 4 * 16 * 16 * 8  # attention: 4 examples, 4 heads, 16 x 16 tokens, width 8; 2 + 5 products
+    assert footprint.flops == 3 * 2 * 64 * matrices + 7 * product
 
 
-def test_activations_grow_with_the_batch_and_parameters_do_not() -> None:
+def test_activations_scale_with_the_batch_and_parameters_do_not() -> None:
     small, large = (
         count(compose(plain_run(batch=batch), [technique("optimizers.adamw")], 3), ())[1] for batch in (4, 16)
     )
@@ -121,8 +121,8 @@ def test_activations_grow_with_the_batch_and_parameters_do_not() -> None:
     assert large.flops == pytest.approx(4 * small.flops, rel=0.01)
 
 
-def test_the_peak_is_what_torchs_own_profiler_sees() -> None:
-    """A real step, measured by the allocator's events and counted by StepTrace."""
+def test_peak_agrees_with_the_torch_profiler() -> None:
+    """Memory of a real step: the allocator's events agree with StepTrace."""
     run = compose(plain_run(batch=16), [technique("optimizers.adamw")], 3)
     _, counted = count(run, run.techniques)
     model = run.build_model().train()
@@ -138,7 +138,7 @@ def test_the_peak_is_what_torchs_own_profiler_sees() -> None:
     assert peak == pytest.approx(predicted, rel=0.1)
 
 
-def test_memory_is_states_plus_the_larger_of_gradients_and_activations_plus_temporary() -> None:
+def test_formula_of_peak_memory() -> None:
     footprint = Footprint(parameters=10, gradients=7, optimizer=20, activations=5, temporary=3)
     assert footprint.memory == 40
     assert footprint.scale(activations=2.0).memory == 43
@@ -146,15 +146,15 @@ def test_memory_is_states_plus_the_larger_of_gradients_and_activations_plus_temp
     assert footprint.as_dict()["memory"] == 40
 
 
-def test_bytes_of_a_tensor_are_those_of_its_elements() -> None:
+def test_tensor_bytes() -> None:
     assert tensor_bytes(torch.zeros(3, 5, dtype=torch.bfloat16)) == 30
     assert tensor_bytes(nn.Parameter(torch.zeros(2))) == 8
 
 
-def test_what_was_there_is_left_alone_by_the_collector_until_the_outermost_count_ends(
+def test_nested_gc_freeze_ends_with_the_outermost_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensor_tracing, "_is_settled", False)  # as it is outside of tests
+    monkeypatch.setattr(tensor_tracing, "_is_settled", False)  # its value outside of tests
     gc.unfreeze()
     try:
         with gc_frozen():
@@ -164,4 +164,4 @@ def test_what_was_there_is_left_alone_by_the_collector_until_the_outermost_count
             assert gc.get_freeze_count() == there
         assert gc.get_freeze_count() == 0
     finally:
-        gc.freeze()  # as all other tests have it
+        gc.freeze()  # the state that other tests expect

@@ -1,4 +1,4 @@
-"""Blocks that write buffers, as BatchNorm does, write them once a step where their forward pass is run twice."""
+"""Blocks with buffers that the forward pass writes, such as BatchNorm: a recomputed pass writes them only once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +20,10 @@ WIDTH, BLOCKS, STEPS = 6, 5, 3
 
 
 class Writing(nn.Module):
-    """A norm that keeps statistics, a power iteration, a buffer written in place and one replaced, both of which the
-    result depends on."""
+    """A block with a batch norm, a spectral norm, a buffer written in place and a replaced one.
+
+    The output depends on both buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,18 +56,18 @@ class Stack(nn.Module):
 
 
 def after_steps(change: Callable[[nn.Module], nn.Module] = lambda model: model) -> dict[str, Tensor]:
-    """Gradients of each step, and buffers after all, with two micro-batches in each."""
+    """Return the gradients of each step, and the buffers after all, with two micro-batches per step."""
     torch.manual_seed(0)
     model = change(Stack())
-    found = {}
+    results = {}
     for step in range(STEPS):
         outputs = [model(torch.randn(4, WIDTH, requires_grad=True)) for _ in range(2)]
         for output in outputs:
             output.square().sum().backward()
-        found |= {
+        results |= {
             f"{step} {name}": each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
         }
-    return found | dict(model.named_buffers())
+    return results | dict(model.named_buffers())
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,13 @@ def after_steps(change: Callable[[nn.Module], nn.Module] = lambda model: model) 
         ("memory.optimal_recompute", {"bytes": 0.7}),
     ],
 )  # fmt: skip
-def test_a_block_that_writes_buffers_is_as_if_it_ran_once(name: str, settings: dict[str, Any]) -> None:
-    plain, found = after_steps(), after_steps(lambda model: technique(name, **settings).model(model))
-    assert len(plain) > STEPS * BLOCKS and found.keys() == plain.keys()
-    assert not [name for name, value in plain.items() if not torch.equal(found[name], value)]
+def test_recomputed_block_writes_buffers_once(name: str, settings: dict[str, Any]) -> None:
+    plain, results = after_steps(), after_steps(lambda model: technique(name, **settings).model(model))
+    assert len(plain) > STEPS * BLOCKS and results.keys() == plain.keys()
+    assert not [name for name, value in plain.items() if not torch.equal(results[name], value)]
 
 
-def test_what_a_module_is_written_is_kept_for_each_call_of_it() -> None:
+def test_buffers_are_restored_for_each_call_of_a_module() -> None:
     def twice(block: nn.Module, again: bool) -> Tensor:
         torch.manual_seed(0)
         x = torch.randn(4, WIDTH, requires_grad=True)
@@ -99,7 +101,7 @@ def test_what_a_module_is_written_is_kept_for_each_call_of_it() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_micro_batches_of_a_joint_loss_write_them_once(parts: int) -> None:
+def test_gradient_cache_writes_buffers_once(parts: int) -> None:
     def after(backward: Callable[..., Any]) -> dict[str, Tensor]:
         plain = pair_run(batch=10)
         model, batch = plain.build(), plain.source.at(0)
@@ -113,8 +115,8 @@ def test_micro_batches_of_a_joint_loss_write_them_once(parts: int) -> None:
         for start in range(0, len(batch), rows):
             objective.predict(model, batch.rows(start, start + rows))
 
-    wanted, found = after(in_parts), after(cached(plain_backward, parts))
-    assert wanted and all(torch.equal(value, found[name]) for name, value in wanted.items())
+    wanted, results = after(in_parts), after(cached(plain_backward, parts))
+    assert wanted and all(torch.equal(value, results[name]) for name, value in wanted.items())
 
 
 class Counting(nn.Module):
