@@ -1,16 +1,16 @@
-"""Memory that the allocator gave out, told by its events."""
+"""Live memory, reconstructed from the allocator's events."""
 
 import pytest
 from benchmarks.allocator_trace import AllocatedBlocks
 
 
-def test_what_is_given_out_and_taken_back_is_added_up() -> None:
+def test_live_bytes_of_allocations_and_frees() -> None:
     blocks = AllocatedBlocks()
     blocks.give(1000, 100)
     blocks.give(1100, 50)
     assert blocks.now == 150 and blocks.bytes_at({1100, 7}) == 50
     blocks.take_back(1000)
-    blocks.take_back(1000)  # what is not there any more
+    blocks.take_back(1000)  # freed already
     assert blocks.now == 50
 
 
@@ -18,7 +18,7 @@ def test_what_is_given_out_and_taken_back_is_added_up() -> None:
     ("start", "size", "left"),
     [(1000, 10, 10 + 300), (1050, 10, 10 + 300), (1050, 100, 100 + 200), (900, 1000, 1000), (1100, 100, 100 + 300)],
 )
-def test_memory_that_is_given_out_again_was_taken_back_unseen(start: int, size: int, left: int) -> None:
+def test_reallocated_address_counts_as_freed(start: int, size: int, left: int) -> None:
     blocks = AllocatedBlocks()
     blocks.give(1000, 100)
     blocks.give(1100, 100)

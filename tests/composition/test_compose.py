@@ -1,4 +1,4 @@
-"""What composing refuses, and what it shares."""
+"""Refusals of composition, and its handling of state, notes and structural changes."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -23,20 +23,20 @@ from thrifty.core.technique import Numerics, Technique
 ADAMW = technique("optimizers.adamw")
 
 
-def test_two_techniques_that_decide_the_same_are_refused_with_what_it_is() -> None:
+def test_two_techniques_with_one_claim_are_refused() -> None:
     with pytest.raises(UsageError, match=r"optimizers\.adamw and optimizers\.lion both decide the optimizer") as error:
         compose(plain_run(), [technique("optimizers.lion"), ADAMW], 10)
     assert "--without optimizers.adamw" in error.value.fix
 
 
-def test_a_clash_is_refused_with_its_reason() -> None:
+def test_clash_is_refused_with_its_reason() -> None:
     chosen = [ADAMW, technique("adapters.lora"), technique("sparsity.rigl")]
     for order in (chosen, chosen[::-1]):
         with pytest.raises(UsageError, match=r"cannot go together: it moves weights that adapters keep frozen"):
             compose(plain_run(), order, 10)
 
 
-def test_what_would_take_away_what_trained_weights_compute_is_refused_on_them() -> None:
+def test_techniques_for_random_weights_refuse_trained_weights() -> None:
     refused = [name for name in techniques.names() if Claim.TRAINED_START in technique(name).clashes]
     for name in refused:
         with pytest.raises(RefusedError, match=f"^{name} is not for trained weights: ") as error:
@@ -46,30 +46,30 @@ def test_what_would_take_away_what_trained_weights_compute_is_refused_on_them() 
     assert {name for name in techniques.names() if name.startswith("initializations.")} <= {*refused}
 
 
-def test_one_technique_twice_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"gradients\.clip is given twice"):
+def test_duplicate_technique_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"gradients\.clip is listed twice"):
         compose(plain_run(), [ADAMW, technique("gradients.clip"), technique("gradients.clip", max_norm=2.0)], 10)
 
 
-def test_a_run_without_an_optimizer_is_refused() -> None:
+def test_run_without_an_optimizer_is_refused() -> None:
     with pytest.raises(UsageError, match="no technique decides the optimizer") as error:
         compose(plain_run(), [technique("gradients.clip")], 10)
     assert "--with optimizers.adamw" in error.value.fix
 
 
-def test_a_technique_that_cannot_work_is_named_in_its_refusal() -> None:
+def test_refusal_names_the_technique() -> None:
     run = compose(plain_run(), [ADAMW, technique("adapters.lora", where="nowhere")], 10)
     with pytest.raises(RefusedError, match=r"^adapters\.lora: no module matches 'nowhere'"):
         run.start()
 
 
-def test_what_surgery_touched_is_noted_under_its_technique() -> None:
+def test_changed_modules_are_noted_by_technique() -> None:
     run = compose(plain_run(depth=3), [ADAMW, technique("memory.recompute", every=2)], 10)
     run.build_model()
     assert run.notes == {"optimizers.adamw": [], "memory.recompute": ["2 of 3 blocks in blocks"]}
 
 
-def test_moments_are_steps_of_this_run() -> None:
+def test_moments_are_resolved_to_steps() -> None:
     run = compose(plain_run(), [ADAMW, technique("schedules.linear", warmup=0.1, until=1.0)], 200)
     assert next(t for t in run.techniques if t.name == "schedules.linear") == technique(
         "schedules.linear", warmup=20, until=200
@@ -77,13 +77,13 @@ def test_moments_are_steps_of_this_run() -> None:
 
 
 class Counting(Technique):
-    """Remembers in its backward pass how many steps it has seen."""
+    """A technique whose backward pass counts its steps."""
 
     stage: ClassVar[Stage] = Stage.MEASURE
     numerics: ClassVar[Numerics] = Numerics.EXACT
 
     def backward(self, backward: Backward) -> Backward:
-        class Remembering:
+        class CountingBackward:
             def __init__(self) -> None:
                 self.state: dict[str, Tensor] = {"seen": torch.zeros(())}
 
@@ -91,10 +91,10 @@ class Counting(Technique):
                 self.state["seen"] += 1
                 return backward(model, objective, batch)
 
-        return Remembering()
+        return CountingBackward()
 
 
-def test_what_a_backward_pass_remembers_is_state_and_survives_a_structural_change() -> None:
+def test_backward_state_survives_a_structural_change() -> None:
     _, state = run_through(plain_run(), [ADAMW, Counting(), technique("growth.stacking")], 5)
     assert state.tensors()["techniques/counting/seen"] == 5
     _, state = run_through(plain_run(), [ADAMW, Counting(), technique("large_batch.gradient_accumulation")], 3)
@@ -114,7 +114,7 @@ class Never(Technique):
             raise IntegrityError(f"{self.name}: something was changed")
 
 
-def test_a_promise_broken_by_a_change_stops_the_run_at_that_step() -> None:
+def test_broken_promise_stops_the_run_at_the_change() -> None:
     run = compose(plain_run(), [ADAMW, Never()], 5)
     state = run.start()
     with pytest.raises(IntegrityError, match="something was changed"):
@@ -122,8 +122,8 @@ def test_a_promise_broken_by_a_change_stops_the_run_at_that_step() -> None:
     assert state.step == 2
 
 
-def test_a_change_of_nothing_changes_nothing() -> None:
-    """The one path of all changes (gather, rebuild, load) is exact, the optimizer's state included."""
+def test_empty_structural_change_is_exact() -> None:
+    """Gathering, rebuilding and loading are exact, the optimizer's state included."""
 
     class Silent(Never):
         def holds(self, state: TrainState) -> None:

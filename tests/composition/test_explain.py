@@ -1,4 +1,4 @@
-"""What a run will hold and compute, told before it runs."""
+"""Predicted memory and work of a run."""
 
 import copy
 from collections.abc import Callable
@@ -23,7 +23,7 @@ ADAMW = technique("optimizers.adamw")
 
 
 @pytest.mark.slow
-def test_rows_stand_in_order_of_stage_and_each_begins_where_the_one_before_ended() -> None:
+def test_rows_are_in_stage_order_and_contiguous() -> None:
     run = compose(
         plain_run(), [technique("memory.recompute"), ADAMW, technique("large_batch.gradient_accumulation")], 10
     )
@@ -36,7 +36,7 @@ def test_rows_stand_in_order_of_stage_and_each_begins_where_the_one_before_ended
     assert explanation.footprint == explanation.rows[-1].after
 
 
-def test_what_each_technique_changes_is_what_its_card_says() -> None:
+def test_footprint_changes_of_techniques() -> None:
     def effect(name: str, **settings: object) -> tuple[dict[str, float], dict[str, float]]:
         chosen = [technique(name, **settings)]
         chosen += [] if Claim.OPTIMIZER in chosen[0].claims else [ADAMW]
@@ -65,8 +65,8 @@ def test_what_each_technique_changes_is_what_its_card_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sparsity.rigl", "precision.bfloat16_weights", "curriculum.sequence_length"])
-def test_each_row_is_what_its_techniques_count_to_alone(name: str) -> None:
-    """Though those that change the update alone share the passes through the model."""
+def test_each_row_equals_a_separate_count(name: str) -> None:
+    """Techniques that change only the update share the traced passes through the model."""
     names = (name, "gradients.clip", "optimizers.adamw", "schedules.cosine", "averaging.ema")
     run = compose(plain_run(), [technique(each) for each in names], 6)
     explanation = explain(run)
@@ -75,7 +75,7 @@ def test_each_row_is_what_its_techniques_count_to_alone(name: str) -> None:
         assert row.after == alone
 
 
-def test_explaining_changes_nothing_of_the_run() -> None:
+def test_explain_does_not_change_the_run() -> None:
     chosen = [ADAMW, technique("growth.stacking"), technique("data_selection.gradient_norm_sampling")]
     plain, explained = (compose(plain_run(), chosen, 5) for _ in range(2))
     explain(explained)
@@ -89,7 +89,7 @@ def test_explaining_changes_nothing_of_the_run() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_billions_of_parameters_is_explained_in_a_laptops_memory() -> None:
+def test_8b_model_is_explained_in_one_gigabyte() -> None:
     plain = plain_run()
     build = lambda: build_model(ModelSettings(preset="llama-8b"), 256, 16, seed=0)  # noqa: E731
     before = psutil.Process().memory_info().rss
@@ -101,24 +101,24 @@ def test_a_model_of_billions_of_parameters_is_explained_in_a_laptops_memory() ->
     assert psutil.Process().memory_info().rss - before < 1e9
 
 
-def test_what_surgery_touches_is_told_without_building_the_model() -> None:
-    found = touched_modules(compose(plain_run(depth=3), [ADAMW, technique("adapters.lora")], 5))
-    assert found["adapters.lora"][0].startswith("12 of 13 modules; skipped head: it is the head")
+def test_touched_modules_without_building_the_model() -> None:
+    notes = touched_modules(compose(plain_run(depth=3), [ADAMW, technique("adapters.lora")], 5))
+    assert notes["adapters.lora"][0].startswith("12 of 13 modules; skipped head: it is the head")
     with pytest.raises(RefusedError, match=r"adapters\.lora: rank 99"):
         touched_modules(compose(plain_run(), [ADAMW, technique("adapters.lora", rank=99)], 5))
 
 
-def test_an_explanation_is_plain_data_that_names_settings_and_stages() -> None:
+def test_explanation_is_plain_data_with_settings_and_stages() -> None:
     run = compose(plain_run(), [ADAMW, technique("gradients.clip", max_norm=0.5)], 5)
-    found = explain(run).as_dict({"gradients.clip": ["a note"]})
-    clip = next(entry for entry in found["techniques"] if entry["name"] == "gradients.clip")
+    notes = explain(run).as_dict({"gradients.clip": ["a note"]})
+    clip = next(entry for entry in notes["techniques"] if entry["name"] == "gradients.clip")
     assert (clip["stage"], clip["numerics"], clip["settings"]) == ("clip", "different", {"max_norm": 0.5})
     assert clip["touched"] == ["a note"]
-    assert found["parameters"] == sum(p.numel() for p in plain_run().build().parameters())
+    assert notes["parameters"] == sum(p.numel() for p in plain_run().build().parameters())
 
 
 class Copied(nn.Module):
-    """Layers that are copies of one another, as `nn.TransformerEncoder` makes them, or of a module that exists."""
+    """Layers that are copies of one another, as in `nn.TransformerEncoder`, or of an existing module."""
 
     def __init__(self, original: nn.Module):
         super().__init__()
@@ -144,15 +144,15 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("layer", [lambda: nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)), Normed])
 @pytest.mark.parametrize("exists", [False, True], ids=["built", "copied"])
-def test_layers_that_are_copies_are_counted_as_others(layer: Callable[[], nn.Module], exists: bool) -> None:
-    there = Copied(layer())
-    build = partial(copy.deepcopy, there) if exists else lambda: Copied(layer())
+def test_deep_copied_layers_are_counted(layer: Callable[[], nn.Module], exists: bool) -> None:
+    original_copy = Copied(layer())
+    build = partial(copy.deepcopy, original_copy) if exists else lambda: Copied(layer())
     plain = plain_run()
     run = compose(BaseRun(build, plain.source, NextToken()), [technique("optimizers.adamw")], 3)
     assert explain(run).footprint.memory == pytest.approx(measure_allocations(run).peak, rel=0.01)
 
 
-def test_a_model_without_a_device_is_counted_as_one_that_is_there() -> None:
+def test_meta_model_is_counted_like_a_cpu_model() -> None:
     plain = plain_run()
 
     def counted(device: str) -> float:

@@ -1,8 +1,7 @@
-"""Predicted footprints against the allocator's own events, for models x techniques.
+"""Predicted footprints compared with the allocator's events, for models and techniques.
 
-Each technique there is, and some together, run on one of the models in turn (`make test` has a sample of these);
-`benchmarks/bench_footprints.py` runs all
-on each.
+Each technique, and some combinations, run on one of the models in turn; `make test` runs a sample.
+`benchmarks/bench_footprints.py` runs all of them on each model.
 """
 
 import gc
@@ -37,8 +36,8 @@ from thrifty.techniques.data_selection import gradient_norm_sampling
 DEPTH, WIDTH, LENGTH, BATCH, STEPS = 2, 128, 64, 8, 5
 LARGEST_ERROR, LARGEST_MEDIAN = 0.05, 0.001
 SETTINGS: dict[str, dict[str, Any]] = {
-    "sparsity.early_bird": {"latest": STEPS},  # what is predicted is the search, with the whole model
-    "sparsity.mask_from_file": {"file": "", "sha256": ""},  # the tests' ticket is of a smaller model
+    "sparsity.early_bird": {"latest": STEPS},  # the prediction is for the search, with the whole model
+    "sparsity.mask_from_file": {"file": "", "sha256": ""},  # the tests' mask file belongs to a smaller model
 }
 MODELS = ("gpt", "llama", "gpt_neox")
 TOGETHER = (
@@ -50,16 +49,16 @@ OF_OURS = {name for name in techniques.names() if name.startswith("attention.")}
     "sparsity.dynamic_heads",
     "sparsity.early_bird",
 }
-"""What refuses the GPT-NeoX: attention with dropout, heads that cannot be told apart."""
+"""Techniques that refuse the GPT-NeoX, because it has attention dropout or heads that cannot be separated."""
 APART = {
-    "attention.a3": "its search looks at values, and what it holds on the way is not in a footprint",
-    "attention.spatten": "what its blocks hand on stays until the next forward pass, and is not in a footprint",
-    "attention.vitcod": "one pair stands for all masks where work is counted, since they are found in the run",
-    "data_selection.prune": "beside the model it holds a number for each example that is kept",
+    "attention.a3": "its search reads values, and its temporary memory is not in a footprint",
+    "attention.spatten": "its blocks' scores stay until the next forward pass, and are not in a footprint",
+    "attention.vitcod": "masks are found during the run; the count uses one pair as a placeholder",
+    "data_selection.prune": "it stores one number per selected example in addition to the model",
 }
 CHOSEN = [*((name,) for name in techniques.names() if name not in {*RUNS, *APART}), *TOGETHER]
 ON = {"sparsity.snip": "llama"}
-"""Where the model does not follow from the place: the step that takes SNIP's scores needs 11 % more on the GPT."""
+"""Models for which the position in the table is not used: SNIP's scoring step takes 11 % more on the GPT."""
 
 
 def model_for(place: int, names: tuple[str, ...]) -> str:
@@ -70,7 +69,7 @@ GRID = sample_of([(model_for(place, names), names) for place, names in enumerate
 
 
 def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = LENGTH) -> BaseRun:
-    """In proportion as real ones: activations outweigh weights, unless told otherwise."""
+    """Return a run in which activations are larger than weights, as in real runs, by default."""
 
     def build() -> nn.Module:
         if style == "gpt_neox":
@@ -85,19 +84,19 @@ def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, leng
 
 
 def gpt_neox() -> nn.Module:
-    """As users bring it: a head of its own, and dropout."""
+    """Return a GPT-NeoX as users bring it: an untied head, and dropout."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
     torch.manual_seed(0)
     shape = transformers.GPTNeoXConfig(
         **sizes, vocab_size=VOCABULARY, max_position_embeddings=LENGTH + ROOM, hidden_dropout=0.1, attention_dropout=0.1
     )
-    with unset_fake_temporarily():  # it is tried out, with values, when it is wrapped
+    with unset_fake_temporarily():  # wrapping runs it with values
         return HuggingFaceCausalLM(transformers.GPTNeoXForCausalLM(shape))
 
 
 @pytest.fixture(autouse=True)
 def alone(one_rank: None) -> Iterator[None]:
-    """One rank, for techniques that ask for several; nothing compiled before, nothing old for the cycle collector."""
+    """Set up one rank for techniques that require several, no compiled code, and no garbage to collect."""
     torch._dynamo.reset()
     gc.freeze()
     yield
@@ -105,7 +104,7 @@ def alone(one_rank: None) -> Iterator[None]:
 
 
 @cache
-def both(model: str, names: tuple[str, ...]) -> tuple[Footprint, AllocationReport]:
+def predicted_and_measured(model: str, names: tuple[str, ...]) -> tuple[Footprint, AllocationReport]:
     chosen = [technique(name, **SETTINGS.get(name, {})) for name in names]
     run = compose(plain_run(model), with_optimizer(chosen), STEPS)
     return explain(run).footprint, measure_allocations(run)
@@ -116,33 +115,33 @@ def error(predicted: Footprint, measured: AllocationReport) -> float:
 
 
 @pytest.mark.parametrize(("model", "names"), GRID)
-def test_states_are_predicted_to_the_byte_and_the_peak_nearly(model: str, names: tuple[str, ...]) -> None:
-    predicted, measured = both(model, names)
+def test_state_bytes_are_exact_and_peak_is_close(model: str, names: tuple[str, ...]) -> None:
+    predicted, measured = predicted_and_measured(model, names)
     assert predicted.parameters == measured.parameters
     assert predicted.gradients == measured.gradients
     assert predicted.optimizer == measured.optimizer
     assert error(predicted, measured) <= LARGEST_ERROR
-    held = predicted.parameters + predicted.optimizer + predicted.buffers
-    # what stands beside them is the memory of a backward pass: a few numbers
-    assert held <= measured.standing[-1] <= held + 2048
+    resident = predicted.parameters + predicted.optimizer + predicted.buffers
+    # the rest is the state of a backward pass: a few values
+    assert resident <= measured.standing[-1] <= resident + 2048
 
 
-def test_the_median_error_of_the_predicted_peak_is_far_below_a_twentieth() -> None:
-    assert median(error(*both(*case)) for case in GRID) <= LARGEST_MEDIAN
+def test_median_error_of_the_predicted_peak() -> None:
+    assert median(error(*predicted_and_measured(*case)) for case in GRID) <= LARGEST_MEDIAN
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", ["optimizers.adamw", "optimizers.soap", "sparsity.rigl", "adapters.intrinsic_dimension"]
 )
-def test_where_weights_outweigh_activations_gradients_and_the_update_make_the_peak(name: str) -> None:
+def test_peak_of_gradients_and_update_for_large_weights(name: str) -> None:
     run = compose(plain_run("llama", vocabulary=1024, length=4), with_optimizer([technique(name)]), STEPS)
     predicted, measured = explain(run).footprint, measure_allocations(run)
     assert predicted.activations < predicted.parameters
     assert error(predicted, measured) <= LARGEST_ERROR
 
 
-def test_a_step_with_the_gate_of_sampling_open_holds_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_of_a_step_with_active_importance_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = with_optimizer([technique("data_selection.gradient_norm_sampling")])
     run = compose(plain_run("gpt"), chosen, STEPS)
     predicted = explain(run).footprint
@@ -154,7 +153,7 @@ def test_a_step_with_the_gate_of_sampling_open_holds_what_was_predicted(monkeypa
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["Qwen3", "Mistral", "Mixtral", "Gemma", "StableLm", "Olmo2"])
-def test_decoders_that_make_their_masks_themselves_take_the_branch_of_the_run(family: str) -> None:
+def test_transformers_decoders_take_the_mask_branch_of_the_run(family: str) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCABULARY}
     config = getattr(transformers, f"{family}Config")(**sizes)
@@ -172,7 +171,7 @@ def test_decoders_that_make_their_masks_themselves_take_the_branch_of_the_run(fa
 
 
 @pytest.mark.parametrize(("family", "names"), [("Albert", ()), ("MobileBert", ("precision.mixed",))])
-def test_masked_language_models_hold_their_logits_as_often_as_predicted(family: str, names: tuple[str, ...]) -> None:
+def test_peak_of_masked_language_models(family: str, names: tuple[str, ...]) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
     sizes |= {"embedding_size": 16, "intra_bottleneck_size": 16, "vocab_size": VOCABULARY}
     config = getattr(transformers, f"{family}Config")(**sizes)
@@ -189,8 +188,8 @@ def test_masked_language_models_hold_their_logits_as_often_as_predicted(family: 
     assert error(explain(run).footprint, measure_allocations(run)) <= 0.01
 
 
-def test_the_measurement_sees_what_is_held_and_what_is_given_back() -> None:
-    """By hand: weights of 128 x 256 bytes four times, the batch, and nothing that was freed before the step."""
+def test_measurement_of_resident_and_freed_bytes() -> None:
+    """Compare with the formula: four times the weights, the batch, and no bytes freed before the step."""
     run = compose(plain_run("gpt"), [technique("optimizers.adamw")], STEPS)
     measured = measure_allocations(run)
     model = run.build_model()

@@ -1,4 +1,4 @@
-"""Two micro-batches tell what a step in many holds: the same to the byte as a trace of all of them."""
+"""Footprints from two micro-batches equal those of a trace of all, to the byte."""
 
 import pytest
 from tiny_runs import plain_run, technique, with_optimizer
@@ -26,25 +26,25 @@ def counted(*names: str, parts: int) -> Footprint:
     [(), ("precision.mixed",), ("memory.recompute", "adapters.lora"), ("memory.compress_activations",)],
     ids=lambda names: "+".join(names) or "plain",
 )
-def test_two_tell_what_all_hold_and_compute(
+def test_two_micro_batches_predict_the_footprint_of_all(
     monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], parts: int
 ) -> None:
-    found = counted(*names, parts=parts)
+    footprint = counted(*names, parts=parts)
     monkeypatch.setattr(explain, "representative_micro_batches", lambda run, batch: (run, batch, 1.0))
-    assert found == counted(*names, parts=parts)
+    assert footprint == counted(*names, parts=parts)
 
 
 @pytest.mark.parametrize(
     ("names", "parts"),
     [
-        ((), 3),  # two of three examples and one of two
+        ((), 3),  # micro-batches of three, three and two examples
         ((), 2),
         (("data_selection.gradient_norm_sampling",), 4),
         (("measure.noise_scale",), 4),
     ],
     ids=["unlike", "two", "sampled", "measured"],
 )
-def test_nothing_is_left_out_where_they_differ_or_the_whole_batch_is_seen(names: tuple[str, ...], parts: int) -> None:
+def test_unequal_or_joint_micro_batches_are_all_traced(names: tuple[str, ...], parts: int) -> None:
     cut = technique("large_batch.gradient_accumulation", micro_batches=parts)
     run = compose(plain_run(batch=BATCH), with_optimizer([cut, *(technique(name) for name in names)]), 6)
     batch = run.source.at(5)
@@ -53,11 +53,11 @@ def test_nothing_is_left_out_where_they_differ_or_the_whole_batch_is_seen(names:
 
 
 @pytest.mark.slow
-def test_the_work_of_those_left_out_is_counted() -> None:
+def test_flops_of_skipped_micro_batches_are_counted() -> None:
     assert counted(parts=8).flops == counted(parts=2).flops == counted(parts=1).flops
 
 
-def test_only_two_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_two_micro_batches_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     run = compose(
         plain_run(batch=BATCH), with_optimizer([technique("large_batch.gradient_accumulation", micro_batches=8)]), 6
     )

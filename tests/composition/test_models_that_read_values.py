@@ -1,4 +1,4 @@
-"""Models that fake tensors do not run: counted on a real batch, trained, planned, and refused only by name."""
+"""Models that do not run on fake tensors: they are counted on a real batch, trained and planned."""
 
 import json
 from dataclasses import replace
@@ -35,32 +35,32 @@ def run_with(*names: str) -> Run:
 @pytest.mark.parametrize(
     "names", [(), ("memory.recompute",), ("memory.offload_optimizer", "large_batch.gradient_accumulation")]
 )
-def test_they_are_counted_on_a_real_batch_which_is_said(names: tuple[str, ...]) -> None:
+def test_footprint_from_a_real_batch_is_noted(names: tuple[str, ...]) -> None:
     run = run_with(*names)
     explanation = explain(run)
     assert explanation.footprint.memory == pytest.approx(measure_allocations(run).peak, rel=0.02)
     assert any("counted on a real batch" in line and "nonzero" in line for line in explanation.decisions)
 
 
-def test_what_would_not_fit_the_memory_is_counted_up_to_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_stops_at_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = explain(run_with()).footprint.memory
     monkeypatch.setattr(explaining, "free_memory", lambda device: whole / 2)
     explanation = explain(run_with())
     assert whole / 2 < explanation.footprint.memory < whole
-    assert any("more is not free" in line for line in explanation.decisions)
+    assert any("no more memory is free" in line for line in explanation.decisions)
 
 
-def test_what_surgery_touches_in_them_is_found() -> None:
+def test_touched_modules_of_a_model_that_reads_values() -> None:
     assert touched_modules(run_with("memory.recompute"))["memory.recompute"]
 
 
 @pytest.mark.parametrize("name", ["memory.activation_budget", "memory.optimal_recompute"])
-def test_what_must_know_each_operation_of_a_step_refuses_them(name: str) -> None:
+def test_operation_level_plans_refuse_the_model(name: str) -> None:
     with pytest.raises(RefusedError, match="nonzero"):
         explain(run_with(name))
 
 
-def test_they_are_trained(tmp_path: Path) -> None:
+def test_model_that_reads_values_is_trained(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(corpus().astype("uint8")[:4000]))
     data = DataSettings(source=str(tmp_path / "text.txt"), vocabulary=VOCABULARY, length=16, batch=4)
     evaluation = EvaluationSettings(examples=4)
@@ -71,7 +71,7 @@ def test_they_are_trained(tmp_path: Path) -> None:
     assert explained["plain"]["flops"] > 0 and explained["footprint"]["activations"] > 0
 
 
-def test_a_plan_for_them_leaves_out_what_refuses_them() -> None:
+def test_plan_leaves_out_techniques_that_refuse_the_model() -> None:
     recipe = Recipe("routed", data=DataSettings(length=64, batch=8), techniques=(AdamW(),))
     options, _ = allowed_options(recipe, PLAIN, CATALOGUE, Numerics.EXACT, "cpu")
     search = PlanSearch(PLAIN, recipe.techniques, 2, {"recomputation": options["recomputation"]})
@@ -80,6 +80,6 @@ def test_a_plan_for_them_leaves_out_what_refuses_them() -> None:
     assert all("nonzero" in reason for reason in search.refused.values()) and len(search.refused) > 3
 
 
-def test_a_simulation_of_them_is_refused_by_name() -> None:
+def test_simulation_refuses_the_model_by_name() -> None:
     with pytest.raises(RefusedError, match="the model routed reads values of tensors"):
         trace_workload("routed", build, 16)

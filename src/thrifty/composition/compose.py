@@ -1,4 +1,4 @@
-"""Techniques folded over the plain run, sorted by stage."""
+"""Composition of techniques with a plain run, in order of stage."""
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
@@ -31,31 +31,31 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class BaseRun:
-    """The run before any technique. `build` returns the plain model with its initial values, the same at every call."""
+    """The run without techniques. `build` returns the plain model with the same initial values at every call."""
 
     build: Callable[[], nn.Module]
     source: BatchSource
     objective: Objective
     is_trained: bool = False
-    """True if the initial values are trained ones."""
+    """True if the initial values come from training."""
     has_values: bool = True
-    """False if model or examples are shapes alone, so that a step can only be counted on fake tensors."""
+    """False if model or examples have shapes only, so that a step can only be counted on fake tensors."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to run: every seam after all techniques had their say."""
+    """A run with all its techniques applied."""
 
     plain: BaseRun
     techniques: tuple[Technique, ...]
     steps: int
     device: torch.device = CPU
     notes: dict[str, list[str]] = field(default_factory=dict)
-    """What each technique's surgery touched and skipped, filled when the model is built."""
+    """Modules that each technique changed or skipped, recorded when the model is built."""
 
     @cached_property
     def source(self) -> BatchSource:
-        """What is trained on: techniques act on plain rows, of which the objective makes its examples last."""
+        """Training data. Techniques change plain rows; the objective then makes examples of them."""
         source = self.plain.source
         for technique in self.techniques:
             source = technique.batches(source)
@@ -71,8 +71,10 @@ class Run:
 
     @cached_property
     def eval_objective(self) -> Objective:
-        """The plain objective, computed as the run computes it but without what techniques add to the loss: held-out
-        losses of runs with different techniques can be compared."""
+        """The objective for evaluation: computed as in the run, but without loss terms that techniques add.
+
+        Held-out losses of runs with different techniques are therefore comparable.
+        """
         objective = self.plain.objective
         for technique in self.techniques:
             if technique.stage < Stage.SOURCE:
@@ -86,8 +88,10 @@ class Run:
 
     @cached_property
     def memories(self) -> dict[str, dict[str, Tensor]]:
-        """What techniques remember between steps. A Backward that must remember something keeps it in `self.state`,
-        a dict of tensors that start at zero; it is found here and belongs to the checkpoint."""
+        """State of techniques between steps, part of the checkpoint.
+
+        A Backward stores it in `self.state`, a dict of tensors that start at zero.
+        """
         return self._wrapped_backward[1]
 
     @cached_property
@@ -100,15 +104,15 @@ class Run:
         return backward, memories
 
     def transform(self) -> GradientTransform:
-        """A fresh chain: transforms learn the parameters they meet, so each optimizer gets its own."""
+        """Return a new transform. Transforms store data per parameter, so each optimizer requires its own."""
         transform = GradientTransform()
-        # how something is computed is decided of all of it: such techniques come around the others
+        # stages of HOW decide how the whole chain is computed, so they wrap all others
         for technique in sorted(reversed(self.techniques), key=lambda technique: technique.stage in HOW):
             transform = technique.update(transform)
         return transform
 
     def build_model(self, log: Sequence[StructureLogEntry] = ()) -> nn.Module:
-        """The model at the structure that the log describes, with all techniques applied, at its first values."""
+        """Return the model at its initial values, in the structure of the log, with all techniques applied."""
         model = self.plain.build()
         latest = {entry.technique: entry for entry in log}
         for technique in self.techniques:
@@ -131,13 +135,13 @@ class Run:
         return record_orders(model)
 
     def init_state(self, log: Sequence[StructureLogEntry] = ()) -> TrainState:
-        """A state at the structure of the log, at its first values; a caller that has values fills them in."""
+        """Return a state in the structure of the log, at its initial values."""
         model = self.build_model(log)
         optimizer = TransformOptimizer(model.named_parameters(), self.transform())
         return TrainState(model=model, optimizer=optimizer, techniques=self.memories, log=list(log))
 
     def start(self) -> TrainState:
-        """The state before the first step, structural changes that are due at once included."""
+        """Return the state before the first step, after structural changes that are due at once."""
         for memory in self.memories.values():
             for tensor in memory.values():
                 tensor.zero_()
@@ -148,7 +152,7 @@ class Run:
         return self.init_state(state.log)
 
     def changes(self, state: TrainState) -> list[StructureLogEntry]:
-        """Make every change that is due before the state's step, and say what was decided."""
+        """Make every structural change due before the state's step, and return their log entries."""
         made = []
         for technique in self.techniques:
             if state.logged_decision(technique.name, state.step) is not None:
@@ -170,19 +174,19 @@ class Run:
         state.optimizer.updates = updates
         state.optimizer.born = updates if change.moments == "reset" else born
         state.optimizer.births = {} if change.moments == "reset" else births
-        # what started afresh (an average) knows nothing of masks that were carried along
+        # fresh state, such as an average, does not have the transferred masks applied yet
         state.optimizer.apply_constraints()
-        gc.collect()  # the old model is in cycles with what was wrapped around its modules
+        gc.collect()  # the old model is in reference cycles with its wrappers
 
     def verify(self, state: TrainState) -> None:
-        """Ask every technique whether its promise still holds; raises IntegrityError with its name when not."""
+        """Raise IntegrityError, with the technique's name, if a promise of a technique is broken."""
         for technique in self.techniques:
             technique.holds(state)
 
 
 @contextmanager
 def _named(technique: Technique) -> Iterator[None]:
-    """Says whose refusal it is."""
+    """Prefix the technique's name to a refusal raised in the block."""
     try:
         yield
     except RefusedError as refused:
@@ -192,20 +196,22 @@ def _named(technique: Technique) -> Iterator[None]:
 
 
 def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Run:
-    """Sort by stage, fill in settings that depend on the run, refuse what cannot go together. The order given is
-    irrelevant."""
+    """Return a run of techniques sorted by stage, with settings that depend on the run resolved.
+
+    The order of `techniques` does not matter. Raises UsageError for combinations that are not possible.
+    """
     ordered = sorted(techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
     refuse_illegal(ordered)
     if plain.is_trained:
         refuse_trained_start(ordered)
     resolved = (resolve_moments(technique, steps, plain.source.batch) for technique in ordered)
     run = Run(plain, tuple(resolved), steps, device)
-    _ = run.objective  # a technique that cannot serve it says so before anything is built
+    _ = run.objective  # a technique that does not support it refuses before anything is built
     return run
 
 
 def refuse_trained_start(techniques: Sequence[Technique]) -> None:
-    """Raise RefusedError if a technique would take away what trained weights compute."""
+    """Raise RefusedError if a technique would change the function of trained weights."""
     for technique in techniques:
         if reason := technique.clashes.get(Claim.TRAINED_START):
             raise RefusedError(
@@ -215,11 +221,11 @@ def refuse_trained_start(techniques: Sequence[Technique]) -> None:
 
 
 def refuse_illegal(techniques: Sequence[Technique]) -> None:
-    """Raises UsageError when two techniques claim the same thing or cannot live together, saying which and why."""
+    """Raise UsageError if two techniques make the same claim or exclude each other, with their names and the reason."""
     claimed: dict[Claim, str] = {}
     for technique in techniques:
         if technique.name in (other.name for other in techniques if other is not technique):
-            raise UsageError(f"{technique.name} is given twice", fix="keep one of them")
+            raise UsageError(f"{technique.name} is listed twice", fix=f"keep one {technique.name}")
         for claim in sorted(technique.claims):
             if claim in claimed:
                 raise UsageError(

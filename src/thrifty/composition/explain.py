@@ -1,9 +1,9 @@
-"""What a composed run will hold and compute, technique by technique, before it runs.
+"""Predicted memory and work of a composed run, technique by technique.
 
-Techniques are counted, not believed: for each one the run so far is built on fake tensors and a step of it is traced.
-Only those that override `footprint` are taken at their word, on top of the count: their effect needs what a single
-process of fake tensors does not have (other ranks, values). What a compiler saves beyond that is not counted. A model
-that fake tensors do not run, because it asks for their values, is counted on a real batch.
+Each technique's effect is counted: the run so far is built on fake tensors, and one step is traced. Techniques that
+override `footprint` add effects that one process of fake tensors cannot show, such as other ranks or values. Memory
+that a compiler saves in addition is not counted. A model that reads values cannot run on fake tensors; it is counted on
+a real batch.
 """
 
 import copy
@@ -44,20 +44,20 @@ from thrifty.optim.torch_optimizer import TransformOptimizer
 
 IN_PASSES = ("model", "batches", "objective", "backward")
 COUNTED = (*IN_PASSES, "update")
-"""Seams whose effect on memory and work shows in a traced step."""
+"""Methods whose effect on memory and work a traced step shows."""
 OF_EXAMPLES = ("hidden", "activations", "saved", "passes", "inside", "temporary")
-"""What is in proportion to the examples that a rank sees."""
+"""Fields of a footprint that are proportional to the number of examples on a rank."""
 
 
 @dataclass(frozen=True)
 class TechniqueFootprint:
-    """One technique, and the footprint before and after it."""
+    """Footprints before and after one technique."""
 
     technique: Technique
     before: Footprint
     after: Footprint
     numerics: Numerics
-    """The promise of the technique on values of this model."""
+    """Numerical promise of the technique for this model."""
 
     def as_dict(self, touched: Sequence[str]) -> dict[str, Any]:
         return {
@@ -77,14 +77,14 @@ class Explanation:
     plain: Footprint
     rows: tuple[TechniqueFootprint, ...]
     decisions: tuple[str, ...] = ()
-    """What techniques decide when they see the first batch."""
+    """Decisions that techniques make at the first batch."""
 
     @property
     def footprint(self) -> Footprint:
         return self.rows[-1].after if self.rows else self.plain
 
     def as_dict(self, notes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Plain data; `notes` are what each technique's surgery touched and skipped (`Run.notes`)."""
+        """Return plain data; `notes` are the modules that each technique changed or skipped (`Run.notes`)."""
         return {
             "parameters": self.parameters,
             "techniques": [row.as_dict(notes.get(row.technique.name, ())) for row in self.rows],
@@ -95,7 +95,7 @@ class Explanation:
 
 
 def explain(run: Run) -> Explanation:
-    """Footprints of the plain run and after each technique, at the run's full structure and last batch."""
+    """Return footprints of the plain run and after each technique, for the run's full structure and last batch."""
     with gc_frozen():
         return _explained(run)
 
@@ -107,10 +107,10 @@ def _explained(run: Run) -> Explanation:
     rows: list[TechniqueFootprint] = []
     for index, technique in enumerate(run.techniques):
         so_far = run.techniques[: index + 1]
-        shares = data_shard_count(so_far)
+        shards = data_shard_count(so_far)
         is_counted = not technique.overrides("footprint") and technique.overrides(*COUNTED)
-        if is_counted or shares > data_shard_count(so_far[:-1]):
-            _, counted = counts.of(tuple(t for t in so_far if not t.overrides("footprint")), shares)
+        if is_counted or shards > data_shard_count(so_far[:-1]):
+            _, counted = counts.of(tuple(t for t in so_far if not t.overrides("footprint")), shards)
         after = counted
         for claimed in so_far:
             after = claimed.footprint(after)
@@ -119,53 +119,57 @@ def _explained(run: Run) -> Explanation:
     return Explanation(parameters, plain, tuple(rows), tuple(counts.decisions))
 
 
-def count(run: Run, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
-    """The number of parameters, and one step's footprint, of the run with only these techniques; of several `shares`
-    into which its examples are divided, the bytes are those of one and the FLOPs those of all."""
-    return _RunCounts(run).of(techniques, shares)
+def count(run: Run, techniques: tuple[Technique, ...], shards: int = 1) -> tuple[int, Footprint]:
+    """Return the number of parameters, and one step's footprint, of the run with only these techniques.
+
+    If its examples are divided into `shards`, the bytes are those of one shard and the FLOPs those of all.
+    """
+    return _RunCounts(run).of(techniques, shards)
 
 
 class _RunCounts:
-    """Counts of a run with some of its techniques. Where those differ from the ones before in the update alone, the
-    passes through the model are not traced again."""
+    """Footprints of a run with some of its techniques.
+
+    If successive techniques differ only in the update, forward and backward pass are not traced again.
+    """
 
     def __init__(self, run: Run):
         self.run = run
         self.decisions: list[str] = []
-        """What the techniques that were counted last decide when they see the first batch."""
+        """Decisions of the last counted techniques at the first batch."""
         self._fake: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
-        """None once the model has turned out to need real tensors."""
+        """None if the model turned out to require real tensors."""
         self._key: tuple[tuple[Technique, ...], int] | None = None
 
     @property
     def batch_norms(self) -> list[str]:
         return batch_norms(self._passes.model)
 
-    def of(self, techniques: tuple[Technique, ...], shares: int = 1) -> tuple[int, Footprint]:
-        with collect_notes() as said:
-            parameters, footprint = self._of(techniques, shares)
-        self.decisions = [*dict.fromkeys([*said, *self._said_in_passes])]
+    def of(self, techniques: tuple[Technique, ...], shards: int = 1) -> tuple[int, Footprint]:
+        with collect_notes() as notes:
+            parameters, footprint = self._of(techniques, shards)
+        self.decisions = [*dict.fromkeys([*notes, *self._notes_of_passes])]
         return parameters, footprint
 
-    def _of(self, techniques: tuple[Technique, ...], shares: int) -> tuple[int, Footprint]:
+    def _of(self, techniques: tuple[Technique, ...], shards: int) -> tuple[int, Footprint]:
         part = replace(self.run, techniques=techniques, notes={})
         whole = part.source.at(self.run.steps - 1)
-        is_joint = self.run.objective.joint  # each rank compares its own examples with everybody's
-        share = whole if is_joint else whole.rows(0, -(-len(whole) // shares))
-        part, batch, times = representative_micro_batches(part, share)
-        key = tuple(technique for technique in techniques if technique.overrides(*IN_PASSES)), shares
+        is_joint = self.run.objective.joint  # each rank compares its examples with those of all ranks
+        shard = whole if is_joint else whole.rows(0, -(-len(whole) // shards))
+        part, batch, times = representative_micro_batches(part, shard)
+        key = tuple(technique for technique in techniques if technique.overrides(*IN_PASSES)), shards
         if key != self._key:
             self._key = None
-            with collect_notes() as self._said_in_passes:
+            with collect_notes() as self._notes_of_passes:
                 self._passes = self._counted_passes(part, batch)
             self._key = key
         with self._fake or nullcontext(), one_thread():
             skips_missing = any(isinstance(technique, TorchOptimizer) for technique in techniques)
             footprint = self._passes.followed_by(part.transform(), part.steps, skips_missing)
         if is_joint:
-            footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shares))
+            footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shards))
         parameters = sum(parameter.numel() for parameter in self._passes.model.parameters())
-        return parameters, footprint.scale(flops=times * len(whole) / len(share))
+        return parameters, footprint.scale(flops=times * len(whole) / len(shard))
 
     def _counted_passes(self, part: Run, batch: Batch) -> CountedPasses:
         casts = part.device.type == "cpu"
@@ -175,27 +179,27 @@ class _RunCounts:
                     return passes_of(on_fakes(part, fake), batch.map(fake.from_tensor), casts=casts)
             except ThriftyError:
                 raise
-            except Exception as error:  # values are asked for, or something is called that knows no fake tensors
+            except Exception as error:  # the model reads values, or calls code without support for fake tensors
                 if not part.plain.has_values:
                     raise _refusal_without_values(error) from error
                 self._fake, self._needs_values = None, reason_of(error)
         add_note(f"counted on a real batch, since fake tensors do not suffice: {self._needs_values}")
         self._passes = None
-        gc.collect()  # of the model before, which is in cycles, nothing stays beside this one
+        gc.collect()  # free the previous model, which is in reference cycles
         if part.device.type == "cuda" and not torch.cuda.is_available():
-            part = replace(part, device=CPU)  # one that is not here
+            part = replace(part, device=CPU)  # this machine has no such device
         with unset_fake_temporarily(), GeneratorStates([part.device]).restored():
             return self._largest_passes(part, batch.to(part.device), casts)
 
     def _largest_passes(self, part: Run, batch: Batch, casts: bool) -> CountedPasses:
-        """Return the passes on a real batch: those with all layers, of a model that leaves out layers at random."""
+        """Return the passes on a real batch. If the model drops layers at random, they are those with all layers."""
         counted: list[CountedPasses] = []
         failure: Exception | None = None
         for value in (1 - 2**-24, 0.0):
             with _SingleDraws(value) as draws:
                 try:
                     counted.append(passes_of(part, batch, free_memory(part.device), casts))
-                except Exception as error:  # without any layer a loss has no gradient
+                except Exception as error:  # without any layer, a loss has no gradient
                     failure = error
             if not draws.seen:
                 break
@@ -206,8 +210,10 @@ class _RunCounts:
 
 
 class _SingleDraws(TorchDispatchMode):
-    """Give each random tensor of one element this value. Models compare such with the probability to leave out a layer,
-    and the largest step leaves out none."""
+    """Mode that sets each random tensor of one element to this value.
+
+    Models compare such a tensor with the probability to drop a layer. The largest step drops none.
+    """
 
     def __init__(self, value: float):
         super().__init__()
@@ -215,8 +221,8 @@ class _SingleDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor)
-        if is_drawn and result.numel() == 1 and result.is_floating_point():
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and isinstance(result, Tensor)
+        if is_random and result.numel() == 1 and result.is_floating_point():
             result.fill_(self.value)
             self.seen = True
         return result
@@ -224,7 +230,7 @@ class _SingleDraws(TorchDispatchMode):
 
 @contextmanager
 def without_log() -> Iterator[None]:
-    """Without torch's record of an operation that fails on fake tensors: its error is raised all the same."""
+    """Silence torch's log of an operation that fails on fake tensors, since the error is raised anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -235,7 +241,7 @@ def without_log() -> Iterator[None]:
 
 
 def _refusal_without_values(error: Exception) -> Exception:
-    """Return the error to raise where a step does not run on fake tensors and there are no others."""
+    """Return the error for a step that does not run on fake tensors when there are no real ones."""
     if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return error
     return RefusedError(
@@ -245,8 +251,10 @@ def _refusal_without_values(error: Exception) -> Exception:
 
 
 def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
-    """The passes through a run's model on this batch: built and traced for real unless tensors are fake. What takes
-    more than `limit` bytes is counted up to there. See `StepTrace` for `casts`."""
+    """Return the traced passes of a run's model on this batch: on real tensors, unless they are fake.
+
+    Counting stops at more than `limit` bytes. See `StepTrace` for `casts`.
+    """
     with one_thread():
         with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
@@ -254,12 +262,12 @@ def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) ->
 
 
 def on_fakes(run: Run, fake: FakeTensorMode) -> Run:
-    """The run with its model on fake tensors."""
+    """Return the run with its model on fake tensors."""
     return replace(run, plain=plain_on_fakes(run.plain, fake), device=CPU)
 
 
 def plain_on_fakes(plain: BaseRun, fake: FakeTensorMode) -> BaseRun:
-    """The run without techniques with its model on fake tensors."""
+    """Return the run without techniques, with its model on fake tensors."""
 
     def build() -> nn.Module:
         model: nn.Module | None = None
@@ -267,14 +275,14 @@ def plain_on_fakes(plain: BaseRun, fake: FakeTensorMode) -> BaseRun:
             suppress(Exception),
             fake,
             _FakeCopies(),
-        ):  # whoever builds it may read values; what is really wrong shows again
+        ):  # building may read values; a real error is raised again below
             model = plain.build()
         if model is None:
-            gc.collect()  # what was built of it is in cycles with the error
+            gc.collect()  # the partly built model is in reference cycles with the error
             with suppress(Exception), unset_fake_temporarily(), torch.device("meta"):
                 model = plain.build()
         if model is None:
-            with unset_fake_temporarily(), untraced():  # what it is copied from is no part of the step
+            with unset_fake_temporarily(), untraced():  # a source to copy from, not part of the step
                 model = plain.build()
         with fake:
             return _faked(model, fake)
@@ -283,30 +291,33 @@ def plain_on_fakes(plain: BaseRun, fake: FakeTensorMode) -> BaseRun:
 
 
 def trained_batch_norms(plain: BaseRun) -> list[str]:
-    """Return the names of layers that normalize by the statistics of a batch while the model trains."""
+    """Return the names of layers that normalize with batch statistics in training mode."""
     with preserved_draws(), without_log():
         return batch_norms(plain_on_fakes(plain, FakeTensorMode(allow_non_fake_inputs=True)).build().train())
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Fake tensors where `copy.deepcopy` copies any. torch's own copies give a fake tensor the storage of another and
-    copy the value that it remembers, and the process may crash when they are freed (torch 2.13)."""
+    """Mode in which `copy.deepcopy` of a fake tensor returns a new fake tensor.
+
+    torch's own copies share the storage of the original and its remembered value. The process may crash when they are
+    freed (torch 2.13).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, copies = args
         if id(tensor) not in copies:
-            made = torch.empty_like(tensor, requires_grad=tensor.requires_grad)
-            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-            copies[id(tensor)] = made
-            own = {name: value for name, value in vars(tensor).items() if name not in vars(made)}
-            vars(made).update(copy.deepcopy(own, copies))
+            twin = torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+            twin = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
+            copies[id(tensor)] = twin
+            own = {name: value for name, value in vars(tensor).items() if name not in vars(twin)}
+            vars(twin).update(copy.deepcopy(own, copies))
         return copies[id(tensor)]
 
 
 def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """The model with fake tensors wherever loading weights from a file has left real ones."""
+    """Replace the model's remaining real tensors, such as weights loaded from a file, by fake ones."""
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -325,14 +336,17 @@ def _is_to_be_faked(tensor: Tensor) -> bool:
 
 
 def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    """Make a fake tensor in the place of another; one without a device is on the processor."""
+    """Return a fake tensor like another; one on the meta device becomes a CPU tensor."""
     if hasattr(tensor, "fake_mode") or tensor.device.type == "meta":
         return torch.empty_like(tensor, device="cpu")
     return fake.from_tensor(tensor)
 
 
 def touched_modules(run: Run) -> dict[str, list[str]]:
-    """What each technique's surgery touches and skips, found on fake tensors. Raises RefusedError where one refuses."""
+    """Return the modules that each technique changes or skips, found on fake tensors.
+
+    Raises RefusedError if a technique refuses the model.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         trial = replace(on_fakes(run, fake), notes={})
         trial.build_model()
@@ -341,7 +355,7 @@ def touched_modules(run: Run) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class ResidentBytes:
-    """Bytes that a rank keeps from step to step, and what techniques' surgery touched on it."""
+    """Bytes of a rank between steps, and the modules that techniques changed on it."""
 
     parameters: int
     gradients: int
@@ -350,14 +364,14 @@ class ResidentBytes:
 
 
 def resident_bytes(run: Run) -> ResidentBytes:
-    """What this rank of a mesh holds with all techniques, found on fake tensors. Raises RefusedError where one refuses.
+    """Return this rank's bytes with all techniques, computed on fake tensors.
 
-    Techniques work outside of the fake mode, in which torch cannot tell the places of a mesh: what they make from
-    nothing, such as an adapter, is made.
+    Techniques run outside the fake mode, in which torch cannot determine positions in a mesh. New tensors that they
+    create, such as those of an adapter, are therefore real. Raises RefusedError if a technique refuses the model.
     """
     trial = replace(on_fakes(run, FakeTensorMode(allow_non_fake_inputs=True)), notes={})
     model = trial.build_model()
     optimizer = TransformOptimizer(model.named_parameters(), trial.transform())
     state = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
-    kept = ([*model.parameters()], optimizer.parameters, state)
-    return ResidentBytes(*(sum(map(tensor_bytes, local_tensors(tensors))) for tensors in kept), trial.notes)
+    resident = ([*model.parameters()], optimizer.parameters, state)
+    return ResidentBytes(*(sum(map(tensor_bytes, local_tensors(tensors))) for tensors in resident), trial.notes)

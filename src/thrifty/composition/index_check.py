@@ -1,8 +1,8 @@
-"""Whole numbers of examples that a model or a loss uses as indices, checked before a run without arithmetic.
+"""Check of integer indices in the data before a run, without arithmetic on real tensors.
 
-An embedding, a loss of classes or a gather raises IndexError, or ends the process on a GPU, at the step that meets the
-first index without a row. Here whole-number tensors keep their values beside fake ones, so that one forward pass on
-fake tensors finds it.
+An embedding, a classification loss or a gather fails at the step with the first index out of range: with IndexError, or
+on a GPU by ending the process. This check stores the values of integer tensors next to fake tensors. One forward pass
+on fake tensors then finds the index.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,24 +27,24 @@ from thrifty.core.randomness import preserved_draws
 from thrifty.core.tensor_tracing import EagerTrace, one_thread, tensors_in
 
 LARGEST = 1 << 26
-"""Elements of a tensor whose values are followed."""
+"""Largest number of elements of a tensor whose values are tracked."""
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Whole numbers for which torch has no minimum."""
+"""Integer types for which torch has no minimum."""
 ROWS = ("gather", "index_select", "scatter", "scatter_", "scatter_add", "scatter_add_")
-"""Operations on (tensor, dimension, indices, …)."""
+"""Operations with arguments (tensor, dimension, indices, …)."""
 CLASSES = ("nll_loss_forward", "nll_loss2d_forward")
-"""Operations on (logarithms, labels, weights, reduction, ignored label)."""
+"""Operations with arguments (log-probabilities, labels, weights, reduction, ignored label)."""
 
 
 class IndexWithoutRow(UsageError):
-    """An index for which a model or a loss has no row."""
+    """An index is out of range for a model or a loss."""
 
 
 def refuse_indices_without_row(plain: BaseRun, batches: Iterable[Batch]) -> None:
-    """Raise IndexWithoutRow if a forward pass on one of the batches would use an index that is negative or too large.
+    """Raise IndexWithoutRow if a forward pass on one of the batches would use an index out of range.
 
-    A batch whose whole numbers are within those of earlier ones is not looked at. A model that does not run on fake
-    tensors is run on the batch itself. Any other error is left to the run, which reports it.
+    A batch whose integers are within the range of earlier ones is skipped. A model that does not run on fake tensors is
+    run on the batch itself. Other errors are ignored here, because the run reports them.
     """
     seen: dict[str, list[int]] = {}
     fake, model = FakeTensorMode(allow_non_fake_inputs=True), None
@@ -52,20 +52,20 @@ def refuse_indices_without_row(plain: BaseRun, batches: Iterable[Batch]) -> None
         for batch in batches:
             if not _extends(seen, batch):
                 continue
-            passed = False
-            with _other_errors_left():
+            is_checked = False
+            with _other_errors_ignored():
                 model = model or plain_on_fakes(plain, fake).build()
                 with fake:
                     _pass(plain, model, batch, fake.from_tensor)
-                passed = True
-            if not passed and plain.has_values:
-                with _other_errors_left():
+                is_checked = True
+            if not is_checked and plain.has_values:
+                with _other_errors_ignored():
                     _pass(plain, plain.build(), batch, Tensor.clone)
 
 
 @contextmanager
 def explain_missing_rows(plain: BaseRun, batches: Sequence[Batch]) -> Iterator[None]:
-    """Raise IndexWithoutRow in place of the error of a step on one of the batches, if that is why it failed."""
+    """Raise IndexWithoutRow in place of a step's error if an index of one of the batches is the cause."""
     try:
         yield
     except (IndexError, RuntimeError) as error:
@@ -75,17 +75,17 @@ def explain_missing_rows(plain: BaseRun, batches: Sequence[Batch]) -> Iterator[N
 
 
 @contextmanager
-def _other_errors_left() -> Iterator[None]:
+def _other_errors_ignored() -> Iterator[None]:
     try:
         yield
     except IndexWithoutRow:
         raise
-    except Exception:  # raised by the user's code; the run meets it again
+    except Exception:  # from the user's code; the run raises it again
         return
 
 
 def _extends(seen: dict[str, list[int]], batch: Batch) -> bool:
-    """Return True if a part of the batch has more columns, or larger or smaller whole numbers, than those before."""
+    """Return True if a field of the batch has other columns, or larger or smaller integers, than earlier ones."""
     extends = False
     for name, tensor in batch.fields.items():
         low, high = _range(tensor)
@@ -117,8 +117,10 @@ def _pass(plain: BaseRun, model: nn.Module, batch: Batch, copied: Callable[[Tens
 
 
 class _IndexWatch(EagerTrace):
-    """While open, follows the values of whole-number tensors through all operations on them alone, with the parts of
-    the batch that they come from, and refuses an index without a row."""
+    """Mode that tracks the values of integer tensors, and the batch fields that they come from.
+
+    Values are tracked through operations on integer tensors only. An index out of range raises IndexWithoutRow.
+    """
 
     def __init__(self, model: nn.Module, batch: Batch):
         super().__init__()
@@ -139,29 +141,29 @@ class _IndexWatch(EagerTrace):
         if (device := traced_device(func, args)) is not None:
             return device
         kwargs = kwargs or {}
-        for what, indices, rows, ignored, counts_back in _uses(func, args, self.names):
+        for reader, indices, rows, ignored, counts_back in _uses(func, args, self.names):
             with unset_fake_temporarily():
-                self._refuse(what, indices, rows, ignored, counts_back)
+                self._refuse(reader, indices, rows, ignored, counts_back)
         result = call_operation(func, args, kwargs)
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        if any(map(_is_whole, made)):
-            self._follow(func, args, kwargs, made)
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if any(map(_is_whole, outputs)):
+            self._follow(func, args, kwargs, outputs)
         return result
 
-    def _follow(self, func: Callable, args: tuple, kwargs: dict[str, Any], made: list[Tensor]) -> None:
-        given = tensors_in((args, kwargs))
-        parts = {part for each in given for part in self.known.get(each, (None, ()))[1]}
-        values: list[Any] = [None if isinstance(each, FakeTensor) else each for each in made]
-        is_small = all(isinstance(each, FakeTensor) and each.numel() <= LARGEST for each in made)
-        if is_small and all(self._value(each) is not None for each in given):
+    def _follow(self, func: Callable, args: tuple, kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
+        inputs = tensors_in((args, kwargs))
+        parts = {part for each in inputs for part in self.known.get(each, (None, ()))[1]}
+        values: list[Any] = [None if isinstance(each, FakeTensor) else each for each in outputs]
+        is_small = all(isinstance(each, FakeTensor) and each.numel() <= LARGEST for each in outputs)
+        if is_small and all(self._value(each) is not None for each in inputs):
             with suppress(Exception), unset_fake_temporarily():
                 values = tree_leaves(func(*tree_map_only(Tensor, self._value, args), **_on_cpu(kwargs, self._value)))
-        for each, value in zip(made, values, strict=False):
+        for each, value in zip(outputs, values, strict=False):
             self.known.pop(each, None)
             if value is not None:
                 self.know(each, value, parts)
 
-    def _refuse(self, what: str, indices: Tensor, rows: int, ignored: int | None, counts_back: bool) -> None:
+    def _refuse(self, reader: str, indices: Tensor, rows: int, ignored: int | None, counts_back: bool) -> None:
         value = self._value(indices)
         if value is None or value.dtype == torch.bool or not value.numel():
             return
@@ -172,25 +174,25 @@ class _IndexWatch(EagerTrace):
         wrong = high if high >= rows else low
         parts = self.known.get(indices, (None, ()))[1]
         part = next((name for name in sorted(parts) if bool((self.batch[name] == wrong).any())), None)
-        raise IndexWithoutRow(*_words(what, wrong, rows, part))
+        raise IndexWithoutRow(*_words(reader, wrong, rows, part))
 
 
-def _words(what: str, wrong: int, rows: int, part: str | None) -> tuple[str, str]:
-    """Return an error and its fix."""
-    more = f"build it with at least {wrong + 1}" if wrong >= rows else f"leave {wrong} out of the data"
-    if what == "the loss":
+def _words(reader: str, wrong: int, rows: int, part: str | None) -> tuple[str, str]:
+    """Return an error message and its fix."""
+    more = f"build it with at least {wrong + 1}" if wrong >= rows else f"remove {wrong} from the data"
+    if reader == "the loss":
         label = f"{part!r} of the examples has the label {wrong}" if part else f"there is a label {wrong}"
-        ignoring = f"leave out those of {wrong}: F.cross_entropy(…, ignore_index={wrong})"
+        ignoring = f"ignore {wrong}: F.cross_entropy(…, ignore_index={wrong})"
         fix = ignoring if wrong < 0 else f"let the model return {wrong + 1} values for each label"
-        return f"the loss is of {rows} classes, and {label}", f"give labels from 0 to {rows - 1}, or {fix}"
+        return f"the loss has {rows} classes, and {label}", f"use labels from 0 to {rows - 1}, or {fix}"
     if part:
         return (
-            f"{what} has {rows} rows, and {part!r} of the examples has the value {wrong}",
-            f"give values from 0 to {rows - 1}, or {more}",
+            f"{reader} has {rows} rows, and {part!r} of the examples has the value {wrong}",
+            f"use values from 0 to {rows - 1}, or {more}",
         )
     return (
-        f"{what} has {rows} rows, and the model asks for row {wrong}, such as of a position in an example",
-        f"give shorter examples, of {rows} positions at most, or {more}",
+        f"{reader} has {rows} rows, and the model reads row {wrong}, for example for a position in an example",
+        f"use examples of at most {rows} positions, or {more}",
     )
 
 
@@ -200,13 +202,16 @@ def _on_cpu(kwargs: dict[str, Any], value: Callable[[Tensor], Tensor | None]) ->
 
 
 def _uses(func: Callable, args: tuple, names: dict[int, str]) -> Iterator[tuple[str, Tensor, int, int | None, bool]]:
-    """Yield the indices of an operation: what reads them, the tensor, the rows that there are, the index that is
-    ignored, and True if negative ones count from the end."""
+    """Yield the index tensors of an operation.
+
+    Each comes with the name of its reader, the number of rows, the ignored index, and True if negative indices count
+    from the end.
+    """
     name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     if name == "embedding":
-        of = names.get(id(args[0]), "")
+        weight = names.get(id(args[0]), "")
         yield (
-            f"the embedding {of.removesuffix('.weight')!r}" if of else "an embedding",
+            f"the embedding {weight.removesuffix('.weight')!r}" if weight else "an embedding",
             args[1],
             len(args[0]),
             None,

@@ -1,4 +1,4 @@
-"""Of many micro-batches that are alike, the two that tell what a step with all of them holds and computes."""
+"""Counting a step of many equal micro-batches on two of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,34 +12,38 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Technique
 
 ENOUGH = 2
-"""The first has no gradients beside it; each of the others has, and holds what the second does."""
+"""Micro-batches to count. Only the first runs without stored gradients; all later ones have equal memory."""
 SEES_ALL = {Stage.SPLIT, Stage.CUT, *range(Stage.SOURCE, Stage.ACCUMULATE)}
-"""Stages whose backward pass looks at the whole batch before it is cut."""
+"""Stages whose backward pass receives the whole batch before it is split."""
 
 
 def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, float]:
-    """The run in two micro-batches where it has more, all of one size; their examples; and in how many times the FLOPs
-    a whole step is done. The run as it is, and 1.0, where they are not alike."""
+    """Return the run with two micro-batches, their examples, and the factor from their FLOPs to those of a whole step.
+
+    If it has no more than two, or they are not equal, return the run unchanged, the batch, and 1.0.
+    """
     cutting = [technique for technique in run.techniques if Claim.MICRO_BATCHES in technique.claims]
     rows = -(-len(batch) // (cutting[0].micro_batches if cutting else 1))
-    alike = len(batch) // rows
-    if alike <= ENOUGH or len(batch) % rows or run.objective.joint or any(map(_sees_all, run.techniques)):
+    count = len(batch) // rows
+    if count <= ENOUGH or len(batch) % rows or run.objective.joint or any(map(_sees_all, run.techniques)):
         return run, batch, 1.0
     fewer: dict[str, Any] = {"micro_batches": ENOUGH}
     techniques = tuple(replace(t, **fewer) if t in cutting else t for t in run.techniques)
-    return replace(run, techniques=techniques), batch.rows(0, ENOUGH * rows), alike / ENOUGH
+    return replace(run, techniques=techniques), batch.rows(0, ENOUGH * rows), count / ENOUGH
 
 
 def data_shard_count(techniques: Sequence[Technique]) -> int:
-    """Into how many equal parts techniques that need several ranks divide the examples of a step before a model sees
-    them: those of the ranks along the data, and the micro-batches of a pipeline."""
-    shares = 1
+    """Return the number of equal parts into which techniques of several ranks divide the examples of a step.
+
+    These are the ranks along the data axis, times the micro-batches of a pipeline.
+    """
+    shards = 1
     for technique in techniques:
         if Claim.DATA_PARALLELISM in technique.claims:
-            shares *= axis("data").size
+            shards *= axis("data").size
         if Claim.PIPELINE_PARALLELISM in technique.claims and axis("pipeline").size > 1:
-            shares *= technique.micro_batches
-    return shares
+            shards *= technique.micro_batches
+    return shards
 
 
 def _sees_all(technique: Technique) -> bool:

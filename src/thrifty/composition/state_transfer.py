@@ -1,4 +1,4 @@
-"""What a state holds, carried over to a state of another structure."""
+"""Transfer of a training state to another model structure."""
 
 from collections.abc import Mapping
 
@@ -12,8 +12,7 @@ from thrifty.optim.moment_formats import fill_moment, is_scales, opened
 
 
 def transfer_state(change: StructuralChange, old: Mapping[str, Tensor], placed: TrainState) -> None:
-    """Fill a state of the new structure with what a change takes over of the old one: its whole values by the names
-    that `TrainState.tensors` gives."""
+    """Fill a state of the new structure with values of the old one: whole tensors by names of `TrainState.tensors`."""
     assert placed.optimizer is not None
     tensors, slot_kind = placed.tensors(), placed.optimizer.site.slot_kind
     sources = {name: source for name in tensors if (source := _source(change, name, tensors[name], placed))}
@@ -25,23 +24,23 @@ def transfer_state(change: StructuralChange, old: Mapping[str, Tensor], placed: 
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Kind, slot and parameter of a tensor's name in the state."""
+    """Return kind, slot and parameter of a tensor's name in the state."""
     kind, _, rest = name.partition("/")
     slot, _, parameter = rest.rpartition("/")
     return kind, slot, parameter
 
 
 def _source(change: StructuralChange, name: str, tensor: Tensor, placed: TrainState) -> str:
-    """The name of what a tensor starts from; "" where it keeps its first value."""
+    """Return the name of the tensor whose value a tensor starts from; "" if it keeps its initial value."""
     kind, slot, parameter = _parts(name)
-    # a mask is no moment: it belongs to the weight whatever happens to the optimizer
+    # a mask is no moment: it follows the weight for every setting of `moments`
     is_moment = kind == "optimizer" and tensor.dtype != torch.bool
     origin = change.origin(parameter)
     if kind == "techniques" or origin is None or (is_moment and change.moments == "reset"):
         return ""
     if kind == "parameters" and change.average and change.adds(parameter):
         assert placed.optimizer is not None
-        if parameter in placed.optimizer.names:  # what is frozen has no average
+        if parameter in placed.optimizer.names:  # a frozen parameter has no average
             (average,) = (each for each in placed.optimizer.slots if each.endswith(change.average))
             return f"optimizer/{average}/{origin}"
     return "/".join(part for part in (kind, slot, origin) if part)
@@ -58,6 +57,6 @@ def _carried(change: StructuralChange, name: str, value: Tensor, shape: torch.Si
     if content in ("weights", "differences"):
         return change.value(parameter, value)
     if content == "squares" and change.moments == "mean" and change.adds(parameter):
-        seen = value[value > 0].float()  # not what a mask has kept out
+        seen = value[value > 0].float()  # masked elements are 0 and do not count
         return torch.full_like(value, float(seen.mean()) if seen.numel() else 0.0)
     return value

@@ -1,4 +1,4 @@
-"""What one step holds and computes: a forward and a backward pass, and the update that follows."""
+"""Memory and work of one step: a forward pass, a backward pass and the update."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -25,10 +25,11 @@ from thrifty.optim.update_plan import PartitionedUpdate, TwoPartUpdate
 
 
 class CountedPasses:
-    """A forward and a backward pass of this model on this batch, counted; model and batch may be fake or real.
+    """A traced forward and backward pass of a model on a batch, fake or real.
 
-    Each of several updates may follow: what the passes hold and compute does not depend on it. A trace that was open
-    while the model was `built` knows what else it holds. Passes that run out of memory are counted up to there.
+    Each of several updates may follow, because the passes do not depend on it. `built` is a trace that was open while
+    the model was built, so that it includes the model's other tensors. Passes that run out of memory are counted up to
+    there.
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class CountedPasses:
         inputs = [*batch.fields.values(), batch.weight]
         with gc_disabled(), self.live as live:
             live.know(*model.parameters(), *model.buffers(), *inputs)
-            self.buffer_values = BufferSnapshot(model)  # as the loop holds them, to undo a step that is skipped
-            large = self.buffer_values.large  # constant ones are let go after the first step
+            self.buffer_values = BufferSnapshot(model)  # stored by the training loop too, to undo a skipped step
+            large = self.buffer_values.large  # constant buffers are freed after the first step
             self.buffers, before = live.held_besides([*model.parameters(), *inputs]) - large, live.now - large
             live.peak = before
             marking, passes = _ForwardPeakObjective(objective, live), _BlockPasses(model, self.blocks, live)
@@ -50,31 +51,31 @@ class CountedPasses:
                     outcome: BackwardResult = backward(model, marking, batch)
                     del outcome
                 except (MemoryError, OutOfMemoryError):
-                    add_note(f"counted up to {live.peak / 1e6:,.0f} MB alone: more is not free here")
+                    add_note(f"counted up to {live.peak / 1e6:,.0f} MB only: no more memory is free here")
             self.flops, self.hidden = live.flops, passes.hidden
             self.activations = (live.peak if marking.after_forward < 0 else marking.after_forward) - before
             self.saved = min(max(passes.saved, 0), self.activations)
             self.peak, self.left = live.peak - before, live.now - before
-            """The most bytes beyond what was there before; those that stay: gradients, as a rule."""
+            """Peak bytes above the bytes before; bytes that remain afterwards, usually gradients."""
             self.most, self.inside = max(passes.peak - before, 0), max(passes.peak_inside - before, 0)
-            """The most beside complete gradients; the same from when the first gradient of a block is complete."""
+            """Peak in addition to complete gradients; the same after the first gradient of a block is complete."""
 
     def followed_by(self, transform: GradientTransform, steps: int, skips_missing: bool = False) -> Footprint:
-        """The footprint of the whole step in a run of so many. `skips_missing` is True of an update that leaves out
-        parameters without a gradient, as torch's do.
+        """Return the footprint of a whole step with this update, in a run of `steps`.
 
-        Activations are what is alive at the end of the forward pass (of the first micro-batch); temporary is what the
-        peak of backward pass and update holds beyond activations or gradients. FLOPs are those of matrix products and
-        attention in the forward and the backward pass. Of several kinds of update the one that holds most counts; one
-        that asks fake tensors for values counts up to there.
+        `skips_missing` is True if the update skips parameters without a gradient, as torch's optimizers do.
+
+        Activations are the bytes alive at the end of the first micro-batch's forward pass. Temporary is the rest of the
+        peak above activations or gradients. FLOPs are those of matrix products and attention in forward and backward
+        pass. If updates alternate in kind, the largest counts; an update that reads values counts up to the read.
         """
         model, live = self.model, self.live
         with gc_disabled(), live:
-            there = live.storages()
+            existing = live.storages()
             named = [pair for pair in model.named_parameters() if pair[1].grad is not None or not skips_missing]
             optimizer = TransformOptimizer(named, transform)
             slots = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
-            buffers = self.buffers + live.held_besides(slots, there)
+            buffers = self.buffers + live.held_besides(slots, existing)
             keep_distinct_chunks(optimizer.site.tail, optimizer.parameters)
             live.peak, before = live.now, live.now - self.left
             kinds = distinct_updates(optimizer, steps)
@@ -103,17 +104,19 @@ class CountedPasses:
         )
 
 
-def distinct_updates(optimizer: TransformOptimizer, steps: int, looked_at: int = 1000) -> list[int]:
-    """One update of each kind among the first: what is done only now and then is switched by a number that is zero."""
+def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> list[int]:
+    """Return one step of each kind of update among the first `limit`. Kinds differ in which scalars are 0."""
     kinds: dict[tuple[bool, ...], int] = {}
-    for step in range(min(steps, looked_at)):
+    for step in range(min(steps, limit)):
         kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)
     return list(kinds.values())
 
 
 def keep_distinct_chunks(tail: UpdateExecutor, parameters: Sequence[Tensor]) -> None:
-    """Leaves out of an update all pieces but one of those that are alike: one is worked on after the other, so the
-    others would hold no more, and billions of parameters are many pieces."""
+    """Keep only one of each group of equal chunks in an update.
+
+    Chunks run in sequence, so the others would not raise the peak. Billions of parameters have many chunks.
+    """
     if isinstance(tail, TwoPartUpdate):
         keep_distinct_chunks(tail.first, parameters)
         keep_distinct_chunks(tail.then, parameters)
@@ -129,7 +132,7 @@ def _likeness(piece: UpdateChunk, parameters: Sequence[Tensor]) -> tuple[tuple[S
 
 
 class _ForwardPeakObjective(WrappedObjective):
-    """Another objective that notes how many bytes are alive once the forward pass is over."""
+    """Wrapper of an objective that records the bytes alive at the end of the forward pass."""
 
     def __init__(self, inner: Objective, live: StepTrace):
         super().__init__(inner)
@@ -137,27 +140,26 @@ class _ForwardPeakObjective(WrappedObjective):
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         losses = super().losses(prediction, batch)
-        if self.after_forward < 0:  # later micro-batches have the gradients of earlier ones beside them
+        if self.after_forward < 0:  # at later micro-batches, gradients of earlier ones are alive too
             self.after_forward = self.live.now
         return losses
 
 
 class _BlockPasses:
-    """While open, follows forward and backward passes through blocks: what those hand on and keep, and the most that is
-    alive beside complete gradients."""
+    """Hooks that record, for passes through blocks, hidden and saved bytes, and peaks without complete gradients."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], live: StepTrace):
         self.blocks, self.live = blocks, live
         self.hidden = self.saved = 0
-        """Bytes that a block hands to the next, at most; that all of them keep of their first forward pass."""
+        """Largest bytes passed from a block to the next; bytes that all blocks save in their first forward pass."""
         self.peak = self.peak_inside = 0
-        """The most at any time; from when the first gradient of a block is complete."""
+        """Peak at any time; peak after the first gradient of a block is complete."""
         self._learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._of_blocks = {parameter for block in blocks for parameter in block.parameters()}
         self._complete: set[nn.Parameter] = set()
         self._begun: set[nn.Module] = set()
         self._ended: set[nn.Module] = set()
-        self._aside, self._is_inside = 0, False
+        self._gradient_bytes, self._is_inside = 0, False
 
     def __enter__(self) -> Self:
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._completed) for parameter in self._learned]
@@ -172,15 +174,15 @@ class _BlockPasses:
             hook.remove()
 
     def _see(self, now: int) -> None:
-        self.peak = max(self.peak, now - self._aside)
+        self.peak = max(self.peak, now - self._gradient_bytes)
         if self._is_inside:
-            self.peak_inside = max(self.peak_inside, now - self._aside)
+            self.peak_inside = max(self.peak_inside, now - self._gradient_bytes)
 
     def _completed(self, parameter: nn.Parameter) -> None:
         self._is_inside |= parameter in self._of_blocks
         if parameter not in self._complete and parameter.grad is not None:
             self._complete.add(parameter)
-            self._aside += tensor_bytes(parameter.grad)
+            self._gradient_bytes += tensor_bytes(parameter.grad)
 
     def _begins(self, block: nn.Module, args: tuple) -> None:
         self._is_inside = False
@@ -196,14 +198,14 @@ class _BlockPasses:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of all stacks; [] for a model that has none."""
+    """Return the blocks of all stacks; [] for a model without blocks."""
     with suppress(RefusedError):
         return [block for stack in find_stacks(model).values() for block in stack]
     return []
 
 
 def block_bytes(blocks: Sequence[nn.Module]) -> list[int]:
-    """Bytes of the parameters of each block, those that several share counted with the first."""
+    """Return the bytes of each block's parameters; shared parameters count for the first block."""
     seen: set[nn.Parameter] = set()
     sizes = []
     for block in blocks:

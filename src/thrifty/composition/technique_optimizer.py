@@ -1,4 +1,4 @@
-"""Optimizer techniques as `torch.optim.Optimizer`: parameter groups, schedulers and state dicts as torch has them."""
+"""Optimizer techniques as `torch.optim.Optimizer`, with torch's parameter groups, schedulers and state dicts."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,21 +24,21 @@ Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[
 DECAYS_ALL = "decays_all"
 """Key of a parameter group: True if weight decay applies to each of its parameters, vectors included."""
 FOLLOWING_RATES = ("adamw_lr",)
-"""Settings that follow "lr" in proportion once a scheduler of torch changes it, which changes "lr" alone."""
+"""Settings that keep their ratio to "lr". torch's schedulers change "lr" only."""
 BUILT_RATE = "built_lr"
-"""Key of a parameter group: the rate that those settings are in proportion to."""
+"""Key of a parameter group: the initial "lr" for that ratio."""
 _GROUP = re.compile(r"(^|\.)partition(#\d+)?\.group\d+(@\d+)?\.")
 
 
 class TechniqueOptimizer(TransformOptimizer):
     """Torch optimizer of one technique. Its settings are keys of each parameter group and may change between steps.
 
-    `params` is a module, named parameters, parameters or torch's parameter groups. From a module or named parameters
-    weight decay spares vectors, biases and positions; from bare parameters, and in a group with a `weight_decay` of its
-    own, it applies to all, as in torch. A setting that is a fraction of the run requires `total_steps`. A parameter
-    without a gradient is skipped, as in torch. A step may overwrite gradients.
+    `params` is a module, named parameters, parameters or torch's parameter groups. For a module or named parameters,
+    weight decay skips vectors, biases and positions. For bare parameters, and in a group with its own `weight_decay`,
+    it applies to all, as in torch. A setting that is a fraction of the run requires `total_steps`. A parameter without
+    a gradient is skipped, as in torch. A step may overwrite gradients.
 
-    Raises UsageError for a setting out of bounds, or bare parameters where the technique goes by their names.
+    Raises UsageError for a setting out of bounds, or bare parameters if the technique selects parameters by name.
     """
 
     technique: ClassVar[type[Technique]]
@@ -69,10 +69,10 @@ class TechniqueOptimizer(TransformOptimizer):
         if isinstance(params, nn.Module):
             chosen.model(params)
             params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
-        given = [params] if isinstance(params, Tensor | dict) else list(params)
-        if given and not isinstance(given[0], dict):
-            given = [{"params": given}]
-        return given
+        groups = [params] if isinstance(params, Tensor | dict) else list(params)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        return groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         members = param_group["params"]
@@ -80,7 +80,7 @@ class TechniqueOptimizer(TransformOptimizer):
         is_named = bool(members) and isinstance(members[0], tuple)
         if not is_named and self.technique.needs_names:
             raise UsageError(
-                f"{self.technique.name} chooses parameters by their names, and these have none",
+                f"{self.technique.name} selects parameters by name, and these have no names",
                 fix="pass the model, or model.named_parameters()",
             )
         if not is_named:
@@ -88,7 +88,7 @@ class TechniqueOptimizer(TransformOptimizer):
             members = [(f"parameter{first + index}", each) for index, each in enumerate(members)]
         own = {name: value for name, value in param_group.items() if name not in ("params", "param_names")}
         own.setdefault(DECAYS_ALL, not is_named or "weight_decay" in own)
-        names = {} if members else {"param_names": []}  # torch finds none in an empty group
+        names = {} if members else {"param_names": []}  # torch sets none for an empty group
         super().add_param_group({**own, **names, "params": members})
         group = self.param_groups[-1]
         group.update(vars(self._technique(self._settings(group))))
@@ -98,7 +98,7 @@ class TechniqueOptimizer(TransformOptimizer):
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
-        """Its own technique, with its defaults, and the added ones."""
+        """The optimizer's own technique with default settings, and the added techniques."""
         return (self.technique(), *self.added)
 
     def add(self, technique: Technique) -> None:
@@ -109,7 +109,7 @@ class TechniqueOptimizer(TransformOptimizer):
         self._forget()
 
     def algorithms(self, group: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Return the names of a group's parameters by the steps of the update that each goes through."""
+        """Return the names of a group's parameters by the sequence of update elements applied to them."""
         parts: dict[str, list[str]] = {}
         elements = self._chain(group, 0).elements
         split = next((each for each in elements.values() if isinstance(each, ParameterPartition)), None)
@@ -157,13 +157,14 @@ class TechniqueOptimizer(TransformOptimizer):
         super().apply_constraints()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UsageError, with nothing changed, for the state of another optimizer."""
-        kept = self.__getstate__()
-        kept = {**kept, "state": kept["state"].copy(), "param_groups": [dict(group) for group in kept["param_groups"]]}
+        """Load a state dict. Raises UsageError, before any change, for the state of another optimizer."""
+        backup = self.__getstate__()
+        groups = [dict(group) for group in backup["param_groups"]]
+        backup = {**backup, "state": backup["state"].copy(), "param_groups": groups}
         known = {field.name for field in fields(self.technique)}
         if any(not known <= group.keys() for group in state_dict["param_groups"]):
             raise UsageError(
-                f"this state is another optimizer's: it does not have the settings of {self.technique.name}",
+                f"this state belongs to another optimizer: it lacks the settings of {self.technique.name}",
                 fix="load it into an optimizer of the same technique",
             )
         try:
@@ -171,7 +172,7 @@ class TechniqueOptimizer(TransformOptimizer):
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
             for number, parameter in zip(numbers, self.parameters, strict=True):
                 for slot, value in state_dict["state"].get(number, {}).items():
-                    # torch would give each value the parameter's number format
+                    # torch would cast each value to the parameter's dtype
                     self.state[parameter][slot] = value.to(parameter.device, copy=True) if slot != "step" else value
             self._forget()
             self._steps = [int(self.state[each]["step"]) if each in self.state else 0 for each in self.parameters]
@@ -179,7 +180,7 @@ class TechniqueOptimizer(TransformOptimizer):
             if self.updates:
                 self._locate([index for index, count in enumerate(self._steps) if count])
         except UsageError:
-            self.__setstate__(kept)
+            self.__setstate__(backup)
             raise
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,7 +194,7 @@ class TechniqueOptimizer(TransformOptimizer):
         self._forget()
 
     def _forget(self) -> None:
-        """Make the next step decide anew how it is run."""
+        """Clear cached plans, so that the next step prepares its update again."""
         self._key: object = None
         self._active: list[int] = []
         self._chains: dict[str, tuple[int, TransformChain]] = {}
@@ -209,7 +210,7 @@ class TechniqueOptimizer(TransformOptimizer):
 
     @torch._disable_dynamo
     def _locate(self, active: list[int]) -> None:
-        """Prepare the update of these parameters, by index; parameters that joined later have an age of their own."""
+        """Prepare the update of these parameters, by index; parameters added later have their own age."""
         parameters = self.parameters
         groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         key = [(id(parameters[index]), groups[index], self.updates - self._steps[index]) for index in active]
@@ -237,7 +238,7 @@ class TechniqueOptimizer(TransformOptimizer):
                 for label, (_, each) in self._chains.items()
             )
         self.transform = self._with_added(inner)
-        # a fresh state puts weights under its first masks, which those of a state that is there are not under
+        # a fresh state applies its initial masks to the weights, but the loaded masks are others
         values = [each.detach().clone() for each in own] if self.updates and self.added else []
         self.site = self.located(names, own)
         for parameter, value in zip(own, values, strict=bool(values)):
@@ -247,15 +248,15 @@ class TechniqueOptimizer(TransformOptimizer):
         self._key = key
 
     def _chain(self, group: Mapping[str, Any], born: int) -> TransformChain:
-        made = self._technique(self._settings(group)).update(GradientTransform())
-        elements = made.elements.values() if type(made) is TransformChain else [made]
+        transform = self._technique(self._settings(group)).update(GradientTransform())
+        elements = transform.elements.values() if type(transform) is TransformChain else [transform]
         for element in elements if group[DECAYS_ALL] else ():
             if isinstance(element, AddDecayedWeights):
                 element.where = _everything
-        return LateChain([*elements], born) if born else chain(made)
+        return LateChain([*elements], born) if born else chain(transform)
 
     def _with_added(self, optimizer: GradientTransform) -> TransformChain:
-        """Fold the added techniques around the optimizer, as `Run.transform` does."""
+        """Return the optimizer wrapped by the added techniques, as in `Run.transform`."""
         folded = GradientTransform()
         ordered = sorted([self.technique, *self.added], key=lambda each: (each.stage, order_key(each.name)))
         for technique in sorted(reversed(ordered), key=lambda technique: technique.stage in HOW):
@@ -278,7 +279,7 @@ class TechniqueOptimizer(TransformOptimizer):
         self._tuned = settings
 
     def _fill(self, parameters: list[Tensor], labels: Sequence[str], is_known: bool) -> None:
-        """Give the new location the state there is, and `state` the location's tensors."""
+        """Copy the present state to the new location, and store the location's tensors in `state`."""
         counts: dict[str, Tensor] = {}
         restored = False
         for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
@@ -288,7 +289,7 @@ class TechniqueOptimizer(TransformOptimizer):
                 restored = True
                 for slot, (name, tensor) in slots.items():
                     if slot not in stored and not self.updates:
-                        continue  # of a technique that was added later
+                        continue  # belongs to a technique that was added later
                     _check_fits(tensor, stored.get(slot), slot)
                     if is_known and name in self.site.state:
                         self.site.state[name][place] = stored[slot]
@@ -306,7 +307,7 @@ class TechniqueOptimizer(TransformOptimizer):
 
 
 class LateChain(TransformChain):
-    """A chain whose parameters joined when `born` updates had been made."""
+    """A chain for parameters that were added after `born` updates."""
 
     def __init__(self, elements: Sequence[GradientTransform], born: int):
         super().__init__(elements)
@@ -318,7 +319,7 @@ class LateChain(TransformChain):
 
 
 def adopt_settings(transform: GradientTransform, other: GradientTransform) -> None:
-    """Give a transform in use the settings of a fresh one of the same structure; what it knows of parameters stays."""
+    """Copy the settings of a fresh transform to one in use, of the same structure; data of parameters stays."""
     if isinstance(transform, TransformChain) and isinstance(other, TransformChain):
         for key, element in transform.elements.items():
             adopt_settings(element, other.elements[key])
@@ -326,13 +327,13 @@ def adopt_settings(transform: GradientTransform, other: GradientTransform) -> No
         for label, (_, member) in transform.rules.items():
             adopt_settings(member, other.rules[label][1])
     else:
-        # lists and dictionaries are what it knows of parameters, those with an underscore only save time
+        # lists and dictionaries hold data of parameters; names with an underscore are caches
         settings = {name: value for name, value in vars(other).items() if not isinstance(value, list | dict)}
         vars(transform).update(settings | {name: value for name, value in vars(other).items() if name[0] == "_"})
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):  # torch's schedulers may keep a rate in a tensor
+    if isinstance(value, Tensor):  # torch's schedulers may store a learning rate in a tensor
         return value.item()
     return tuple(value) if isinstance(value, list) else value
 
@@ -346,7 +347,7 @@ def _slot_names(transform: GradientTransform) -> set[str]:
 
 
 def _slots_of(slots: Slots, place: int) -> Iterator[tuple[str, tuple[str, Tensor]]]:
-    """The slots of one parameter under names that do not depend on its group, each with its name in the location."""
+    """Yield the slots of one parameter under names without its group, each with its name in the location."""
     for name, tensors in slots.items():
         if tensors[place].numel():
             yield _GROUP.sub(r"\1", name), (name, tensors[place])
@@ -355,9 +356,9 @@ def _slots_of(slots: Slots, place: int) -> Iterator[tuple[str, tuple[str, Tensor
 def _check_fits(tensor: Tensor, stored: Tensor | None, slot: str) -> None:
     is_other = stored is not None and tensor.dtype.is_floating_point != stored.dtype.is_floating_point
     if stored is None or stored.shape != tensor.shape or is_other:
-        how = "is missing" if stored is None else f"is {_described(stored)}, not {_described(tensor)}"
+        problem = "is missing" if stored is None else f"is {_described(stored)}, not {_described(tensor)}"
         fix = "load it into an optimizer of the same technique, settings and parameters"
-        raise UsageError(f"this state is another optimizer's: {slot!r} {how}", fix=fix)
+        raise UsageError(f"this state belongs to another optimizer: {slot!r} {problem}", fix=fix)
 
 
 def _described(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""An optimizer of torch as a technique, so that its state and its step are counted as those of any other."""
+"""A torch optimizer as a technique, so that its state and step are counted like those of other techniques."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ MakeOptimizer = Callable[[Sequence[str], Sequence[Tensor]], Optimizer]
 
 
 class TorchStep(GradientTransform):
-    """A step of an optimizer of torch, which moves the parameters itself. Its first step makes its state."""
+    """Step of a torch optimizer, which changes the parameters itself. Its first step creates the state."""
 
     name = "torch"
 
@@ -44,7 +44,7 @@ class TorchStep(GradientTransform):
 
 
 class _ValuesOfFakes(TorchDispatchMode):
-    """Answers an optimizer that reads a value of a fake tensor: no shape depends on it."""
+    """Mode that returns a constant if an optimizer reads a value of a fake tensor; no shape depends on it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -57,7 +57,7 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
 
 
 class TorchOptimizer(Technique):
-    """An optimizer of torch that `make` builds for named parameters: for counting, not for training."""
+    """A torch optimizer that `make` builds for named parameters. It is for counting only, not for training."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
