@@ -1,17 +1,22 @@
 """Cards of techniques: one shape, settings that build, code that runs, evidence that is found."""
 
 import re
+import socket
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import card_models
 import pytest
+import torch
 
 import thrifty
 from thrifty import techniques
 from thrifty.core.card import SECTIONS, Card, read_card
+from thrifty.core.mesh import clear_mesh
 from thrifty.core.setting_bounds import hints_of
 from thrifty.experiments.evidence import ASPECTS, evidence_by_technique
 from thrifty.experiments.findings import read_findings
@@ -116,13 +121,29 @@ def test_the_use_lines_of_a_design_card_run(module: str, tmp_path: Path, monkeyp
 def run_use(card: Card, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Execute the "Use" lines in a folder with the files that cards name; a loop of one's own then takes two steps."""
     monkeypatch.chdir(folder)
-    card_models.write_files(folder)
+    lines = card_models.shortened(textwrap.dedent(card.sections["Use"]))
+    card_models.write_files(folder, lines)
     names = card_models.Names()
-    code = compile(card_models.shortened(textwrap.dedent(card.sections["Use"])), card.title, "exec")
-    exec(code, {}, names)  # noqa: S102 - lines of our own cards
-    if "run" not in names:
-        card_models.take_steps(names)
+    with one_process_group(monkeypatch) if "init_process_group" in lines else nullcontext():
+        exec(compile(lines, card.title, "exec"), {}, names)  # noqa: S102 - lines of our own cards
+        if "run" not in names:
+            card_models.take_steps(names)
     return names
+
+
+@contextmanager
+def one_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the environment variables that torchrun sets for a single process, and end its process group."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, value)
+    try:
+        yield
+    finally:
+        clear_mesh()
+        torch.distributed.destroy_process_group()
 
 
 def test_every_finding_can_be_read_and_is_of_a_technique() -> None:

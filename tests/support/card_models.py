@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 import transformers
+from pair_runs import write_crosses
+from safetensors.torch import save_file
 from tiny_models import VOCABULARY, random_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -114,8 +116,14 @@ def shortened(lines: str) -> str:
     return re.sub(r'budget="[^"]*"', f'budget="4 steps"{small}', lines)
 
 
-def write_files(folder: Path) -> None:
-    """Write the text file that cards name."""
+def write_files(folder: Path, lines: str) -> None:
+    """Write the files that the lines name: a text, masks of the weights of `model`, images with captions."""
+    if "mask.safetensors" in lines:
+        weights = {name: each for name, each in _model().named_parameters() if "mlp" in name}
+        save_file({name: torch.rand_like(each) < 0.5 for name, each in weights.items()}, folder / "mask.safetensors")
+    if '"captions"' in lines:
+        (folder / "captions").mkdir()
+        write_crosses(folder / "captions", 256)
     (folder / "my.txt").write_text("\n\n".join(f"The cat sat on mat {i} and saw {i * i} dogs." for i in range(1000)))
 
 

@@ -62,10 +62,10 @@ def pair_run(batch: int = 4, repeated: bool = False, **model: Any) -> BaseRun:
     return BaseRun(lambda: tiny_clip(**model), Repeated(source) if repeated else source, Contrastive())
 
 
-def write_crosses(folder: Path) -> Path:
-    """A folder of 128 images of 16 x 16 pixels with a bright cross in each, and captions that say where."""
+def write_crosses(folder: Path, count: int = 128) -> Path:
+    """Write `count` images of 16 x 16 pixels with a bright cross in each, and captions of its place."""
     lines = []
-    for number in range(128):
+    for number in range(count):
         row, column = divmod(number % 64, 8)
         pixels = np.full((16, 16, 3), number // 64, np.uint8)
         pixels[2 * row : 2 * row + 2] = pixels[:, 2 * column : 2 * column + 2] = 220

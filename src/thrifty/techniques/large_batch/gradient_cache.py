@@ -3,7 +3,7 @@
 Paper       Gao et al. 2021, GradCache: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (arXiv
             2101.06983).
 Promise     The gradient of the whole batch at the activation memory of one micro-batch, also over ranks.
-Use         run = thrifty.train(recipe="flip-emoji", techniques=["gradient_cache:micro_batches=4"], budget="2000 steps")
+Use         run = thrifty.train(recipe="flip-emoji", data="captions", techniques=["gradient_cache"], budget="20 epochs")
 Start with  `gradient_cache:micro_batches=4`; double `micro_batches` until the step fits.
 Cost        A second forward pass: a third more computation.
 Avoid       A batch that fits as a whole. Losses without comparisons between examples: use

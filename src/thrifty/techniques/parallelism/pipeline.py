@@ -4,7 +4,7 @@ Paper       Huang et al. 2019, GPipe (arXiv 1811.06965), section 2; 1F1B: PipeDr
             2021 (arXiv 2104.04473), section 2.2; Zero Bubble: Qi et al. 2023 (arXiv 2401.10241).
 Promise     Parameters, gradients and optimizer state divided by the number of stages, with little traffic. Equal to the
             single-process run within rounding.
-Use         run = thrifty.train(recipe="llama-nano", techniques=["pipeline"], budget="2000 steps", ranks=2)
+Use         run = thrifty.train(techniques=["pipeline"], settings={"mesh.pipeline": 2}, ranks=2, budget="2000 steps")
 Start with  `pipeline:micro_batches=4`; more micro-batches shorten the idle time.
 Cost        Idle ranks: (p - 1) / (m + p - 1) of the time for p equal stages and m micro-batches. The slowest stage sets
             the pace.
