@@ -26,7 +26,7 @@ from thrifty.data.text.text_data import open_text
 from thrifty.models import build_model, model_shape
 from thrifty.models.hf_config import write_config
 from thrifty.objectives import find_objective
-from thrifty.recipes.language_recipes import fast
+from thrifty.recipes.language_recipes import text_techniques
 from thrifty.training.loop import train
 from thrifty.training.memory_meter import MemoryMeter
 
@@ -41,7 +41,7 @@ def thrifty_steps(arguments: argparse.Namespace) -> Callable[[], object]:
     plain = BaseRun(
         lambda: build_model(model, data.vocabulary, arguments.length, 0), data.train, find_objective("next_token")
     )
-    run = compose(plain, fast(lr=1e-3), 100_000)
+    run = compose(plain, text_techniques(lr=1e-3), 100_000)
     records = train(run, run.start(), seed=0)
     return lambda: [next(records) for _ in range(STEPS_A_SEGMENT)]
 

@@ -152,7 +152,7 @@ def test_the_same_objects_are_the_same_run_on_the_command_line_and_in_python(
 def test_a_path_that_exists_is_a_path_and_halves_of_own_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORK)
     thrifty = CommandLine(tmp_path)
-    assert "need held-out data" in thrifty("explain", *PLAIN, *OBJECTS[:4], *OBJECTS[6:], exit_code=2).stderr
+    assert "requires held-out data" in thrifty("explain", *PLAIN, *OBJECTS[:4], *OBJECTS[6:], exit_code=2).stderr
     assert (
         "did you mean 'train_set'" in thrifty("explain", *PLAIN, *OBJECTS, "--data", "work:train", exit_code=2).stderr
     )

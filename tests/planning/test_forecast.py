@@ -24,7 +24,7 @@ from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.planner import allowed_options
 from thrifty.planning.probe_jobs import ProbeJob, cache_probe
 from thrifty.planning.search_space import PlanOption
-from thrifty.recipes.language_recipes import fast
+from thrifty.recipes.language_recipes import text_techniques
 from thrifty.techniques.precision.mixed import MixedPrecision
 
 
@@ -125,7 +125,7 @@ def test_number_formats_are_those_of_the_device_that_is_planned_for(monkeypatch:
         with units_of(cluster):
             offered = {name for way in _formats("cpu") for name in (technique.name for technique in way.techniques)}
             assert ("precision.mixed" in offered) == units
-            assert any(isinstance(technique, MixedPrecision) for technique in fast(1e-3)) == units
+            assert any(isinstance(technique, MixedPrecision) for technique in text_techniques(1e-3)) == units
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **how: False)
     assert not has_fast_bfloat16("cuda") and not _formats("cuda")

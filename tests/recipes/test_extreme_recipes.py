@@ -1,4 +1,4 @@
-"""Recipes that no person writes by intention: each is refused at once, with what is wrong, where, and what to do."""
+"""Recipes with extreme values, which are refused with the path, the reason and a fix."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ from thrifty.recipes.recipe_toml import read_recipe, read_tables
         ("[techniques.optimizers.adamw]\nbetas = [nan, 0.9]", r"optimizers\.adamw: betas is|is nan"),
     ],
 )
-def test_a_recipe_with_a_value_that_no_setting_can_have_is_refused(tmp_path, text, what):
+def test_impossible_value_in_a_recipe_is_refused(tmp_path, text, what):
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(UsageError, match=what) as refused:
@@ -55,12 +55,12 @@ def test_a_recipe_with_a_value_that_no_setting_can_have_is_refused(tmp_path, tex
         "techniques.optimizers.adamw.lr=inf",
     ],
 )
-def test_an_extreme_setting_is_refused(assignment):
+def test_extreme_setting_is_refused(assignment):
     with pytest.raises(UsageError):
         RecipeLayers.above("a recipe", Recipe()).set(assignment).recipe()
 
 
-def test_no_number_of_a_technique_may_be_infinite_or_beyond_64_bits():
+def test_technique_settings_are_finite_and_within_64_bits():
     admitted = []
     for name in techniques.names():
         kind = techniques.find(name)
@@ -76,17 +76,17 @@ def test_no_number_of_a_technique_may_be_infinite_or_beyond_64_bits():
 
 
 @pytest.mark.parametrize("sizes", [{"depth": 10**6}, {"width": 10**9}, {"hidden": 10**12}, {"heads": 10**9}])
-def test_sizes_of_no_model_are_refused_at_once(sizes):
+def test_impossible_model_sizes_are_refused(sizes):
     with pytest.raises(UsageError, match=f"model: {next(iter(sizes))} is"):
         shape_of(ModelSettings(**sizes))
 
 
-def test_a_vocabulary_that_no_memory_holds_is_refused():
+def test_vocabulary_beyond_memory_is_refused():
     with pytest.raises(UsageError, match=r"data\.vocabulary is 1000000000000.*\n.*4194304 or less"):
         train_tokenizer(["a"], 10**12)
 
 
-def test_values_made_in_python_are_held_to_the_same():
+def test_values_built_in_python_have_the_same_bounds():
     for make in (
         lambda: Recipe(seed=10**400),
         lambda: DataSettings(source="a\x07"),

@@ -1,4 +1,4 @@
-"""A recipe put together from the command line, and where each value came from."""
+"""Recipes composed from options of the command line, and the origin of each value."""
 
 import math
 from dataclasses import replace
@@ -19,7 +19,7 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.optimizers.lamb import Lamb
 
 
-def test_later_layers_win_and_each_value_knows_its_own() -> None:
+def test_later_layers_win_and_origins_are_recorded() -> None:
     layers = build_recipe(
         "kjv", data="mine.txt", budget="10min", seed=3, name="test", assignments=("data.batch=8", "seed=4")
     )
@@ -32,11 +32,11 @@ def test_later_layers_win_and_each_value_knows_its_own() -> None:
     assert origins["budget.seconds"] == "--budget" and "budget.steps" not in origins
     assert origins["model.preset"] == "recipe kjv"
     assert origins["techniques.optimizers.adamw.lr"] == "recipe kjv"
-    defaults = ("data.length", "techniques.optimizers.adamw.eps")  # whoever wrote them
+    defaults = ("data.length", "techniques.optimizers.adamw.eps")  # set by no layer
     assert not any(path in origins for path in defaults)
 
 
-def test_what_no_layer_changes_is_the_same_value_as_in_the_recipe() -> None:
+def test_unchanged_values_equal_the_recipe() -> None:
     below = kjv()
     layers = RecipeLayers.above("recipe kjv", below).set("data.batch=8").add_technique("optimizers.adamw:lr=1e-3")
     recipe = layers.recipe()
@@ -47,7 +47,7 @@ def test_what_no_layer_changes_is_the_same_value_as_in_the_recipe() -> None:
     assert replace(recipe.data, batch=below.data.batch) == below.data
 
 
-def test_augmentation_of_a_recipe_is_changed_value_by_value() -> None:
+def test_augmentation_is_changed_value_by_value() -> None:
     below = vit_cifar10()
     assert below.data.augment is not None and below.data.augment.magnitude != 0.5
     layers = RecipeLayers.above("recipe", below).set("data.augment.magnitude=0.5")
@@ -61,7 +61,7 @@ def test_model_takes_a_preset_or_a_folder(tmp_path: object) -> None:
     assert build_recipe("text", model=str(tmp_path)).recipe().model.folder == str(tmp_path)
 
 
-def test_a_mesh_brings_the_techniques_that_its_axes_need() -> None:
+def test_mesh_adds_the_techniques_of_its_axes() -> None:
     layers = RecipeLayers().add_technique("parallelism.shard").apply_mesh("replicate=2,shard=4,pipeline=1")
     recipe = layers.recipe()
     assert (recipe.mesh.replicate, recipe.mesh.shard, recipe.mesh.tensor) == (2, 4, 1)
@@ -98,13 +98,13 @@ def test_with_takes_a_name_and_settings(words: str, technique: object) -> None:
 
 
 @pytest.mark.parametrize("settings", ["rank", "rank=", "rank=4;alpha=3", "]"])
-def test_with_that_cannot_be_read_says_how_it_is_written(settings: str) -> None:
+def test_unreadable_with_is_refused_with_its_form(settings: str) -> None:
     with pytest.raises(UsageError, match="is not name:key=value") as error:
         RecipeLayers().add_technique(f"adapters.lora:{settings}")
     assert "--with optimizers.adamw:lr=1e-3" in error.value.fix
 
 
-def test_with_of_an_unknown_technique_or_setting_names_the_nearest() -> None:
+def test_unknown_technique_or_setting_names_the_nearest() -> None:
     with pytest.raises(UsageError, match=r"no technique 'adapters\.lorra'") as error:
         RecipeLayers().add_technique("adapters.lorra")
     assert "adapters.lora" in error.value.fix
@@ -113,7 +113,7 @@ def test_with_of_an_unknown_technique_or_setting_names_the_nearest() -> None:
     assert "rank" in error.value.fix
 
 
-def test_with_changes_the_settings_of_what_is_there_and_keeps_the_others() -> None:
+def test_with_changes_only_named_settings() -> None:
     layers = build_recipe("text", additions=("optimizers.adamw:weight_decay=0.3",))
     adamw = next(t for t in layers.recipe().techniques if isinstance(t, AdamW))
     assert (adamw.weight_decay, adamw.lr) == (0.3, 2e-3)
@@ -121,7 +121,7 @@ def test_with_changes_the_settings_of_what_is_there_and_keeps_the_others() -> No
     assert layers.changed()["techniques.optimizers.adamw.lr"] == "recipe text"
 
 
-def test_without_takes_a_technique_and_its_origins_away() -> None:
+def test_without_removes_a_technique_and_its_origins() -> None:
     layers = build_recipe("text", removals=("gradients.clip",))
     assert "gradients.clip" not in [t.name for t in layers.recipe().techniques]
     assert not any("clip" in path for path in layers.changed())
@@ -157,7 +157,7 @@ def test_set_changes_any_value_by_its_path(assignment: str, path: str, value: ob
 
 
 @pytest.mark.parametrize("assignment", ["data.batch", "=3", ""])
-def test_set_without_a_path_or_a_value_says_how_it_is_written(assignment: str) -> None:
+def test_incomplete_set_is_refused_with_its_form(assignment: str) -> None:
     with pytest.raises(UsageError, match="is not path=value"):
         RecipeLayers().set(assignment)
 
@@ -170,7 +170,7 @@ def test_set_of_an_unknown_path_names_the_nearest() -> None:
         build_recipe("text", assignments=("seed.x=3",)).recipe()
 
 
-def test_a_new_budget_takes_the_place_of_the_old_and_two_new_ones_are_refused(tmp_path: Path) -> None:
+def test_new_budget_replaces_the_old_and_two_are_refused(tmp_path: Path) -> None:
     assert build_recipe("text", assignments=("budget.seconds=3",)).recipe().budget == Budget(seconds=3)
     both = tmp_path / "both.toml"
     both.write_text("[budget]\nsteps = 3\nseconds = 3\n")
@@ -178,7 +178,7 @@ def test_a_new_budget_takes_the_place_of_the_old_and_two_new_ones_are_refused(tm
         build_recipe(str(both)).recipe()
 
 
-def test_a_value_is_toml_or_else_text() -> None:
+def test_value_is_toml_or_text() -> None:
     assert toml_value("[1, 2]") == [1, 2]
     assert toml_value("true") is True and toml_value("True") == "True"
     assert toml_value("1 2") == "1 2"
@@ -201,13 +201,13 @@ def test_a_value_is_toml_or_else_text() -> None:
         ("1.5h", {"seconds": 5400.0}),
     ],
 )
-def test_a_budget_is_an_amount_with_its_unit(text: str, budget: dict[str, float]) -> None:
+def test_budget_is_an_amount_with_its_unit(text: str, budget: dict[str, float]) -> None:
     assert read_budget(text) == budget
     assert build_recipe("text", budget=text).changes["budget"] == budget
 
 
 @pytest.mark.parametrize("text", ["", "500", "steps", "-3steps", "3 parsecs", "1e-3 s", "ten steps", "5 steps 3"])
-def test_an_amount_without_sense_is_refused_with_examples(text: str) -> None:
+def test_invalid_amount_is_refused_with_examples(text: str) -> None:
     with pytest.raises(UsageError, match="is not an amount") as error:
         read_budget(text)
     assert "500steps, 1e7tokens, 3epochs, 90s, 10min or 2h" in error.value.fix

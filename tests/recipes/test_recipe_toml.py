@@ -1,4 +1,4 @@
-"""A recipe and its TOML are one value in two spellings."""
+"""Recipes as TOML files: written, read, and refused with a reason."""
 
 import dataclasses
 import tomllib
@@ -36,7 +36,7 @@ FIXED: dict[type, dict[str, some.SearchStrategy]] = {
 
 
 def values_of(kind: Any) -> some.SearchStrategy:
-    """Any value of a field's type."""
+    """Return a strategy of values of a field's type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         bound = next((note for note in arguments[1:] if isinstance(note, SettingBound)), None)
@@ -94,7 +94,7 @@ OWN_MODEL = some.builds(
 
 
 def any_legal(kind: type[Technique]) -> some.SearchStrategy:
-    """Any settings of a technique that it does not refuse, one by one or for how they go together."""
+    """Return a strategy of settings that a technique accepts, alone and in combination."""
 
     def made(**settings: Any) -> Technique:
         technique = kind()
@@ -122,7 +122,7 @@ ANY_RECIPE = any_of(Recipe, techniques=TECHNIQUES, name=NAMES, model=OWN_MODEL |
 
 @settings(max_examples=150)
 @given(recipe=ANY_RECIPE)
-def test_what_is_written_reads_back_as_the_same_value(recipe: Recipe) -> None:
+def test_written_recipe_reads_back_as_an_equal_value(recipe: Recipe) -> None:
     again = recipe_from_data(tomllib.loads(write_recipe(recipe)))
     assert again == recipe
     assert write_recipe(again) == write_recipe(recipe)
@@ -131,14 +131,14 @@ def test_what_is_written_reads_back_as_the_same_value(recipe: Recipe) -> None:
 
 @settings(max_examples=50)
 @given(chosen=TECHNIQUES, order=some.randoms(use_true_random=False))
-def test_the_order_of_techniques_is_no_part_of_a_recipe(chosen: tuple[Technique, ...], order: Any) -> None:
+def test_order_of_techniques_does_not_matter(chosen: tuple[Technique, ...], order: Any) -> None:
     shuffled = list(chosen)
     order.shuffle(shuffled)
     assert Recipe(techniques=tuple(shuffled)) == Recipe(techniques=chosen)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_here_can_be_composed_written_and_read(name: str, tmp_path: Path) -> None:
+def test_every_recipe_is_composed_written_and_read(name: str, tmp_path: Path) -> None:
     recipe = RECIPES[name]()
     assert recipe.name == name and recipe.about
     assert "Command" in (RECIPES[name].__doc__ or "")
@@ -166,7 +166,7 @@ def test_every_recipe_here_can_be_composed_written_and_read(name: str, tmp_path:
         ("[techniques.compil]", "compil", "compile"),
     ],
 )  # fmt: skip
-def test_an_unknown_key_is_named_with_its_path_and_the_nearest_right_one(toml: str, key: str, hint: str) -> None:
+def test_unknown_key_is_named_with_its_path_and_the_nearest(toml: str, key: str, hint: str) -> None:
     with pytest.raises(UsageError) as error:
         recipe_from_data(tomllib.loads(toml))
     assert key in error.value.what
@@ -174,7 +174,7 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_right_one(toml: s
 
 
 @pytest.mark.parametrize(
-    ("toml", "said"),
+    ("toml", "message"),
     [
         ('seed = "1"', "seed must be a whole number, not '1'"),
         ("seed = 1.5", "seed must be a whole number, not 1.5"),
@@ -194,37 +194,37 @@ def test_an_unknown_key_is_named_with_its_path_and_the_nearest_right_one(toml: s
         ("techniques = 3", "techniques must be a table, not 3"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_named_with_what_it_must_be(toml: str, said: str) -> None:
+def test_value_of_the_wrong_type_is_refused(toml: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         recipe_from_data(tomllib.loads(toml))
-    assert said in error.value.what
+    assert message in error.value.what
 
 
-def test_a_whole_number_may_stand_for_a_number() -> None:
+def test_whole_number_is_accepted_as_a_float() -> None:
     recipe = recipe_from_data(tomllib.loads("[techniques.gradients.clip]\nmax_norm = 2"))
     (clip,) = recipe.techniques
     assert repr(clip.max_norm) == "2.0"  # type: ignore[attr-defined]
 
 
-def test_a_moment_keeps_apart_what_is_steps_and_what_is_a_share() -> None:
-    found = recipe_from_data(tomllib.loads("[techniques.growth.stacking]\nat = [1, 1.0]")).techniques[0]
-    assert [type(moment) for moment in found.at] == [int, float]  # type: ignore[attr-defined]
+def test_moments_distinguish_steps_and_fractions() -> None:
+    technique = recipe_from_data(tomllib.loads("[techniques.growth.stacking]\nat = [1, 1.0]")).techniques[0]
+    assert [type(moment) for moment in technique.at] == [int, float]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("toml", "said"),
+    ("toml", "message"),
     [
         ("[budget]\nsteps = 3\nseconds = 4", "budget: steps and seconds are both set"),
         ("[budget]\nsteps = 0", "budget.steps is 0"),
         ("[budget]\ntokens = -1.0", "budget.tokens is -1.0"),
     ],
 )
-def test_a_budget_is_one_positive_amount(toml: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_budget_is_one_positive_amount(toml: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         recipe_from_data(tomllib.loads(toml))
 
 
-def test_what_is_no_recipe_file_is_refused_with_a_reason(tmp_path: Path) -> None:
+def test_invalid_recipe_file_is_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no recipe 'kvj'") as error:
         load_recipe("kvj", "it")
     assert "'kjv'" in error.value.fix
@@ -241,21 +241,19 @@ def test_what_is_no_recipe_file_is_refused_with_a_reason(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="there is no recipe file"):
         load_recipe(str(tmp_path), "it")
     (tmp_path / "recipe.toml").write_text("")
-    with pytest.raises(UsageError, match=f"fix: give {tmp_path}/recipe.toml"):
+    with pytest.raises(UsageError, match=f"fix: pass {tmp_path}/recipe.toml"):
         load_recipe(str(tmp_path), "it")
 
 
-def test_the_name_of_a_run_in_place_of_a_recipe_is_refused_with_its_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_name_as_recipe_is_refused_with_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "recipe.toml").write_text("")
-    with pytest.raises(UsageError, match=r"(?s)'mine' is a run.*give runs/mine/recipe.toml"):
+    with pytest.raises(UsageError, match=r"(?s)'mine' is a run.*pass runs/mine/recipe.toml"):
         load_recipe("mine", "it")
 
 
-def test_differences_name_each_value_that_changed() -> None:
+def test_differences_name_each_changed_value() -> None:
     old, new = (recipe_to_data(r) for r in (Recipe(), dataclasses.replace(RECIPES["kjv"](), name="run", about="")))
     lines = differences(old, new)
     assert "data.source: 'python-stdlib' → 'kjv'" in lines

@@ -1,6 +1,6 @@
-"""Runs worth repeating, each a function that returns a Recipe; its docstring has the command and what to expect.
+"""Recipes: functions that return the recipe of a run; each docstring has the command and the expected result.
 
-Experiments of many runs are studies, in a folder of their own.
+Experiments of many runs are studies, in `experiments/studies`.
 """
 
 from collections.abc import Callable, Collection
@@ -42,20 +42,22 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 def load_recipe(name_or_path: str, origin: str, studies: Collection[str] = ()) -> RecipeLayers:
-    """Load a recipe by its name here or from a TOML file, as the lowest layer; say so where the name is one of
-    `studies`."""
+    """Return a recipe by its name or from a TOML file, as the lowest layer.
+
+    Raises UsageError for an unknown name, a missing file, a run, or a name in `studies`.
+    """
     if name_or_path in RECIPES:
         return RecipeLayers.above(origin, RECIPES[name_or_path]())
     path = Path(name_or_path)
     if path.suffix == ".toml" or path.exists():
         if not path.is_file():
-            own = path / "recipe.toml"  # of a run
-            fix = f"give {own}" if own.is_file() else "thrifty list shows the recipes by name"
-            raise UsageError(f"there is no recipe file {path}", fix)
+            of_run = path / "recipe.toml"
+            fix = f"pass {of_run}" if of_run.is_file() else "thrifty list recipes"
+            raise UsageError(f"there is no recipe file {str(path)!r}", fix)
         return RecipeLayers().override(origin, read_tables(path))
     if name_or_path in studies:
         raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty study {name_or_path}")
     of_run = Path("runs", name_or_path, "recipe.toml")
     if of_run.is_file():
-        raise UsageError(f"{name_or_path!r} is a run and no recipe", fix=f"give {of_run}")
+        raise UsageError(f"{name_or_path!r} is a run and no recipe", fix=f"pass {of_run}")
     raise UsageError(f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies]))

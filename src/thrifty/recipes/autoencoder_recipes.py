@@ -1,60 +1,63 @@
-"""Masked autoencoders on images without labels; a classifier that starts from one is `vit-digits --model FOLDER`."""
+"""Recipes of masked autoencoders on images without labels.
+
+`vit-digits --model FOLDER` trains a classifier from an exported one.
+"""
 
 from collections.abc import Sequence
 
 from thrifty.core import recipe
 from thrifty.core.technique import Technique
-from thrifty.recipes.vision_recipes import quick
+from thrifty.recipes.vision_recipes import image_techniques
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
 from thrifty.techniques.optimizers.adamw import AdamW
 
 
-def as_mae(chosen: Sequence[Technique]) -> tuple[Technique, ...]:
-    """Techniques with AdamW's averages as MAE has them, and an encoder without blanks."""
+def mae_techniques(chosen: Sequence[Technique]) -> tuple[Technique, ...]:
+    """Return techniques with the AdamW settings of MAE and an encoder that skips removed patches."""
     changed = [
-        AdamW(lr=one.lr, betas=(0.9, 0.95), weight_decay=0.05) if isinstance(one, AdamW) else one for one in chosen
+        AdamW(lr=each.lr, betas=(0.9, 0.95), weight_decay=0.05) if isinstance(each, AdamW) else each for each in chosen
     ]
     return (*changed, DropMaskedPatches())
 
 
 def mae_digits() -> recipe.Recipe:
-    """A small masked autoencoder of the handwritten digits that come with Thrifty; nothing is fetched.
+    """A small masked autoencoder on the handwritten digits of Thrifty, without a download.
 
     Command   thrifty train mae-digits && thrifty export mae-digits mae-digits-model
               thrifty train vit-digits --model mae-digits-model --set model.pool=patches --with adapters.head_only
               --set techniques.optimizers.adamw.lr=2e-2
               thrifty train vit-digits --model mae-digits-model --with optimizers.layerwise_lr_decay
-    Expect    a held-out loss of 0.41 after 2000 steps, from 0.52 after 200 (seed 0), in a minute or two of one core;
-              91 % of the test images told right by a head on the frozen encoder.
+    Expect    A held-out loss of 0.41 after 2000 steps and 0.52 after 200 (seed 0), in one to two minutes on one core.
+              A head on the frozen encoder then classifies 91 % of the test images correctly.
     """
     return recipe.Recipe(
         name="mae-digits",
-        about="A small masked autoencoder: three quarters of each handwritten digit are removed, and given back.",
+        about="A small masked autoencoder on handwritten digits, with 75 % of the patches removed.",
         model=recipe.ModelSettings(preset="mae-nano", patch=2, width=64, decoder_width=32),
         data=recipe.DataSettings(source="digits", batch=64, augment=recipe.AugmentationSettings(crop=1)),
         objective=recipe.ObjectiveSettings("masked_reconstruction"),
         budget=recipe.Budget(steps=2000),
         evaluation=recipe.EvaluationSettings(every=200, examples=497),
         checkpoints=recipe.CheckpointSettings(every=500),
-        techniques=as_mae(quick(lr=2e-3)),
+        techniques=mae_techniques(image_techniques(lr=2e-3)),
     )
 
 
 def mae_cifar10() -> recipe.Recipe:
-    """A masked autoencoder of 0.9M parameters, most of them the encoder's, on CIFAR-10 without its labels.
+    """A masked autoencoder of 0.9M parameters, most of them in the encoder, on CIFAR-10 without labels.
 
     Command   thrifty data get cifar10 && thrifty train mae-cifar10
-    Expect    a held-out loss of 0.82 after a run of 300 steps (seed 0); `thrifty report` shows what is given back. The
-              whole was not run: 20,000 steps are 51 epochs, and MAE's own runs are of 800 and more, of larger images.
+    Expect    A held-out loss of 0.82 after 300 steps (seed 0). `thrifty report` shows the predicted patches. The whole
+              recipe was not run: it has 51 epochs. MAE trains for 800 and more, on larger images.
     """
     return recipe.Recipe(
         name="mae-cifar10",
-        about="A masked autoencoder on CIFAR-10: three quarters of each image are removed, and given back.",
+        about="A masked autoencoder on CIFAR-10, with 75 % of the patches removed.",
         model=recipe.ModelSettings(preset="mae-nano"),
         data=recipe.DataSettings(source="cifar10", batch=128, augment=recipe.AugmentationSettings(crop=4, flip=True)),
         objective=recipe.ObjectiveSettings("masked_reconstruction"),
         budget=recipe.Budget(steps=20_000),
         evaluation=recipe.EvaluationSettings(every=1000, examples=2000),
         checkpoints=recipe.CheckpointSettings(every=2000),
-        techniques=as_mae(quick(lr=1e-3)),
+        techniques=mae_techniques(image_techniques(lr=1e-3)),
     )

@@ -1,4 +1,4 @@
-"""Data parallelism in recipes that say nothing of ranks."""
+"""Default data parallelism on several ranks."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from thrifty.techniques import find
 
 
 def with_data_parallelism(recipe: Recipe) -> Recipe:
-    """Return the recipe with replicas, if there are several ranks and no technique divides their work."""
+    """Return the recipe with `parallelism.replicate`, if there are several ranks and no technique uses them."""
     if ranks() == 1 or any(technique.divides_ranks for technique in recipe.techniques):
         return recipe
     return replace(recipe, techniques=(*recipe.techniques, find("parallelism.replicate")()))

@@ -1,4 +1,4 @@
-"""Language models on text."""
+"""Recipes of language models on text."""
 
 import torch
 
@@ -13,9 +13,12 @@ from thrifty.techniques.precision.mixed import MixedPrecision
 from thrifty.techniques.schedules.linear import LinearDecay
 
 
-def fast(lr: float) -> tuple[Technique, ...]:
-    """What pays on nearly every run: AdamW with a rate decayed to the end and clipping; bfloat16 where there are units
-    for it; compiled blocks where there is a compiler, on CPUs with tiled attention in models that allow it."""
+def text_techniques(lr: float) -> tuple[Technique, ...]:
+    """Return the techniques that pay on nearly every run of a causal language model.
+
+    AdamW with linear decay and gradient clipping; bfloat16 if the processor has units for it; compiled blocks if there
+    is a compiler, on CPUs with tiled attention in models that allow it.
+    """
     chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(), GradientClipping()]
     if has_fast_bfloat16():
         chosen.append(MixedPrecision())
@@ -26,16 +29,17 @@ def fast(lr: float) -> tuple[Technique, ...]:
     return tuple(chosen)
 
 
-def both_ways(lr: float) -> tuple[Technique, ...]:
-    """The same for models in which a token sees later ones, whose attention is not tiled."""
-    return tuple(technique for technique in fast(lr) if not isinstance(technique, TiledAttention))
+def bidirectional_techniques(lr: float) -> tuple[Technique, ...]:
+    """Return `text_techniques` without tiled attention, for models whose attention is not causal."""
+    return tuple(technique for technique in text_techniques(lr) if not isinstance(technique, TiledAttention))
 
 
 def text() -> recipe.Recipe:
-    """A small Llama-style model on any text: the recipe behind `thrifty train --data FILE`.
+    """A small Llama-style model on any text: the recipe of `thrifty train --data FILE`.
 
     Command   thrifty train text --data my.txt
-    Expect    some thousand tokens a second and core; held-out loss well below the unigram entropy after 500 steps.
+    Expect    Some thousand tokens per second and core. After 500 steps the held-out loss is well below the unigram
+              entropy.
     """
     return recipe.Recipe(
         name="text",
@@ -43,13 +47,13 @@ def text() -> recipe.Recipe:
         model=recipe.ModelSettings(preset="llama-micro"),
         data=recipe.DataSettings(length=256, batch=32),
         budget=recipe.Budget(steps=500),
-        techniques=fast(lr=2e-3),
+        techniques=text_techniques(lr=2e-3),
     )
 
 
 def plain() -> recipe.Recipe:
-    """What techniques are held against: a small Llama-style model in plain PyTorch, with AdamW and nothing else that
-    would save anything.
+    """The baseline of techniques: a small Llama-style model in plain PyTorch, with AdamW and no technique that saves
+    anything.
 
     Command   thrifty compare plain --variant "--with precision.mixed"
     """
@@ -65,24 +69,24 @@ def plain() -> recipe.Recipe:
 
 
 def masked() -> recipe.Recipe:
-    """A small BERT-style encoder on any text, by masked tokens.
+    """A small BERT-style encoder on any text, trained on masked tokens.
 
     Command   thrifty train masked --data my.txt
-    Expect    more tokens than next-token prediction needs: only one in seven is learned from.
+    Expect    More tokens are required than for next-token prediction: only one in seven has a loss.
     """
     return recipe.Recipe(
         name="masked",
-        about="A small BERT-style encoder on any text, by masked tokens.",
+        about="A small BERT-style encoder on any text, trained on masked tokens.",
         model=recipe.ModelSettings(preset="bert-micro"),
         objective=recipe.ObjectiveSettings("masked_token"),
         data=recipe.DataSettings(length=128, batch=64),
         budget=recipe.Budget(steps=2000),
-        techniques=both_ways(lr=1e-3),
+        techniques=bidirectional_techniques(lr=1e-3),
     )
 
 
 def spans() -> recipe.Recipe:
-    """A small T5-style encoder-decoder on any text, by spans that are cut out of it.
+    """A small T5-style encoder-decoder on any text, trained on cut-out spans.
 
     Command   thrifty train spans --data my.txt
     """
@@ -93,12 +97,12 @@ def spans() -> recipe.Recipe:
         objective=recipe.ObjectiveSettings("sequence_to_sequence"),
         data=recipe.DataSettings(length=128, batch=64),
         budget=recipe.Budget(steps=2000),
-        techniques=both_ways(lr=2e-3),
+        techniques=bidirectional_techniques(lr=2e-3),
     )
 
 
 def kjv() -> recipe.Recipe:
-    """The demo: a 4M-parameter Llama-style model on the King James Bible, for two and a half minutes.
+    """The demo: a Llama-style model of 4M parameters on the King James Bible, for two and a half minutes.
 
     Command   thrifty data get kjv && thrifty train kjv
     """
@@ -110,20 +114,20 @@ def kjv() -> recipe.Recipe:
         budget=recipe.Budget(seconds=150.0),
         evaluation=recipe.EvaluationSettings(every=25),
         checkpoints=recipe.CheckpointSettings(every=100),
-        techniques=fast(lr=2e-3),
+        techniques=text_techniques(lr=2e-3),
     )
 
 
 def stdlib() -> recipe.Recipe:
-    """The zero-download run: a small model of Python on the running environment's own source.
+    """A small Llama-style model of Python on the source of the running environment, without a download.
 
     Command   thrifty train stdlib
     """
     return recipe.Recipe(
         name="stdlib",
-        about="A small Llama-style model of Python, on the source of the running environment.",
+        about="A small Llama-style model of Python on the source of the running environment.",
         model=recipe.ModelSettings(preset="llama-micro"),
         data=recipe.DataSettings(source="python-stdlib", length=256, batch=32),
         budget=recipe.Budget(steps=500),
-        techniques=fast(lr=2e-3),
+        techniques=text_techniques(lr=2e-3),
     )

@@ -1,4 +1,4 @@
-"""Techniques that a recipe could switch on so that its run requires less memory."""
+"""Techniques that reduce the memory of a run."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -17,27 +17,29 @@ SAVERS = (
     "precision.optimizer_state:format=int8",
     "memory.offload_optimizer",
 )
-"""As `--with` takes them, by how little each changes of values."""
+"""Techniques as `--with` takes them, ordered by how little each changes the values of a run."""
 
 
 def leaner_start(recipe: Recipe, folder: Path, memory: float, check: Callable[[Recipe], object]) -> str:
-    """Return, as commands, what would make a run fit into so many bytes. `check` raises ThriftyError for a recipe that
-    cannot be run."""
+    """Return the commands that would make a run fit into `memory` bytes.
+
+    `check` raises ThriftyError for a recipe that cannot be run.
+    """
     model = recipe.model.build
     words = list(memory_savers(recipe, check))
     changes = [f"--with {word}" for word in words] + [f"--set data.batch={max(recipe.data.batch // 2, 1)}"]
     file, lean = shlex.quote(str(folder / "recipe.toml")), shlex.quote(f"{recipe.name}-lean")
-    begun = any((folder / "checkpoints").glob("step-*"))
-    start = f"thrifty resume {shlex.quote(str(folder))} --fork" if begun else f"thrifty train {file} --name"
+    has_checkpoint = any((folder / "checkpoints").glob("step-*"))
+    start = f"thrifty resume {shlex.quote(str(folder))} --fork" if has_checkpoint else f"thrifty train {file} --name"
     plan = f"thrifty plan {file} --memory {memory / 1e6:.0f}MB"
     if not model:
-        return f"`{plan}` looks for what fits; or `{start} {lean} {changes[0]}`; others: {', '.join(changes[1:])}"
+        return f"`{plan}` finds what fits; or `{start} {lean} {changes[0]}`; or instead {', '.join(changes[1:])}"
     advice = f"change the recipe of the call by one of {', '.join(changes)}"
-    return f"`{plan} --model {model}` looks for what fits; or {advice}" if is_function_name(model) else advice
+    return f"`{plan} --model {model}` finds what fits; or {advice}" if is_function_name(model) else advice
 
 
 def memory_savers(recipe: Recipe, check: Callable[[Recipe], object]) -> Iterator[str]:
-    """Yield what `--with` could add to a recipe, more micro-batches first, for which `check` raises no ThriftyError."""
+    """Yield values of `--with` that a recipe could add, more micro-batches first, if `check` raises no ThriftyError."""
     present = {technique.name for technique in recipe.techniques}
     parts = max((t.micro_batches for t in recipe.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
     cuts = [f"{name}:micro_batches={2 * parts}" for name in ("gradient_accumulation", "gradient_cache")]

@@ -1,4 +1,4 @@
-"""A recipe put together in layers, each value remembering which layer it came from.
+"""Recipes composed in layers, with the origin of each value.
 
 defaults  <  a recipe (a function's name or a TOML file)  <  --data, --budget, …  <  --with, --without  <  --set
 """
@@ -22,23 +22,26 @@ from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, techni
 
 @dataclass
 class RecipeLayers:
+    """A base recipe and the values set above it."""
+
     base: Recipe | None = None
-    """A recipe that is a value already; the tables of a file have none below them."""
+    """The lowest layer; None below the tables of a file."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Tables of the values above the base, which are checked once all are there."""
+    """Tables of the values above the base, checked by `recipe`."""
     origins: dict[str, str] = field(default_factory=dict)
+    """The layer of each value by its path."""
     names: dict[str, str] = field(default_factory=dict)
-    """The model's function, data and loss of the user's own, by the names that were typed."""
+    """Names "package.module:name" of the user's model function, data and loss, as typed."""
 
     @classmethod
     def above(cls, origin: str, recipe: Recipe) -> "RecipeLayers":
-        """Layers above a recipe, all of whose values have this origin."""
+        """Return layers above a recipe, all of whose values have this origin."""
         layers = cls(recipe)
         layers.origins = dict.fromkeys(layers.values(), origin)
         return layers
 
     def override(self, origin: str, data: Mapping[str, Any], path: tuple[str, ...] = ()) -> "RecipeLayers":
-        """Put values above those that are there, table by table."""
+        """Set values above the present ones, table by table."""
         for key, value in data.items():
             here = (*path, key)
             if isinstance(value, Mapping):
@@ -50,7 +53,7 @@ class RecipeLayers:
         return self
 
     def replace(self, origin: str, key: str, table: Mapping[str, Any]) -> "RecipeLayers":
-        """Put a whole table in place of what is there: values that exclude each other must not be mixed."""
+        """Replace a whole table, because values that exclude each other must not be mixed."""
         if self.base is not None:
             self.base = self.base.without_objects("model") if key == "model" else self.base
             self.base = replace(self.base, **{key: type(getattr(self.base, key))()})
@@ -59,35 +62,36 @@ class RecipeLayers:
         return self.override(origin, {key: table})
 
     def set(self, assignment: str) -> "RecipeLayers":
-        """One `path=value`, the value in TOML; text needs no quotes."""
+        """Set `path=value`, with the value in TOML; text requires no quotes."""
         path, equals, text = assignment.partition("=")
         if not equals or not path or path.count(".") > DEEPEST:
             raise UsageError(f"--set {assignment!r} is not path=value", fix="for example --set data.batch=16")
         return self.assign("--set", path, toml_value(text))
 
     def assign(self, origin: str, path: str, value: Any) -> "RecipeLayers":
-        """Put a value above that of a path such as `data.batch`. Raises UsageError for the name of an object."""
+        """Set the value of a path such as `data.batch`. Raises UsageError for the path of an object."""
         if path == "model.build" or path.split(".")[0] == "python":
             name = path.rpartition(".")[2].replace("build", "model").replace("python", "loss")
             fix = f"--{name.replace('_', '-')} package.module:name"
             raise UsageError(f"{path} names an object, which is passed and not set", fix)
-        if path.startswith("budget."):  # its amounts exclude each other: the new one takes the place of the old
+        if path.startswith("budget."):  # amounts exclude each other, so the new one replaces the old one
             return self.replace(origin, "budget", {path.removeprefix("budget."): value})
         return self.override(origin, _nested(path, value))
 
     def add_technique(self, words: str) -> "RecipeLayers":
-        """One `name` or `name:key=value,key=value`."""
+        """Add a technique as `name` or `name:key=value,key=value`, or change the settings of a present one."""
         name, settings = techniques.split_settings(words)
         return self.override("--with", {"techniques": _nested(name, toml_table(settings, words))})
 
     def drop_technique(self, name: str) -> "RecipeLayers":
+        """Remove a technique. Raises UsageError if the recipe does not use it."""
         present = self._technique_names()
         name = name if name in present else techniques.full_name(name)
         if name not in present:
             raise UsageError(f"--without {name}: the recipe does not use it", fix=did_you_mean(name, present))
         if self.base is not None:
-            kept = tuple(technique for technique in self.base.techniques if technique.name != name)
-            self.base = replace(self.base, techniques=kept)
+            rest = tuple(technique for technique in self.base.techniques if technique.name != name)
+            self.base = replace(self.base, techniques=rest)
         *group, last = name.split(".")
         self._table(("techniques", *group)).pop(last, None)
         self._forget(f"techniques.{name}")
@@ -96,7 +100,7 @@ class RecipeLayers:
     def apply_changes(
         self, removals: Sequence[str], additions: Sequence[str], assignments: Sequence[str]
     ) -> "RecipeLayers":
-        """What --without, --with and --set say, in this order: a technique can be taken out and put in anew."""
+        """Apply --without, --with and --set in this order, so that a technique can be removed and added again."""
         for name in removals:
             self.drop_technique(name)
         for words in additions:
@@ -106,7 +110,7 @@ class RecipeLayers:
         return self
 
     def apply_mesh(self, axes: str) -> "RecipeLayers":
-        """`tensor=2,pipeline=2`: the sizes of the mesh, and the techniques that its axes need and that are missing."""
+        """Set the mesh, such as `tensor=2,pipeline=2`, and add missing techniques that its axes require."""
         sizes = toml_table(axes, axes, "--mesh", "")
         self.replace("--mesh", "mesh", sizes)
         for axis, size in sizes.items():
@@ -117,7 +121,7 @@ class RecipeLayers:
         return self
 
     def changed(self) -> dict[str, str]:
-        """Return where each value that is not the default came from."""
+        """Return the origin of each value that is not the default."""
         chosen = tuple(techniques.find(name)() for name in self._technique_names())
         values, default = self.values(), RecipeLayers(Recipe(techniques=chosen)).values()
         return {
@@ -127,12 +131,14 @@ class RecipeLayers:
         }
 
     def values(self) -> dict[str, Any]:
-        """Each value by its path, as it was put there."""
+        """Return each value by its path, unchecked."""
         return (_values(recipe_to_data(self.base)) if self.base else {}) | _values(self.changes)
 
     def apply_model(self, model: str | None, arguments: Sequence[str] = ()) -> "RecipeLayers":
-        """A preset, a folder, or the name of a function, whose arguments are `key=value`. What a recipe says of the
-        same function stays; sizes of another model go with that."""
+        """Set the model to a preset, a folder, or the name of a function with arguments `key=value`.
+
+        Settings of the same function are kept; sizes of another model are removed.
+        """
         present = self.values()
         if is_function_name(model):
             self.names["model"] = model or ""
@@ -141,7 +147,7 @@ class RecipeLayers:
                 self.override("--model", {"about": ""} if present.get("about") else {})
         elif model is not None and Path(model).is_dir():
             reinitialize = present.get("model.reinitialize", False)
-            folder = str(Path(model).resolve())  # it also works from another folder, when the run is resumed there
+            folder = str(Path(model).resolve())  # valid also if the run is resumed from another folder
             self.replace("--model", "model", {"folder": folder, "reinitialize": reinitialize})
         elif model is not None and present.get("model.build"):
             self.replace("--model", "model", {"preset": model})
@@ -155,9 +161,11 @@ class RecipeLayers:
         return self
 
     def apply_objects(self, data: str | None, held_out: str | None, loss: str | None) -> "RecipeLayers":
-        """Data and a loss of the user's own by their names; or data by a path that exists or a known set, which also
-        works from another folder, and an objective. Raises UsageError where one of data and held-out data is the
-        user's own."""
+        """Set data, held-out data and loss.
+
+        Each is the name of a user's object, or data is a path or a known data set and the loss an objective. Existing
+        paths become absolute. Raises UsageError if only one of data and held-out data is a user's object.
+        """
         for name, text, section in (
             ("data", data, ("data", "source")),
             ("held_out", held_out, ("data", "held_out_source")),
@@ -173,20 +181,23 @@ class RecipeLayers:
                     self._drop_sources()
         if ("data" in self.names) != ("held_out" in self.names):
             raise UsageError(
-                "data of your own need held-out data to be judged by, both by name",
+                "data of your own requires held-out data, both by name",
                 fix="--data package.module:name --held-out package.module:name",
             )
         return self
 
     def _drop_sources(self) -> None:
-        """Leave out a mixture of sources, which would take the place of the one that was typed."""
+        """Remove a mixture of sources, which would replace the typed source."""
         if self.base is not None:
             self.base = replace(self.base, data=replace(self.base.data, sources={}))
         self._table(("data",)).pop("sources", None)
         self._forget("data.sources")
 
     def recipe(self) -> Recipe:
-        """The recipe with what `apply_model` and `apply_objects` named, which alone is imported."""
+        """Return the checked recipe, with the objects that `apply_model` and `apply_objects` named.
+
+        Only these objects are imported.
+        """
         recipe = recipe_from_data(self.changes, self.base)
         names = {name: text for name, text in self.names.items() if name != "model" or recipe.model.build == text}
         if not names:
@@ -207,13 +218,15 @@ class RecipeLayers:
         table = self.changes
         for depth, name in enumerate(path, start=1):
             if ".".join(path[:depth]) in self.origins:
-                raise UsageError(f"{'.'.join(path)} is set as a value and as a table")
+                raise UsageError(
+                    f"{'.'.join(path)} is set as a value and as a table", fix=f"keep one of them: [{'.'.join(path)}]"
+                )
             table = table.setdefault(name, {})
         return table
 
 
 def _values(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Each value below a table by its path."""
+    """Return each value of a table by its path."""
     values: dict[str, Any] = {}
     for key, value in table.items():
         values |= _values(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
@@ -221,14 +234,14 @@ def _values(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _nested(path: str, value: Any) -> dict[str, Any]:
-    """`a.b` and a value as {"a": {"b": value}}."""
+    """Return the value of path `a.b` as {"a": {"b": value}}."""
     for key in reversed(path.split(".")):
         value = {key: value}
     return value
 
 
 def toml_value(text: str) -> Any:
-    """A value as TOML has it; what is no TOML is text."""
+    """Return the value of a TOML literal, or the text if it is not TOML."""
     try:
         return parse_toml(f"value = {text}", f"--set {text[:80]!r}")["value"]
     except tomllib.TOMLDecodeError:
@@ -236,10 +249,12 @@ def toml_value(text: str) -> Any:
 
 
 def toml_table(settings: str, words: str, option: str = "--with", form: str = "name:") -> dict[str, Any]:
-    """`lr=1e-3,betas=[0.9,0.95],moments=copy` as a table; bare words are text. Messages name the `option` with all its
-    `words`, and the `form` of what stands before the table."""
+    """Return settings such as `lr=1e-3,betas=[0.9,0.95],moments=copy` as a table; bare words are text.
+
+    Messages name the `option` with all its `words`, and the `form` of the text before the table.
+    """
     bare = r"""("[^"]*"|'[^']*')|=\s*(?!(?:true|false|inf|nan)\b)([A-Za-z_][\w.-]*)"""
-    quoted = re.sub(bare, lambda found: found[1] or f'="{found[2]}"', settings)
+    quoted = re.sub(bare, lambda match: match[1] or f'="{match[2]}"', settings)
     try:
         return parse_toml(f"table = {{{quoted}}}", f"{option} {words[:80]!r}")["table"]
     except tomllib.TOMLDecodeError:

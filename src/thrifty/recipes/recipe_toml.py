@@ -1,4 +1,4 @@
-"""The TOML spelling of a recipe. Reading what was written gives the same value."""
+"""Recipes as TOML. Reading a written recipe returns an equal value."""
 
 import os
 import shlex
@@ -18,14 +18,14 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact
 
 LARGEST = 1_000_000
-"""Bytes: a larger file is not a recipe."""
+"""Largest size of a recipe file in bytes."""
 
 
 def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as tables without secrets; a technique's table stands under its dotted name.
+    """Return the recipe as tables without secrets, with techniques under their dotted names.
 
-    A path that exists stays as it is, whatever it looks like, and so does the name of an object: a run is resumed by
-    them. What objects of the user's own take the place of is left out.
+    Existing paths and names of objects are never redacted, because resuming a run requires them. Settings that a user's
+    objects replace are left out.
     """
     tables = to_data(recipe) | {"techniques": _nested((each.name, to_data(each)) for each in recipe.techniques)}
     replaced = {"preset", "folder", "reinitialize"} if recipe.model.build else set()
@@ -40,7 +40,7 @@ def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
 
 
 def _nested(chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """A [techniques] table of techniques by their full names; raises UsageError where one is there twice."""
+    """Return a [techniques] table of techniques by their full names. Raises UsageError for a duplicate."""
     tables: dict[str, Any] = {}
     for name, settings in chosen:
         *group, last = name.split(".")
@@ -54,9 +54,9 @@ def _nested(chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
 
 
 def recipe_from_data(data: Mapping[str, Any], base: Recipe | None = None) -> Recipe:
-    """The recipe of these tables, which with `base` have only what differs from that.
+    """Return the recipe of these tables, or of `base` with the values of these tables.
 
-    Raises UsageError for unknown keys and techniques and for values of the wrong type, each with its path.
+    Raises UsageError, with the path, for unknown keys and techniques and for values of the wrong type.
     """
     plain = {key: value for key, value in data.items() if key != "techniques"}
     chosen = {technique.name: technique for technique in (base.techniques if base else ())}
@@ -66,13 +66,14 @@ def recipe_from_data(data: Mapping[str, Any], base: Recipe | None = None) -> Rec
 
 
 def technique_tables(table: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each technique named in a [techniques] table, by its full name, with its settings."""
+    """Yield the full name and the settings of each technique in a [techniques] table."""
     return _tables_below(table, "", techniques.names())
 
 
 def _tables_below(table: Mapping[str, Any], prefix: str, known: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not isinstance(table, Mapping):
-        raise UsageError(f"techniques{'.' + prefix if prefix else ''} must be a table, not {table!r}")
+        path = f"techniques.{prefix}" if prefix else "techniques"
+        raise UsageError(f"{path} must be a table, not {table!r}", fix=f"write [{path}] and its keys below")
     for key, value in table.items():
         name = f"{prefix}.{key}" if prefix else key
         if any(other.startswith(name + ".") for other in known) and name not in known:
@@ -86,22 +87,24 @@ def write_recipe(recipe: Recipe) -> str:
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a recipe file, techniques by their full names; raises UsageError for what is no readable TOML."""
+    """Return the tables of a recipe file, with techniques by their full names. Raises UsageError for invalid TOML."""
     tables = _read_toml(path)
     return tables | ({"techniques": _nested(technique_tables(tables["techniques"]))} if "techniques" in tables else {})
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
     if path.stat().st_size > LARGEST:
-        raise UsageError(f"{path} has {path.stat().st_size} bytes: too large for a recipe", fix="give a recipe file")
+        raise UsageError(
+            f"{path} has {path.stat().st_size} bytes: a recipe has at most {LARGEST}", fix="pass a recipe file"
+        )
     try:
         return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}", fix="correct the file there, or write it again") from None
+        raise UsageError(f"{path} is not TOML: {error}", fix="correct that line, or write the file again") from None
 
 
 def read_stored_tables(path: Path) -> dict[str, Any]:
-    """The tables of the recipe that a run folder keeps, whatever version wrote it, by the names of today."""
+    """Return the tables of the recipe in a run folder, with names of earlier versions replaced by current ones."""
     try:
         return rename_recipe(_read_toml(path))
     except UsageError as error:
@@ -110,5 +113,5 @@ def read_stored_tables(path: Path) -> dict[str, Any]:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe that a run folder keeps."""
+    """Return the recipe of a run folder."""
     return recipe_from_data(read_stored_tables(path))

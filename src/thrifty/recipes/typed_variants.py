@@ -1,4 +1,4 @@
-"""Variants of a comparison as they are typed: changes of a recipe, spelled as for `thrifty train`."""
+"""Variants of a comparison on the command line: changes of a recipe, spelled as for `thrifty train`."""
 
 import os
 import shlex
@@ -11,11 +11,11 @@ CHANGES = ("--with", "--without", "--set")
 
 
 def read_variants(texts: Sequence[str], load: Callable[[str], Recipe]) -> dict[str, list[Recipe | str]]:
-    """Return the changes of each variant by its name, as they are typed: "NAME: RECIPE --without NAME --with
-    NAME:KEY=VALUE,… --set PATH=VALUE", of which everything may be left out.
+    """Return the changes of each variant by its name.
 
-    Without a name the text is the name; without a recipe the changes are of the baseline. `load` returns a recipe by
-    its name or file. Raises UsageError for any other text.
+    A variant is "NAME: RECIPE --without NAME --with NAME:KEY=VALUE,… --set PATH=VALUE", with each part optional. Without
+    a name the text is the name. Without a recipe the changes apply to the baseline. `load` returns a recipe by its
+    name or file. Raises UsageError for any other text.
     """
     variants: dict[str, list[Recipe | str]] = {}
     for text in texts:
@@ -23,11 +23,9 @@ def read_variants(texts: Sequence[str], load: Callable[[str], Recipe]) -> dict[s
         label, typed = (name.strip(), rest.strip()) if colon else (text.strip(), text.strip())
         words = [typed] if os.path.isfile(typed) else _words(typed)  # a file's name may have spaces
         if not label or not words:
-            raise UsageError(
-                f"variant {text!r} is empty", fix='say what it changes: --variant "--with growth.stacking"'
-            )
+            raise UsageError(f"variant {text!r} is empty", fix='add a change: --variant "--with growth.stacking"')
         if label in variants:
-            raise UsageError(f"two variants are called {label!r}", fix="give each a name of its own, such as 'big: …'")
+            raise UsageError(f"two variants are called {label!r}", fix=f"name one of them, such as 'big: {text}'")
         is_recipe = not words[0].startswith(("-", "+")) and "=" not in words[0]
         additions, removals, assignments = _typed_changes(text, words[is_recipe:])
         first = [load(words[0])] if is_recipe else []
@@ -45,15 +43,15 @@ def _words(text: str) -> list[str]:
 def _typed_changes(text: str, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Return the values of --with, --without and --set."""
     values: dict[str, list[str]] = {option: [] for option in CHANGES}
-    left = iter(words)
-    for word in left:
+    remaining = iter(words)
+    for word in remaining:
         option, equals, value = word.partition("=")
         if option not in values:
             likely = did_you_mean(option, CHANGES) if word.startswith("--") else _spelled(word)
             raise UsageError(f"variant {text!r}: {word!r} is none of {', '.join(CHANGES)}", fix=likely)
-        value = value if equals else next(left, "")
+        value = value if equals else next(remaining, "")
         if not value:
-            raise UsageError(f"variant {text!r}: {option} has no value", fix=f"thrifty train --help shows {option}")
+            raise UsageError(f"variant {text!r}: {option} has no value", fix=f"see {option} in thrifty train --help")
         values[option].append(value)
     return values["--with"], values["--without"], values["--set"]
 
