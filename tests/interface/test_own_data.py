@@ -111,7 +111,7 @@ def test_a_dataset_that_differs_from_itself_is_named_and_its_resume_is_called_in
     options = {**user_work.objects(), "data": Restless(), "held_out": ROWS, "batch": 8, "runs": tmp_path}
     run = thrifty.train(**options, budget=3, quiet=True)
     words = run.summary["unrepeatable"]
-    assert "data (Restless) that is read twice differs in 'x'" in words and "not exactly" in words
+    assert "data (Restless) differs in 'x' when it is read twice" in words and "not bit-identical" in words
     assert words in repr(run) and words in (run.folder / "records.jsonl").read_text()
     assert not opened([{"x": torch.tensor([float("nan")])}] * 9).train.unrepeatable
 
@@ -121,7 +121,7 @@ def test_a_later_example_that_differs_from_itself_is_found() -> None:
         def __getitem__(self, index: int) -> dict[str, Tensor]:
             return super().__getitem__(index) if index > 30 else {"x": X[index], "y": Y[index]}
 
-    assert "data (LateRestless) that is read twice differs in 'x'" in opened(LateRestless(), ROWS).train.unrepeatable
+    assert "data (LateRestless) differs in 'x' when it is read twice" in opened(LateRestless(), ROWS).train.unrepeatable
 
 
 def test_collating_that_draws_depends_on_no_ranks() -> None:
@@ -256,7 +256,7 @@ class Exhausted(IterableDataset[Any]):
         ([{"text": "a"}] * 9, r"part 'text\.0' of a batch is a str \('a'\)"),
         ([{"x": torch.ones(number)} for number in range(1, 10)], "cannot be collated"),
         ([{"x": X[0]}, {"x": X[0]}, {"z": X[0]}] * 9, "cannot be collated|differ in form"),
-        (DataLoader(ROWS, batch_size=None), "makes batches itself"),
+        (DataLoader(ROWS, batch_size=None), "its dataset returns batches"),
         (DataLoader(ROWS, batch_sampler=[[0, 1]]), "sampler of its own"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Batches of any form, taken apart into tensors by name and put together again."""
+"""Batches of any form as named tensors, and back."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -12,15 +12,14 @@ from torch import Tensor
 from thrifty.core.errors import UsageError
 
 Put = Callable[[Mapping[str, Tensor]], Any]
-"""Puts a batch together from its tensors by name."""
+"""Function that assembles a batch from its named tensors."""
 
 
 def take_apart(batch: Any) -> tuple[dict[str, Tensor], str, Put]:
-    """Return the tensors of a batch by the paths at which they are, a description of its form, and a function that puts
-    tensors of these names together again.
+    """Return the tensors of a batch by their paths, a description of its form, and a function that assembles it again.
 
-    A batch is a tensor or a numpy array, or such in mappings, sequences, named tuples and dataclasses; None and
-    switches are part of its form. Raises UsageError for anything else.
+    A batch is a tensor or a numpy array, or a nesting of them in mappings, sequences, named tuples and dataclasses.
+    None and booleans are part of its form. Raises UsageError for anything else.
     """
     leaves: dict[str, Tensor] = {}
     form, put = _take_apart(batch, "", leaves)
@@ -43,7 +42,7 @@ def _take_apart(value: Any, path: str, leaves: dict[str, Tensor]) -> tuple[str, 
         parts = dict(value)
         assemble = (lambda parts: parts) if kind is dict else lambda parts: kind(parts)
     elif isinstance(value, tuple | list):
-        parts = {str(place): each for place, each in enumerate(value)}
+        parts = {str(index): each for index, each in enumerate(value)}
         is_named = hasattr(value, "_fields")
         assemble = lambda parts: kind(*parts.values()) if is_named else kind(parts.values())  # noqa: E731
     else:
@@ -59,15 +58,15 @@ def _take_apart(value: Any, path: str, leaves: dict[str, Tensor]) -> tuple[str, 
 
 
 def _with_fields(kind: type, parts: Mapping[str, Any]) -> Any:
-    """Return an object of a dataclass without calling it, since its values have been through that already."""
-    made = object.__new__(kind)
+    """Return an object of a dataclass without calling its constructor, which has already run on these values."""
+    instance = object.__new__(kind)
     for name, value in parts.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 def same_values(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
-    """Return the name of the first tensor that differs in a bit, or an empty string."""
+    """Return the name of the first tensor that is not bit-identical, or an empty string."""
     for name in one.keys() | other.keys():
         if name not in one or name not in other or hashed(one[name]) != hashed(other[name]):
             return name
@@ -81,8 +80,8 @@ def hashed(tensor: Tensor) -> bytes:
 
 
 def deep_copy(value: Any) -> Any | None:
-    """Return a copy, or None for what cannot be copied, such as an open file."""
+    """Return a deep copy, or None for objects that cannot be copied, such as an open file."""
     try:
         return copy.deepcopy(value)
-    except Exception:  # of anybody's class
+    except Exception:  # a user's class may raise anything
         return None

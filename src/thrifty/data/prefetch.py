@@ -1,4 +1,4 @@
-"""The batches of coming steps, computed in the background while the present one is trained on."""
+"""Prefetching of the next batches in the background, during training on the current one."""
 
 import sys
 from collections import deque
@@ -14,10 +14,10 @@ from thrifty.core.errors import ThriftyError
 
 
 def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) -> Iterator[Batch]:
-    """`source.at(step)` for steps start … stop-1 (for ever if None), up to `depth` of them computed ahead in a thread.
+    """Yield `source.at(step)` for steps start … stop-1 (without end if None), up to `depth` computed ahead in a thread.
 
-    An error surfaces at the step it belongs to. The thread ends with the iterator: when it is exhausted, closed or
-    collected. A source that is not for threads is asked at each step, or by the processes of a torch DataLoader.
+    An error is raised at its step. The thread ends when the iterator is exhausted, closed or collected. A source that
+    is not thread-safe is read at each step, or by worker processes of a torch DataLoader.
     """
     if source.loading:
         yield from _loaded(source, count(start) if stop is None else range(start, stop))
@@ -34,14 +34,14 @@ def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) 
             pending.extend(pool.submit(source.at, step) for step in islice(steps, 1))
             yield batch
     finally:
-        # Not waiting: the collector may run this in the pool's own thread, which cannot wait for itself. At the very
-        # end of the interpreter the pool is gone already.
+        # No waiting: garbage collection may run this in the pool's own thread, which cannot wait for itself. At
+        # interpreter shutdown the pool no longer exists.
         if not sys.is_finalizing():
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Steps(Dataset[Batch | ThriftyError]):
-    """Batches by step, an error of ours in place of one that cannot be read: torch would return its text alone."""
+    """Batches by step, or the ThriftyError of a batch, because torch would return only the text of the error."""
 
     def __init__(self, source: BatchSource):
         self.source = source
@@ -56,7 +56,7 @@ class _Steps(Dataset[Batch | ThriftyError]):
 def _loaded(source: BatchSource, steps: Iterable[int]) -> Iterator[Batch]:
     options = dict(source.loading)
     if options.get("num_workers"):
-        options.setdefault("multiprocessing_context", "fork")  # what a source holds need not be picklable
+        options.setdefault("multiprocessing_context", "fork")  # a source may be not picklable
     loader = DataLoader(
         _Steps(source), batch_size=None, sampler=steps, collate_fn=_unchanged, generator=torch.Generator(), **options
     )

@@ -1,4 +1,4 @@
-"""Prepared data on disk: open a finished folder, or build it once."""
+"""Prepared data on disk: a folder is built once and then opened."""
 
 import hashlib
 import json
@@ -22,14 +22,14 @@ from thrifty.data.train_split import DataSplit
 MANIFEST = "manifest.json"
 
 HASHED = 200_000_000
-"""Up to this many bytes the files' hashes are verified at each opening; beyond it once a day and when touched."""
+"""Bytes up to which file hashes are verified at each opening; larger folders once a day and after a change."""
 
 VERIFIED = ".verified.json"
 VERIFIED_FOR = 24 * 3600
-"""Seconds."""
+"""Seconds that a verification of hashes is valid."""
 
 TRAINING_TEXT = 16_000_000
-"""Characters of training text that a tokenizer is trained on; more of it hardly changes the tokens found."""
+"""Characters of training text for a tokenizer; more text hardly changes the tokens."""
 
 
 @dataclass(frozen=True)
@@ -41,39 +41,41 @@ class TokenCache:
     tokenizer: TextTokenizer
 
     def tokens(self, part: DataSplit) -> np.ndarray:
-        """The tokens of a part (n,), memory-mapped."""
+        """Return the memory-mapped tokens of a part (n,)."""
         return np.memmap(self.folder / f"{part}.bin", dtype=self.manifest["type"], mode="r")
 
 
 def cache_key(*depends: Any) -> str:
-    """A hash of all that prepared data depend on, in plain JSON values."""
+    """Return a hash of everything that prepared data depend on, as plain JSON values."""
     return hashlib.blake2b(json.dumps(depends).encode(), digest_size=16).hexdigest()
 
 
 def open_or_build_tokens(
     key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]
 ) -> TokenCache:
-    """Open the prepared tokens of this key, building them first where they are missing or damaged."""
+    """Return the prepared tokens of this key, built first if they are missing or damaged."""
     return _open(open_or_build(key, f"the tokens of {source}", build, say))
 
 
 def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
-    """The prepared folder of this key, built first where it is missing or damaged: its files have the sizes and hashes
-    that its manifest says."""
+    """Return the prepared folder of this key, built first if it is missing or damaged.
+
+    Its files have the sizes and hashes of the manifest.
+    """
     folder = cache_folder() / "prepared" / key
     if not _damage(folder):
         return folder
     with lock_folder(folder):
-        damage = _damage(folder)  # again: another process may have built it in the meantime
+        damage = _damage(folder)  # checked again, because another process may have built it in the meantime
         if damage:
-            again = f" again, since {damage}" if folder.exists() else ", once"
-            say(f"preparing {what}{again}: {folder}")
+            reason = f" again, since {damage}" if folder.exists() else ", once"
+            say(f"preparing {what}{reason}: {folder}")
             build(folder)
     return folder
 
 
 def refuse_less_than_a_batch(settings: DataSettings, count: int, what: str) -> None:
-    """Raises UsageError where there are so few examples to train on; `what` says of how many ("has 3 images")."""
+    """Raise UsageError for fewer training examples than one batch; `what` is a clause such as "has 3 images"."""
     if count < settings.batch:
         raise UsageError(
             f"{settings.source} {what} to train on, fewer than one batch of {settings.batch}",
@@ -90,40 +92,40 @@ def _open(folder: Path) -> TokenCache:
 
 
 def _damage(folder: Path) -> str:
-    """What is wrong with a prepared folder, absence included, or nothing."""
+    """Return the damage of a prepared folder, including its absence, or an empty string."""
     try:
         files = read_manifest(folder)["files"]
         is_large = sum(file["size"] for file in files.values()) >= HASHED
         for name, file in files.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != file["size"]:
-                return f"{name} has not its size"
+                return f"{name} has another size than its manifest"
         if is_large and _is_verified(folder, files):
             return ""
         for name, file in files.items():
             if file_sha256(folder / name) != file["sha256"]:
-                return f"{name} has not its sha256"
+                return f"{name} has another sha256 than its manifest"
         if is_large:
-            _keep_verified(folder, files)
+            _write_verified(folder, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} cannot be read"
     return ""
 
 
 def _is_verified(folder: Path, names: Iterable[str]) -> bool:
-    """Return True if the hashes were verified within the last day and no file was touched since."""
+    """Return True if the hashes were verified within the last day and no file has changed since."""
     try:
-        kept = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
-        return 0 <= time.time() - kept["at"] < VERIFIED_FOR and kept["states"] == _states(folder, names)
+        record = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
+        return 0 <= time.time() - record["at"] < VERIFIED_FOR and record["states"] == _states(folder, names)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _keep_verified(folder: Path, names: Iterable[str]) -> None:
-    aside = folder / f"{VERIFIED}.{os.getpid()}"
-    with suppress(OSError):  # of a cache that is only read, files are hashed at each start
-        aside.write_text(json.dumps({"at": time.time(), "states": _states(folder, names)}), encoding="utf-8")
-        aside.replace(folder / VERIFIED)
+def _write_verified(folder: Path, names: Iterable[str]) -> None:
+    temporary = folder / f"{VERIFIED}.{os.getpid()}"
+    with suppress(OSError):  # in a read-only cache, files are hashed at each start
+        temporary.write_text(json.dumps({"at": time.time(), "states": _states(folder, names)}), encoding="utf-8")
+        temporary.replace(folder / VERIFIED)
 
 
 def _states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
@@ -132,7 +134,7 @@ def _states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """The manifest of a prepared folder, completed by the size and the sha256 of every file that is in it."""
+    """Write the manifest of a prepared folder, with the size and the sha256 of every file in it."""
     files = {path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(folder.iterdir())}
     text = json.dumps({**manifest, "files": files}, indent=2)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

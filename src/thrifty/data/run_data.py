@@ -1,4 +1,4 @@
-"""A run's opened data, of whatever kind: all that preparing, training, explaining and resuming use."""
+"""Protocol of a run's opened data, for every kind of data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,20 @@ from thrifty.data.epoch_sampler import HeldOutExamples
 
 @dataclass(frozen=True)
 class ExamplePreview:
-    """A training example as a person can look at it: a picture or a text, with its label and file."""
+    """A training example for display: a picture or a text, with its label and file."""
 
     number: int
-    """Of the example in the training part of its data, from 0."""
+    """Number of the example in the training part, from 0."""
     picture: str = ""
-    """An address that holds the picture; empty for text."""
+    """Data URL of the picture; empty for text."""
     text: str = ""
     label: str = ""
     file: str = ""
 
 
 class RunData(Protocol):
+    """Training and held-out examples of a run, with their identity and their description."""
+
     @property
     def train(self) -> BatchSource: ...
 
@@ -34,33 +36,34 @@ class RunData(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """What a resumed run must find again: the sha256 of each file that was opened, the names of labels."""
+        """Values that a resumed run must match: the sha256 of each opened file, the names of labels."""
 
     @property
     def ends(self) -> ModelSpec:
-        """What is required of a model's inputs and outputs."""
+        """Required inputs and outputs of a model."""
 
     @property
     def example_unit(self) -> int:
-        """What one example counts as in a budget of tokens."""
+        """Units of one example in a budget of tokens."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What a run's summary says of it, to tell whether a loss is a good one."""
+        """Reference values in the run summary, such as the entropy of the labels."""
 
     def description(self) -> dict[str, Any]:
-        """Sizes and statistics, for `thrifty explain`."""
+        """Return sizes and statistics for `thrifty explain`."""
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
-        """Show the training examples of these numbers. Raises RefusedError where there is no way to show them."""
+        """Return previews of the training examples with these numbers. Raises RefusedError if there are none."""
 
     def pictures(self, inputs: Tensor) -> list[str]:
-        """Draw a model's inputs (b, c, h, w) as addresses that hold a picture each. Raises RefusedError where the data
-        are no images."""
+        """Return a data URL of a picture for each input (b, c, h, w). Raises RefusedError for data without images."""
 
     def metadata(self) -> dict[str, str]:
-        """Return the texts, by file name, of the metadata files of a run folder that inference needs."""
+        """Return the texts, by file name, of the metadata files of a run folder that inference requires."""
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
-        """Raises UsageError where a model's inputs and outputs would mean something else than in the run folder `old`,
-        whose data had the identity `before`."""
+        """Raise UsageError if a model's inputs or outputs have another meaning than in the run folder `old`.
+
+        `before` is the identity of the data of that run.
+        """

@@ -1,5 +1,4 @@
-"""What a run folder keeps of its data, by which a trained model is used: a tokenizer, or labels and sizes of images, or
-of images with captions both."""
+"""Metadata files of a run folder for inference: a tokenizer, labels and image sizes."""
 
 import json
 from collections.abc import Mapping
@@ -17,19 +16,19 @@ TEXT_LABELS = "labels.json"
 
 
 def image_metadata(ends: ImageModelSpec) -> dict[str, str]:
-    """Return the text of the file that describes the inputs and outputs of a model of images."""
+    """Return the file that describes the inputs and outputs of an image model, as text by file name."""
     return {LABELS: json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n"}
 
 
 def text_label_metadata(ends: TextModelSpec) -> dict[str, str]:
-    """Return the text of the file that describes the outputs of a model of labelled texts."""
+    """Return the file that describes the outputs of a model of labelled texts, as text by file name."""
     return {TEXT_LABELS: json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n"}
 
 
 def read_model_spec(folder: Path, length: int) -> ModelSpec:
-    """What a run folder says of its model's inputs and outputs; `length` is that of the run's examples of text.
+    """Return the inputs and outputs of the model of a run folder; `length` is the length of its text examples.
 
-    Raises IntegrityError where what it says of images is damaged, UsageError where it holds neither.
+    Raises IntegrityError for damaged metadata, and UsageError if there is none.
     """
     path = folder / LABELS
     images = path.is_file()
@@ -42,11 +41,10 @@ def read_model_spec(folder: Path, length: int) -> ModelSpec:
 
 
 def refuse_other_tokenizer(before: Mapping[str, str], now: Mapping[str, str], old: Path) -> None:
-    """Raises UsageError where data with the identity `now` have another tokenizer than those of the run folder `old`,
-    which had the identity `before`."""
+    """Raise UsageError if the data identities `before`, of the run folder `old`, and `now` differ in the tokenizer."""
     if before.get(TOKENIZER) != now[TOKENIZER]:
         raise UsageError(
-            "the fork's tokenizer is not the old run's: its token numbers would mean something else",
+            "the fork has another tokenizer than the old run: token numbers would have another meaning",
             fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
         )
 
@@ -55,4 +53,4 @@ def _read(path: Path, kind: type[Spec]) -> Spec:
     try:
         return kind.from_data(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{path} is damaged: {error}", fix="bring the file back, or train again") from None
+        raise IntegrityError(f"{path} is damaged: {error}", fix="restore the file, or train again") from None

@@ -1,17 +1,17 @@
-"""Files of a source that cannot be used, counted and named."""
+"""Count and names of unusable files of a source."""
 
 import os
 from dataclasses import dataclass, field
 
-TOLD = 5
-"""Files named in a message."""
+SHOWN = 5
+"""Number of files named in a message."""
 KEPT = 1000
-"""Files whose names are kept."""
+"""Number of files whose names are kept."""
 
 
 @dataclass
 class SkippedFiles:
-    """Count and names of files that cannot be used, each with the reason."""
+    """Count and names of unusable files, each with the reason."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)
@@ -22,12 +22,14 @@ class SkippedFiles:
             self.named.append(f"{printable(str(name))}: {why}")
 
     def __str__(self) -> str:
-        more = f"; and {self.count - TOLD} more" if self.count > TOLD else ""
-        return "; ".join(self.named[:TOLD]) + more
+        more = f"; and {self.count - SHOWN} more" if self.count > SHOWN else ""
+        return "; ".join(self.named[:SHOWN]) + more
 
 
 def printable(name: str) -> str:
-    """A file's name as text that can be written anywhere: bytes in it that are not UTF-8, and characters that would
-    steer a terminal, become question marks."""
+    """Return a file's name as printable text.
+
+    Bytes that are not UTF-8, and control characters, become replacement characters.
+    """
     text = os.fsencode(name).decode("utf-8", "replace")
     return "".join(sign if sign.isprintable() else "\ufffd" for sign in text)

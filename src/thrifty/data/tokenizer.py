@@ -1,4 +1,4 @@
-"""Text to token numbers and back: a byte-level BPE trained on the data, or a tokenizer.json that was given."""
+"""Tokenizers: a byte-level BPE trained on the data, or a tokenizer.json."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,22 +11,23 @@ from thrifty.core.errors import UsageError
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>", "[SEP]")
-"""What known families of tokenizers call the end of a text, the surest first."""
+"""End-of-text tokens of known tokenizers, in order of preference."""
 SMALLEST = 257
-"""Vocabulary of 256 bytes and the end of text."""
+"""Smallest vocabulary: 256 bytes and the end of text."""
 LARGEST = 1 << 22
-"""Tokens, for which training reserves memory."""
+"""Largest vocabulary, because training reserves memory for each token."""
 LONGEST_PIECE = 2_000
-"""Characters that are tokenised as one: `tokenizers` needs 150 bytes for each, and in training a time that grows with
-the length of what has no white space."""
+"""Largest number of characters tokenized as one piece.
+
+`tokenizers` requires 150 bytes for each character, and training time grows with the length of text without spaces.
+"""
 AT_ONCE = 1_000_000
-"""Characters that are tokenised together."""
+"""Number of characters tokenized together."""
 _UP_TO_A_BREAK = re.compile(r".*(?:\S(?=[ \n]\S)|[^\W_](?=[^\w\s]))", re.DOTALL)
 
 
 def check_vocabulary(vocabulary: int, special: Sequence[str] = ()) -> None:
-    """Raises UsageError where the bytes, the end of text and the special tokens need more tokens than that, and where
-    it is larger than any that is trained."""
+    """Raise UsageError for a vocabulary too small for bytes, end of text and special tokens, or above LARGEST."""
     least = SMALLEST + len(special)
     if vocabulary < least:
         others = f" and the {len(special)} special tokens of the objective" if special else ""
@@ -35,15 +36,17 @@ def check_vocabulary(vocabulary: int, special: Sequence[str] = ()) -> None:
             fix=f"raise data.vocabulary to {least} or more",
         )
     if vocabulary > LARGEST:
-        raise UsageError(f"data.vocabulary is {vocabulary}", fix=f"lower data.vocabulary to {LARGEST} or less")
+        raise UsageError(
+            f"data.vocabulary is {vocabulary}, more than {LARGEST}", fix=f"lower data.vocabulary to {LARGEST} or less"
+        )
 
 
 class TextTokenizer:
-    """Encodes any text and decodes any tokens; `end_of_text` is the token between documents, `special` are all tokens
-    that stand for no text.
+    """A tokenizer that encodes any text and decodes any tokens.
 
-    Text that happens to spell a special token is encoded as ordinary text, so that data cannot end a document.
-    Raises UsageError where the tokenizer knows no end of text.
+    `end_of_text` is the token between documents; `special` are all tokens without text. Text that spells a special
+    token is encoded as ordinary text, so that data cannot end a document. Raises UsageError for a tokenizer without an
+    end of text.
     """
 
     def __init__(self, inner: Tokenizer, name: str = "the tokenizer"):
@@ -54,27 +57,24 @@ class TextTokenizer:
         if self.end_of_text < 0:
             raise UsageError(
                 f"{name} has no end-of-text token: none of {', '.join(KNOWN_ENDS)}",
-                fix=f"add one of them to it as a special token, for instance {END_OF_TEXT}",
+                fix=f"add one of them as a special token, such as {END_OF_TEXT}",
             )
         added = inner.get_added_tokens_decoder()
         self.special = frozenset([self.end_of_text, *(number for number, token in added.items() if token.special)])
 
     @property
     def vocabulary(self) -> int:
-        """Rows an embedding needs: one more than the largest token number."""
+        """Required rows of an embedding: the largest token number plus one."""
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def number_of(self, *names: str) -> int:
-        """The special token that has one of these names, the first that is known.
-
-        Raises UsageError where the tokenizer has none of them.
-        """
+        """Return the first token with one of these names. Raises UsageError if there is none."""
         numbers = (self.inner.token_to_id(name) for name in names)
         number = next((number for number in numbers if number is not None), None)
         if number is None:
             raise UsageError(
-                f"{self.name} has no token {' or '.join(names)}, which the objective needs",
-                fix=f"leave data.tokenizer out, so that one is trained with it, or add {names[0]} as a special token",
+                f"{self.name} has no token {' or '.join(names)}, which the objective requires",
+                fix=f"leave data.tokenizer out, to train one with this token, or add {names[0]} as a special token",
             )
         return number
 
@@ -82,14 +82,14 @@ class TextTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text. A long one is cut between words, as byte-level tokenizers do."""
+        """Return the tokens of each text. A long text is encoded in pieces that end between words."""
         encoded: list[list[int]] = [[] for _ in texts]
         pieces = [(number, piece) for number, text in enumerate(texts) for piece in text_pieces(text)]
         step = AT_ONCE // LONGEST_PIECE
         for start in range(0, len(pieces), step):
             group = pieces[start : start + step]
-            found = self.inner.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
-            for (number, _), encoding in zip(group, found, strict=True):
+            encodings = self.inner.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+            for (number, _), encoding in zip(group, encodings, strict=True):
                 encoded[number] += encoding.ids
         return encoded
 
@@ -97,7 +97,7 @@ class TextTokenizer:
         return self.inner.decode(list(tokens), skip_special_tokens=False)
 
     def files(self) -> dict[str, str]:
-        """The texts of the files in which it is kept, by name."""
+        """Return the texts of the tokenizer's files by name."""
         return {TOKENIZER: self.inner.to_str(pretty=True)}
 
     def save(self, folder: Path) -> None:
@@ -106,7 +106,7 @@ class TextTokenizer:
 
 
 def text_pieces(text: str, longest: int = LONGEST_PIECE) -> Iterator[str]:
-    """A text in pieces of at most so many characters, each ending with a word if it has several."""
+    """Yield a text in pieces of at most `longest` characters, each ending with a word if it has several."""
     start = 0
     while len(text) - start > longest:
         words = _UP_TO_A_BREAK.match(text, start, start + longest)
@@ -117,19 +117,21 @@ def text_pieces(text: str, longest: int = LONGEST_PIECE) -> Iterator[str]:
 
 
 def read_tokenizer(path: Path) -> TextTokenizer:
-    """The tokenizer in a tokenizer.json; raises UsageError where the file is not one."""
+    """Return the tokenizer of a tokenizer.json. Raises UsageError for another file."""
     return TextTokenizer(read_tokenizer_file(path), str(path))
 
 
 def read_tokenizer_file(path: Path) -> Tokenizer:
-    """Read a tokenizer.json without the padding and truncation that it sets. Raises UsageError if it is not one."""
+    """Return a tokenizer.json without its padding and truncation. Raises UsageError for another file."""
     if not path.is_file():
-        raise UsageError(f"there is no tokenizer {path}", fix="give the path of a tokenizer.json")
+        raise UsageError(
+            f"there is no tokenizer {str(path)!r}", fix="set data.tokenizer to the path of a tokenizer.json"
+        )
     try:
         inner = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for every fault of the file
         raise UsageError(
-            f"{path} is not a tokenizer.json: {error}", fix="give a file that `tokenizers` saved"
+            f"{path} is not a tokenizer.json: {error}", fix="set data.tokenizer to a file that `tokenizers` saved"
         ) from None
     inner.no_padding()
     inner.no_truncation()
@@ -137,10 +139,10 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> TextTokenizer:
-    """A byte-level BPE (Sennrich et al. 2016, Radford et al. 2019): any text can be encoded, without unknown tokens.
+    """Return a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019), which has no unknown tokens.
 
-    `vocabulary` counts the 256 bytes, the end of text and the other `special` tokens; too little text gives fewer.
-    Raises UsageError where there is no room for all of these.
+    `vocabulary` includes the 256 bytes, the end of text and the other `special` tokens. Short text yields fewer
+    tokens. Raises UsageError if `vocabulary` is too small for all of these.
     """
     check_vocabulary(vocabulary, special)
     inner = Tokenizer(models.BPE())

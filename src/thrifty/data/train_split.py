@@ -1,5 +1,4 @@
-"""Which documents are held out: a function of each document's own text, whatever their order or files, or of the part
-of the text that documents may share."""
+"""Train and held-out split of documents by a hash of their text, independent of their order and files."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +10,7 @@ import numpy as np
 from thrifty.core.errors import UsageError
 
 SCARCE = 0.25
-"""The split by hash is good enough when the held-out text has this share of the bytes it should have."""
+"""Smallest accepted ratio of held-out (or training) text by hash to the intended amount."""
 
 
 class DataSplit(StrEnum):
@@ -21,21 +20,21 @@ class DataSplit(StrEnum):
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """How the documents of a source are divided, and how large the training part is.
+    """A split of the documents of a source, and the size of the training part.
 
-    A document is held out when the hash of its text falls into the chosen fraction. Where the documents are so few that
-    this leaves next to nothing on one side, all are trained on and the end of the longest one is held out instead.
+    A document is held out if the hash of its text is below the held-out fraction. If few documents leave next to
+    nothing on one side, the end of the longest document is held out instead and all the rest is trained on.
     """
 
     held_out: float
     longest: bytes | None
-    """Digest of the document whose end is held out, where the split is not by hash."""
+    """Digest of the document whose end is held out; None for a split by hash."""
     train_characters: int
     key: Callable[[str], str] = str
-    """Returns the part of a document that decides: documents that share it stay on one side."""
+    """Function that returns the hashed part of a document; documents with equal keys stay on one side."""
 
     def parts(self, documents: Iterable[str]) -> Iterator[tuple[DataSplit, str]]:
-        """Each document with the part it belongs to; the longest one may come in two pieces."""
+        """Yield each document with its part; the longest one may be yielded in two pieces."""
         for text in documents:
             digest = _digest(self.key(text))
             if self.longest is None:
@@ -48,16 +47,18 @@ class SplitPlan:
                 yield DataSplit.TRAIN, text
 
     def sample(self, documents: Iterable[str], characters: int) -> Iterator[str]:
-        """Training text of about this many characters, chosen by the documents' hashes."""
-        share = min(1.0, characters / max(1, self.train_characters))
+        """Yield training documents of about this many characters, chosen by their hashes."""
+        fraction = min(1.0, characters / max(1, self.train_characters))
         for part, text in self.parts(documents):
-            if part is DataSplit.TRAIN and (share == 1 or _fraction(_digest(self.key(text))[8:]) < share):
+            if part is DataSplit.TRAIN and (fraction == 1 or _fraction(_digest(self.key(text))[8:]) < fraction):
                 yield text
 
 
 def plan_split(documents: Iterable[str], held_out: float, name: str, key: Callable[[str], str] = str) -> SplitPlan:
-    """Read the documents once and decide; documents that share a `key` stay on one side. Raises UsageError where there
-    is not enough text to divide."""
+    """Return the split of documents, after reading them once; documents with equal keys stay on one side.
+
+    Raises UsageError if there is not enough text to divide.
+    """
     characters = {DataSplit.TRAIN: 0, DataSplit.HELD_OUT: 0}
     longest = (0, b"")
     for text in documents:
@@ -66,7 +67,7 @@ def plan_split(documents: Iterable[str], held_out: float, name: str, key: Callab
         longest = max(longest, (len(text), digest))
     total = sum(characters.values())
     if longest[0] < 2:
-        raise UsageError(f"{name} holds no text to train on", fix="give a source with some text in it")
+        raise UsageError(f"{name} holds no text to train on", fix="set data.source to a source with text")
     enough = characters[DataSplit.HELD_OUT] >= SCARCE * held_out * total
     if enough and characters[DataSplit.TRAIN] >= SCARCE * (1 - held_out) * total:
         return SplitPlan(held_out, None, characters[DataSplit.TRAIN], key)
@@ -82,7 +83,7 @@ def _fraction(digest: bytes) -> float:
 
 
 def _cut(text: str, held_out: float) -> int:
-    """Where the held-out end of a text begins: both pieces have at least one character."""
+    """Return the start of the held-out end of a text, so that both pieces have at least one character."""
     return min(max(1, round(len(text) * (1 - held_out))), len(text) - 1)
 
 
@@ -91,6 +92,6 @@ def _digest(text: str) -> bytes:
 
 
 def label_entropy(train: np.ndarray, held_out: np.ndarray, labels: int) -> float:
-    """Nats per held-out label under the training frequencies, each label counted once more than it is there."""
-    share, tested = (np.bincount(each, minlength=labels) for each in (train, held_out))
-    return float(-(tested / tested.sum()) @ np.log((share + 1) / (share.sum() + labels)))
+    """Return the cross-entropy in nats of held-out labels under the training frequencies with add-one smoothing."""
+    counts, tested = (np.bincount(each, minlength=labels) for each in (train, held_out))
+    return float(-(tested / tested.sum()) @ np.log((counts + 1) / (counts.sum() + labels)))

@@ -1,4 +1,4 @@
-"""Data of the user's own: any map-style dataset as a pure function of (seed, step), any iterable one in its order."""
+"""User data: a map-style dataset as a pure function of (seed, step), or an iterable dataset in its order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from thrifty.data.user_stream import UserStream, first_examples
 
 @dataclass(frozen=True)
 class UserModelSpec:
-    """Requirements of a user's own data on a model: none, since only their loss calls it."""
+    """Requirements of user data on a model: none, because only the user's loss calls the model."""
 
 
 @dataclass(frozen=True)
 class UserData:
-    """See `run_data.RunData`."""
+    """Opened user data, see `run_data.RunData`."""
 
     train: UserSource | UserStream
     held_out: HeldOutExamples
     identity: Mapping[str, str]
     collation: Collation
     examples: UserDataset | None
-    """Training examples by number, where they have one."""
+    """Training examples by number; None for an iterable dataset."""
 
     ends = UserModelSpec()
     example_unit = 1
@@ -63,15 +63,17 @@ class UserData:
         if before.get("structure") != self.identity["structure"]:
             raise UsageError(
                 f"batches have another form than in {old}: {self.identity['structure']}",
-                fix="start a new run",
+                fix="pass a dataset of the old form, or start a new run",
             )
 
 
 def open_user_data(
     data: Any, held_out: Any, batch: int, seed: int, collate: Collate | None = None, judged: int = 64
 ) -> UserData:
-    """Open datasets, or DataLoaders, of the user's own; of held-out examples that are iterated, the first `judged`.
-    Raises UsageError where they are none."""
+    """Return the opened datasets or DataLoaders of a user, with the first `judged` examples of iterable held-out data.
+
+    Raises UsageError for other objects.
+    """
     parts, others = dataset_of(data), dataset_of(held_out)
     collate, examples = collate or parts.collate, None
     if parts.is_map_style:
@@ -91,10 +93,10 @@ def open_user_data(
     collation = train.collation
     if other.collation.form != collation.form:
         raise UsageError(
-            f"held-out batches have the form {other.collation.form}, and those of training {collation.form}",
+            f"held-out batches have the form {other.collation.form}, and training batches {collation.form}",
             fix="pass datasets whose examples have the same parts",
         )
     differing = "; ".join(filter(None, [train.unrepeatable, other.unrepeated_words("held_out")]))
-    train.unrepeatable = differing and f"{differing}: a resumed run is not exactly the run that was not stopped"
+    train.unrepeatable = differing and f"{differing}: a resumed run is not bit-identical to an uninterrupted one"
     identities = {"data": identity, "held_out": other.fingerprint(), "structure": collation.form}
     return UserData(train, HeldOutExamples(other), identities, collation, examples)

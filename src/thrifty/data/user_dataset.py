@@ -1,4 +1,4 @@
-"""Map-style datasets of the user's own as a pure function of (seed, step)."""
+"""User's map-style datasets as a pure function of (seed, step)."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from thrifty.data.data_loading import Collate, DataParts
 from thrifty.data.epoch_sampler import HELD_OUT_KEY, EpochSource
 
 FINGERPRINTED = 16
-"""Examples, spread over the dataset, whose values enter its fingerprint."""
+"""Number of examples, spread over the dataset, in its fingerprint."""
 
 
 READ_TWICE = 5
-"""Examples, spread over the dataset, that are read twice to see whether they differ from themselves."""
+"""Number of examples, spread over the dataset, that are read twice to detect values that change."""
 
 
 class UserDataset:
@@ -28,13 +28,13 @@ class UserDataset:
     def __init__(self, dataset: Any, collate: Collate | None = None):
         self.dataset = dataset
         if not len(dataset):
-            raise UsageError("the dataset has no examples", fix="give one with some")
-        some = range(min(2, len(dataset)))
-        self.collation = Collation(collate, [self._example(index, "first") for index in some])
-        again = [int(index) for index in np.unique(np.linspace(0, len(dataset) - 1, READ_TWICE).astype(int))]
-        pairs = ([self.seeded_fields([index], ["first"]) for _ in range(2)] for index in again)
+            raise UsageError("the dataset has no examples", fix="pass a dataset with examples")
+        first = range(min(2, len(dataset)))
+        self.collation = Collation(collate, [self._example(index, "first") for index in first])
+        read_twice = [int(index) for index in np.unique(np.linspace(0, len(dataset) - 1, READ_TWICE).astype(int))]
+        pairs = ([self.seeded_fields([index], ["first"]) for _ in range(2)] for index in read_twice)
         self.unrepeated = next(filter(None, (same_values(*pair) for pair in pairs)), "")
-        """The part in which an example, read twice with the same generators, differs from itself."""
+        """Part of an example that differs between two reads with the same seeds; empty if none does."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -43,7 +43,7 @@ class UserDataset:
         return self.seeded_fields(indices, [f"{HELD_OUT_KEY}/{index}" for index in indices])
 
     def seeded_fields(self, indices: Sequence[int] | np.ndarray, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return the examples at these places, whatever they draw being drawn from their keys."""
+        """Return the examples at these indices, with random values seeded by their keys."""
         examples = [self._example(int(index), key) for index, key in zip(indices, keys, strict=True)]
         return self.collation.fields(examples, f"{keys[0]}/{len(keys)}/collate")
 
@@ -51,8 +51,7 @@ class UserDataset:
         return self.collation.assembled(batch)
 
     def fingerprint(self) -> str:
-        """Return a hash of the number of examples and of some of them, or of their form where values differ each
-        time."""
+        """Return a hash of the number of examples and of some examples, or of their form if values change."""
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__}/{len(self)}".encode())
         if self.unrepeated:
             digest.update(self.collation.form.encode())
@@ -63,11 +62,11 @@ class UserDataset:
         return digest.hexdigest()
 
     def unrepeated_words(self, name: str) -> str:
-        """Return a clause on how examples differ from themselves, or an empty string."""
+        """Return a clause about values that change between two reads, or an empty string."""
         if not self.unrepeated:
             return ""
         kind = type(self.dataset).__name__
-        return f"an example of {name} ({kind}) that is read twice differs in {self.unrepeated!r}"
+        return f"an example of {name} ({kind}) differs in {self.unrepeated!r} when it is read twice"
 
     def _example(self, index: int, key: str) -> Any:
         try:
@@ -79,15 +78,16 @@ class UserDataset:
             raise UsageError(
                 f"example {index} of the dataset ({type(self.dataset).__name__}) cannot be read: "
                 f"{type(error).__name__}: {error}",
-                fix=f"mend dataset[{index}]; numbers from 0 to len(dataset) - 1 are asked for",
+                fix=f"mend dataset[{index}]; indices from 0 to len(dataset) - 1 must be readable",
             ) from error
 
 
 class UserSource(EpochSource):
-    """Training examples of a user's dataset in epochs. Their code draws from global generators, so that they are read
-    in the training thread or in processes of a DataLoader, never in another thread.
+    """Training examples of a user's dataset in epochs.
 
-    A collate function that draws is given whole effective batches, so that they depend on no ranks.
+    User code uses global random generators. Examples are therefore read in the training thread or in worker processes
+    of a DataLoader, never in another thread. A collate function with random values is called with whole effective
+    batches, so that batches do not depend on the number of ranks.
     """
 
     contents: UserDataset

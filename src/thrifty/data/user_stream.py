@@ -1,4 +1,4 @@
-"""Iterable datasets of the user's own, read in their order."""
+"""User's iterable datasets, read in their order."""
 
 import hashlib
 import json
@@ -16,27 +16,26 @@ from thrifty.data.collation import Collation, seeded_draws
 from thrifty.data.data_loading import Collate, DataParts
 
 COMPARED = 4
-"""Examples that are read again to see whether a dataset restarts, and whether its state restores it."""
+"""Number of examples that are read again to check that a dataset restarts and that its state restores it."""
 
 
 class UserStream(BatchSource):
-    """Examples of an iterable dataset in its own order, from its start again at its end; the batches of coming steps
-    are read one after the other.
+    """Examples of an iterable dataset in its order, repeated from the start at its end.
 
-    Where the dataset has `state_dict` and `load_state_dict`, and they restore it, a checkpoint keeps its state.
-    Otherwise a resumed run reads all earlier examples again. Every rank reads whole effective batches. Raises
-    RefusedError for a dataset that cannot be read from its start again.
+    If `state_dict` and `load_state_dict` of the dataset restore it, a checkpoint keeps its state. Otherwise a resumed
+    run reads all earlier examples again. Every rank reads whole effective batches. Raises RefusedError for a dataset
+    that cannot restart.
     """
 
     def __init__(self, parts: DataParts, batch: int, seed: int, collate: Collate | None):
         self.dataset, self.batch, self.seed = parts.dataset, batch, seed
         self._copy = deep_copy(parts.dataset)
-        """The dataset as it was before it was first read; None where it has no copy."""
+        """Copy of the dataset before its first read; None if it cannot be copied."""
         kind = type(parts.dataset).__name__
         if iter(parts.dataset) is parts.dataset:
             raise RefusedError(
                 f"a {kind} can be read once only, and a resumed run reads it from its start",
-                fix="let __iter__ return a new iterator",
+                fix="return a new iterator from __iter__",
             )
         self._start(0)
         first = list(islice(self._examples, COMPARED))
@@ -44,14 +43,14 @@ class UserStream(BatchSource):
         self._start(0)
         self._first, again = self._fields(first), self._fields(list(islice(self._examples, COMPARED)))
         if part := same_values(self._first, again):
-            self.unrepeatable = f"the first examples of data ({kind}), read twice from its start, differ in {part!r}"
+            self.unrepeatable = f"the first examples of data ({kind}) differ in {part!r} when they are read twice"
         self.keeps_state = self._restores()
-        how = (
+        resuming = (
             "checkpoints keep the state of the dataset"
             if self.keeps_state
             else "the dataset has no state that restores it, and a resumed run reads all earlier examples again"
         )
-        self.notices = (*parts.notices, f"data are iterated: {how}")
+        self.notices = (*parts.notices, f"data are iterated: {resuming}")
         self._start(0)
         self._step, self._read = -1, {}
 
@@ -60,7 +59,7 @@ class UserStream(BatchSource):
         return False
 
     def fingerprint(self) -> str:
-        """Return a hash of the first examples, or of their form where values differ each time."""
+        """Return a hash of the first examples, or of their form if values change between reads."""
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__}/{self.collation.form}".encode())
         for tensor in () if self.unrepeatable else self._first.values():
             digest.update(hashed(tensor))
@@ -74,7 +73,7 @@ class UserStream(BatchSource):
         return Batch(self._read, torch.full((self.batch,), 1 / self.batch)).rows(start, stop)
 
     def state(self) -> dict[str, Any]:
-        """Return where the next example is read, as plain values; nothing where all earlier ones are read again."""
+        """Return the position of the next example as plain values; empty if resuming reads all earlier examples."""
         return self._position() if self.keeps_state and self._at else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -87,7 +86,7 @@ class UserStream(BatchSource):
         return {"examples": self._at, "cycle": self._cycle, "dataset": self._open.state_dict()}
 
     def _restores(self) -> bool:
-        """Return True if a dataset that is given its state after some examples continues with the next."""
+        """Return True if a dataset that loads its state continues with the next example."""
         if not hasattr(self.dataset, "state_dict") or not hasattr(self.dataset, "load_state_dict"):
             return False
         if self._copy is None or self.unrepeatable or _has_shuffle_buffer(self.dataset):
@@ -102,14 +101,14 @@ class UserStream(BatchSource):
             wanted = self._fields(list(islice(self._examples, COMPARED)))
             self.load_state(state)
             return not same_values(wanted, self._fields(list(islice(self._examples, COMPARED))))
-        except Exception:  # of anybody's class
+        except Exception:  # a user's class may raise anything
             return False
 
     def _fields(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         joined: dict[str, Tensor] = {}
-        for place, example in enumerate(examples):
+        for number, example in enumerate(examples):
             fields = self.collation.fields([example], "compared")
-            joined |= {f"{name} of example {place}": tensor for name, tensor in fields.items()}
+            joined |= {f"{name} of example {number}": tensor for name, tensor in fields.items()}
         return joined
 
     def _move_to(self, number: int) -> None:
@@ -119,7 +118,7 @@ class UserStream(BatchSource):
             next(self._examples)
 
     def _start(self, cycle: int) -> None:
-        """Open the dataset at the start of a cycle through all of it."""
+        """Open the dataset at the start of a cycle."""
         self._reopen(cycle)
         self._at = 0
         self._examples = self._iterated()
@@ -130,9 +129,9 @@ class UserStream(BatchSource):
             self._open.set_epoch(cycle)
 
     def _iterated(self) -> Iterator[Any]:
-        """Yield examples without end, each drawn from the key of its number."""
+        """Yield examples without end, each with random values seeded by its number."""
         empty = 0
-        while empty < 2:  # a resumed cycle may be at its end
+        while empty < 2:  # a resumed cycle may be at its end, and then yields nothing
             iterator, empty = None, empty + 1
             while True:
                 try:
@@ -152,11 +151,11 @@ class UserStream(BatchSource):
                 self._at, empty = self._at + 1, 0
                 yield example
             self._reopen(self._cycle + 1)
-        raise UsageError("the dataset has no examples", fix="give one with some")
+        raise UsageError("the dataset has no examples", fix="pass a dataset with examples")
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Return True for a `datasets.IterableDataset` that is shuffled: its state has no examples of the buffer."""
+    """Return True for a shuffled `datasets.IterableDataset`, whose state lacks the examples in the buffer."""
     inner = getattr(dataset, "_ex_iterable", None)
     while inner is not None and not hasattr(inner, "buffer_size"):
         inner = getattr(inner, "ex_iterable", None)

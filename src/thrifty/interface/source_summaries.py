@@ -9,7 +9,7 @@ from rich.text import Text
 from thrifty.data.chat.chat_preview import ChatPreview
 from thrifty.data.images.image_inspection import ImageSummary
 from thrifty.data.pairs.pair_inspection import PairSummary
-from thrifty.data.skipped_files import TOLD
+from thrifty.data.skipped_files import SHOWN
 from thrifty.data.text.text_inspection import TextSummary
 from thrifty.reporting.number_format import percent, scaled, significant, whole
 from thrifty.reporting.printed_result import PrintedResult, lines
@@ -140,9 +140,9 @@ def _pair_rows(seen: PairSummary) -> list[str]:
 
 def _named(names: list[str], count: int) -> list[str]:
     """Return the first of the files that are left out, and where the others are named."""
-    where = "which --json names" if len(names) == count else f"of which --json names {len(names) - TOLD:,}"
-    more = [f"  and {count - TOLD:,} more, {where}"] if count > TOLD else []
-    return [*(f"  {name}" for name in names[:TOLD]), *more]
+    where = "which --json names" if len(names) == count else f"of which --json names {len(names) - SHOWN:,}"
+    more = [f"  and {count - SHOWN:,} more, {where}"] if count > SHOWN else []
+    return [*(f"  {name}" for name in names[:SHOWN]), *more]
 
 
 def _counts(seen: ImageSummary | PairSummary) -> list[str]:

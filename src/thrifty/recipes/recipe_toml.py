@@ -95,7 +95,8 @@ def read_tables(path: Path) -> dict[str, Any]:
 def _read_toml(path: Path) -> dict[str, Any]:
     if path.stat().st_size > LARGEST:
         raise UsageError(
-            f"{path} has {path.stat().st_size} bytes: a recipe has at most {LARGEST}", fix="pass a recipe file"
+            f"{path} has {path.stat().st_size} bytes: too large for a recipe (at most {LARGEST})",
+            fix="pass a recipe file",
         )
     try:
         return parse_toml(path.read_text(encoding="utf-8"), str(path))

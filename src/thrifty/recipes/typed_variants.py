@@ -13,9 +13,9 @@ CHANGES = ("--with", "--without", "--set")
 def read_variants(texts: Sequence[str], load: Callable[[str], Recipe]) -> dict[str, list[Recipe | str]]:
     """Return the changes of each variant by its name.
 
-    A variant is "NAME: RECIPE --without NAME --with NAME:KEY=VALUE,… --set PATH=VALUE", with each part optional. Without
-    a name the text is the name. Without a recipe the changes apply to the baseline. `load` returns a recipe by its
-    name or file. Raises UsageError for any other text.
+    A variant is "NAME: RECIPE --without NAME --with NAME:KEY=VALUE,… --set PATH=VALUE"; each part is optional. By
+    default the text is the name, and the changes apply to the baseline. `load` returns a recipe by its name or file.
+    Raises UsageError for any other text.
     """
     variants: dict[str, list[Recipe | str]] = {}
     for text in texts:

@@ -77,7 +77,7 @@ def test_a_damaged_template_is_noticed_and_written_again(file):
     (data.folder / "chat_template.jinja").write_text("{{ messages }}")
     said = []
     assert opened(file, say=said.append).tokenizer.template.source == CHATML
-    assert "chat_template.jinja has not its" in said[0]
+    assert "chat_template.jinja has another" in said[0]
 
 
 def test_the_seed_orders_training_and_leaves_evaluation_alone(file):

@@ -95,7 +95,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path):
     pixels = np.array(before[DataSplit.TRAIN].pixels)
     (prepared / "train.bin").write_bytes(b"damaged")
     said, after, _ = said_of(folder)
-    assert "again, since train.bin has not its size" in said[0]
+    assert "again, since train.bin has another size" in said[0]
     assert np.array_equal(after[DataSplit.TRAIN].pixels, pixels)
 
 

@@ -164,7 +164,7 @@ def test_large_files_are_hashed_once_a_day_and_when_they_were_touched(stories, m
         os.utime(folder / "train.bin", ns=(state.st_atime_ns, state.st_mtime_ns))
     said = []
     open_token_cache(settings(stories), said.append)
-    assert len(said) == 1 and "again, since train.bin has not its sha256" in said[0]
+    assert len(said) == 1 and "again, since train.bin has another sha256" in said[0]
     open_token_cache(settings(stories), quiet)
     hashed.clear()
     now = prepared_cache.time.time() + prepared_cache.VERIFIED_FOR + 1
@@ -232,7 +232,7 @@ def test_a_single_text_holds_out_its_end(tmp_path):
         ({"vocabulary": 100}, "data.vocabulary is 100"),
         ({"length": 0}, "data: length is 0"),
         ({"batch": -1}, "data: batch is -1"),
-        ({"tokenizer": "absent.json"}, "there is no tokenizer absent.json"),
+        ({"tokenizer": "absent.json"}, "there is no tokenizer 'absent.json'"),
     ],
 )
 def test_bad_settings_are_refused_by_name(stories, changes, says):
