@@ -151,7 +151,7 @@ def test_objective_by_name_with_settings():
     assert chosen.learns_from == ("images", "text") and not chosen.needs_labels
     assert chosen.loss_in == "mean squared error"
     assert patch_losses(torch.ones(1, 2, 3), torch.zeros(1, 2, 3)).tolist() == [1.0]
-    with pytest.raises(UsageError, match=r"objective\.normalize is set, and classification has no such setting"):
+    with pytest.raises(UsageError, match=r"objective\.normalize is set, but classification has no such setting"):
         find_objective("classification", normalize=True)
 
 

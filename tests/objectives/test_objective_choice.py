@@ -25,7 +25,7 @@ def test_every_name_makes_its_objective() -> None:
         (ObjectiveSettings("masked_tokens"), "no objective 'masked_tokens'", "masked_token"),
         (
             ObjectiveSettings("next_token", rate=0.1),
-            "objective.rate is set, and next_token",
+            "objective.rate is set, but next_token",
             "leave objective.rate out",
         ),
         (ObjectiveSettings("masked_token", mean_span=3.0), "objective.mean_span is set", "mask_share"),

@@ -49,7 +49,7 @@ def find_objective(name: str, **settings: float | str) -> Objective:
     known = settable & {field.name for field in fields(OBJECTIVES[name])}
     for setting in settings.keys() - known:
         raise UsageError(
-            f"objective.{setting} is set, and {name} has no such setting",
+            f"objective.{setting} is set, but {name} has no such setting",
             fix=did_you_mean(setting, known) if known else f"leave objective.{setting} out",
         )
     return OBJECTIVES[name](**settings)

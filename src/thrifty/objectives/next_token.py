@@ -79,7 +79,7 @@ def _check_document_argument(model: nn.Module) -> None:
         return
     names = ", ".join(each.name for each in parameters)
     raise RefusedError(
-        f"data.separate is set, and {type(model).__name__}.forward({names}) does not take the document of each token",
+        f"data.separate is set, but {type(model).__name__}.forward({names}) does not take the document of each token",
         fix="add a second argument, whole numbers (b, t), and attend only where they are equal; or leave "
         "data.separate out",
     )

@@ -123,5 +123,5 @@ def test_a_run_on_several_sources_reports_their_shares_and_resumes_to_the_same_b
 
 def test_only_the_next_token_is_learned_of_documents_that_are_kept_apart(tmp_path: Path) -> None:
     masked = recipe(tmp_path, objective=ObjectiveSettings("masked_token"), model=ModelSettings("bert-nano"))
-    with pytest.raises(UsageError, match=r"data\.separate is set, and MaskedToken"):
+    with pytest.raises(UsageError, match=r"data\.separate is set, but MaskedToken"):
         thrifty.train(recipe=masked, runs=tmp_path, quiet=True)
