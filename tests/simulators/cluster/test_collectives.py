@@ -1,4 +1,4 @@
-"""Collectives: closed forms worked out by hand, algorithms run on real pieces of tensors, and limits."""
+"""Collectives: closed forms, algorithms executed on pieces of tensors, and limits."""
 
 import math
 from collections import Counter, defaultdict
@@ -20,13 +20,13 @@ APART = RankGroup(16, 1, 16, FAST, SLOW)
 GB = 1e9
 
 Rounds = list[list[tuple[int, int, set]]]
-"""In each round who sends what to whom: (source, target, pieces)."""
+"""Messages of each round: (source, target, pieces)."""
 
 
-def played(held: dict[int, set], rounds: Rounds) -> tuple[int, int]:
-    """Carry out the rounds; how many there were, and how many pieces the busiest link carried in all.
+def played(owned: dict[int, set], rounds: Rounds) -> tuple[int, int]:
+    """Execute the rounds, and return their number and the total pieces of the busiest link of each round.
 
-    Nobody may send what they do not have, nor send to two or receive from two in a round.
+    In a round, each rank sends only pieces that it has, to at most one rank, and receives from at most one rank.
     """
     carried = 0
     for messages in rounds:
@@ -34,10 +34,10 @@ def played(held: dict[int, set], rounds: Rounds) -> tuple[int, int]:
         assert max(Counter(target for _, target, _ in messages).values()) == 1
         arriving = defaultdict(set)
         for source, target, pieces in messages:
-            assert pieces <= held[source]
+            assert pieces <= owned[source]
             arriving[target] |= pieces
         for target, pieces in arriving.items():
-            held[target] |= pieces
+            owned[target] |= pieces
         carried += max(len(pieces) for _, _, pieces in messages)
     return len(rounds), carried
 
@@ -47,7 +47,7 @@ def ring_rounds(n: int) -> Rounds:
 
 
 def doubling_rounds(n: int) -> Rounds:
-    """Bruck's all-gather, for any n: from the ranks at distances 1, 2, 4, …"""
+    """Return the messages of Bruck's all-gather for any n, from ranks at distances 1, 2, 4, …"""
     rounds, known = [], 1
     while known < n:
         take = min(known, n - known)
@@ -59,15 +59,15 @@ def doubling_rounds(n: int) -> Rounds:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 16, 21])
 @pytest.mark.parametrize(("name", "rounds"), [("ring", ring_rounds), ("doubling", doubling_rounds)])
-def test_an_all_gather_costs_what_its_messages_cost(n: int, name: str, rounds) -> None:
-    held = {rank: {rank} for rank in range(n)}
-    turns, pieces = played(held, rounds(n))
-    assert all(held[rank] == set(range(n)) for rank in held)
+def test_all_gather_costs_equal_its_messages(n: int, name: str, rounds) -> None:
+    owned = {rank: {rank} for rank in range(n)}
+    turns, pieces = played(owned, rounds(n))
+    assert all(owned[rank] == set(range(n)) for rank in owned)
     assert ALGORITHMS["all_gather"][name](n, GB, 3e-6, 50e9) == pytest.approx(turns * 3e-6 + pieces * GB / n / 50e9)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 21])
-def test_recursive_doubling_costs_what_its_messages_cost(n: int) -> None:
+def test_recursive_doubling_costs_equal_its_messages(n: int) -> None:
     power = 1 << (n.bit_length() - 1)
     doubling = [1 << turn for turn in range(power.bit_length() - 1)]
     sums = {rank: {rank} for rank in range(n)}
@@ -87,28 +87,28 @@ def test_recursive_doubling_costs_what_its_messages_cost(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 21])
-def test_a_broadcast_costs_what_its_messages_cost(n: int) -> None:
-    held = {rank: {0} if rank == 0 else set() for rank in range(n)}
+def test_broadcast_costs_equal_its_messages(n: int) -> None:
+    owned = {rank: {0} if rank == 0 else set() for rank in range(n)}
     rounds = [
         [(rank, rank + step, {0}) for rank in range(step) if rank + step < n]
         for step in (2**turn for turn in range((n - 1).bit_length()))
     ]
-    turns, tensors = played(held, rounds)
-    assert all(held.values())
+    turns, tensors = played(owned, rounds)
+    assert all(owned.values())
     assert collective_times.binomial_broadcast(n, GB, 3e-6, 50e9) == pytest.approx(turns * 3e-6 + tensors * GB / 50e9)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 21])
-def test_all_to_all_costs_what_its_messages_cost(n: int) -> None:
-    held = {rank: {(rank, target) for target in range(n)} for rank in range(n)}
+def test_all_to_all_costs_equal_its_messages(n: int) -> None:
+    owned = {rank: {(rank, target) for target in range(n)} for rank in range(n)}
     rounds = [[(rank, (rank + d) % n, {(rank, (rank + d) % n)}) for rank in range(n)] for d in range(1, n)]
-    turns, pieces = played(held, rounds)
-    assert all((source, rank) in held[rank] for rank in held for source in range(n))
+    turns, pieces = played(owned, rounds)
+    assert all((source, rank) in owned[rank] for rank in owned for source in range(n))
     expected = turns * 3e-6 + pieces * GB / n / 50e9
     assert collective_times.pairwise_all_to_all(n, GB, 3e-6, 50e9) == pytest.approx(expected)
 
 
-def test_bytes_and_latencies_on_one_node_by_hand() -> None:
+def test_costs_on_one_node_by_hand_calculation() -> None:
     times = {kind: algorithms(kind, GB, BOX) for kind in ALGORITHMS}
     assert times["all_reduce"]["ring"] == pytest.approx(2 * 7 * 2e-6 + 2 * 7 / 8 * GB / 200e9)
     assert times["all_reduce"]["halving_doubling"] == pytest.approx(2 * 3 * 2e-6 + 2 * 7 / 8 * GB / 200e9)
@@ -119,7 +119,7 @@ def test_bytes_and_latencies_on_one_node_by_hand() -> None:
     assert times["send"]["direct"] == pytest.approx(2e-6 + GB / 200e9)
 
 
-def test_between_nodes_each_rank_carries_its_share() -> None:
+def test_costs_between_nodes_by_hand_calculation() -> None:
     inside, between = 7 / 8 * GB / 200e9 + 3 * 2e-6, 3 / 4 * GB / 8 / 25e9 + 2 * 5e-6
     for kind in ("all_gather", "reduce_scatter"):
         assert algorithms(kind, GB, FOUR_BOXES)["hierarchical"] == pytest.approx(inside + between)
@@ -131,7 +131,7 @@ def test_between_nodes_each_rank_carries_its_share() -> None:
     assert seconds("all_reduce", GB, APART) == pytest.approx(8 * 5e-6 + 2 * 15 / 16 * GB / 25e9)
 
 
-def test_a_ring_through_nodes_has_a_port_for_each_rank_of_a_node() -> None:
+def test_rings_through_nodes_use_all_ports() -> None:
     slower = RankGroup(32, 8, 4, FAST, NetworkLink("slower", 5e-6, 10e9, "a test"))
     time = algorithms("all_gather", GB, slower)["ring"]
     assert time == pytest.approx(3 * 5e-6 + 28 * 2e-6 + 31 / 32 * GB / (8 * 10e9))
@@ -161,8 +161,8 @@ def test_a_better_network_never_takes_longer(kind: str, group: RankGroup, size: 
 
 
 @given(group=groups, size=some.floats(1, 1e12))
-def test_no_algorithm_beats_what_must_cross(group: RankGroup, size: float) -> None:
-    """All but its share must leave each node through its ports, and reach each rank over its links."""
+def test_times_respect_the_bandwidth_bound(group: RankGroup, size: float) -> None:
+    """All but a node's own part must pass its ports, and all but a rank's own part its links."""
     assume(group.even)
     n, nodes = group.size, group.nodes
     best = max(group.inside.bandwidth, group.between.bandwidth)
@@ -173,7 +173,7 @@ def test_no_algorithm_beats_what_must_cross(group: RankGroup, size: float) -> No
 
 
 @pytest.mark.parametrize("group", [BOX, FOUR_BOXES, APART])
-def test_small_tensors_cost_latencies_only_and_large_ones_bandwidth_only(group: RankGroup) -> None:
+def test_small_tensors_cost_latency_and_large_ones_bandwidth(group: RankGroup) -> None:
     steps = math.log2(group.per_node) * FAST.latency + math.log2(group.nodes) * SLOW.latency
     assert seconds("all_reduce", 0, group) <= 2 * steps
     assert seconds("all_gather", 0, group) == pytest.approx(steps)
@@ -181,7 +181,7 @@ def test_small_tensors_cost_latencies_only_and_large_ones_bandwidth_only(group: 
     assert twice == pytest.approx(2, rel=1e-4)
 
 
-def test_which_algorithm_is_chosen() -> None:
+def test_fastest_algorithms_by_size() -> None:
     assert fastest("all_reduce", 1e3, BOX)[0] == "recursive_doubling"
     assert fastest("all_reduce", GB, BOX)[0] == "halving_doubling"
     assert fastest("broadcast", 1e3, APART)[0] == "binomial"
@@ -193,13 +193,13 @@ def test_which_algorithm_is_chosen() -> None:
             assert fastest(kind, 1e6, group)[1] == min(algorithms(kind, 1e6, group).values())
 
 
-def test_a_group_of_one_says_nothing() -> None:
+def test_a_group_of_one_costs_nothing() -> None:
     alone = CLUSTERS["selene-a100"].group(1)
     assert all(seconds(kind, GB, alone) == 0 for kind in ALGORITHMS)
 
 
 @given(some.integers(1, 64), some.floats(1, 1e10))
-def test_pieces_along_a_chain_are_as_many_as_is_best(steps: int, size: float) -> None:
+def test_pipelined_sends_use_the_best_number_of_pieces(steps: int, size: float) -> None:
     a, b = 2e-6, 25e9
     best = min((steps + pieces - 1) * (a + size / pieces / b) for pieces in range(1, 3000))
     assert pipelined(steps, size, a, b) <= best * (1 + 1e-12)
@@ -207,6 +207,6 @@ def test_pieces_along_a_chain_are_as_many_as_is_best(steps: int, size: float) ->
     assert pipelined(steps, size, 0.0, b) == size / b
 
 
-def test_an_unknown_collective_is_answered_with_the_nearest() -> None:
+def test_unknown_collectives_are_refused() -> None:
     with pytest.raises(UsageError, match="did you mean 'all_reduce'"):
         seconds("allreduce", 1.0, BOX)

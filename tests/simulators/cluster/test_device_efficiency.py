@@ -1,4 +1,4 @@
-"""The fit of efficiencies to published throughput: each row is judged by a fit that has not seen its model size."""
+"""Fitted efficiencies against published throughput: each row is judged by a fit without its model size."""
 
 import math
 from collections import Counter
@@ -15,18 +15,18 @@ FITTED = [name for name in fitted_devices() if name != OTHERS]
 
 
 def left_out(device: str, number_format: str | None = None) -> list[tuple[ThroughputRow, float]]:
-    """(row, simulated over measured) by the kept fit of the other folds."""
+    """Return (row, simulated over measured) by the stored fit of the other folds."""
     groups = fitted_devices()[device]["left_out"]
     rates = {int(fold): DeviceEfficiency(**judged["efficiency"]) for fold, judged in groups.items()}
     rows = [row for row in ROWS if row.device == device and number_format in (None, row.number_format)]
     return [(row, row.simulated(rates[row.fold]) / row.measured) for row in rows]
 
 
-def test_the_models_of_the_table_have_their_published_number_of_parameters() -> None:
+def test_models_have_their_published_parameters() -> None:
     assert len(ROWS) == 109 and all(abs(row.workload.parameters - row.parameters) < 2 for row in ROWS)
 
 
-def test_all_rows_of_a_model_size_are_in_one_fold_and_every_fold_has_rows() -> None:
+def test_folds_separate_model_sizes() -> None:
     assert len({(row.model, row.fold) for row in ROWS}) == len(SIZES)
     for device in FITTED:
         assert set(Counter(str(row.fold) for row in ROWS if row.device == device)) == set(
@@ -35,7 +35,7 @@ def test_all_rows_of_a_model_size_are_in_one_fold_and_every_fold_has_rows() -> N
 
 
 @pytest.mark.parametrize(("device", "share"), [("h100", 0.8), ("a100-80gb", 0.9), ("a100-40gb", 0.95)])
-def test_rows_that_the_fit_has_not_seen_are_within_15_percent(device: str, share: float) -> None:
+def test_left_out_rows_are_within_15_percent(device: str, share: float) -> None:
     ratios = np.array([ratio for _, ratio in left_out(device)])
     assert np.mean(abs(ratios - 1) <= 0.15) >= share
     assert abs(np.exp(np.log(ratios).mean()) - 1) < 0.03, "neither too fast nor too slow over all"
@@ -43,8 +43,8 @@ def test_rows_that_the_fit_has_not_seen_are_within_15_percent(device: str, share
     assert 0.85 <= np.mean((rates.low - 1e-3 <= ratios) & (ratios <= rates.high + 1e-3)) <= 0.97
 
 
-def test_the_h100_is_ranked_by_length_and_size_as_published() -> None:
-    """With one efficiency for all work the correlation of utilizations is about zero."""
+def test_h100_utilization_correlates_with_published_rows() -> None:
+    """With one efficiency for all work, utilizations are almost uncorrelated."""
     rows, ratios = zip(*left_out("h100", "bfloat16"), strict=True)
     measured = np.array([row.measured * row.workload.model_flops / row.length for row in rows])
     one = DeviceEfficiency(0.73, 0.73, 0.73)
@@ -56,7 +56,7 @@ def test_the_h100_is_ranked_by_length_and_size_as_published() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", FITTED)
-def test_the_kept_fits_are_those_of_the_rows_without_the_fold(device: str) -> None:
+def test_stored_fits_are_reproduced_from_their_rows(device: str) -> None:
     for fold, judged in fitted_devices()[device]["left_out"].items():
         rates = fit([row for row in ROWS if row.device == device and row.fold != int(fold)])
         assert [getattr(rates, name) for name in PARAMETERS] == pytest.approx(
@@ -64,7 +64,7 @@ def test_the_kept_fits_are_those_of_the_rows_without_the_fold(device: str) -> No
         )
 
 
-def test_a_device_without_published_runs_has_the_wider_interval_of_chips_left_out() -> None:
+def test_unpublished_devices_have_a_wider_interval() -> None:
     known, unknown = find_efficiency("h100"), find_efficiency("mi300x")
     assert math.log(unknown.high / unknown.low) > 2 * math.log(known.high / known.low)
     assert "no published run on mi300x" in unknown.basis and set(FITTED) < set(DEVICES)

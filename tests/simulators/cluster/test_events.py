@@ -1,4 +1,4 @@
-"""Schedules played: bubbles and memory by the published formulas, and a pipeline of real processes."""
+"""Simulated schedules: bubbles and memory against published formulas, and against pipelines of real processes."""
 
 import time
 from itertools import pairwise
@@ -17,7 +17,7 @@ duration = some.integers(1, 20).map(lambda tenths: tenths / 10)
 
 
 def played(name: str, ranks: int, parts: int, chunks: int = 1, **seconds: float) -> PipelineTimeline:
-    """A schedule whose stages all take as long, `seconds` by the kind of action, all chunks of a rank together."""
+    """Return a simulated schedule of equal stages; `seconds` by kind of action are for all chunks of a rank."""
     return play(schedule(name, ranks, parts, chunks), lambda action: seconds[action.kind] / chunks)
 
 
@@ -29,7 +29,7 @@ def played(name: str, ranks: int, parts: int, chunks: int = 1, **seconds: float)
     backward=duration,
 )
 def test_bubble_of_gpipe_and_1f1b(name: str, ranks: int, parts: int, forward: float, backward: float) -> None:
-    """(p - 1) / (m + p - 1) of all time (Huang et al. 2019, section 2.3)."""
+    """The bubble is (p - 1) / (m + p - 1) of all time (Huang et al. 2019, section 2.3)."""
     timeline = played(name, ranks, parts, F=forward, B=backward)
     assert timeline.bubble == pytest.approx((ranks - 1) / (parts + ranks - 1), abs=1e-12)
     assert timeline.makespan == pytest.approx((parts + ranks - 1) * (forward + backward))
@@ -43,7 +43,7 @@ def test_bubble_of_gpipe_and_1f1b(name: str, ranks: int, parts: int, forward: fl
     backward=duration,
 )
 def test_bubble_of_interleaved(ranks: int, turns: int, chunks: int, forward: float, backward: float) -> None:
-    """(p - 1) / (v m) of the time spent computing (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2)."""
+    """The bubble is (p - 1) / (v m) of computing time (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2)."""
     parts = ranks * turns
     timeline = played("interleaved", ranks, parts, chunks, F=forward, B=backward)
     assert timeline.bubble / (1 - timeline.bubble) == pytest.approx((ranks - 1) / (chunks * parts), abs=1e-9)
@@ -51,7 +51,7 @@ def test_bubble_of_interleaved(ranks: int, turns: int, chunks: int, forward: flo
 
 @given(ranks=some.integers(1, 8), more=some.integers(0, 24), forward=duration, inputs=duration, weights=duration)
 def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, inputs: float, weights: float) -> None:
-    """(p - 1)(F + I - W) seconds (Qi et al. 2023, table 2, ZB-H1) for W no longer than F and I; else what we found."""
+    """The bubble is (p - 1)(F + I - W) seconds (Qi et al. 2023, table 2, ZB-H1) if W is no longer; else our formula."""
     parts = ranks + more
     timeline = played("zero_bubble", ranks, parts, F=forward, I=inputs, W=weights)
     idle = timeline.makespan - parts * (forward + inputs + weights)
@@ -59,25 +59,25 @@ def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, inputs: fl
 
 
 @given(ranks=some.integers(1, 8), more=some.integers(0, 16))
-def test_no_rank_waits_in_zero_bubble_v(ranks: int, more: int) -> None:
-    """With F = I = W only the ranks' start is staggered (Qi et al. 2023, section 6)."""
+def test_zero_bubble_v_has_no_bubble(ranks: int, more: int) -> None:
+    """With F = I = W, ranks only start at different times (Qi et al. 2023, section 6)."""
     parts = 2 * ranks - 1 + more
     timeline = played("zero_bubble_v", ranks, parts, 2, F=1.0, I=1.0, W=1.0)
     for rank, events in enumerate(timeline.by_rank):
         assert events[-1].end - events[0].start == pytest.approx(timeline.busy(rank)) == 3 * parts
-        assert timeline.peak(rank) <= 2 * ranks, "as many half micro-batches as the first rank of 1F1B has"
+        assert timeline.peak(rank) <= 2 * ranks, "as many half micro-batches as on the first rank of 1F1B"
     assert timeline.makespan == pytest.approx(3 * parts + (ranks - 1) / 2)
 
 
 @pytest.mark.parametrize(("ranks", "parts", "bubble"), [(2, 1, 0.5), (4, 4, 0.4286), (4, 16, 0.1579), (8, 32, 0.1795)])
-def test_bubbles_of_an_earlier_simulation(ranks: int, parts: int, bubble: float) -> None:
+def test_bubbles_of_known_pipelines(ranks: int, parts: int, bubble: float) -> None:
     for name in ("gpipe", "1f1b"):
         assert played(name, ranks, parts, F=1.0, B=2.0).bubble == pytest.approx(bubble, abs=5e-5)
 
 
 @pytest.mark.parametrize(("ranks", "parts", "even", "slow"), [(4, 16, 0.1579, 0.236), (8, 32, 0.1795, 0.271)])
-def test_one_slow_stage_costs_more_than_the_formula(ranks: int, parts: int, even: float, slow: float) -> None:
-    """The first stage 25 % slower in 1F1B, as in the earlier simulation; in GPipe, or later stages, it costs more."""
+def test_a_slow_stage_costs_more_than_the_formula(ranks: int, parts: int, even: float, slow: float) -> None:
+    """The first stage is 25 % slower in 1F1B; a slow later stage, or GPipe, costs more."""
 
     def bubble(name: str, stage: int) -> float:
         orders = schedule(name, ranks, parts)
@@ -92,8 +92,8 @@ def test_one_slow_stage_costs_more_than_the_formula(ranks: int, parts: int, even
 
 @settings(max_examples=30)
 @given(ranks=some.integers(1, 8), parts=some.integers(1, 24))
-def test_micro_batches_alive(ranks: int, parts: int) -> None:
-    """GPipe m; 1F1B p - rank, at most m; ZB-H1 p, of which `rank` only wait for W (Qi et al. 2023, below table 1)."""
+def test_live_micro_batches(ranks: int, parts: int) -> None:
+    """GPipe has m, 1F1B p - rank (at most m), ZB-H1 p, of which `rank` only wait for W (Qi et al. 2023, table 1)."""
     for rank in range(ranks):
         assert played("gpipe", ranks, parts, F=1.0, B=2.0).peak(rank) == parts
         assert played("1f1b", ranks, parts, F=1.0, B=2.0).peak(rank) == min(ranks - rank, parts)
@@ -104,13 +104,13 @@ def test_micro_batches_alive(ranks: int, parts: int) -> None:
 
 
 @given(ranks=some.integers(2, 8), turns=some.integers(2, 4), chunks=some.integers(1, 4))
-def test_micro_batches_alive_interleaved(ranks: int, turns: int, chunks: int) -> None:
-    """1 + (p - 1)/(p v) times that of 1F1B on the first rank (Korthikanti et al. 2022, from memory)."""
+def test_live_micro_batches_of_interleaved(ranks: int, turns: int, chunks: int) -> None:
+    """The first rank has 1 + (p - 1)/(p v) times the micro-batches of 1F1B (Korthikanti et al. 2022, from memory)."""
     timeline = played("interleaved", ranks, ranks * turns, chunks, F=1.0, B=2.0)
     assert timeline.peak(0) / chunks == pytest.approx(ranks * (1 + (ranks - 1) / (ranks * chunks)))
 
 
-def test_what_is_held_over_time_in_bytes() -> None:
+def test_held_bytes_over_time() -> None:
     timeline = play(schedule("1f1b", 2, 3), lambda action: 1.0 if action.kind == "F" else 2.0)
     assert timeline.live(0) == [(0, 1), (1, 2), (6, 1), (6, 2), (9, 1), (12, 0)]
     assert timeline.live(1, lambda stage: 100 * stage) == [(1, 100), (4, 0), (4, 100), (7, 0), (7, 100), (10, 0)]
@@ -121,14 +121,14 @@ def test_what_is_held_over_time_in_bytes() -> None:
     name=some.sampled_from(SCHEDULES),
     ranks=some.integers(1, 6),
     turns=some.integers(1, 4),
-    way=duration,
+    delay=duration,
     overlap=some.booleans(),
 )
-def test_nothing_starts_before_it_can(name: str, ranks: int, turns: int, way: float, overlap: bool) -> None:
-    """Every event after the one before it on its rank and after what it needs; a way carries one thing at a time."""
+def test_events_respect_dependencies(name: str, ranks: int, turns: int, delay: float, overlap: bool) -> None:
+    """Each event follows the earlier one of its rank and its inputs; a link carries one transfer at a time."""
     chunks = 2 if name in ("interleaved", "zero_bubble_v") else 1
     orders = schedule(name, ranks, ranks * turns, chunks)
-    timeline = play(orders, lambda action: 1.0 + action.stage % 3, lambda source, target: way, overlap)
+    timeline = play(orders, lambda action: 1.0 + action.stage % 3, lambda source, target: delay, overlap)
     ended: dict[ScheduleAction, float] = {event.action: event.end for event in timeline.events}
     assert sorted(ended) == sorted(action for order in orders for action in order)
     stages = ranks * chunks
@@ -141,24 +141,24 @@ def test_nothing_starts_before_it_can(name: str, ranks: int, turns: int, way: fl
         if kind in "BI" and stage == stages - 1:
             before, step = "F", 0
         if stage + step >= 0:
-            delay = way if place[stage + step] != rank else 0.0
-            assert start >= ended[ScheduleAction(before, stage + step, part)] + delay
+            transfer_delay = delay if place[stage + step] != rank else 0.0
+            assert start >= ended[ScheduleAction(before, stage + step, part)] + transfer_delay
     for events in timeline.by_rank:
         assert all(left.end <= right.start for left, right in pairwise(events))
-    ways: dict[tuple[int, int], list[StageTransfer]] = {}
+    by_link: dict[tuple[int, int], list[StageTransfer]] = {}
     for transfer in timeline.transfers:
-        ways.setdefault(transfer[:2], []).append(transfer)
-    for carried in ways.values():
+        by_link.setdefault(transfer[:2], []).append(transfer)
+    for carried in by_link.values():
         assert all(left.end <= right.start for left, right in pairwise(carried))
 
 
-@given(ranks=some.integers(1, 8), parts=some.integers(1, 20), way=some.floats(0, 1))
-def test_transfers_that_overlap_delay_gpipe_once_each_way(ranks: int, parts: int, way: float) -> None:
-    timeline = play(schedule("gpipe", ranks, parts), lambda action: 1.0, lambda source, target: way)
-    assert timeline.makespan == pytest.approx(2 * (parts + ranks - 1) + 2 * (ranks - 1) * way)
+@given(ranks=some.integers(1, 8), parts=some.integers(1, 20), delay=some.floats(0, 1))
+def test_overlapped_transfers_delay_gpipe_once_each_way(ranks: int, parts: int, delay: float) -> None:
+    timeline = play(schedule("gpipe", ranks, parts), lambda action: 1.0, lambda source, target: delay)
+    assert timeline.makespan == pytest.approx(2 * (parts + ranks - 1) + 2 * (ranks - 1) * delay)
 
 
-def test_transfers_that_do_not_overlap_keep_the_sender() -> None:
+def test_transfers_without_overlap_block_the_sender() -> None:
     timeline = play(schedule("gpipe", 2, 3), lambda action: 1.0, lambda source, target: 0.5, overlap=False)
     assert [event.start for event in timeline.by_rank[0][:3]] == [0.0, 1.5, 3.0]
     assert [event.end for event in timeline.by_rank[1][:3]] == [2.5, 4.0, 5.5]
@@ -166,24 +166,24 @@ def test_transfers_that_do_not_overlap_keep_the_sender() -> None:
     assert timeline.makespan == 9.5 + 0.5 + 1.0
 
 
-def test_a_way_that_is_slower_than_computing_sets_the_pace() -> None:
+def test_slow_transfers_set_the_pace() -> None:
     timeline = play(schedule("gpipe", 2, 4), lambda action: 1.0, lambda source, target: 3.0)
     assert [event.start for event in timeline.by_rank[1][:4]] == [4.0, 7.0, 10.0, 13.0]
 
 
-def test_orders_that_wait_for_each_other_are_refused() -> None:
-    with pytest.raises(UsageError, match="waits for ever"):
+def test_deadlocks_are_refused() -> None:
+    with pytest.raises(UsageError, match="deadlocks"):
         play([[ScheduleAction("B", 0, 0), ScheduleAction("F", 0, 0)]], lambda action: 1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
-def test_a_long_pipeline_is_played_in_about_a_second(name: str) -> None:
+def test_long_pipelines_are_simulated_in_seconds(name: str) -> None:
     orders = schedule(name, 128, 512)
     started = time.process_time()
     timeline = play(orders, lambda action: 1.0)
     assert timeline.bubble < 0.5
-    assert time.process_time() - started < 4, "0.8 s and 1.1 s on a busy box with 2 cores"
+    assert time.process_time() - started < 4, "0.8 s and 1.1 s on a shared machine with 2 cores"
 
 
 SLEEPS = {"F": 0.03, "B": 0.05, "I": 0.025, "W": 0.025}
@@ -191,7 +191,7 @@ STAGES = {"gpipe": 4, "1f1b": 4, "slow first stage": 4, "interleaved": 8, "zero_
 
 
 def sleeping(case: str) -> Case:
-    """Four ranks and eight micro-batches; under the name of the case, or 1F1B whose first stage takes half longer."""
+    """Return a case of four ranks and eight micro-batches; a slow first stage takes 1.5 times as long, in 1F1B."""
     slow = 1.5 if case == "slow first stage" else 1.0
     seconds = {
         (kind, stage): length * (slow if stage == 0 else 1.0)
@@ -203,19 +203,19 @@ def sleeping(case: str) -> Case:
 
 @pytest.fixture(scope="module")
 def real_seconds() -> dict[str, list[float]]:
-    """Makespans of pipelines of four real ranks that sleep for computing."""
+    """Return makespans of pipelines of four real ranks that sleep instead of computing."""
     ranks = on_ranks(4, run_each, [sleeping(case) for case in STAGES], 4)
-    found = {}
+    result = {}
     for case, repeats in zip(STAGES, zip(*ranks, strict=True), strict=True):
         runs = list(zip(*repeats, strict=True))
-        found[case] = [max(rank[-1][1] for rank in run) - min(rank[0][0] for rank in run) for run in runs]
-    return found
+        result[case] = [max(rank[-1][1] for rank in run) - min(rank[0][0] for rank in run) for run in runs]
+    return result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STAGES)
-def test_a_real_pipeline_takes_as_long_as_a_simulated_one(case: str, real_seconds: dict[str, list[float]]) -> None:
-    """A sleep may be too long and never too short, so the least of a few runs."""
+def test_real_pipelines_take_the_simulated_time(case: str, real_seconds: dict[str, list[float]]) -> None:
+    """Sleeps can be too long but not too short, so the shortest of several runs counts."""
     name, parts, chunks, seconds = sleeping(case)
     simulated = play(schedule(name, 4, parts, chunks), lambda action: seconds[action.kind, action.stage]).makespan
     print(f"{case}: {simulated:.3f} s simulated, {[f'{real:.3f}' for real in real_seconds[case]]} s real")

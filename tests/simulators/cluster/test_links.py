@@ -1,4 +1,4 @@
-"""Groups of ranks on nodes, against ranks counted one by one; named clusters."""
+"""Placement of rank groups on nodes, against ranks counted one by one; named clusters."""
 
 from collections import Counter
 
@@ -26,14 +26,14 @@ SELENE = CLUSTERS["selene-a100"]
         (1, 1, 1, 1),
     ],
 )
-def test_where_a_group_stands_on_nodes_of_eight(size: int, stride: int, per_node: int, nodes: int) -> None:
+def test_placement_of_groups_on_nodes_of_eight(size: int, stride: int, per_node: int, nodes: int) -> None:
     group = SELENE.group(size, stride)
     assert (group.size, group.per_node, group.nodes) == (size, per_node, nodes)
     assert (group.inside, group.between) == (SELENE.inside, SELENE.between)
 
 
 @given(per_node=some.integers(1, 9), nodes=some.integers(1, 9), size=some.integers(1, 81), stride=some.integers(1, 40))
-def test_a_group_is_placed_as_its_ranks_are(per_node: int, nodes: int, size: int, stride: int) -> None:
+def test_placement_equals_the_count_of_ranks(per_node: int, nodes: int, size: int, stride: int) -> None:
     cluster = Cluster(DEVICES["h100"], per_node, nodes, LINKS["nvlink4"], LINKS["infiniband-ndr"])
     ranks = [stride * place for place in range(size)]
     if ranks[-1] >= cluster.ranks:
@@ -46,18 +46,18 @@ def test_a_group_is_placed_as_its_ranks_are(per_node: int, nodes: int, size: int
     assert group.even == (len(set(counted.values())) == 1)
 
 
-def test_a_cluster_of_fewer_ranks_has_whole_nodes() -> None:
+def test_smaller_clusters_have_whole_nodes() -> None:
     assert SELENE.of(512).nodes == 64
     assert (SELENE.of(4).per_node, SELENE.of(4).nodes) == (4, 1)
-    with pytest.raises(UsageError, match="ask for 96 or 104"):
+    with pytest.raises(UsageError, match="use 96 or 104"):
         SELENE.of(100)
     with pytest.raises(UsageError, match="1 or more"):
         SELENE.of(0)
-    with pytest.raises(UsageError, match="both are 1 or more"):
+    with pytest.raises(UsageError, match="there is no group of"):
         SELENE.group(2, 0)
 
 
-def test_the_published_clusters_have_their_sizes() -> None:
+def test_sizes_of_published_clusters() -> None:
     assert CLUSTERS["dgx2h-v100"].ranks == 512
     assert CLUSTERS["selene-a100"].ranks == 3072
     assert CLUSTERS["h100-roce"].ranks == 16384
@@ -69,13 +69,13 @@ def test_the_published_clusters_have_their_sizes() -> None:
 
 
 @pytest.mark.parametrize("link", LINKS.values(), ids=LINKS)
-def test_every_link_has_a_source_and_carries_a_message(link) -> None:
+def test_every_link_has_a_source_and_message_times(link) -> None:
     assert link.source
     assert link.seconds(0) == link.latency > 0
     assert link.seconds(link.bandwidth) == pytest.approx(1 + link.latency)
 
 
-def test_nvlink_is_faster_than_the_bus_and_the_network() -> None:
+def test_nvlink_is_faster_than_pcie_and_network() -> None:
     for generation, bus in ((3, "pcie4"), (4, "pcie5")):
         assert LINKS[f"nvlink{generation}"].bandwidth > 5 * LINKS[bus].bandwidth
     assert LINKS["pcie4"].bandwidth < LINKS["infiniband-hdr"].bandwidth

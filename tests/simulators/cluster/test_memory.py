@@ -1,4 +1,4 @@
-"""Bytes on each rank: ZeRO's table, activations over the time of a schedule, and what does not fit."""
+"""Memory of each rank: ZeRO's table, activations over a schedule, and runs that exceed the device."""
 
 import pytest
 
@@ -15,16 +15,16 @@ SMALL = transformer("small", gpt(16, 1024, 16))
 
 
 @pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_zero_divides_7_5b_parameters_over_64_as_rajbhandari_2020_figure_1_says(zero: int, gigabytes: float) -> None:
+def test_zero_bytes_of_rajbhandari_2020_figure_1(zero: int, gigabytes: float) -> None:
     assert state_bytes(7.5e9, zero, 64).total / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
-def test_the_other_figure_for_stage_2_is_deepspeeds() -> None:
+def test_zero_2_bytes_of_the_paper_and_of_deepspeed() -> None:
     assert state_bytes(7.5e9, 2, 64, gradient=6).total / 1e9 == pytest.approx(17.1, abs=0.05)
     assert state_bytes(7.5e9, 2, 64).total == pytest.approx(7.5e9 * (2 + 14 / 64))
 
 
-def test_a_stage_that_zero_does_not_have_is_refused() -> None:
+def test_unknown_zero_stages_are_refused() -> None:
     with pytest.raises(UsageError, match="no stage 4"):
         state_bytes(1.0, 4)
 
@@ -35,14 +35,14 @@ def small(schedule: str, parts: int, **settings: object) -> StepReport:
 
 
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", [12] * 4), ("1f1b", [4, 3, 2, 1])])
-def test_each_rank_holds_as_many_micro_batches_as_its_schedule_keeps_alive(schedule: str, most: list[int]) -> None:
-    """Huang et al. 2019 and Narayanan et al. 2021, section 2.2: m on every rank, and at most p."""
+def test_activations_equal_the_live_micro_batches(schedule: str, most: list[int]) -> None:
+    """GPipe holds m on every rank, 1F1B at most p (Huang et al. 2019; Narayanan et al. 2021, section 2.2)."""
     report = small(schedule, 12)
     for rank, times in enumerate(most):
         assert report.memory[rank].activations == pytest.approx(times * report.stage_bytes[rank])
 
 
-def test_activations_over_time_begin_and_end_with_nothing_and_have_the_peak_between() -> None:
+def test_activation_curve_ends_at_zero_and_has_the_peak() -> None:
     report = small("1f1b", 12)
     curve = report.activations(0)
     assert curve[0][1] == report.stage_bytes[0] and curve[-1][1] == 0
@@ -50,7 +50,7 @@ def test_activations_over_time_begin_and_end_with_nothing_and_have_the_peak_betw
     assert [time for time, _ in curve] == sorted(time for time, _ in curve)
 
 
-def test_what_a_stage_keeps_is_what_its_parts_keep() -> None:
+def test_activations_of_a_stage_sum_over_its_parts() -> None:
     block = SMALL.blocks[0]
     kept = 4 * block.saved.per_rank(2)
     plain, every = small("1f1b", 12), small("1f1b", 12, recompute="every")
@@ -60,24 +60,24 @@ def test_what_a_stage_keeps_is_what_its_parts_keep() -> None:
     assert every.fullest.total < plain.fullest.total
 
 
-def test_states_add_up_over_the_ranks_to_those_of_the_whole_model() -> None:
-    """A tied embedding stands on the first and on the last stage, and what is no matrix on each tensor rank."""
+def test_states_of_all_ranks_sum_to_the_whole_model() -> None:
+    """A tied embedding is on the first and the last stage, and non-matrix parameters on each tensor rank."""
     report = small("1f1b", 12)
-    held = 2 * sum(rank.state.total for rank in report.memory)
+    total = 2 * sum(rank.state.total for rank in report.memory)
     small_ones = sum(part.parameters.whole for part in SMALL.parts)
-    assert held == pytest.approx(16 * (SMALL.parameters + SMALL.shared + small_ones))
+    assert total == pytest.approx(16 * (SMALL.parameters + SMALL.shared + small_ones))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_a_sharded_run_holds_what_the_formula_says(zero: int) -> None:
+def test_sharded_state_equals_the_formula(zero: int) -> None:
     cluster, mesh = find_cluster("selene-a100").of(64), ClusterMesh(shard=64)
     report = simulate(SMALL, cluster, mesh, StepSettings(64, zero=zero))
     assert report.memory[0].state == state_bytes(SMALL.parameters, zero, 64)
     assert (report.memory[0].temporary > 0) == (zero == 3)
 
 
-def test_what_does_not_fit_is_flagged_and_what_fits_is_not() -> None:
-    """175B parameters on 64 A100 of 80 GB: with everything recomputed, not without (Narayanan et al. 2021, 5.6)."""
+def test_runs_that_exceed_memory_are_flagged() -> None:
+    """175B parameters fit 64 A100 of 80 GB only with full recompute (Narayanan et al. 2021, section 5.6)."""
     workload, cluster, mesh = (
         transformer("gpt3", GPT3),
         find_cluster("selene-a100").of(64),
@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_flagged_and_what_fits_is_not() -> None:
     assert not too_much.fits and too_much.fullest.total > too_much.fullest.limit == 80 * 2**30
 
 
-def test_70b_parameters_do_not_fit_eight_devices_without_sharding() -> None:
+def test_70b_needs_sharding_on_eight_devices() -> None:
     workload, cluster = transformer("70b", MODELS["llama3-70b"]), find_cluster("h100-box")
     plain = simulate(workload, cluster, ClusterMesh(tensor=8), StepSettings(8, recompute="every"))
     assert not plain.fits and plain.fullest.state.total == pytest.approx(16 * workload.parameters / 8, rel=0.01)

@@ -1,4 +1,4 @@
-"""Published runs, each by paper and table, simulated with the fit of their device, and how far off each is."""
+"""Published runs by paper and table, simulated with the fit of their device, and their errors."""
 
 import json
 from pathlib import Path
@@ -23,58 +23,58 @@ def label(run: PublishedRun) -> str:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def result() -> dict[str, Any]:
     return computed_once("published runs", lambda: json.loads(json.dumps(published_runs_table().as_dict())))
 
 
 @pytest.fixture(scope="module")
-def off(found: dict[str, Any]) -> dict[str, float]:
-    """By what share of the measured value each simulated one is off."""
-    return {row["run"]: row["simulated"] / RUNS[row["run"]].measured - 1 for row in found["runs"]}
+def off(result: dict[str, Any]) -> dict[str, float]:
+    """Return the relative error of each simulated run."""
+    return {row["run"]: row["simulated"] / RUNS[row["run"]].measured - 1 for row in result["runs"]}
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("run", DESCRIBED, ids=label)
-def test_a_published_run_is_as_fast_as_it_was(run: PublishedRun, off: dict[str, float]) -> None:
+def test_published_runs_are_within_their_tolerance(run: PublishedRun, off: dict[str, float]) -> None:
     assert run.tolerance is not None
     print(f"{label(run)}: {off[run.name]:+.1%}")
-    assert run.tolerance - 0.06 < abs(off[run.name]) <= run.tolerance, "neither further off than said, nor much nearer"
+    assert run.tolerance - 0.06 < abs(off[run.name]) <= run.tolerance, "the tolerance is neither exceeded nor loose"
 
 
 @pytest.mark.parametrize("run", OTHERS, ids=label)
-def test_zero_3_over_all_ranks_is_simulated_too_fast(run: PublishedRun, off: dict[str, float]) -> None:
-    """Narayanan et al. 2021, table 2, DeepSpeed's ZeRO-3: what the simulation does not know is known to be so."""
+def test_zero_3_over_all_ranks_is_too_fast(run: PublishedRun, off: dict[str, float]) -> None:
+    """DeepSpeed's ZeRO-3 runs (Narayanan et al. 2021, table 2) are marked as not reproduced."""
     assert run.settings.zero == 3 and off[run.name] > 0.3 and "not reproduced" in run.note
 
 
-def test_megatron_2019_scaling_efficiency_of_8_3b_on_512(found: dict[str, Any]) -> None:
-    """Shoeybi et al. 2019, abstract: 76 % of 39 TFLOP/s on each of 512 V100 (74 % in its section 5.1)."""
-    rates = {row["run"]: row["simulated"] for row in found["runs"]}
+def test_megatron_2019_scaling_efficiency_of_8_3b_on_512(result: dict[str, Any]) -> None:
+    """Shoeybi et al. 2019 report 76 % of 39 TFLOP/s on each of 512 V100 (abstract; 74 % in section 5.1)."""
+    rates = {row["run"]: row["simulated"] for row in result["runs"]}
     assert rates["megatron-8.3b"] / rates["megatron-1.2b"] == pytest.approx(0.76, abs=0.08)
 
 
-def test_llama_3_table_4_slows_down_with_twice_the_ranks_as_published(off: dict[str, float]) -> None:
-    """The Llama 3 paper, table 4: from 430 to 400 TFLOP/s, as each pipeline has half the micro-batches."""
+def test_llama_3_table_4_slows_down_as_published(off: dict[str, float]) -> None:
+    """Twice the ranks reduce 430 to 400 TFLOP/s, because each pipeline has half the micro-batches."""
     assert off["llama3-405b-16384"] == pytest.approx(off["llama3-405b-8192"], abs=0.02)
 
 
-def test_narayanan_2021_table_1_rises_with_the_size_of_the_model(found: dict[str, Any]) -> None:
-    rates = [row["simulated"] for row in found["runs"] if (row["paper"][:9], row["table"]) == ("Narayanan", "table 1")]
+def test_narayanan_2021_table_1_rises_with_model_size(result: dict[str, Any]) -> None:
+    rates = [row["simulated"] for row in result["runs"] if (row["paper"][:9], row["table"]) == ("Narayanan", "table 1")]
     assert len(rates) == 10 and min(rates[-3:]) > max(rates[:5])
 
 
-def test_runs_on_a100_that_no_fit_has_seen_are_within_an_eighth(off: dict[str, float]) -> None:
-    """Efficiencies are fitted to another table, of other models on up to 128 devices."""
+def test_unseen_a100_runs_are_within_an_eighth(off: dict[str, float]) -> None:
+    """Efficiencies are fitted to another table, with other models on up to 128 devices."""
     unseen = [run for run in DESCRIBED if run.cluster == "selene-a100"]
     assert len(unseen) == 17 and max(abs(off[run.name]) for run in unseen) < 0.125
 
 
-def test_no_name_means_two_models() -> None:
+def test_model_names_are_unique() -> None:
     assert not set(RUNS) & set(MODELS) and not set(PRESETS) & (set(RUNS) | set(MODELS))
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=lambda run: run.name)
-def test_a_row_fits_together(run: PublishedRun) -> None:
+def test_rows_are_consistent(run: PublishedRun) -> None:
     assert find_cluster(run.cluster).of(run.mesh.ranks).ranks == run.mesh.ranks
     assert run.paper and run.table and run.evidence and run.measured > 0
     assert run.settings.batch % (run.mesh.data * run.settings.micro_batch) == 0
@@ -98,16 +98,16 @@ def test_a_row_fits_together(run: PublishedRun) -> None:
         ("llama3-405b-8192", 405),
     ],
 )
-def test_a_published_model_has_its_published_size(name: str, billions: float) -> None:
+def test_published_models_have_their_size(name: str, billions: float) -> None:
     assert RUNS[name].workload.parameters / 1e9 == pytest.approx(billions, rel=0.006, abs=0.06)
 
 
-def test_the_kept_table_is_what_is_simulated_now(found: dict[str, Any]) -> None:
+def test_the_stored_table_equals_the_simulation(result: dict[str, Any]) -> None:
     kept = json.loads(KEPT.read_text())
-    assert kept["rates"] == found["rates"]
-    assert all(rates == vars(find_efficiency(device)) for device, rates in found["rates"].items())
+    assert kept["rates"] == result["rates"]
+    assert all(rates == vars(find_efficiency(device)) for device, rates in result["rates"].items())
     assert [row["run"] for row in kept["runs"]] == list(RUNS)
-    for then, now in zip(kept["runs"], found["runs"], strict=True):
+    for then, now in zip(kept["runs"], result["runs"], strict=True):
         assert now == {
             **then,
             **{name: pytest.approx(then[name], rel=1e-9) for name in ("simulated", "off", "interval")},

@@ -1,4 +1,4 @@
-"""Pipeline schedules: the orders that torch's own schedules have, and orders that cannot be run."""
+"""Pipeline schedules: orders equal to torch's own schedules, and invalid orders."""
 
 from collections.abc import Iterator
 
@@ -18,19 +18,19 @@ RANKS = 4
 
 @pytest.fixture
 def ranks_in_name_only() -> Iterator[None]:
-    """A process group for building torch's schedules, which sends nothing."""
+    """Open a fake process group to build torch's schedules."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     dist.destroy_process_group()
 
 
 def torch_orders(kind: type, parts: int, stages: list[int], count: int) -> list[list[str]]:
-    """What each rank does by torch, as in `0F3`: stage 0, forward, micro-batch 3."""
-    held = [PipelineStage(torch.nn.Identity(), stage, count, torch.device("cpu")) for stage in stages]
+    """Return torch's actions of each rank, as in `0F3`: stage 0, forward, micro-batch 3."""
+    pipeline_stages = [PipelineStage(torch.nn.Identity(), stage, count, torch.device("cpu")) for stage in stages]
     if issubclass(kind, schedules.PipelineScheduleSingle):
-        orders = kind(held[0], parts, loss_fn=torch.add)._get_pipeline_order()
+        orders = kind(pipeline_stages[0], parts, loss_fn=torch.add)._get_pipeline_order()
     else:
-        orders = kind(held, parts, loss_fn=torch.add).pipeline_order
+        orders = kind(pipeline_stages, parts, loss_fn=torch.add).pipeline_order
     computing = [
         [action for action in orders[rank] if action and action.microbatch_index is not None] for rank in orders
     ]
@@ -43,8 +43,8 @@ def orders_in_short(name: str, parts: int, chunks: int = 1) -> list[list[str]]:
 
 @pytest.mark.usefixtures("ranks_in_name_only")
 @pytest.mark.parametrize("parts", [1, 3, 4, 8, 12])
-def test_orders_are_those_of_torch(parts: int) -> None:
-    if parts >= RANKS:  # torch's list for the last rank counts its forward passes from 1
+def test_orders_equal_torch(parts: int) -> None:
+    if parts >= RANKS:  # torch numbers the forward passes of the last rank from 1
         assert orders_in_short("1f1b", parts)[:-1] == torch_orders(schedules.Schedule1F1B, parts, [0], RANKS)[:-1]
     mine = orders_in_short("zero_bubble_v", parts, 2)
     assert mine == torch_orders(schedules.ScheduleZBVZeroBubble, parts, [0, 2 * RANKS - 1], 2 * RANKS)
@@ -59,8 +59,8 @@ def test_orders_are_those_of_torch(parts: int) -> None:
 
 
 @pytest.mark.usefixtures("ranks_in_name_only")
-def test_gpipe_is_that_of_torch_with_the_last_backward_first() -> None:
-    """As in the paper's figure 2c; torch goes back in the order of the forward passes."""
+def test_gpipe_equals_torch_with_reversed_backward_passes() -> None:
+    """Backward passes are in reverse order, as in the paper's figure 2c; torch's are in forward order."""
     for mine, theirs in zip(orders_in_short("gpipe", 5), torch_orders(schedules.ScheduleGPipe, 5, [0], 4), strict=True):
         assert mine[:5] + mine[:4:-1] == theirs
 
@@ -78,13 +78,13 @@ def test_every_schedule_can_be_run(name: str, ranks: int, parts: int, chunks: in
     assert {action.part for order in orders for action in order} == set(range(parts))
 
 
-def test_stages_stand_where_their_schedule_puts_them() -> None:
+def test_placement_of_stages() -> None:
     assert placement(schedule("1f1b", 3, 2)) == [0, 1, 2]
     assert placement(schedule("interleaved", 3, 3, 2)) == [0, 1, 2, 0, 1, 2]
     assert placement(schedule("zero_bubble_v", 3, 2, 2)) == [0, 1, 2, 2, 1, 0]
 
 
-def test_a_walk_gives_each_action_after_what_it_needs() -> None:
+def test_walks_respect_dependencies() -> None:
     there, last = {None}, {}
     for rank, action, needed, left in walk(orders := schedule("interleaved", 4, 8, 2)):
         assert needed in there
@@ -95,38 +95,38 @@ def test_a_walk_gives_each_action_after_what_it_needs() -> None:
 
 
 def order(words: str) -> list[ScheduleAction]:
-    """From words as in `0F3`: stage 0, forward, micro-batch 3."""
+    """Return an order from words as in `0F3`: stage 0, forward, micro-batch 3."""
     return [ScheduleAction(kind, int(stage), int(part)) for stage, kind, part in words.split()]
 
 
 @pytest.mark.parametrize(
     ("orders", "problem"),
     [
-        (("0B0 0F0", "1F0 1B0"), "rank 0 waits for ever at ScheduleAction\\(kind='B', stage=0, part=0\\)"),
-        (("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "rank 0 waits for ever"),
-        (("0F0 0F0 0B0", "1F0 1B0"), "stage 0 does FFB with micro-batch 0"),
-        (("0F0 0I0", "1F0 1B0"), "stage 0 does FI with micro-batch 0"),
-        (("0F0 0W0 0I0", "1F0 1B0"), "waits for ever"),
-        (("0F0 0B0", "1F0 1I0 1B0 1W0"), "stage 1 does FIBW"),
-        (("0F0 0F1 0B0 0B1", "1F0 1B0"), "waits for ever"),
-        (("0F0 0F1 0B0", "1F0 1B0 1F1 1B1"), "stage 0 does F with micro-batch 1"),
-        (("0F0 0B0", "0F0 0B0"), "stage 0 stands on ranks 0 and 1"),
-        (("1F0 1B0",), "a pipeline of the stages \\[1\\]"),
+        (("0B0 0F0", "1F0 1B0"), "rank 0 deadlocks at ScheduleAction\\(kind='B', stage=0, part=0\\)"),
+        (("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), "rank 0 deadlocks"),
+        (("0F0 0F0 0B0", "1F0 1B0"), "stage 0 runs FFB on micro-batch 0"),
+        (("0F0 0I0", "1F0 1B0"), "stage 0 runs FI on micro-batch 0"),
+        (("0F0 0W0 0I0", "1F0 1B0"), "deadlocks"),
+        (("0F0 0B0", "1F0 1I0 1B0 1W0"), "stage 1 runs FIBW"),
+        (("0F0 0F1 0B0 0B1", "1F0 1B0"), "deadlocks"),
+        (("0F0 0F1 0B0", "1F0 1B0 1F1 1B1"), "stage 0 runs F on micro-batch 1"),
+        (("0F0 0B0", "0F0 0B0"), "stage 0 is on ranks 0 and 1"),
+        (("1F0 1B0",), "the stages \\[1\\] have gaps"),
     ],
 )
-def test_orders_that_cannot_be_run_are_refused(orders: tuple[str, ...], problem: str) -> None:
+def test_invalid_orders_are_refused(orders: tuple[str, ...], problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         check([order(words) for words in orders])
 
 
-def test_sizes_that_a_schedule_is_not_made_for_are_refused() -> None:
+def test_unsupported_sizes_are_refused() -> None:
     with pytest.raises(UsageError, match="did you mean '1f1b'"):
         schedule("1f1", 4, 8)
-    with pytest.raises(UsageError, match="each is 1 or more"):
+    with pytest.raises(UsageError, match="use 1 or more of each"):
         schedule("1f1b", 4, 0)
-    with pytest.raises(UsageError, match="set chunks to 1, or choose interleaved"):
+    with pytest.raises(UsageError, match="set chunks to 1, or use interleaved"):
         schedule("gpipe", 4, 8, 2)
-    with pytest.raises(UsageError, match="zero_bubble_v with 1 stages a rank"):
+    with pytest.raises(UsageError, match="zero_bubble_v cannot have 1 stages per rank"):
         schedule("zero_bubble_v", 4, 8)
     with pytest.raises(UsageError, match="use 8 micro-batches"):
         schedule("interleaved", 4, 10, 2)

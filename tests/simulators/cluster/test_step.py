@@ -1,4 +1,4 @@
-"""A simulated step: that its pieces add up, follow from rates and links, and react as they must."""
+"""Simulated steps: components add up, follow from rates and links, and react to settings."""
 
 import json
 import time
@@ -35,7 +35,7 @@ def step(
     return simulate(workload, A100.of(mesh.ranks), mesh, chosen, rates)
 
 
-def test_on_one_device_a_step_is_its_products_its_bytes_and_the_optimizer() -> None:
+def test_a_step_on_one_device_by_formula() -> None:
     rates, device = replace(HALF, memory=0.9, kernel=0.0), A100.device
     report = step(ClusterMesh(), StepSettings(8, 2), rates=rates)
     moved = sum((part.forward.moved + part.backward.moved).total for part in SMALL.parts) * 8
@@ -50,7 +50,7 @@ def test_on_one_device_a_step_is_its_products_its_bytes_and_the_optimizer() -> N
     assert report.tokens_per_second == pytest.approx(8 * 2048 / report.step_seconds)
 
 
-def test_small_work_waits_for_kernels_to_be_started() -> None:
+def test_small_work_is_limited_by_kernel_launches() -> None:
     work = PassWork(DividedAmount(1e3), kernels=20)
     taken = seconds(work, 1, A100.device, HALF, number_format="bfloat16")
     assert taken == pytest.approx(1e-4)
@@ -64,7 +64,7 @@ def test_small_work_waits_for_kernels_to_be_started() -> None:
     assert large == pytest.approx(1e15 / 156e12)
 
 
-def test_attention_and_products_are_priced_apart_and_attention_stays_in_16_bits() -> None:
+def test_attention_has_its_own_rate_in_16_bits() -> None:
     work = PassWork(DividedAmount(3e15), attention=DividedAmount(1e15))
     device = find_cluster("h100-box").device
     wide, narrow = (seconds(work, 1, device, HALF, number_format=name) for name in ("bfloat16", "float8"))
@@ -72,7 +72,7 @@ def test_attention_and_products_are_priced_apart_and_attention_stays_in_16_bits(
     assert narrow == pytest.approx(2e15 / (0.5 * 1978.9e12) + 1e15 / (0.25 * 989.4e12))
 
 
-def test_every_figure_of_time_has_the_interval_of_its_device() -> None:
+def test_every_rate_has_an_interval() -> None:
     report = step(ClusterMesh(), StepSettings(8, 2))
     for name, (low, high) in report.as_dict()["intervals"].items():
         assert low < getattr(report, name) < high
@@ -88,7 +88,7 @@ def test_every_figure_of_time_has_the_interval_of_its_device() -> None:
     zero=st.integers(0, 3),
     overlap=st.booleans(),
 )
-def test_the_pieces_of_a_step_are_none_negative_and_leave_nothing_out(
+def test_components_of_a_step_are_nonnegative_and_complete(
     pipeline: int, parts: int, schedule: str, tensor: int, data: int, zero: int, overlap: bool
 ) -> None:
     mesh = ClusterMesh(shard=data, tensor=tensor, pipeline=pipeline)
@@ -104,8 +104,8 @@ def test_the_pieces_of_a_step_are_none_negative_and_leave_nothing_out(
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pipeline", "parts"), [(2, 1), (4, 4), (4, 16), (8, 32)])
-def test_with_equal_stages_the_bubble_is_that_of_the_formula(schedule: str, pipeline: int, parts: int) -> None:
-    """(p - 1)/(m + p - 1), once messages cost nothing (Huang et al. 2019; Narayanan et al. 2021, 2.2.1)."""
+def test_bubble_of_equal_stages_equals_the_formula(schedule: str, pipeline: int, parts: int) -> None:
+    """Without message costs the bubble is (p - 1)/(m + p - 1) (Huang et al. 2019; Narayanan et al. 2021, 2.2.1)."""
     report = step(ClusterMesh(pipeline=pipeline), StepSettings(parts, 1, schedule), ONLY_BLOCKS)
     idle = report.seconds.bubble / (report.seconds.bubble + report.seconds.compute)
     assert idle == pytest.approx((pipeline - 1) / (parts + pipeline - 1))
@@ -113,15 +113,15 @@ def test_with_equal_stages_the_bubble_is_that_of_the_formula(schedule: str, pipe
 
 
 def test_chunks_divide_the_bubble() -> None:
-    """Narayanan et al. 2021, section 2.2.2: (p - 1)/(v m) of the time that is computed."""
+    """The bubble is (p - 1)/(v m) of computing time (Narayanan et al. 2021, section 2.2.2)."""
     for chunks in (1, 2, 4):
         schedule = "interleaved" if chunks > 1 else "1f1b"
         report = step(ClusterMesh(pipeline=4, chunks=chunks), StepSettings(16, 1, schedule), ONLY_BLOCKS)
         assert report.seconds.bubble / report.seconds.compute == pytest.approx(3 / chunks / 16)
 
 
-def test_gradients_of_weights_fill_the_bubble() -> None:
-    """Qi et al. 2023, table 2: ZB-H1 waits (p - 1)(F + I - W) seconds with the same work."""
+def test_weight_gradients_fill_the_bubble() -> None:
+    """ZB-H1 waits (p - 1)(F + I - W) seconds with the same work (Qi et al. 2023, table 2)."""
     mesh, chosen = ClusterMesh(pipeline=4), StepSettings(16, 1, "zero_bubble")
     filled, plain = step(mesh, chosen, ONLY_BLOCKS).seconds, step(mesh, StepSettings(16), ONLY_BLOCKS).seconds
     actions = LayoutCosts(A100.of(4), mesh, chosen, find_efficiency("a100-80gb")).actions(cut_stages(ONLY_BLOCKS, 4)[1])
@@ -130,14 +130,15 @@ def test_gradients_of_weights_fill_the_bubble() -> None:
     assert filled.compute == pytest.approx(plain.compute) == pytest.approx(16 * (forward + inputs + weights))
 
 
-def test_a_head_that_is_dear_makes_others_wait() -> None:
-    """Imbalance is more than the formula: one stage with the vocabulary's product holds up all."""
+def test_an_expensive_head_enlarges_the_bubble() -> None:
+    """The stage with the vocabulary's product delays all others, beyond the formula."""
     mesh, chosen = ClusterMesh(pipeline=4), StepSettings(16)
     assert step(mesh, chosen).timeline.bubble > 1.3 * step(mesh, chosen, ONLY_BLOCKS).timeline.bubble
 
 
-def test_tensor_collectives_are_four_of_the_hidden_states_a_block_and_six_when_it_runs_again() -> None:
-    """Shoeybi et al. 2019, section 3; the embedding and the head have one each."""
+def test_tensor_collectives_per_block() -> None:
+    """A block has four all-reduces of the hidden states, six with recompute; embedding and head have one each (Shoeybi
+    et al. 2019, section 3)."""
     mesh, group = ClusterMesh(tensor=8), A100.of(8).group(8, 1)
     each = collective_times.seconds("all_reduce", SMALL.blocks[0].entry * 4, group)
     plain = step(mesh, StepSettings(8, 4)).seconds.tensor
@@ -145,7 +146,7 @@ def test_tensor_collectives_are_four_of_the_hidden_states_a_block_and_six_when_i
     assert plain == pytest.approx(2 * each * (4 * 16 + 2)) and again == pytest.approx(2 * each * (6 * 16 + 2))
 
 
-def test_sequence_parallelism_moves_as_much_and_computes_less() -> None:
+def test_sequence_parallelism_reduces_compute_and_memory() -> None:
     mesh = ClusterMesh(tensor=8)
     plain, divided = (step(mesh, StepSettings(8, 4, sequence_parallel=on)) for on in (False, True))
     assert divided.seconds.tensor == pytest.approx(plain.seconds.tensor, rel=0.1)
@@ -153,7 +154,7 @@ def test_sequence_parallelism_moves_as_much_and_computes_less() -> None:
     assert divided.fullest.activations < plain.fullest.activations
 
 
-def test_data_collectives_hide_behind_the_backward_pass() -> None:
+def test_data_collectives_overlap_with_the_backward_pass() -> None:
     mesh = ClusterMesh(replicate=64)
     hidden, seen = (step(mesh, StepSettings(64, overlap=on)).seconds for on in (True, False))
     reduced = collective_times.seconds("all_reduce", 2 * SMALL.parameters, mesh.groups(slowed(64))["data"])
@@ -166,7 +167,7 @@ def slowed(ranks: int) -> Cluster:
     return replace(cluster, between=replace(cluster.between, bandwidth=cluster.between.bandwidth * HALF.links))
 
 
-def test_zero_3_gathers_each_part_for_each_pass_of_each_micro_batch() -> None:
+def test_zero_3_gathers_each_part_for_each_pass() -> None:
     mesh = ClusterMesh(shard=64)
     group = mesh.groups(slowed(64))["shard"]
     each = [
@@ -179,23 +180,23 @@ def test_zero_3_gathers_each_part_for_each_pass_of_each_micro_batch() -> None:
     assert step(mesh, StepSettings(128, 1, zero=3)).seconds.data < 0.5 * report.seconds.data
 
 
-def test_zero_1_moves_what_plain_data_parallelism_moves() -> None:
-    """Rajbhandari et al. 2020, section 7: 2 Psi either way."""
+def test_zero_1_sends_as_much_as_data_parallelism() -> None:
+    """Both send 2 Psi (Rajbhandari et al. 2020, section 7)."""
     plain = step(ClusterMesh(replicate=64), StepSettings(64, overlap=False)).seconds
     divided = step(ClusterMesh(shard=64), StepSettings(64, zero=1, overlap=False)).seconds
     assert divided.data == pytest.approx(plain.data, rel=0.05)
     assert divided.optimizer == pytest.approx(plain.optimizer / 64)
 
 
-def test_hybrid_sharding_reduces_between_replicas_what_is_left_of_each_shard() -> None:
+def test_hybrid_sharding_reduces_shards_between_replicas() -> None:
     inside = step(ClusterMesh(replicate=8, shard=8), StepSettings(64, zero=1, overlap=False))
     everywhere = step(ClusterMesh(shard=64), StepSettings(64, zero=1, overlap=False))
     assert inside.seconds.data != everywhere.seconds.data
     assert inside.fullest.state.total > everywhere.fullest.state.total
 
 
-def test_operations_that_are_not_fused_take_longer() -> None:
-    """Narayanan et al. 2021, section 5.8: fusing took 175B from 113 to 135 TFLOP/s."""
+def test_unfused_operations_take_longer() -> None:
+    """Fusion raised 175B from 113 to 135 TFLOP/s in Narayanan et al. 2021, section 5.8."""
     fused, unfused = (step(ClusterMesh(), StepSettings(4, 4, fused=on)).seconds.compute for on in (True, False))
     assert 1.02 < unfused / fused < 1.6
 
@@ -213,16 +214,16 @@ def test_a_faster_network_is_never_slower(factor: float, what: str) -> None:
     )
 
 
-def test_more_replicas_do_more_in_the_same_time() -> None:
+def test_throughput_scales_with_replicas() -> None:
     few, many = (step(ClusterMesh(replicate=n), StepSettings(4 * n, 4)) for n in (8, 256))
     assert many.tokens_per_second == pytest.approx(32 * few.tokens_per_second, rel=0.1)
 
 
 def test_stages_are_as_even_as_blocks_allow() -> None:
     def counts(depth: int, stages: int) -> list[int]:
-        found = cut_stages(transformer("", gpt(depth, 64, 2)), stages)
-        assert found[0].parts[0].name == "embedding" and found[-1].parts[-1].name == "head"
-        return [sum(part.is_block for part in stage.parts) for stage in found]
+        result = cut_stages(transformer("", gpt(depth, 64, 2)), stages)
+        assert result[0].parts[0].name == "embedding" and result[-1].parts[-1].name == "head"
+        return [sum(part.is_block for part in stage.parts) for stage in result]
 
     assert counts(12, 4) == [3, 3, 3, 3]
     assert counts(126, 16) == [7, *[8] * 14, 7]  # Llama 3, section 3.3.2
@@ -233,7 +234,7 @@ def test_stages_are_as_even_as_blocks_allow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "chosen", "says"),
+    ("mesh", "chosen", "message"),
     [
         (ClusterMesh(tensor=4), StepSettings(8), "the mesh has 4 ranks and the cluster 8"),
         (ClusterMesh(replicate=8), StepSettings(12), "12 examples do not divide"),
@@ -242,22 +243,22 @@ def test_stages_are_as_even_as_blocks_allow() -> None:
         (ClusterMesh(replicate=8), StepSettings(8, number_format="float8"), "no rate for 'float8'"),
     ],
 )
-def test_what_does_not_go_together_is_refused(mesh: ClusterMesh, chosen: StepSettings, says: str) -> None:
-    with pytest.raises(UsageError, match=says) as error:
+def test_incompatible_sizes_are_refused(mesh: ClusterMesh, chosen: StepSettings, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as error:
         simulate(SMALL, A100.of(8), mesh, chosen)
     assert error.value.fix
 
 
-def test_an_axis_of_no_ranks_is_refused() -> None:
+def test_empty_axes_are_refused() -> None:
     with pytest.raises(UsageError, match="tensor is 0"):
         ClusterMesh(tensor=0)
 
 
-def test_a_report_is_plain_data() -> None:
+def test_reports_are_plain_data() -> None:
     report = step(ClusterMesh(tensor=2, pipeline=4), StepSettings(8))
-    found = json.loads(json.dumps(report.as_dict()))
-    assert found["step_seconds"] == pytest.approx(sum(found["seconds"].values())) and len(found["memory"]) == 4
-    assert found["mesh"]["ranks"] == 8 and found["settings"]["schedule"] == "1f1b"
+    result = json.loads(json.dumps(report.as_dict()))
+    assert result["step_seconds"] == pytest.approx(sum(result["seconds"].values())) and len(result["memory"]) == 4
+    assert result["mesh"]["ranks"] == 8 and result["settings"]["schedule"] == "1f1b"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def test_large_runs_are_simulated_in_seconds(model: str, cluster: str, mesh: Clu
     assert 0.2 < report.mfu < 0.7
 
 
-def test_gpt3_is_gpt3() -> None:
+def test_parameters_of_named_models() -> None:
     assert transformer("", GPT3).parameters == pytest.approx(175e9, rel=0.01)
     assert transformer("", MODELS["llama3-405b"]).parameters == pytest.approx(405e9, rel=0.01)
     assert transformer("", MODELS["llama3-70b"]).parameters == pytest.approx(70.6e9, rel=0.01)

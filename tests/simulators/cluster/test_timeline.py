@@ -1,4 +1,4 @@
-"""Timelines as traces and pictures: every event is there, and at its time."""
+"""Timelines as traces and charts: every event is present, at its time."""
 
 import json
 from pathlib import Path
@@ -19,19 +19,19 @@ def timeline_of(name: str, ranks: int = 4, parts: int = 8) -> PipelineTimeline:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_trace_has_every_event_at_its_time(name: str, tmp_path: Path) -> None:
+def test_traces_have_every_event_at_its_time(name: str, tmp_path: Path) -> None:
     timeline = timeline_of(name)
     write_trace(timeline, tmp_path / "trace.json")
     loaded = json.loads((tmp_path / "trace.json").read_text())
     assert loaded == json.loads(json.dumps(trace(timeline)))
     slices = [event for event in loaded["traceEvents"] if event["ph"] == "X"]
-    found = {(at["tid"], at["name"], at["args"]["stage"]): (at["ts"], at["dur"]) for at in slices}
-    assert len(found) == len(slices) == len(timeline.events)
+    result = {(at["tid"], at["name"], at["args"]["stage"]): (at["ts"], at["dur"]) for at in slices}
+    assert len(result) == len(slices) == len(timeline.events)
     for rank, (kind, stage, part), start, end in timeline.events:
-        assert found[rank, f"{kind}{part}", stage] == pytest.approx((start * 1e6, (end - start) * 1e6), abs=1e-3)
+        assert result[rank, f"{kind}{part}", stage] == pytest.approx((start * 1e6, (end - start) * 1e6), abs=1e-3)
 
 
-def test_a_trace_names_ranks_and_shows_transfers_and_what_is_held() -> None:
+def test_traces_show_ranks_transfers_and_held_batches() -> None:
     timeline = timeline_of("1f1b")
     events = trace(timeline)["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
@@ -43,16 +43,16 @@ def test_a_trace_names_ranks_and_shows_transfers_and_what_is_held() -> None:
         there = ends[event["id"]]
         assert (event["tid"], there["tid"]) == (source, target)
         assert (event["ts"], there["ts"]) == pytest.approx((start * 1e6, end * 1e6), abs=1e-3)
-    held = [event["args"]["micro-batches"] for event in events if event["ph"] == "C" and event["tid"] == 0]
-    assert max(held) == 4
-    assert held[-1] == 0
+    micro_batches = [event["args"]["micro-batches"] for event in events if event["ph"] == "C" and event["tid"] == 0]
+    assert max(micro_batches) == 4
+    assert micro_batches[-1] == 0
 
 
 def bars(timeline: PipelineTimeline) -> list[dict]:
     return chart(timeline).to_dict()["data"]["values"]
 
 
-def test_a_picture_has_a_bar_for_every_event() -> None:
+def test_charts_have_a_bar_for_every_event() -> None:
     timeline = timeline_of("zero_bubble")
     drawn = {(bar["rank"], bar["start"], bar["end"]) for bar in bars(timeline)}
     assert drawn == {(event.rank, event.start, event.end) for event in timeline.events}
@@ -70,7 +70,7 @@ def test_a_picture_has_a_bar_for_every_event() -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_of_many_ranks_shows_some_of_them() -> None:
+def test_charts_of_many_ranks_show_a_selection() -> None:
     timeline = timeline_of("1f1b", ranks=MOST_RANKS + 8, parts=4)
     ranks = {bar["rank"] for bar in bars(timeline)}
     assert ranks >= {0, MOST_RANKS + 7}

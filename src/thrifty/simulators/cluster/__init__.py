@@ -1,3 +1,4 @@
-"""The training of large models simulated on one box: devices and links as tables of published numbers, collectives as
-alpha-beta times, pipeline schedules as data that are played event by event, and the timeline to look at. Nothing here
-is run on a device, so a cluster of any size costs the time of its arithmetic."""
+"""Simulators of training on clusters: devices and links, collectives, pipeline schedules, memory and timelines.
+
+Devices and links are tables of published figures, collectives alpha-beta times, and schedules data that are simulated
+event by event. Nothing runs on a device, so any cluster size costs only arithmetic."""

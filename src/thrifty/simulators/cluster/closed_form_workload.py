@@ -1,25 +1,24 @@
-"""A Transformer's workload from its sizes alone, by formulas: any size at once, and a check on what is traced.
+"""A Transformer's workload in closed form from its sizes, for any size and as a check on traced workloads.
 
-Bytes saved are those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), s·h·(34 + 5·a·s/h) for a block with
-dropout and 16-bit numbers; FLOPs those of Narayanan et al. 2021 (arXiv 2104.04473, appendix). Bytes moved are ours:
-what each kernel reads and writes, chains of elementwise operations as one kernel.
+Saved bytes follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1): s·h·(34 + 5·a·s/h) for a block with dropout
+and 16-bit elements. FLOPs follow Narayanan et al. 2021 (arXiv 2104.04473, appendix). Moved bytes are our count: the
+reads and writes of each kernel, with chains of elementwise operations as one kernel.
 
-Shapes in the formulas: s tokens, h width, a heads, g width of all keys, f inner width, v vocabulary.
-"""
+Shapes in the formulas: s tokens, h width, a heads, g width of all keys, f inner width, v vocabulary."""
 
 from dataclasses import dataclass
 
 from thrifty.simulators.cluster.workload import DividedAmount, PassWork, Workload, WorkloadPart
 
 ITEM = 2
-"""Bytes of a number in bfloat16 or float16."""
+"""Bytes of an element in bfloat16 or float16."""
 ACCURATE = 4
-"""Bytes of a number where losses and statistics of norms are taken, in float32."""
+"""Bytes of an element of losses and statistics of norms, in float32."""
 
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Of a decoder. `kv_heads` and `hidden` follow heads and 4 · width unless given."""
+    """Sizes of a decoder. By default `kv_heads` equals heads, and `hidden` is 4 · width."""
 
     depth: int
     width: int
@@ -29,11 +28,11 @@ class DecoderSizes:
     kv_heads: int = 0
     hidden: int = 0
     gated: bool = False
-    """A gated network and rotary positions, without biases, as in Llama; otherwise GPT's."""
+    """True for a gated network and rotary positions without biases, as in Llama; False for GPT's."""
     tied: bool = True
     dropout: bool = False
     flash: bool = True
-    """Whether attention keeps nothing of size s·s, its backward pass making the scores again."""
+    """True if attention saves nothing of size s·s and recomputes the scores in the backward pass."""
 
     @property
     def keys(self) -> int:
@@ -45,7 +44,7 @@ class DecoderSizes:
 
 
 def transformer(name: str, sizes: DecoderSizes) -> Workload:
-    """The workload of a pre-norm decoder of these sizes, trained on next tokens."""
+    """Return the workload of a pre-norm decoder that is trained on next tokens."""
     block = _block(sizes)
     return Workload(
         name,
@@ -59,7 +58,7 @@ def transformer(name: str, sizes: DecoderSizes) -> Workload:
 
 
 def _products(z: DecoderSizes) -> float:
-    """FLOPs of the block's products with weights, forward."""
+    """Return the forward FLOPs of the block's products with weights."""
     return 2.0 * z.length * _weights(z)
 
 
@@ -71,11 +70,11 @@ def _weights(z: DecoderSizes) -> float:
 def _block(z: DecoderSizes) -> WorkloadPart:
     s, h, f, g = z.length, z.width, z.inner, z.keys
     split_biases, biases_and_norms = (0, 2 * h) if z.gated else (h + 2 * g + f, 6 * h)
-    attention, core, of_attention = _attention(z)
+    attention, core, attention_backward = _attention(z)
     forward, backward = _around_attention(z)
     stream, core_saved = float(s * h * ITEM), _core_saved(z)
     saved = DividedAmount(
-        # q, k, v; what goes into the output product; what goes into and comes out of the activation
+        # q, k, v; input of the output product; inputs and outputs of the activation function
         split=ITEM * s * ((h + 2 * g) + h + (3 if z.gated else 2) * f + (f if z.gated else 0)),
         # both norms' inputs and outputs, and two masks
         whole=4 * stream + (2.0 * s * h if z.dropout else 0.0),
@@ -84,7 +83,7 @@ def _block(z: DecoderSizes) -> WorkloadPart:
         "block",
         DividedAmount(split=_weights(z) + split_biases, whole=biases_and_norms),
         forward + attention,
-        backward + of_attention,
+        backward + attention_backward,
         saved + core_saved,
         entry=stream,
         for_weights=DividedAmount(_products(z)),
@@ -94,23 +93,23 @@ def _block(z: DecoderSizes) -> WorkloadPart:
 
 
 def _around_attention(z: DecoderSizes) -> tuple[PassWork, PassWork]:
-    """Both passes of a block but for what is between q, k, v and what goes into the output product.
+    """Return both passes of a block without the part between q, k, v and the output product.
 
-    Each product reads and writes activations once forward and twice backward, each norm once, and a sum of residuals
-    reads two and writes one.
+    Each product reads and writes activations once forward and twice backward, each norm once. A sum of residuals reads
+    two tensors and writes one.
     """
     s, h, f, qkv = z.length, z.width, z.inner, z.width + 2 * z.keys
     up = f * (2 if z.gated else 1)
     stream, masks = float(s * h * ITEM), 2.0 * s * h if z.dropout else 0.0
     turned = 2.0 * s * (h + z.keys) * ITEM if z.gated else 0.0
     moved = DividedAmount(ITEM * s * (qkv + h + up + (up + f) + f) + turned, stream * (2 * 2 + 4 + 2 * 3) + masks)
-    # gradients of q, k and v are joined to one tensor; those of biases read once more what products read
+    # gradients of q, k and v are concatenated; gradients of biases read the inputs of products once more
     joined = 2 * qkv + (0 if z.gated else qkv + f)
     moved_back = DividedAmount(
         ITEM * s * (3 * qkv + 2 * h + 3 * up + (2 * up + f) + 2 * f + joined) + turned,
         stream * (2 * 3 + 2 * (2 + 2) + 2 * 3 + (0 if z.gated else 2)) + masks,
     )
-    # what stands between the operations of a gate, of rotary positions, of dropout and a sum
+    # intermediate tensors of a gate, of rotary positions, and between dropout and a sum
     between = DividedAmount((2.0 * ITEM * s * f if z.gated else 0.0) + 3 * turned, 4 * stream if z.dropout else 0.0)
     forward = PassWork(DividedAmount(_products(z)), moved, moved + between, 12 if z.gated else 10, 2 * stream, 2)
     between += DividedAmount(ITEM * s * f if z.gated else 0.0)
@@ -128,7 +127,7 @@ def _core_saved(z: DecoderSizes) -> DividedAmount:
 
 
 def _attention(z: DecoderSizes) -> tuple[PassWork, PassWork, PassWork]:
-    """Attention between the products with weights: forward, the part of it that selective recompute repeats, and
+    """Return attention between the products with weights: forward, the part that selective recompute repeats, and
     backward."""
     s, h, g = z.length, z.width, z.keys
     scores = float(z.heads * s * s)
@@ -156,7 +155,7 @@ def _attention(z: DecoderSizes) -> tuple[PassWork, PassWork, PassWork]:
 
 
 def _fused(flops: float, moved: float) -> PassWork:
-    """A pass of attention in one kernel."""
+    """Return a pass of attention in one kernel."""
     products, bytes_moved = DividedAmount(flops), DividedAmount(moved)
     return PassWork(products, bytes_moved, bytes_moved, kernels=1, attention=products)
 
@@ -179,7 +178,7 @@ def _embedding(z: DecoderSizes) -> WorkloadPart:
 
 
 def _head(z: DecoderSizes) -> WorkloadPart:
-    """The last norm, the product with the vocabulary, and the loss on float32 logits."""
+    """Return the last norm, the product with the vocabulary, and the loss on float32 logits."""
     stream, logits = float(z.length * z.width * ITEM), float(z.length * z.vocabulary)
     product = 2.0 * logits * z.width
     parameters = DividedAmount(

@@ -1,4 +1,4 @@
-"""How a training run is laid out over ranks: sizes of axes, settings, and which blocks stand on which stage."""
+"""Layout of a training run over ranks: mesh sizes, step settings, and the blocks of each stage."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +11,15 @@ from thrifty.simulators.cluster.workload import Recompute, Workload, WorkloadPar
 
 @dataclass(frozen=True)
 class ClusterMesh:
-    """Sizes of the axes. Ranks are counted along tensor first, then shard, replicate, pipeline, so that the ranks of a
-    tensor group are neighbours and stages far apart, as in Megatron-LM."""
+    """Sizes of the mesh axes.
+
+    Ranks are counted along tensor first, then shard, replicate, pipeline, as in Megatron-LM. So the ranks of a tensor
+    group are neighbours, and stages are far apart.
+    """
 
     replicate: Positive = 1
     shard: Positive = 1
-    """Over how many ranks ZeRO divides; together with `replicate` these are the data ranks."""
+    """Ranks over which ZeRO divides; `shard` times `replicate` are the data ranks."""
     tensor: Positive = 1
     pipeline: Positive = 1
     chunks: Positive = 1
@@ -38,8 +41,10 @@ class ClusterMesh:
         return self.pipeline * self.chunks
 
     def groups(self, cluster: Cluster) -> dict[str, RankGroup]:
-        """Ranks that talk to each other: along each axis, "data" being shard and replicate together; and of the
-        pipeline "neighbours" and both "ends"."""
+        """Return the groups of communicating ranks, by name.
+
+        There is one for each axis, "data" for shard and replicate together, and the pipeline's "neighbours" and "ends".
+        """
         stride = self.tensor * self.data
         two = min(self.pipeline, 2)
         return {
@@ -54,7 +59,7 @@ class ClusterMesh:
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How a step is run."""
+    """Settings of a training step."""
 
     batch: int
     """Effective batch: examples per step over all ranks and micro-batches."""
@@ -62,32 +67,35 @@ class StepSettings:
     schedule: str = "1f1b"
     recompute: Recompute = "none"
     sequence_parallel: bool = False
-    """Whether norms and sums of residuals are divided among the ranks of a tensor group by tokens."""
+    """True if norms and sums of residuals are divided among the ranks of a tensor group by tokens."""
     zero: int = 0
-    """What is divided along `shard`: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too."""
+    """ZeRO stage along `shard`: 0 divides nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
     overlap: bool = True
-    """Whether collectives over the data ranks run while something else is computed."""
+    """True if collectives over the data ranks overlap with computation."""
     scatter: bool = True
-    """Whether the ranks of a tensor group each send their share of what goes to the next stage, and gather it there
-    (Narayanan et al. 2021, section 4.1), instead of each sending all of it."""
+    """True if each rank of a tensor group sends its part of the activations to the next stage, which gathers them
+    (Narayanan et al. 2021, section 4.1). False if each rank sends all of them."""
     number_format: str = "bfloat16"
     gradient_bytes: int = 2
-    """Of a number in gradients that are kept and reduced: 4 where they add up in float32."""
+    """Bytes of an element of accumulated and reduced gradients: 4 for float32."""
     fused: bool = True
-    """Whether chains of elementwise operations run as one kernel."""
+    """True if chains of elementwise operations run as one kernel."""
 
 
 def micro_batches(mesh: ClusterMesh, settings: StepSettings) -> int:
-    """How many go through a pipeline in a step; UsageError where the effective batch is no multiple of them."""
-    together = mesh.data * settings.micro_batch
-    if min(settings.batch, settings.micro_batch) < 1 or settings.batch % together:
-        near = max(round(settings.batch / together), 1) * together
+    """Return the number of micro-batches of a pipeline in a step.
+
+    Raises UsageError if the effective batch is not a multiple of data ranks times micro-batch.
+    """
+    examples = mesh.data * settings.micro_batch
+    if min(settings.batch, settings.micro_batch) < 1 or settings.batch % examples:
+        near = max(round(settings.batch / examples), 1) * examples
         raise UsageError(
             f"{settings.batch} examples do not divide into micro-batches of {settings.micro_batch} on {mesh.data} data "
             "ranks",
-            fix=f"set the batch to a multiple of {together}, such as {near}",
+            fix=f"set the batch to a multiple of {examples}, such as {near}",
         )
-    return settings.batch // together
+    return settings.batch // examples
 
 
 @dataclass(frozen=True)
@@ -101,15 +109,16 @@ class SimulatedStage:
         return self.parts[0].entry
 
     def parameters(self, tensor: int) -> float:
-        """Numbers on each rank of a tensor group."""
+        """Return the number of parameters on each rank of a tensor group."""
         return sum(part.parameters.per_rank(tensor) for part in self.parts)
 
 
 def cut_stages(workload: Workload, stages: int) -> list[SimulatedStage]:
-    """The model in so many stages: the same number of blocks in each; or, where they do not divide, embedding and head
-    counted as a block each (as Llama 3 2024 does, section 3.3.2); or as even as possible, more in the middle.
+    """Cut the model into stages with equally many blocks.
 
-    Raises InfeasibleError for more stages than blocks, embedding and head.
+    If the blocks do not divide, embedding and head count as a block each (as in Llama 3 2024, section 3.3.2). If that
+    does not divide either, stages are as even as possible, with more blocks in the middle. Raises InfeasibleError for
+    more stages than blocks, unless embedding and head are stages of their own.
     """
     depth = len(workload.blocks)
     if stages > depth + 2 or (stages > depth and stages != depth + 2):
@@ -134,10 +143,10 @@ def cut_stages(workload: Workload, stages: int) -> list[SimulatedStage]:
 
 
 def check_ranks(mesh: ClusterMesh, cluster: Cluster) -> None:
-    """UsageError where the mesh has not as many ranks as the cluster."""
+    """Raise UsageError unless the mesh has as many ranks as the cluster."""
     if mesh.ranks != cluster.ranks:
-        apart = mesh.ranks // mesh.replicate
+        per_replica = mesh.ranks // mesh.replicate
         raise UsageError(
             f"the mesh has {mesh.ranks} ranks and the cluster {cluster.ranks}",
-            fix=f"make replicate {max(cluster.ranks // apart, 1)}, or the ranks a multiple of {apart}",
+            fix=f"set replicate to {max(cluster.ranks // per_replica, 1)}, or the ranks to a multiple of {per_replica}",
         )

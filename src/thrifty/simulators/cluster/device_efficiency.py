@@ -1,8 +1,7 @@
-"""Seconds of work on a device: the share of its published rates that a training step reaches.
+"""Seconds of work on a device, from the fractions of its published rates that training steps reach.
 
-`device_efficiency.json` has a fit for each device with published throughput, and one of all of them for other devices.
-`tools/fit_device_efficiency.py` writes it. Each interval is from rows that their fit had not seen.
-"""
+`device_efficiency.json` has a fit for each device with published throughput, and one of all devices for other devices.
+`tools/fit_device_efficiency.py` writes it. Each interval is from rows that the fit did not use."""
 
 import json
 from collections.abc import Mapping
@@ -15,46 +14,45 @@ from thrifty.simulators.cluster.device_specs import DeviceSpec
 from thrifty.simulators.cluster.workload import PassWork
 
 SIXTEEN_BITS = {"float8": "bfloat16"}
-"""The format of attention and of the head where the products of blocks are in 8 bits."""
+"""Formats of attention and of the head, by the 8-bit format of the blocks' products."""
 OTHERS = "others"
-"""The fit for devices without published throughput."""
+"""Name of the fit for devices without published throughput."""
 
 
 @dataclass(frozen=True)
 class DeviceEfficiency:
-    """Shares of published rates."""
+    """Reached fractions of published rates."""
 
     products: float
-    """Share of the dense peak in matrix products with weights."""
+    """Fraction of the dense peak in matrix products with weights."""
     attention: float
-    """Share of the dense peak in fused attention kernels, counted without a causal mask."""
+    """Fraction of the dense peak in fused attention kernels, counted without a causal mask."""
     float8: float
-    """Share of the dense 8-bit peak in matrix products with weights."""
+    """Fraction of the dense 8-bit peak in matrix products with weights."""
     low: float = 1.0
-    """Measured over simulated seconds: the 5th percentile of runs that the fit had not seen."""
+    """Measured over simulated seconds: the 5th percentile of runs that the fit did not use."""
     high: float = 1.0
-    """The 95th percentile."""
+    """Measured over simulated seconds: the 95th percentile of the same runs."""
     basis: str = "given"
-    """The runs behind `low` and `high`."""
+    """The runs from which `low` and `high` are computed."""
     memory: float = 0.80
-    """Of the memory's bandwidth, in a kernel that streams through large tensors (usual, unverified)."""
+    """Fraction of memory bandwidth in kernels that stream large tensors (a usual value, unverified)."""
     links: float = 0.85
-    """Of a network's bandwidth, for headers and for flows that meet (usual, unverified). NVLink's figures are net of
-    that already."""
+    """Fraction of network bandwidth after headers and congestion (a usual value, unverified). NVLink's figures already
+    exclude both."""
     kernel: float = 5e-6
-    """Seconds in which the processor starts one kernel (usual, unverified); it runs ahead, so that this shows only with
-    small work."""
+    """Seconds to launch a kernel (a usual value, unverified). The CPU runs ahead, so it limits only small kernels."""
 
 
 @cache
 def fitted_devices() -> Mapping[str, Mapping[str, Any]]:
-    """The fits and how they were judged, by device."""
+    """Return the fits and their evaluation, by device."""
     text = (files("thrifty.simulators.cluster") / "device_efficiency.json").read_text(encoding="utf-8")
     return json.loads(text)["devices"]
 
 
 def find_efficiency(device: str) -> DeviceEfficiency:
-    """The fit for a device by its name, or the fit of all devices with the interval of devices left out."""
+    """Return the fit of a device, or the fit of all devices with the interval of left-out devices."""
     fits = fitted_devices()
     fit = fits.get(device, fits[OTHERS])
     basis = (
@@ -78,19 +76,18 @@ def seconds(
     weights: float = 0.0,
     fused: bool = True,
 ) -> float:
-    """Of one pass over so many examples, on one rank of a tensor group; `weights` are bytes of weights and their
-    gradients read and written in it.
+    """Return the seconds of one pass over `examples` examples, on one rank of a tensor group.
 
-    An additive roofline: products and attention each at their rate, and all bytes at theirs. Within a product a device
-    reads ahead, so that it takes less than the sum: little where products are large, and where they are small they wait
-    on memory.
+    `weights` are the bytes of weights and their gradients that the pass reads and writes. The model is an additive
+    roofline: products, attention and bytes take time at their own rates. A device reads ahead within a product, so it
+    takes less than the sum. The difference is small: large products dominate, and small ones wait for memory.
     """
     attention = work.attention.per_rank(tensor, sequence_parallel) * examples
     products = work.flops.per_rank(tensor, sequence_parallel) * examples - attention
     moved = (work.moved if fused else work.unfused).per_rank(tensor, sequence_parallel) * examples + weights
-    share = rates.float8 if number_format == "float8" else rates.products
-    computing = products / (device.rate(number_format) * share) + moved / (device.bandwidth * rates.memory)
+    reached = rates.float8 if number_format == "float8" else rates.products
+    computing = products / (device.rate(number_format) * reached) + moved / (device.bandwidth * rates.memory)
     if attention:
-        attending = device.rate(SIXTEEN_BITS.get(number_format, number_format))
-        computing += attention / (attending * rates.attention)
+        attention_rate = device.rate(SIXTEEN_BITS.get(number_format, number_format))
+        computing += attention / (attention_rate * rates.attention)
     return max(computing, work.kernels * rates.kernel)

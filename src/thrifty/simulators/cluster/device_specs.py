@@ -1,4 +1,4 @@
-"""Devices: what each can compute, hold and move, every number with its source."""
+"""Devices: rates, memory and bandwidth, each with its source."""
 
 import tomllib
 from collections.abc import Mapping
@@ -9,42 +9,45 @@ from typing import Any
 from thrifty.core.errors import UsageError, refuse_unknown
 
 GIB = 2.0**30
-"""Vendors call this a GB of device memory: an "80 GB" A100 reports 81,920 MiB (from memory)."""
+"""Bytes of a GB of device memory as vendors count it: an "80 GB" A100 reports 81,920 MiB (from memory)."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """One accelerator or processor."""
+    """A GPU or processor with its rates."""
 
     name: str
     flops: Mapping[str, float]
     """Dense FLOP/s of matrix products by number format: "float32", "tfloat32", "bfloat16", "float16", "float8"."""
     memory: float
-    """Bytes."""
+    """Bytes of device memory."""
     bandwidth: float
     """Bytes/s between the device and its memory, reads and writes together."""
     sources: Mapping[str, str]
-    """Where `flops`, `memory` and `bandwidth` are from."""
+    """Sources of `flops`, `memory` and `bandwidth`."""
 
     @property
     def has_fast_bfloat16(self) -> bool:
         return self.flops.get("bfloat16", 0.0) > self.flops.get("float32", 0.0)
 
     def rate(self, number_format: str) -> float:
-        """FLOP/s in a number format; UsageError where the device has no units for it."""
+        """Return the FLOP/s of a number format. Raises UsageError if the device does not support it."""
         refuse_unknown(f"{self.name} has no rate for", number_format, self.flops)
         return self.flops[number_format]
 
 
 def measured(name: str, flops: Mapping[str, float], memory: float, bandwidth: float, source: str) -> DeviceSpec:
-    """A device from numbers that were measured, by a probe of this machine for one: FLOP/s, bytes, bytes/s."""
+    """Return a device of measured rates, for example of this machine's probe: FLOP/s, bytes, bytes/s.
+
+    Raises UsageError for a rate or memory that is not above zero.
+    """
     if min([memory, bandwidth, *flops.values()], default=0.0) <= 0 or not flops:
         raise UsageError(f"{name} must have rates and a memory above zero", fix="measure again on a quiet machine")
     return DeviceSpec(name, flops, memory, bandwidth, dict.fromkeys(("flops", "memory", "bandwidth"), source))
 
 
 def _published(name: str, tera: Mapping[str, float], gib: float, gigabytes: float, source: str) -> DeviceSpec:
-    """A row of the table, from the units of datasheets: TFLOP/s, GiB, GB/s."""
+    """Return a device of a row of the table, in the units of datasheets: TFLOP/s, GiB, GB/s."""
     flops = {number_format: 1e12 * value for number_format, value in tera.items()}
     return measured(name, flops, gib * GIB, 1e9 * gigabytes, source)
 

@@ -1,4 +1,4 @@
-"""Operations as GPUs carry them out, for tracing on a processor, which divides some of them otherwise."""
+"""GPU forms of operations, for tracing on a CPU, which decomposes some operations otherwise."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +11,15 @@ from torch import Tensor
 
 @contextmanager
 def use_gpu_ops(flash: bool) -> Iterator[None]:
-    """Dropout with a mask of bytes, RMS norms in one kernel, and attention that keeps its scores only where it is not
-    `flash`, for whatever calls them through `torch.nn.functional` inside the block."""
+    """Replace functions of `torch.nn.functional` by their GPU forms within the context.
+
+    Dropout has a mask of bytes, RMS norms are one kernel, and attention saves its scores only without `flash`.
+    """
     kernel = F.scaled_dot_product_attention
-    there = {"scaled_dot_product_attention": partial(_attention, kernel if flash else None)}
-    there |= {"dropout": _dropout, "rms_norm": _rms_norm}
-    before = {name: getattr(F, name) for name in there}
-    for name, function in there.items():
+    replacements = {"scaled_dot_product_attention": partial(_attention, kernel if flash else None)}
+    replacements |= {"dropout": _dropout, "rms_norm": _rms_norm}
+    before = {name: getattr(F, name) for name in replacements}
+    for name, function in replacements.items():
         setattr(F, name, function)
     try:
         yield
@@ -27,7 +29,7 @@ def use_gpu_ops(flash: bool) -> Iterator[None]:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """What is read, written and kept is the same as of a layer norm, and there are no values to differ."""
+    """Return a layer norm: it reads, writes and saves the same bytes, and fake tensors have no values."""
     return torch.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
 
 
@@ -46,7 +48,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """With dropout or a mask a GPU's `flash` kernels still keep no scores; a processor's do, so both are left out."""
+    """Return attention; with `flash`, without dropout and mask.
+
+    A GPU's flash kernels save no scores even with dropout or a mask, but the CPU's kernels do.
+    """
     if flash is not None:
         return flash(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa:

@@ -1,4 +1,4 @@
-"""Links between devices, and clusters made of them."""
+"""Links between devices, and clusters of nodes."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,17 +11,17 @@ from thrifty.simulators.cluster.device_specs import DEVICES, HARDWARE, DeviceSpe
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """A way from one device to another: a message of n bytes takes `latency` + n / `bandwidth`."""
+    """A link between devices: a message of n bytes takes `latency` + n / `bandwidth`."""
 
     name: str
     latency: float
-    """Seconds a step of a collective takes on it, whatever its size."""
+    """Seconds per step of a collective, for any size."""
     bandwidth: float
-    """Bytes/s that arrive, in each direction and for each device, both directions at once."""
+    """Bytes/s received per device, in each direction at the same time."""
     source: str
 
     def seconds(self, size: float) -> float:
-        """Seconds until a message of `size` bytes has arrived."""
+        """Return the seconds until a message of `size` bytes arrives."""
         return self.latency + size / self.bandwidth
 
 
@@ -33,65 +33,70 @@ LINKS: Mapping[str, NetworkLink] = {
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that talk to each other, and how they stand on nodes.
+    """A group of communicating ranks, and its placement on nodes.
 
-    The other groups of their axis do the same at the same time, each over its own ranks' share of a node's ports.
+    The other groups of the axis communicate at the same time, each over its own ranks' part of a node's ports.
     """
 
     size: int
     per_node: int
-    """How many of them share a node, on the fullest one."""
+    """Ranks of the group on the fullest node."""
     nodes: int
-    """How many nodes they stand on."""
+    """Number of nodes with ranks of the group."""
     inside: NetworkLink
     between: NetworkLink
 
     @property
     def even(self) -> bool:
-        """Whether every node has as many of them."""
+        """True if every node has equally many ranks of the group."""
         return self.size == self.per_node * self.nodes
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal devices. Ranks are counted node by node."""
+    """A cluster of equal nodes with equal devices. Ranks are counted node by node."""
 
     device: DeviceSpec
     per_node: int
     nodes: int
     inside: NetworkLink
     between: NetworkLink
-    """Bandwidth for each device, where a node's devices share its ports."""
+    """The link between nodes, with the bandwidth of each device if devices share ports."""
 
     @property
     def ranks(self) -> int:
         return self.per_node * self.nodes
 
     def group(self, size: int, stride: int = 1) -> RankGroup:
-        """The ranks {0, stride, 2 stride, …}, `size` of them; each other group of the same axis is placed alike.
+        """Return the group of `size` ranks {0, stride, 2 stride, …}; the other groups of the axis are placed alike.
 
-        Raises UsageError where the cluster has fewer ranks.
+        Raises UsageError if the cluster has fewer ranks.
         """
         if size < 1 or stride < 1:
-            raise UsageError(f"a group of {size} ranks with stride {stride}", fix="both are 1 or more")
+            raise UsageError(
+                f"there is no group of {size} ranks with stride {stride}", fix="use a size and a stride from 1"
+            )
         if (size - 1) * stride >= self.ranks:
             raise UsageError(
-                f"{size} ranks with stride {stride} need {(size - 1) * stride + 1} ranks, the cluster has {self.ranks}",
+                f"{size} ranks with stride {stride} span {(size - 1) * stride + 1} ranks, the cluster has {self.ranks}",
                 fix="use more nodes, or a smaller mesh",
             )
         occupied = Counter(rank // self.per_node for rank in range(0, size * stride, stride))
         return RankGroup(size, max(occupied.values()), len(occupied), self.inside, self.between)
 
     def of(self, ranks: int) -> Self:
-        """The same with as many whole nodes as `ranks` need; less than a node's worth is one smaller node."""
+        """Return the cluster with `ranks` devices: whole nodes, or one smaller node.
+
+        Raises UsageError if the ranks do not fill whole nodes.
+        """
         if ranks < 1:
-            raise UsageError(f"a cluster of {ranks} ranks", fix="ask for 1 or more")
+            raise UsageError(f"there is no cluster of {ranks} ranks", fix="use 1 or more")
         if ranks <= self.per_node:
             return replace(self, per_node=ranks, nodes=1)
         if ranks % self.per_node:
             raise UsageError(
                 f"{ranks} ranks do not fill nodes of {self.per_node}",
-                fix=f"ask for {ranks - ranks % self.per_node} or {ranks + self.per_node - ranks % self.per_node}",
+                fix=f"use {ranks - ranks % self.per_node} or {ranks + self.per_node - ranks % self.per_node}",
             )
         return replace(self, nodes=ranks // self.per_node)
 
@@ -108,6 +113,6 @@ CLUSTERS: Mapping[str, Cluster] = {name: _cluster(**row) for name, row in HARDWA
 
 
 def find_cluster(name: str) -> Cluster:
-    """A named cluster; UsageError with the nearest name where there is none."""
+    """Return a cluster by its name. Raises UsageError with the nearest name if there is none."""
     refuse_unknown("unknown cluster", name, CLUSTERS)
     return CLUSTERS[name]

@@ -1,4 +1,4 @@
-"""A pipeline schedule played event by event: when each rank does what, how long it waits and what it holds."""
+"""Event simulation of a pipeline schedule: times of actions, waits, and held micro-batches of each rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from thrifty.simulators.cluster.pipeline_schedules import Result, ScheduleAction
 
 
 class ActionEvent(NamedTuple):
-    """An action on its rank, from `start` to `end` seconds."""
+    """An action on its rank, from `start` to `end` in seconds."""
 
     rank: int
     action: ScheduleAction
@@ -19,7 +19,7 @@ class ActionEvent(NamedTuple):
 
 
 class StageTransfer(NamedTuple):
-    """What an action made, on its way from rank to rank."""
+    """A transfer of an action's result between ranks, from `start` to `end` in seconds."""
 
     source: int
     target: int
@@ -30,10 +30,10 @@ class StageTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """One step of a pipeline."""
+    """The timeline of one step of a pipeline."""
 
     by_rank: list[list[ActionEvent]]
-    """Each rank's events in order."""
+    """Events of each rank, in order."""
     transfers: list[StageTransfer]
 
     @property
@@ -42,7 +42,7 @@ class PipelineTimeline:
 
     @cached_property
     def events(self) -> list[ActionEvent]:
-        """All events, rank by rank."""
+        """Events of all ranks, rank by rank."""
         return list(chain.from_iterable(self.by_rank))
 
     @cached_property
@@ -51,14 +51,14 @@ class PipelineTimeline:
         return max((events[-1].end for events in self.by_rank if events), default=0.0)
 
     def busy(self, rank: int) -> float:
-        """Seconds in which a rank computes."""
+        """Return the seconds in which a rank computes."""
         return sum(event.end - event.start for event in self.by_rank[rank])
 
     @cached_property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they do not compute.
+        """Fraction of all ranks' time without computation.
 
-        Relative to the time in which they do, as Narayanan et al. 2021 give it, it is bubble / (1 - bubble).
+        Narayanan et al. 2021 report it relative to the time with computation: bubble / (1 - bubble).
         """
         total = self.ranks * self.makespan
         return 1 - sum(map(self.busy, range(self.ranks))) / total if total else 0.0
@@ -66,10 +66,10 @@ class PipelineTimeline:
     def live(
         self, rank: int, size: Callable[[int], float] = lambda stage: 1, for_weights: float = 1.0
     ) -> list[tuple[float, float]]:
-        """What a rank holds for backward passes from each moment on, in order of time.
+        """Return (seconds, amount) pairs of the activations that a rank holds, at each change in order of time.
 
-        One micro-batch on one stage counts `size(stage)` (1, or bytes) from the start of its forward pass to the end
-        of its backward pass; where that is in two, the share `for_weights` of it stays from I to W.
+        One micro-batch on one stage counts `size(stage)` (1, or bytes) from the start of its forward pass to the end of
+        its backward pass. If the backward pass is split, the fraction `for_weights` stays from I to W.
         """
         micro_batches, steps = 0.0, []
         for _, (kind, stage, _), start, end in self.by_rank[rank]:
@@ -79,7 +79,7 @@ class PipelineTimeline:
         return steps
 
     def peak(self, rank: int, size: Callable[[int], float] = lambda stage: 1, for_weights: float = 1.0) -> float:
-        """The most that a rank holds at a time, counted as in `live`."""
+        """Return the peak of the activations that a rank holds, counted as in `live`."""
         return max((micro_batches for _, micro_batches in self.live(rank, size, for_weights)), default=0.0)
 
 
@@ -89,11 +89,11 @@ def play(
     transfer: Callable[[int, int], float] = lambda source, target: 0.0,
     overlap: bool = True,
 ) -> PipelineTimeline:
-    """Play a schedule: each rank does its actions in order, each as soon as what it needs has arrived.
+    """Simulate a schedule: each rank runs its actions in order, each as soon as its inputs have arrived.
 
-    `seconds(action)` is how long an action takes, `transfer(source, target)` how long what it made is on its way to
-    another rank. From one rank to another there is one transfer at a time. With `overlap` the sender goes on computing,
-    without it waits until its message has arrived. Raises UsageError where ranks would wait for each other for ever.
+    `seconds(action)` is the duration of an action, `transfer(source, target)` of a transfer between ranks. One rank
+    sends another one result at a time. With `overlap` the sender continues to compute; without, it waits until its
+    message has arrived. Raises UsageError for a deadlock.
     """
     places = placement(orders)
     stages = len(places)
@@ -102,18 +102,18 @@ def play(
     free = [0.0] * len(orders)
     carrying: dict[tuple[int, int], float] = {}
     arrived: dict[Result | None, float] = {None: 0.0}
-    for rank, action, needed, made in walk(orders):
+    for rank, action, needed, result in walk(orders):
         start = max(free[rank], arrived[needed])
         end = start + seconds(action)
         by_rank[rank].append(ActionEvent(rank, action, start, end))
         free[rank] = end
-        if made is None:
+        if result is None:
             continue
-        arrived[made] = end
+        arrived[result] = end
         neighbour = action.stage + (1 if action.kind == "F" else -1)
         if 0 <= neighbour < stages and (target := places[neighbour]) != rank:
             start = max(end, carrying.get((rank, target), 0.0))
-            arrived[made] = carrying[rank, target] = start + transfer(rank, target)
-            transfers.append(StageTransfer(rank, target, action, start, arrived[made]))
-            free[rank] = end if overlap else arrived[made]
+            arrived[result] = carrying[rank, target] = start + transfer(rank, target)
+            transfers.append(StageTransfer(rank, target, action, start, arrived[result]))
+            free[rank] = end if overlap else arrived[result]
     return PipelineTimeline(by_rank, transfers)

@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: what each rank does, in which order.
+"""Pipeline schedules as data: the ordered actions of each rank.
 
-A model is cut into stages, an effective batch into parts (micro-batches). The forward pass of a stage needs that of the
-stage before; its backward pass needs that of the stage after, and may be in two: the gradient of the input, which the
-stage before waits for, and that of the weights, which nobody waits for (Qi et al. 2023, arXiv 2401.10241).
-"""
+A model is cut into stages, an effective batch into parts (micro-batches). The forward pass of a stage depends on the
+stage before, its backward pass on the stage after. The backward pass may be split in two: the gradient of the input,
+for which the stage before waits, and the gradient of the weights, for which no stage waits (Qi et al. 2023, arXiv
+2401.10241)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -14,82 +14,88 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleAction(NamedTuple):
-    """One piece of a rank's work."""
+    """An action of a rank: a pass of one micro-batch through one stage."""
 
     kind: Kind
-    """F: forward. B: backward, whole. I: the gradient of the input only. W: that of the weights only, after I."""
+    """F: forward. B: whole backward. I: gradient of the input only. W: gradient of the weights only, after I."""
     stage: int
-    """Counted along the model, over all ranks and chunks."""
+    """Number of the stage along the model, over all ranks and chunks."""
     part: int
-    """Which micro-batch."""
+    """Number of the micro-batch."""
 
 
 Order = list[ScheduleAction]
 
 
 def schedule(name: str, ranks: int, parts: int, chunks: int = 1) -> list[Order]:
-    """What each pipeline rank does, in order, for `parts` micro-batches.
+    """Return the ordered actions of each pipeline rank for `parts` micro-batches.
 
-    `chunks` stages stand on a rank: 1, any number for "interleaved" (stage s on rank s mod ranks), 2 for
-    "zero_bubble_v" (there and back again: stages r and 2 ranks - 1 - r on rank r). Raises UsageError for sizes that a
-    schedule is not made for.
+    `chunks` is the number of stages per rank: 1, any number for "interleaved" (stage s on rank s mod ranks), 2 for
+    "zero_bubble_v" (stages r and 2 ranks - 1 - r on rank r). Raises UsageError for sizes that the schedule excludes.
     """
     refuse_unknown("unknown pipeline schedule", name, _SCHEDULES)
     if min(ranks, parts, chunks) < 1:
-        raise UsageError(f"{ranks} ranks, {parts} parts and {chunks} chunks", fix="each is 1 or more")
-    wanted = {"interleaved": chunks, "zero_bubble_v": 2}.get(name, 1)
-    if chunks != wanted:
-        raise UsageError(f"{name} with {chunks} stages a rank", fix=f"set chunks to {wanted}, or choose interleaved")
+        raise UsageError(
+            f"there is no pipeline of {ranks} ranks, {parts} parts and {chunks} chunks", fix="use 1 or more of each"
+        )
+    required = {"interleaved": chunks, "zero_bubble_v": 2}.get(name, 1)
+    if chunks != required:
+        raise UsageError(
+            f"{name} cannot have {chunks} stages per rank", fix=f"set chunks to {required}, or use interleaved"
+        )
     return [_SCHEDULES[name](rank, ranks, parts, chunks) for rank in range(ranks)]
 
 
 def _gpipe(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """All forward, then all backward, the last first, so that its activations need not wait (Huang et al. 2019)."""
-    there = [ScheduleAction("F", rank, part) for part in range(parts)]
-    return there + [ScheduleAction("B", rank, part) for part in reversed(range(parts))]
+    """Return all forward, then all backward passes in reverse order, so that the newest activations are freed first
+    (Huang et al. 2019)."""
+    forward = [ScheduleAction("F", rank, part) for part in range(parts)]
+    return forward + [ScheduleAction("B", rank, part) for part in reversed(range(parts))]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """As few micro-batches alive as keep all ranks busy (PipeDream-Flush: Narayanan et al. 2021, arXiv 2006.09503)."""
-    there = [ScheduleAction("F", rank, part) for part in range(parts)]
-    return _woven(there, [[ScheduleAction("B", rank, part)] for part in range(parts)], ranks - rank - 1)
+    """Return 1F1B: the fewest live micro-batches that keep all ranks busy (PipeDream-Flush, Narayanan et al. 2021,
+    arXiv 2006.09503)."""
+    forward = [ScheduleAction("F", rank, part) for part in range(parts)]
+    return _interleave(forward, [[ScheduleAction("B", rank, part)] for part in range(parts)], ranks - rank - 1)
 
 
 def _interleaved(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """Several stages a rank, visited in rounds of `ranks` micro-batches (Narayanan et al. 2021, arXiv 2104.04473)."""
+    """Return interleaved 1F1B: several stages per rank, in rounds of `ranks` micro-batches (Narayanan et al. 2021,
+    arXiv 2104.04473)."""
     if parts % ranks:
         raise UsageError(
-            f"interleaved goes through {ranks} micro-batches at a time, {parts} are no multiple of it",
+            f"the schedule interleaved requires a multiple of {ranks} micro-batches, not {parts}",
             fix=f"use {parts - parts % ranks or ranks} micro-batches, or the schedule 1f1b",
         )
     rounds = [range(start, start + ranks) for start in range(0, parts, ranks)]
-    there = [ScheduleAction("F", c * ranks + rank, part) for turn in rounds for c in range(chunks) for part in turn]
-    back = [
+    forward = [ScheduleAction("F", c * ranks + rank, part) for turn in rounds for c in range(chunks) for part in turn]
+    backward = [
         ScheduleAction("B", c * ranks + rank, part) for turn in rounds for c in reversed(range(chunks)) for part in turn
     ]
-    return _woven(there, [[action] for action in back], 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
+    return _interleave(forward, [[action] for action in backward], 2 * (ranks - rank - 1) + (chunks - 1) * ranks)
 
 
 def _zero_bubble(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """ZB-H1: 1F1B whose gradients of weights come later the further down a rank is, so that every rank holds as many
-    micro-batches as the first and has work while it waits at the end (Qi et al. 2023).
+    """Return ZB-H1 (Qi et al. 2023): 1F1B whose weight gradients are delayed more on later ranks.
 
-    Table 2's bubble of (ranks - 1)(F + I - W) seconds holds while W takes no longer than F and I, as in Transformers
-    without recompute. Beyond that it is (ranks - 1) max(F, I).
+    So every rank holds as many micro-batches as the first, and has work while it waits at the end. Table 2's bubble of
+    (ranks - 1)(F + I - W) seconds holds while W takes no longer than F and I, as in Transformers without recompute.
+    Otherwise it is (ranks - 1) max(F, I).
     """
-    there = [ScheduleAction("F", rank, part) for part in range(parts)]
-    back = [
+    forward = [ScheduleAction("F", rank, part) for part in range(parts)]
+    backward = [
         [ScheduleAction("I", rank, part)] + [ScheduleAction("W", rank, part - rank)] * (part >= rank)
         for part in range(parts)
     ]
-    left = [ScheduleAction("W", rank, part) for part in range(max(parts - rank, 0), parts)]
-    return _woven(there, back, ranks - rank - 1) + left
+    remaining = [ScheduleAction("W", rank, part) for part in range(max(parts - rank, 0), parts)]
+    return _interleave(forward, backward, ranks - rank - 1) + remaining
 
 
 def _zero_bubble_v(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """ZB-V: down the ranks and up again, so that the first rank has the loss (Qi et al. 2023, section 6).
+    """Return ZB-V: stages go down the ranks and up again, so the first rank has the loss (Qi et al. 2023, section 6).
 
-    Made for 2 ranks - 1 micro-batches or more; with fewer, the same order without those that are missing.
+    The order is built for 2 ranks - 1 micro-batches or more; with fewer, the missing ones are omitted.
     """
     down, up, many = rank, 2 * ranks - 1 - rank, max(parts, 2 * ranks - 1)
     order: Order = []
@@ -119,12 +125,12 @@ def _zero_bubble_v(rank: int, ranks: int, parts: int, chunks: int) -> Order:
     return [action for action in order if action.part < parts]
 
 
-def _woven(there: Order, back: Sequence[Order], ahead: int) -> Order:
-    """Forward passes, the first `ahead` of them alone, then each followed by one of `back`, then the rest of `back`."""
-    ahead = min(ahead, len(there))
-    order = there[:ahead]
-    for position, after in enumerate(back):
-        order += [*there[ahead + position : ahead + position + 1], *after]
+def _interleave(forward: Order, backward: Sequence[Order], ahead: int) -> Order:
+    """Return `ahead` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+    ahead = min(ahead, len(forward))
+    order = forward[:ahead]
+    for position, after in enumerate(backward):
+        order += [*forward[ahead + position : ahead + position + 1], *after]
     return order
 
 
@@ -138,11 +144,11 @@ _SCHEDULES = {
 SCHEDULES = tuple(_SCHEDULES)
 
 Result = tuple[str, int, int]
-"""What an action leaves for others: ("output" or "gradient", stage, part)."""
+"""Result of an action: ("output" or "gradient", stage, part)."""
 
 
 def needs(action: ScheduleAction, stages: int) -> Result | None:
-    """What must be there before an action can start; None for the input of the model."""
+    """Return the result that an action depends on; None for the input of the model."""
     kind, stage, part = action
     if kind == "F":
         return ("output", stage - 1, part) if stage else None
@@ -152,33 +158,35 @@ def needs(action: ScheduleAction, stages: int) -> Result | None:
 
 
 def leaves(action: ScheduleAction) -> Result | None:
-    """What an action makes that others need; `W` leaves nothing that is waited for."""
+    """Return the result of an action; None for `W`, since no action depends on it."""
     kind, stage, part = action
     return None if kind == "W" else ("output" if kind == "F" else "gradient", stage, part)
 
 
 def placement(orders: Sequence[Sequence[ScheduleAction]]) -> list[int]:
-    """The rank of each stage. Raises UsageError where a stage stands on two ranks or on none."""
+    """Return the rank of each stage. Raises UsageError for a stage on two ranks or on none."""
     places: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for stage in {action.stage for action in order}:
             if places.setdefault(stage, rank) != rank:
-                raise UsageError(f"stage {stage} stands on ranks {places[stage]} and {rank}", fix="keep it on one")
+                raise UsageError(
+                    f"stage {stage} is on ranks {places[stage]} and {rank}", fix="place each stage on one rank"
+                )
     if sorted(places) != list(range(len(places))):
-        raise UsageError(f"a pipeline of the stages {sorted(places)}", fix="count stages from 0, leaving out none")
+        raise UsageError(f"the stages {sorted(places)} have gaps", fix="number stages from 0 without gaps")
     return [places[stage] for stage in range(len(places))]
 
 
 def walk(
     orders: Sequence[Sequence[ScheduleAction]],
 ) -> Iterator[tuple[int, ScheduleAction, Result | None, Result | None]]:
-    """Every action after all that it needs: its rank, the action, what it needs and what it leaves.
+    """Yield (rank, action, needed result, own result) for every action, after the actions it depends on.
 
-    Raises UsageError where the ranks wait for each other for ever.
+    Raises UsageError for a deadlock.
     """
     places = placement(orders)
     stages = len(places)
-    there: set[Result | None] = {None}
+    available: set[Result | None] = {None}
     waiting: dict[Result | None, list[int]] = {}
     position, runnable = [0] * len(orders), list(reversed(range(len(orders))))
     while runnable:
@@ -187,24 +195,25 @@ def walk(
         while position[rank] < len(order):
             action = order[position[rank]]
             needed = needs(action, stages)
-            if needed not in there:
+            if needed not in available:
                 waiting.setdefault(needed, []).append(rank)
                 break
             position[rank] += 1
-            left = leaves(action)
-            yield rank, action, needed, left
-            there.add(left)
-            runnable += waiting.pop(left, ())
+            result = leaves(action)
+            yield rank, action, needed, result
+            available.add(result)
+            runnable += waiting.pop(result, ())
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
             raise UsageError(
-                f"rank {rank} waits for ever at {order[position[rank]]}: what it needs comes later, or never",
-                fix="put each action after the ones it depends on",
+                f"rank {rank} deadlocks at {order[position[rank]]}: the result it depends on comes later or never",
+                fix="order each action after the actions it depends on",
             )
 
 
 def check(orders: Sequence[Sequence[ScheduleAction]]) -> None:
-    """Raise UsageError unless the orders can be run, and every stage sees every micro-batch forward and back once."""
+    """Raise UsageError unless the orders run without deadlock, and each stage runs each micro-batch forward and
+    backward once."""
     seen: dict[tuple[int, int], str] = {}
     for _, (kind, stage, part), _, _ in walk(orders):
         seen[stage, part] = seen.get((stage, part), "") + kind
@@ -213,5 +222,5 @@ def check(orders: Sequence[Sequence[ScheduleAction]]) -> None:
         for part in parts:
             if (passes := seen.get((stage, part), "")) not in ("FB", "FIW"):
                 raise UsageError(
-                    f"stage {stage} does {passes or 'nothing'} with micro-batch {part}", fix="make it F B, or F I W"
+                    f"stage {stage} runs {passes or 'nothing'} on micro-batch {part}", fix="run F B, or F I W"
                 )

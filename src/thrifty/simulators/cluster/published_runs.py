@@ -1,6 +1,4 @@
-"""Training runs whose speed was published, `published_runs.toml` row by row: the model, the mesh it ran on, and what
-was measured.
-"""
+"""Training runs with published speed (`published_runs.toml`): model, mesh, settings and measured value of each."""
 
 import tomllib
 from collections.abc import Mapping
@@ -16,13 +14,13 @@ from thrifty.simulators.cluster.simulated_step import StepReport, simulate
 from thrifty.simulators.cluster.workload import Workload
 
 Measure = Literal["hardware_flops", "model_flops", "mfu", "step_seconds"]
-"""What of a report a paper gives: FLOP/s of a device, with what is recomputed or without; the share of its peak
-without; or seconds."""
+"""Published quantities: FLOP/s per device with recompute ("hardware_flops") or without ("model_flops"), the latter over
+the peak ("mfu"), or seconds per step."""
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """One row of a published table."""
+    """A run in a published table."""
 
     name: str
     paper: str
@@ -34,12 +32,12 @@ class PublishedRun:
     measure: Measure
     measured: float
     evidence: str
-    """The way the numbers were checked."""
+    """Check of the figures against the source."""
     note: str = ""
-    """Assumptions where the paper leaves something out."""
+    """Assumptions about details that the paper omits."""
     tolerance: float | None = None
-    """By what share of it the simulation may be off, checked by a test: what it is off by, rounded up. None where the
-    simulation does not describe the run at all."""
+    """Relative error that a test allows: the simulation's error, rounded up. None if the simulation does not describe
+    the run."""
 
     @property
     def workload(self) -> Workload:
@@ -50,7 +48,7 @@ class PublishedRun:
 
 
 def gpt(depth: int, width: int, heads: int, length: int = 2048) -> DecoderSizes:
-    """GPT as Megatron-LM trains it: 51,200 tokens of vocabulary, dropout, attention that keeps its scores."""
+    """Return the sizes of GPT in Megatron-LM: a vocabulary of 51,200, dropout, attention that saves its scores."""
     return DecoderSizes(depth, width, heads, length, 51_200, dropout=True, flash=False)
 
 
@@ -65,8 +63,7 @@ MODELS: Mapping[str, DecoderSizes] = {
     "llama3-405b": LLAMA_405B,
     "llama3-70b": LLAMA_70B,
 }
-"""Models by name, apart from any run: GPT-3 (Brown et al. 2020, table 2.1), those of Narayanan et al. 2021, Llama
-3 (2024, table 3)."""
+"""Models by name: GPT-3 (Brown et al. 2020, table 2.1), models of Narayanan et al. 2021, Llama 3 (2024, table 3)."""
 
 
 def _runs() -> list[PublishedRun]:

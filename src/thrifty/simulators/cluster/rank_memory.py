@@ -1,4 +1,4 @@
-"""Bytes that each rank holds: what stays through a step, and activations over the time of a pipeline schedule."""
+"""Memory of each rank: parameters, gradients and optimizer state, and activations over a pipeline schedule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from thrifty.simulators.cluster.cluster_mesh import StepSettings
 from thrifty.simulators.cluster.workload import WorkloadPart
 
 WEIGHT, MOMENTS = 2, 12
-"""Bytes of a parameter in products, and of its float32 copy and two moments in the optimizer (Adam)."""
+"""Bytes of a parameter in products, and of its float32 copy and two moments in the optimizer state of Adam."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What a rank holds between steps and while gradients add up."""
+    """Bytes of parameters, gradients and optimizer state on a rank."""
 
     parameters: float
     gradients: float
@@ -33,14 +33,15 @@ def state_bytes(
     gradient: float = 2,
     optimizer: float = MOMENTS,
 ) -> StateBytes:
-    """The formulas of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 5), with bytes for each parameter.
+    """Return the bytes by ZeRO's formulas (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 
-    Of 16 for Adam in mixed precision, 12 are the optimizer's (master weight and two moments in float32). Stage 1
-    divides those among `ranks`, 2 the gradients too, 3 the weights too. For stage 2 that is the paper's 2 + 14/N;
-    DeepSpeed's estimator says 2 + 18/N, since it keeps a copy of gradients in float32 (give `gradient` = 6 for that).
+    Adam in mixed precision has 16 bytes per parameter, 12 of them optimizer state (master weight and two moments in
+    float32). Stage 1 divides these among `ranks`, stage 2 the gradients too, stage 3 the weights too. Stage 2 is the
+    paper's 2 + 14/N. DeepSpeed's estimator has 2 + 18/N, because it keeps a float32 copy of gradients (`gradient` = 6).
+    Raises UsageError for another stage.
     """
     if zero not in range(4):
-        raise UsageError(f"ZeRO has no stage {zero}", fix="choose 0 (nothing divided), 1, 2 or 3")
+        raise UsageError(f"ZeRO has no stage {zero}", fix="use zero 0 (divide nothing), 1, 2 or 3")
     over = [ranks if zero >= stage else 1 for stage in (3, 2, 1)]
     sizes = [parameters * size / n for size, n in zip((weight, gradient, optimizer), over, strict=True)]
     return StateBytes(*sizes)
@@ -48,17 +49,17 @@ def state_bytes(
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The most that one rank holds in a step."""
+    """Peak memory of one rank in a step, in bytes."""
 
     rank: int
-    """Of the pipeline; all others at the same place of it hold as much."""
+    """Pipeline rank; all ranks of the same pipeline rank hold as much."""
     state: StateBytes
     activations: float
-    """At their peak."""
+    """Activations at their peak."""
     temporary: float
-    """Of the one block that is being recomputed, and of weights gathered for it."""
+    """Activations of the block that is recomputed, and its gathered weights."""
     limit: float
-    """Bytes of the device."""
+    """Memory of the device."""
 
     @property
     def total(self) -> float:
@@ -70,12 +71,12 @@ class RankMemory:
 
 
 def activation_bytes(parts: Sequence[WorkloadPart], tensor: int, settings: StepSettings) -> float:
-    """What a stage of these parts keeps of one micro-batch between its passes, on each rank of a tensor group."""
-    kept = [part.kept(settings.recompute).per_rank(tensor, settings.sequence_parallel) for part in parts]
-    return sum(kept) * settings.micro_batch
+    """Return the activations of one micro-batch that a stage keeps between its passes, per rank of a tensor group."""
+    sizes = [part.kept(settings.recompute).per_rank(tensor, settings.sequence_parallel) for part in parts]
+    return sum(sizes) * settings.micro_batch
 
 
 def recomputed_bytes(parts: Sequence[WorkloadPart], tensor: int, settings: StepSettings) -> float:
-    """What a stage holds beside that while it makes one block's activations again."""
-    again = [part.saved - part.kept(settings.recompute) for part in parts]
-    return max(each.per_rank(tensor, settings.sequence_parallel) for each in again) * settings.micro_batch
+    """Return the additional bytes that a stage holds while it recomputes one block's activations."""
+    recomputed = [part.saved - part.kept(settings.recompute) for part in parts]
+    return max(each.per_rank(tensor, settings.sequence_parallel) for each in recomputed) * settings.micro_batch

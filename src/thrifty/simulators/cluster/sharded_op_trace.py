@@ -1,10 +1,9 @@
-"""What every operation of a pass reads, writes and computes, and which of it tensor parallelism would divide.
+"""Trace of a pass: bytes and FLOPs of every operation, and their division by tensor parallelism.
 
-Where a tensor would be under tensor parallelism follows from what it is made of, in both passes alike: a product of
-something whole with a weight is split (the weight by columns), of something split with a weight a partial sum (by
-rows), and partial sums stay so while they are only added to each other; the first other use sums them over the ranks.
-For a Transformer that gives Megatron-LM's division (Shoeybi et al. 2019, section 3) without knowing its architecture.
-"""
+A tensor's placement under tensor parallelism follows from its inputs, equally in both passes. The product of a whole
+tensor and a weight is split (the weight by columns). The product of a split tensor and a weight is a partial sum (the
+weight by rows). Sums of partial sums stay partial; any other use sums them over the ranks. For a Transformer this gives
+Megatron-LM's division (Shoeybi et al. 2019, section 3) without knowledge of its architecture."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,15 +19,15 @@ from thrifty.core.tensor_tracing import EagerTrace, tensor_bytes
 from thrifty.simulators.cluster.workload import DividedAmount, PassWork
 
 COPIES = frozenset({"_to_copy", "clone", "copy_", "masked_fill", "where", "flip", "cat", "_softmax_backward_data"})
-"""Elementwise beside what torch itself tags so, or done by the same kernel as what is."""
+"""Elementwise operations that torch does not tag as pointwise, and operations that share a kernel with them."""
 WITHIN_A_ROW = frozenset({"_softmax", "_safe_softmax", "_log_softmax"})
-"""What a chain of elementwise operations can end in and still be one kernel."""
+"""Operations that can end a chain of elementwise operations in one kernel."""
 NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 LOOKUPS = frozenset({"embedding", "index_select"})
 
 
 class TensorPlacement(Enum):
-    """Where a tensor is among the ranks of a tensor group."""
+    """The placement of a tensor on the ranks of a tensor group."""
 
     WHOLE = "on each"
     SPLIT = "divided"
@@ -38,12 +37,12 @@ class TensorPlacement(Enum):
 
 @dataclass
 class TracedStorage:
-    """One storage: its bytes, where it is, and who makes and reads it."""
+    """A tensor storage: bytes, placement, and the operations that write and read it."""
 
     bytes: float
     place: TensorPlacement
     core: bool = False
-    """Made of attention's scores, before they meet the values."""
+    """True if computed from attention scores, before the product with values."""
     made_by: int | None = None
     read_by: list[int] = field(default_factory=list)
     saved: bool = False
@@ -55,56 +54,56 @@ class TracedOperation:
     flops: float
     place: TensorPlacement
     chained: bool
-    """Elementwise, so that it can be one kernel with its neighbours."""
+    """True if elementwise, so that it can share a kernel with its neighbours."""
     ends_chain: bool
     core: bool
     is_gradient: bool
-    """A product that makes the gradient of a weight."""
+    """True for a product that computes the gradient of a weight."""
     is_attention: bool
-    """A fused attention kernel."""
+    """True for a fused attention kernel."""
     reads: list[tuple[int, float]]
     writes: list[tuple[int, float]]
     reduced: list[float]
     products: int
-    """How many products came before: a chain of elementwise operations does not reach across one."""
+    """Number of earlier products; a chain of elementwise operations ends at a product."""
 
 
 class OperationTracer(EagerTrace):
-    """Writes down the operations run inside it under the name of the section they belong to; "" is not written."""
+    """A recorder of the operations within its context, by section; section "" is not recorded."""
 
     def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()):
         super().__init__()
         self.section = ""
         self.operations: list[TracedOperation] = []
-        self.held: dict[int, TracedStorage] = {}
+        self.storages: dict[int, TracedStorage] = {}
         self.products = 0
-        self.alive: list[Tensor] = []  # so that no storage's address is used twice
+        self.alive: list[Tensor] = []  # keeps addresses of storages unique
         self.saved_in: dict[str, dict[int, None]] = {}
         self.weights_read: dict[int, set[str]] = {}
         self.shapes: set[tuple[int, ...]] = set()
         for parameter in parameters:
-            self._hold(parameter, TensorPlacement.WEIGHT)
+            self._add(parameter, TensorPlacement.WEIGHT)
             self.shapes |= {tuple(parameter.shape), tuple(parameter.shape[::-1])}
         for buffer in buffers:
-            self._hold(buffer, TensorPlacement.WHOLE)
-        self.there_anyway = frozenset(self.held)
+            self._add(buffer, TensorPlacement.WHOLE)
+        self.permanent = frozenset(self.storages)
 
     def save(self, tensor: Tensor) -> Tensor:
-        """For `saved_tensors_hooks`: what autograd keeps in this section."""
+        """Record a tensor that autograd saves in this section, as a hook of `saved_tensors_hooks`."""
         key = _key(tensor)
-        if self.section and key in self.held and key not in self.there_anyway:
-            self.held[key].saved = True
+        if self.section and key in self.storages and key not in self.permanent:
+            self.storages[key].saved = True
             self.saved_in.setdefault(self.section, {})[key] = None
         return tensor
 
-    def given(self, tensors: Iterable[Tensor]) -> None:
-        """Activations that come in from outside of a section: whole."""
+    def add_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """Record activations from outside of the section, as whole tensors."""
         for tensor in tensors:
-            self._hold(tensor, TensorPlacement.WHOLE)
+            self._add(tensor, TensorPlacement.WHOLE)
 
-    def leaves(self, tensor: Tensor) -> None:
-        """A tensor leaves the section: partial sums are summed."""
-        value = self.held[_key(tensor)]
+    def sum_output(self, tensor: Tensor) -> None:
+        """Sum a partial sum over the ranks, because the tensor leaves the section."""
+        value = self.storages[_key(tensor)]
         if value.place is TensorPlacement.PARTIAL and value.made_by is not None:
             value.place = TensorPlacement.WHOLE
             self.operations[value.made_by].reduced.append(value.bytes)
@@ -114,32 +113,32 @@ class OperationTracer(EagerTrace):
         result = func(*args, **kwargs)
         if self.section:
             inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-            made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+            outputs = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
             addresses = {_key(tensor) for tensor in inputs}
-            is_view = not func._schema.is_mutable and all(_key(tensor) in addresses for tensor in made)
-            if made and not is_view:
+            is_view = not func._schema.is_mutable and all(_key(tensor) in addresses for tensor in outputs)
+            if outputs and not is_view:
                 formula = FLOPS_OF.get(func.overloadpacket)
                 flops = float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
-                self._record(func, flops, inputs, made)
+                self._record(func, flops, inputs, outputs)
         return result
 
-    def _record(self, func: Any, flops: float, inputs: list[Tensor], made: list[Tensor]) -> None:
+    def _record(self, func: Any, flops: float, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         name = func.overloadpacket.__name__
-        self.given(inputs)
-        sources = {_key(tensor): self.held[_key(tensor)] for tensor in inputs}
+        self.add_inputs(inputs)
+        sources = {_key(tensor): self.storages[_key(tensor)] for tensor in inputs}
         activations = [source for source in sources.values() if source.place is not TensorPlacement.WEIGHT]
         weighted = len(activations) < len(sources)
         for key, source in sources.items():
             if source.place is TensorPlacement.WEIGHT:
                 self.weights_read.setdefault(key, set()).add(self.section)
-        if not activations and sources:  # a weight in another format is still one
-            for tensor in made:
-                self._hold(tensor, TensorPlacement.WEIGHT)
+        if not activations and sources:  # a weight in another format is still a weight
+            for tensor in outputs:
+                self._add(tensor, TensorPlacement.WEIGHT)
             return
         reduced = self._summed(name, activations)
-        place = self._place(name, flops > 0 and weighted, activations, made)
-        is_gradient = flops > 0 and not weighted and tuple(made[0].shape) in self.shapes
-        # the first product of two activations makes scores, the next takes them to the values
+        place = self._place(name, flops > 0 and weighted, activations, outputs)
+        is_gradient = flops > 0 and not weighted and tuple(outputs[0].shape) in self.shapes
+        # the first product of two activations computes scores, the next multiplies them by the values
         makes_scores = flops > 0 and not weighted and not is_gradient and "scaled_dot_product" not in name
         had_core = any(source.core for source in activations)
         core = had_core if flops == 0 else makes_scores and not had_core
@@ -147,30 +146,32 @@ class OperationTracer(EagerTrace):
         operation = TracedOperation(
             self.section,
             flops,
-            TensorPlacement.SPLIT if flops else place,  # every product is divided, by columns or by rows
+            TensorPlacement.SPLIT if flops else place,  # every product is divided by columns or rows
             chained=torch.Tag.pointwise in func.tags or name in COPIES,
             ends_chain=name in WITHIN_A_ROW,
             core=core,
             is_gradient=is_gradient,
             is_attention="scaled_dot_product" in name,
-            reads=[(_key(t), _seen_bytes(t)) for t in inputs if self.held[_key(t)].place is not TensorPlacement.WEIGHT],
+            reads=[
+                (_key(t), _seen_bytes(t)) for t in inputs if self.storages[_key(t)].place is not TensorPlacement.WEIGHT
+            ],
             writes=[],
             reduced=reduced,
             products=self.products,
         )
         self.products += flops > 0
         for key, _ in operation.reads:
-            self.held[key].read_by.append(number)
+            self.storages[key].read_by.append(number)
         first = inputs[0].shape if inputs else None
-        for tensor in made:
-            source = self._hold(tensor, place, core, number)
-            # gradients of weights are not counted here: they are the same for any number of examples
+        for tensor in outputs:
+            source = self._add(tensor, place, core, number)
+            # gradients of weights are not counted here: their bytes do not depend on the number of examples
             if tuple(tensor.shape) not in self.shapes or tensor.shape == first:
                 operation.writes.append((_key(tensor), min(_seen_bytes(tensor), source.bytes)))
         self.operations.append(operation)
 
     def _summed(self, name: str, activations: list[TracedStorage]) -> list[float]:
-        """Bytes of the partial sums that this operation needs summed."""
+        """Return the bytes of each partial sum that this operation requires summed."""
         partial = [value for value in activations if value.place is TensorPlacement.PARTIAL]
         only_added = name in ("add", "add_") and len(partial) == len(activations)
         if not partial or only_added:
@@ -180,28 +181,28 @@ class OperationTracer(EagerTrace):
         return [value.bytes for value in partial]
 
     def _place(
-        self, name: str, by_weight: bool, activations: list[TracedStorage], made: list[Tensor]
+        self, name: str, by_weight: bool, activations: list[TracedStorage], outputs: list[Tensor]
     ) -> TensorPlacement:
         places = {value.place for value in activations}
         if name in LOOKUPS or TensorPlacement.PARTIAL in places:
             return TensorPlacement.PARTIAL
         if by_weight:
             return TensorPlacement.PARTIAL if TensorPlacement.SPLIT in places else TensorPlacement.SPLIT
-        if name in NORMS and made[0].ndim <= 3:
+        if name in NORMS and outputs[0].ndim <= 3:
             return TensorPlacement.WHOLE
         return TensorPlacement.SPLIT if TensorPlacement.SPLIT in places else TensorPlacement.WHOLE
 
-    def _hold(
+    def _add(
         self, tensor: Tensor, place: TensorPlacement, core: bool = False, made_by: int | None = None
     ) -> TracedStorage:
         key = _key(tensor)
-        if key not in self.held:
+        if key not in self.storages:
             self.alive.append(tensor)
-            self.held[key] = TracedStorage(float(tensor.untyped_storage().nbytes()), place, core, made_by)
-        return self.held[key]
+            self.storages[key] = TracedStorage(float(tensor.untyped_storage().nbytes()), place, core, made_by)
+        return self.storages[key]
 
     def work(self, section: str, only_core: bool = False) -> PassWork:
-        """The sum over a section's operations."""
+        """Return the work of a section, summed over its operations."""
         chosen = [
             (number, op)
             for number, op in enumerate(self.operations)
@@ -215,17 +216,18 @@ class OperationTracer(EagerTrace):
             free = [self._is_free(key, number) for key, _ in operation.reads]
             kernels += not (any(free) and (operation.chained or operation.ends_chain))
             for (key, size), is_free in zip(operation.reads, free, strict=True):
-                unfused += _placed(size, self.held[key].place)
-                moved += DividedAmount() if is_free else _placed(size, self.held[key].place)
+                unfused += _placed(size, self.storages[key].place)
+                moved += DividedAmount() if is_free else _placed(size, self.storages[key].place)
             for key, size in operation.writes:
-                unfused += _placed(size, self.held[key].place)
-                moved += DividedAmount() if self._never_written(key) else _placed(size, self.held[key].place)
+                unfused += _placed(size, self.storages[key].place)
+                moved += DividedAmount() if self._never_written(key) else _placed(size, self.storages[key].place)
         sums = [] if only_core else [size for _, operation in chosen for size in operation.reduced]
         return PassWork(flops, moved, unfused, kernels, sum(sums), len(sums), attention)
 
     def _is_free(self, key: int, reader: int) -> bool:
-        """Whether an operation finds a tensor in registers: its maker is elementwise and in the same kernel."""
-        number = self.held[key].made_by
+        """Return True if an operation reads a tensor from registers, written by an elementwise operation of the same
+        kernel."""
+        number = self.storages[key].made_by
         if number is None or number == reader:
             return False
         maker, reading = self.operations[number], self.operations[reader]
@@ -234,22 +236,22 @@ class OperationTracer(EagerTrace):
         return maker.chained and (reading.chained or reading.ends_chain)
 
     def _never_written(self, key: int) -> bool:
-        value = self.held[key]
+        value = self.storages[key]
         return bool(value.read_by) and not value.saved and all(self._is_free(key, reader) for reader in value.read_by)
 
     def for_weights(self, section: str) -> DividedAmount:
-        """FLOPs of a section's products that make gradients of weights."""
-        made = [op for op in self.operations if op.section == section and op.is_gradient]
-        return sum((_placed(op.flops, op.place) for op in made), DividedAmount())
+        """Return the FLOPs of a section's products that compute gradients of weights."""
+        products = [op for op in self.operations if op.section == section and op.is_gradient]
+        return sum((_placed(op.flops, op.place) for op in products), DividedAmount())
 
     def saved(self, section: str, only_core: bool = False) -> DividedAmount:
-        """Bytes that autograd keeps of a section."""
-        kept = [
+        """Return the bytes of activations that autograd saves in a section."""
+        storages = [
             value
             for key in self.saved_in.get(section, {})
-            if (value := self.held[key]).place is not TensorPlacement.WEIGHT
+            if (value := self.storages[key]).place is not TensorPlacement.WEIGHT
         ]
-        return sum((_placed(h.bytes, h.place) for h in kept if h.core or not only_core), DividedAmount())
+        return sum((_placed(s.bytes, s.place) for s in storages if s.core or not only_core), DividedAmount())
 
 
 def _placed(amount: float, place: TensorPlacement) -> DividedAmount:
@@ -261,5 +263,5 @@ def _key(tensor: Tensor) -> int:
 
 
 def _seen_bytes(tensor: Tensor) -> float:
-    """Of the elements that there are: those repeated by a stride of zero are read once."""
+    """Return the bytes of distinct elements: elements repeated by a stride of zero are read once."""
     return float(min(tensor_bytes(tensor), tensor.untyped_storage().nbytes()))

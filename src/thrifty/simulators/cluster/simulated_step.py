@@ -1,9 +1,8 @@
-"""One training step on a cluster, simulated: how long it takes and why, and what each rank holds.
+"""Simulation of one training step on a cluster: its seconds by cause, and the memory of each rank.
 
-All data ranks do the same at the same time, and so do the ranks of a tensor group: one pipeline is played, whatever the
-number of ranks. A step is the pipeline's schedule, what the data ranks exchange that does not hide behind it, and the
-optimizer. A collective inside a block holds up its rank; messages between stages do not.
-"""
+All data ranks run equally at the same time, and so do the ranks of a tensor group. So one pipeline is simulated for any
+number of ranks. A step is the pipeline's schedule, the collectives of the data ranks that do not overlap with it, and
+the optimizer. A collective inside a block blocks its rank; messages between stages do not."""
 
 from collections.abc import Sequence
 
@@ -32,8 +31,10 @@ def simulate(
     settings: StepSettings,
     rates: DeviceEfficiency | None = None,
 ) -> StepReport:
-    """One step of a workload on a cluster. Raises UsageError or InfeasibleError for sizes that do not go together; what
-    does not fit a device's memory is reported, not refused."""
+    """Simulate one step of a workload on a cluster. Raises UsageError or InfeasibleError for incompatible sizes.
+
+    A step that exceeds the memory of a device is reported, not refused.
+    """
     check_ranks(mesh, cluster)
     return _Step(workload, cluster, mesh, settings, rates or find_efficiency(cluster.device.name)).report()
 
@@ -67,15 +68,15 @@ class _Step:
         )
 
     def _play(self, transfer: float) -> PipelineTimeline:
-        taken = [{kind: action.total for kind, action in stage.items()} for stage in self.actions]
-        return play(self.orders, lambda action: taken[action.stage][action.kind], lambda source, target: transfer)
+        seconds = [{kind: action.total for kind, action in stage.items()} for stage in self.actions]
+        return play(self.orders, lambda action: seconds[action.stage][action.kind], lambda source, target: transfer)
 
     def _seconds(self, timeline: PipelineTimeline) -> StepSeconds:
         busiest = max(range(self.mesh.pipeline), key=timeline.busy)
         actions = [self.actions[event.action.stage][event.action.kind] for event in timeline.by_rank[busiest]]
         computed = self._play(0.0).makespan if self.mesh.pipeline > 1 else timeline.makespan
         reduced = max(self._reduced(timeline, rank) for rank in range(self.mesh.pipeline))
-        numbers = max(self._numbers(rank) for rank in range(self.mesh.pipeline))
+        parameters = max(self._parameters(rank) for rank in range(self.mesh.pipeline))
         first = timeline.by_rank[0][0]
         hidden = first.end - first.start if self.settings.overlap else 0.0
         return StepSeconds(
@@ -85,22 +86,24 @@ class _Step:
             transfers=timeline.makespan - computed,
             data=sum(action.data for action in actions)
             + (reduced - timeline.makespan)
-            + max(self.costs.gathering(numbers) - hidden, 0.0),
-            optimizer=self.costs.update(numbers),
+            + max(self.costs.gathering(parameters) - hidden, 0.0),
+            optimizer=self.costs.update(parameters),
         )
 
     def _reduced(self, timeline: PipelineTimeline, rank: int) -> float:
-        """When a pipeline rank's gradients are summed over the data ranks: stage by stage, each from when the first of
-        its parts has its last gradient; without overlap after everything."""
+        """Return the time at which a pipeline rank's gradients are reduced over the data ranks.
+
+        Each stage starts when the first of its parts has its last gradient; without overlap, after the last action.
+        """
         events = timeline.by_rank[rank]
         done, total = 0.0, 0.0
         last = {event.action.stage: event for event in events if event.action.kind in ("B", "W")}
         for stage, event in sorted(last.items(), key=lambda pair: pair[1].end):
-            taken = self.costs.reduction(self.stages[stage])
-            total += taken
+            seconds = self.costs.reduction(self.stages[stage])
+            total += seconds
             pieces = len(self.stages[stage].parts)
-            begun = event.start + (event.end - event.start) / pieces
-            done = max(max(done, begun) + taken, event.end + taken / pieces)
+            start = event.start + (event.end - event.start) / pieces
+            done = max(max(done, start) + seconds, event.end + seconds / pieces)
         if not self.settings.overlap:
             done = events[-1].end + total
         is_tied = self.places[0] != self.places[-1]
@@ -109,12 +112,12 @@ class _Step:
     def _own(self, rank: int) -> list[int]:
         return [stage for stage, place in enumerate(self.places) if place == rank]
 
-    def _numbers(self, rank: int) -> float:
-        """Parameters on a rank, a tied embedding on both sides of the model counted where each is."""
+    def _parameters(self, rank: int) -> float:
+        """Return the parameters on a rank; a tied embedding counts on both the first and the last stage."""
         own = self._own(rank)
         has_copy = self.mesh.stages - 1 in own and 0 not in own
-        numbers = sum(self.stages[stage].parameters(self.mesh.tensor) for stage in own)
-        return numbers + (self.workload.shared / self.mesh.tensor if has_copy else 0.0)
+        parameters = sum(self.stages[stage].parameters(self.mesh.tensor) for stage in own)
+        return parameters + (self.workload.shared / self.mesh.tensor if has_copy else 0.0)
 
     def _memory(self, timeline: PipelineTimeline, rank: int, stage_bytes: Sequence[float]) -> RankMemory:
         settings, tensor, own = self.settings, self.mesh.tensor, [self.stages[stage] for stage in self._own(rank)]
@@ -125,7 +128,7 @@ class _Step:
         sizes = {"weight": WEIGHT, "gradient": settings.gradient_bytes, "optimizer": MOMENTS}
         return RankMemory(
             rank,
-            state_bytes(self._numbers(rank), settings.zero, self.mesh.shard, **sizes),
+            state_bytes(self._parameters(rank), settings.zero, self.mesh.shard, **sizes),
             activations=timeline.peak(rank, lambda stage: stage_bytes[stage]),
             temporary=max(recomputed_bytes(stage.parts, tensor, settings) for stage in own) + gathered,
             limit=self.device.memory,

@@ -1,5 +1,4 @@
-"""Seconds of the pieces of a step: each kind of action on each stage, what goes between stages, and what the data ranks
-exchange."""
+"""Seconds of the components of a step: actions of stages, transfers between stages, collectives of the data ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +15,9 @@ from thrifty.simulators.cluster.workload import PassWork, WorkloadPart
 class ActionSeconds:
     compute: float
     tensor: float
-    """In collectives of the tensor group, which hold up a rank."""
+    """Seconds in collectives of the tensor group, which block a rank."""
     data: float
-    """Waiting for collectives over the data ranks."""
+    """Seconds of waiting for collectives over the data ranks."""
 
     @property
     def total(self) -> float:
@@ -26,7 +25,7 @@ class ActionSeconds:
 
 
 class LayoutCosts:
-    """Prices of one layout on one cluster; those of an action are worked out once for stages that are alike."""
+    """Costs of one layout on one cluster; equal stages share the costs of their actions."""
 
     def __init__(self, cluster: Cluster, mesh: ClusterMesh, settings: StepSettings, rates: DeviceEfficiency):
         self.mesh, self.settings, self.rates, self.device = mesh, settings, rates, cluster.device
@@ -35,7 +34,7 @@ class LayoutCosts:
         self.known: dict[tuple[int, ...], dict[str, ActionSeconds]] = {}
 
     def actions(self, stage: SimulatedStage) -> dict[str, ActionSeconds]:
-        """Of each kind of action on a stage."""
+        """Return the seconds of each kind of action on a stage."""
         kind = tuple(map(id, stage.parts))
         if kind not in self.known:
             self.known[kind] = self._actions(stage)
@@ -44,10 +43,10 @@ class LayoutCosts:
     def _actions(self, stage: SimulatedStage) -> dict[str, ActionSeconds]:
         recompute = self.settings.recompute
         forward, forward_sums = self._passes((part, part.forward, 1) for part in stage.parts)
-        again, again_sums = self._passes((part, part.again(recompute), 1) for part in stage.parts)
+        recomputed, recomputed_sums = self._passes((part, part.again(recompute), 1) for part in stage.parts)
         backward, backward_sums = self._passes((part, part.backward, 2) for part in stage.parts)
         weights, _ = self._passes((part, PassWork(flops=part.for_weights), 1) for part in stage.parts)
-        compute, tensor = again + backward, again_sums + backward_sums
+        compute, tensor = recomputed + backward, recomputed_sums + backward_sums
         weights = min(weights, compute)
         gather, scatter = self._per_micro_batch(stage)
         return {
@@ -58,8 +57,10 @@ class LayoutCosts:
         }
 
     def _passes(self, passes: Iterable[tuple[WorkloadPart, PassWork, int]]) -> tuple[float, float]:
-        """Seconds of computing, and in the tensor group's collectives, of one micro-batch; the weights of each part are
-        read or written so many times."""
+        """Return the seconds of computation and of the tensor group's collectives for one micro-batch.
+
+        Each pass is (part, work, number of reads or writes of the part's weights).
+        """
         nonempty = [(part, work, times) for part, work, times in passes if work != PassWork()]
         computing = sum(self._computing(*each) for each in nonempty)
         return computing, sum(self._summing(work) for _, work, _ in nonempty)
@@ -91,12 +92,12 @@ class LayoutCosts:
         return collective_times.seconds(kind, size, group) if group.size > 1 and size else 0.0
 
     def _per_micro_batch(self, stage: SimulatedStage) -> tuple[float, float]:
-        """Seconds of gathering a stage's weights for a pass, block by block, and of reducing its gradients after it."""
+        """Return the seconds to gather a stage's weights for a pass, block by block, and to reduce its gradients."""
         zero, gather, scatter = self.settings.zero, 0.0, 0.0
         for part in stage.parts:
-            numbers = part.parameters.per_rank(self.mesh.tensor)
-            gather += self._collective("all_gather", numbers * WEIGHT, "shard") if zero == 3 else 0.0
-            size = numbers * self.settings.gradient_bytes
+            parameters = part.parameters.per_rank(self.mesh.tensor)
+            gather += self._collective("all_gather", parameters * WEIGHT, "shard") if zero == 3 else 0.0
+            size = parameters * self.settings.gradient_bytes
             scatter += self._collective("reduce_scatter", size, "shard") if zero >= 2 else 0.0
         return gather, scatter
 
@@ -105,7 +106,7 @@ class LayoutCosts:
         return ActionSeconds(compute, tensor, max(data - hidden, 0.0))
 
     def transfer(self, stages: Sequence[SimulatedStage]) -> float:
-        """Of hidden states, or their gradients, from stage to stage."""
+        """Return the seconds to send hidden states, or their gradients, from stage to stage."""
         size = max(stage.entry for stage in stages) * self.settings.micro_batch
         if not (self.settings.scatter or self.settings.sequence_parallel):
             return self._collective("send", size, "neighbours")
@@ -113,7 +114,7 @@ class LayoutCosts:
         return self._collective("send", size / self.mesh.tensor, "neighbours") + gathering
 
     def reduction(self, stage: SimulatedStage) -> float:
-        """Of a stage's gradients over the data ranks, as far as that is done once in a step."""
+        """Return the seconds to reduce a stage's gradients over the data ranks, for the part done once per step."""
         size = stage.parameters(self.mesh.tensor) * self.settings.gradient_bytes
         if self.settings.zero == 0:
             return self._collective("all_reduce", size, "data")
@@ -121,16 +122,18 @@ class LayoutCosts:
         return scattered + self._collective("all_reduce", size / self.mesh.shard, "replicate")
 
     def tied(self, shared: float) -> float:
-        """Of summing the gradient of so many parameters that the first and the last stage share."""
+        """Return the seconds to sum the gradient of `shared` parameters that the first and the last stage share."""
         return self._collective("all_reduce", shared / self.mesh.tensor * self.settings.gradient_bytes, "ends")
 
-    def update(self, numbers: float) -> float:
-        """Of the optimizer's pass over the state of a rank with so many parameters: its state is read and written, a
-        gradient read for its norm and for the update, a weight written."""
-        own = numbers / (self.mesh.shard if self.settings.zero else 1)
+    def update(self, parameters: float) -> float:
+        """Return the seconds of the optimizer step on a rank with `parameters` parameters.
+
+        The state is read and written, the gradient read for its norm and for the update, the weight written.
+        """
+        own = parameters / (self.mesh.shard if self.settings.zero else 1)
         moved = own * (2 * MOMENTS + 2 * self.settings.gradient_bytes + WEIGHT)
         return moved / (self.device.bandwidth * self.rates.memory)
 
-    def gathering(self, numbers: float) -> float:
-        """Of bringing together the weights that the optimizer wrote in pieces."""
-        return self._collective("all_gather", numbers * WEIGHT, "shard") if self.settings.zero in (1, 2) else 0.0
+    def gathering(self, parameters: float) -> float:
+        """Return the seconds to gather the weights that each rank of the optimizer updated."""
+        return self._collective("all_gather", parameters * WEIGHT, "shard") if self.settings.zero in (1, 2) else 0.0

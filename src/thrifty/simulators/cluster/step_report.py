@@ -1,4 +1,4 @@
-"""What is known of a simulated step: its seconds and where they went, rates, and memory."""
+"""Report of a simulated step: seconds by cause, rates, and memory."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,12 +11,12 @@ from thrifty.simulators.cluster.rank_memory import RankMemory
 from thrifty.simulators.cluster.workload import Workload
 
 RATES = ("model_flops", "hardware_flops", "mfu", "hfu", "tokens_per_second")
-"""Properties that a report prints beside its fields."""
+"""Properties that a report prints in addition to its fields."""
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Of a step on the rank that computes longest. They add up to the step."""
+    """Seconds of a step on the rank that computes longest; they add up to the step."""
 
     compute: float
     tensor: float
@@ -24,9 +24,9 @@ class StepSeconds:
     bubble: float
     """Waiting for other stages to compute."""
     transfers: float
-    """Waiting longer than that since messages between stages take time."""
+    """Additional waiting for messages between stages."""
     data: float
-    """Collectives over the data ranks that nothing hides."""
+    """Collectives over the data ranks that do not overlap with computation."""
     optimizer: float
 
     @property
@@ -44,20 +44,20 @@ class StepReport:
     peak: float
     """FLOP/s of the device in the number format of the run."""
     memory: tuple[RankMemory, ...]
-    """Of each pipeline rank."""
+    """Memory of each pipeline rank."""
     timeline: PipelineTimeline
     stage_bytes: tuple[float, ...]
-    """Activations that one micro-batch leaves on each stage."""
+    """Bytes of activations that each stage keeps per micro-batch."""
     rates: DeviceEfficiency
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOP/s of each device that the model needs: what MFU counts."""
+        """FLOP/s per device without recompute, as in MFU."""
         return self._rate(self.workload.model_flops)
 
     @cached_property
     def hardware_flops(self) -> float:
-        """FLOP/s of each device with what is recomputed: what HFU counts."""
+        """FLOP/s per device with recompute, as in HFU."""
         return self._rate(self.workload.hardware_flops(self.settings.recompute))
 
     @property
@@ -80,7 +80,7 @@ class StepReport:
         return self.settings.batch * self.workload.length / self.step_seconds
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Between which values a figure of time is expected nine times out of ten: "step_seconds" or one of `RATES`."""
+        """Return the 90 % interval of a quantity: "step_seconds" or one of `RATES`."""
         value, low, high = getattr(self, name), self.rates.low, self.rates.high
         return (value * low, value * high) if name == "step_seconds" else (value / high, value / low)
 
@@ -93,11 +93,11 @@ class StepReport:
         return self.fullest.fits
 
     def activations(self, rank: int) -> list[tuple[float, float]]:
-        """(seconds, bytes) of a pipeline rank, from each change on."""
+        """Return (seconds, bytes) of activations on a pipeline rank, at each change."""
         return self.timeline.live(rank, lambda stage: self.stage_bytes[stage])
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: all but the timeline."""
+        """Return the report as plain data, without the timeline."""
         return {
             "model": self.workload.name,
             "parameters": self.workload.parameters,

@@ -1,4 +1,4 @@
-"""A timeline to look at: as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, and as a picture."""
+"""Views of a timeline: a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, and a chart."""
 
 import json
 from collections.abc import Mapping
@@ -10,22 +10,24 @@ import altair as alt
 from thrifty.simulators.cluster.pipeline_events import ActionEvent, PipelineTimeline
 
 MICROSECOND = 1e-6
-"""The unit of time of a trace, which has three digits behind it."""
+"""Seconds of the unit of time in a trace, which has three decimals."""
 
 WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
 COLOURS = {"F": "#0072b2", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
-"""Of Okabe and Ito (2008), for any colour vision; thinned, so that ink can be read on them."""
+"""Colours of Okabe and Ito (2008), for any colour vision, lightened to keep labels legible."""
 INK = "#1b2026"
 
 MOST_RANKS, MOST_BARS = 32, 8000
-"""A picture shows so many ranks at most, evenly chosen, the first and the last among them; fewer where they do much."""
+"""Most ranks and bars of a chart. Ranks are evenly chosen, including the first and the last; busy ranks reduce them."""
 MOST_LABELS = 600
-"""With more events than this, micro-batches are not numbered."""
+"""Most events whose micro-batches are numbered."""
 
 
 def trace(timeline: PipelineTimeline) -> dict[str, Any]:
-    """The timeline in Chrome's trace event format: a row a rank, an event an action, arrows for transfers, and a curve
-    of how many micro-batches each rank holds."""
+    """Return the timeline in Chrome's trace event format.
+
+    It has a row for each rank, an event for each action, arrows for transfers, and a curve of held micro-batches.
+    """
     events: list[dict[str, Any]] = []
     for rank in range(timeline.ranks):
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
@@ -59,7 +61,7 @@ def _ticks(seconds: float) -> float:
 
 
 def chart(timeline: PipelineTimeline) -> alt.LayerChart:
-    """Ranks as rows, actions as bars along the time; what is white is the bubble."""
+    """Return a chart with ranks as rows and actions as bars over time; white is the bubble."""
     ranks = _chosen(timeline)
     rows = [_row(event) for rank in ranks for event in timeline.by_rank[rank]]
     kinds = [kind for kind in WORDS if any(row["kind"] == WORDS[kind] for row in rows)]
@@ -93,12 +95,12 @@ def _row(event: ActionEvent) -> dict[str, Any]:
 
 
 def figure(timeline: PipelineTimeline, title: str) -> dict[str, Any]:
-    """The chart with its title, as a Vega-Lite specification."""
+    """Return the chart with its title, as a Vega-Lite specification."""
     heading = {"text": title, "subtitle": _caption(timeline), "anchor": "start", "fontSize": 15, "offset": 12}
     return {**chart(timeline).to_dict(), "title": heading}
 
 
 def _caption(timeline: PipelineTimeline) -> str:
-    drawn = len(_chosen(timeline))
-    left_out = f", {drawn} of {timeline.ranks} ranks shown" if drawn < timeline.ranks else ""
-    return f"{timeline.makespan:.4g} s, bubble {timeline.bubble:.1%}{left_out}"
+    shown = len(_chosen(timeline))
+    selection = f", {shown} of {timeline.ranks} ranks shown" if shown < timeline.ranks else ""
+    return f"{timeline.makespan:.4g} s, bubble {timeline.bubble:.1%}{selection}"

@@ -1,8 +1,7 @@
-"""The workload of any model, traced on fake tensors: each kind of block once, whatever its size or number.
+"""Workload of any model, traced on fake tensors: each kind of block once, for any size and number of blocks.
 
-A model is any module that keeps its blocks in a `nn.ModuleList`. No memory is taken and nothing is computed; a model of
-10^12 parameters takes about a second.
-"""
+A model is any module that keeps its blocks in a `nn.ModuleList`. Tracing allocates no memory and computes no values; a
+model of 10^12 parameters takes about a second."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,15 +27,17 @@ Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Cross-entropy on the logits of `model.logits`, or on what the model gives where it has no such method. An
-    encoder-decoder reads a source as long as its target."""
+    """Return the cross-entropy of `model.logits`, or of the model's output if it has no such method.
+
+    An encoder-decoder reads a source as long as its target.
+    """
     inputs = (tokens, tokens) if getattr(model, "task", "") == "sequence_to_sequence" else (tokens,)
     output = getattr(model, "logits", model)(*inputs)
     return cross_entropy(getattr(output, "logits", output), tokens)
 
 
 def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of logits (1, t, v) on tokens (1, t), in float32."""
+    """Return the cross-entropy of logits (1, t, v) on tokens (1, t), in float32."""
     return F.cross_entropy(logits.flatten(0, -2).float(), tokens.flatten())
 
 
@@ -49,11 +50,11 @@ def trace_workload(
     flash: bool = True,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Workload:
-    """The workload of the model that `build` makes, on examples of `length` tokens.
+    """Return the workload of the model that `build` returns, on examples of `length` tokens.
 
-    `flash` says whether attention keeps nothing of the size of its scores. Raises RefusedError for a model without a
-    list of blocks, one that does not call them, or one that reads values of tensors. Blocks count as alike when their
-    class and the shapes of their parameters and inputs are.
+    With `flash`, attention saves nothing of the size of its scores. Blocks of equal class, with equal shapes of
+    parameters and inputs, are traced once. Raises RefusedError for a model that has no list of blocks, does not call
+    its blocks, or reads values of tensors.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _default(dtype), torch.random.fork_rng(devices=[]):
         try:
@@ -64,15 +65,17 @@ def trace_workload(
                 return _BlockTracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise RefusedError(
-                f"the model {name} reads values of tensors ({error}), and a simulation knows shapes alone",
-                fix="simulate a model that does the same for all values, such as one with dense layers of that width",
+                f"the model {name!r} reads values of tensors ({error}); a simulation has only shapes",
+                fix="simulate a model whose operations do not depend on values, such as one with dense layers",
             ) from error
 
 
 @dataclass
 class _BlockTracing:
-    """A forward pass in which the first block of each kind is traced by itself, and all others only pass on what comes
-    in: what is left of the pass is the embedding and the head."""
+    """A forward pass that traces the first block of each kind and skips all other blocks.
+
+    Skipped blocks return their input, so the rest of the pass is the embedding and the head.
+    """
 
     model: nn.Module
     flash: bool
@@ -81,7 +84,7 @@ class _BlockTracing:
     known: dict[Any, tuple[WorkloadPart, Any]] = field(default_factory=dict)
     counted: set[int] = field(default_factory=set)
     cut: tuple[Tensor, Tensor] | None = None
-    """Hidden states as the embedding gives them, and as the first block is given them."""
+    """Output of the embedding, and the detached input of the first block."""
 
     def __post_init__(self) -> None:
         self.trace = OperationTracer(self.model.parameters(), self.model.buffers())
@@ -97,14 +100,15 @@ class _BlockTracing:
             trace.section = ""
             if self.cut is None:
                 raise RefusedError(
-                    f"the forward pass of {type(self.model).__name__} calls none of its blocks one by one"
+                    f"the forward pass of {type(self.model).__name__} calls none of its blocks one by one",
+                    fix="call each block of the nn.ModuleList in forward",
                 )
             hidden, entry = self.cut
             outside = [p for p in self.model.parameters() if id(p) not in self.counted]
-            of_entry = self._backward("head backward", result, [entry, *outside], torch.ones_like(result))
+            entry_gradient = self._backward("head backward", result, [entry, *outside], torch.ones_like(result))
             if hidden.requires_grad:
-                # no gradient comes where another stack took what the first made: its blocks passed on something else
-                gradient = torch.empty_like(hidden) if of_entry is None else of_entry
+                # there is no gradient if another stack used the first stack's output: its blocks return other tensors
+                gradient = torch.empty_like(hidden) if entry_gradient is None else entry_gradient
                 self._backward("embedding backward", hidden, outside, gradient)
         shared, embedding, head = self._outside(outside)
         size = float(entry.numel() * entry.element_size())
@@ -119,22 +123,22 @@ class _BlockTracing:
         )
 
     def _run(self, stack: str, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not args:  # some give everything by name, what is hidden first
+        if not args:  # some models pass all arguments by name, hidden states first
             name, *_ = kwargs
             args = (kwargs.pop(name),)
         hidden, *others = args
         if self.cut is None:
-            # another graph from here on, so that the head's backward pass ends where the blocks' begins
-            self.trace.leaves(hidden)
+            # start a new graph, so that the head's backward pass ends at the first block
+            self.trace.sum_output(hidden)
             self.cut = hidden, hidden.detach().requires_grad_()
             self.trace.section, hidden = "head forward", self.cut[1]
         kind = (stack, type(block), *map(_likeness, tree_leaves((tuple(block.parameters()), args, kwargs))))
         if kind not in self.known:
             self.known[kind] = self._trace_block(inner, block, (hidden, *others), kwargs)
         part, result = self.known[kind]
-        numbers = list(block.parameters())
-        is_repeat = bool(numbers) and all(id(p) in self.counted for p in numbers)
-        self.counted |= {id(p) for p in numbers}
+        parameters = list(block.parameters())
+        is_repeat = bool(parameters) and all(id(p) in self.counted for p in parameters)
+        self.counted |= {id(p) for p in parameters}
         self.blocks.append(replace(part, parameters=DividedAmount()) if is_repeat else part)
         return (hidden, *result[1:]) if isinstance(result, tuple) else hidden
 
@@ -145,23 +149,23 @@ class _BlockTracing:
         name = f"block {len(self.known)}"
         trace.section = ""
         args, kwargs = tree_map(_leaf, (args, kwargs))
-        trace.given([value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)])
+        trace.add_inputs([value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)])
         trace.section = f"{name} forward"
         result = inner(*args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
-        wanted = [value for value in tree_leaves((args, kwargs, tuple(block.parameters()))) if _learns(value)]
-        self._backward(f"{name} backward", out, wanted, torch.empty_like(out))
+        inputs = [value for value in tree_leaves((args, kwargs, tuple(block.parameters()))) if _requires_grad(value)]
+        self._backward(f"{name} backward", out, inputs, torch.empty_like(out))
         trace.section = around
         entry = float(args[0].numel() * args[0].element_size())
         parameters = sum((_division(p) for p in block.parameters()), DividedAmount())
         return self._part(name, parameters, entry), result
 
-    def _backward(self, section: str, result: Tensor, wanted: list[Tensor], gradient: Tensor | None) -> Tensor | None:
+    def _backward(self, section: str, result: Tensor, inputs: list[Tensor], gradient: Tensor | None) -> Tensor | None:
         self.trace.section = ""
         if gradient is not None:
-            self.trace.given([gradient])
+            self.trace.add_inputs([gradient])
         self.trace.section = section
-        gradients = torch.autograd.grad(result, wanted, gradient, allow_unused=True)
+        gradients = torch.autograd.grad(result, inputs, gradient, allow_unused=True)
         self.trace.section = ""
         return gradients[0]
 
@@ -181,7 +185,7 @@ class _BlockTracing:
         )
 
     def _outside(self, parameters: list[Tensor]) -> tuple[float, DividedAmount, DividedAmount]:
-        """Parameters of both sides of the blocks, and those that the embedding shares with the head."""
+        """Return the number of parameters that embedding and head share, and the parameters of both."""
         shared, embedding, head = 0.0, DividedAmount(), DividedAmount()
         for parameter in parameters:
             readers = self.trace.weights_read.get(parameter.untyped_storage()._cdata, set())
@@ -199,11 +203,11 @@ class _BlockTracing:
 
 
 def _division(parameter: Tensor) -> DividedAmount:
-    """Matrices are split; what is added or scales is small, and left whole."""
+    """Return the parameters as an amount: matrices are split; biases and scales are small and stay whole."""
     return DividedAmount(split=parameter.numel()) if parameter.ndim > 1 else DividedAmount(whole=parameter.numel())
 
 
-def _learns(value: Any) -> bool:
+def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -228,10 +232,11 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _as_fake(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in the number format of the run, and none of them real: a folder's may have been loaded."""
-    made: dict[int, nn.Parameter] = {}
+    """Replace parameters by fake ones in the run's number format, because a folder's parameters may be loaded."""
+    fakes: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and (parameter.dtype != dtype or not hasattr(parameter, "fake_mode")):
                 shape = tuple(parameter.shape)
-                module._parameters[name] = made.setdefault(id(parameter), nn.Parameter(torch.empty(shape, dtype=dtype)))
+                fake = nn.Parameter(torch.empty(shape, dtype=dtype))
+                module._parameters[name] = fakes.setdefault(id(parameter), fake)

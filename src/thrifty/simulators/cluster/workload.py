@@ -1,10 +1,9 @@
-"""The work of a training step, as values: traced from a model, or in closed form from its sizes.
+"""Work of a training step as values: traced from a model, or in closed form from its sizes.
 
-Everything is for one example (one row of tokens) and one part of the model, before any of it is divided among ranks.
-Tensor parallelism after Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3) divides what happens between a
-column-split and a row-split product and leaves the rest, norms and sums of residuals, to each rank as a whole; sequence
-parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2) divides that too.
-"""
+All values are for one example (one row of tokens) and one part of the model, before division among ranks. Tensor
+parallelism after Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3) divides the work between a column-split
+and a row-split product. Norms and sums of residuals stay whole on each rank. Sequence parallelism (Korthikanti et al.
+2022, arXiv 2205.05198, section 4.2.2) divides these too."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -12,13 +11,13 @@ from functools import cached_property
 from typing import Literal, Self
 
 Recompute = Literal["none", "selective", "every"]
-"""What runs again in the backward pass: nothing, the core of attention (from the scores to what multiplies the values;
+"""Recomputed part in the backward pass: nothing, the core of attention (from the scores to the weights of the values;
 Korthikanti et al. 2022, section 5), or every block from its input."""
 
 
 @dataclass(frozen=True)
 class DividedAmount:
-    """An amount of which tensor parallelism divides one part among its ranks, and leaves another to each of them."""
+    """An amount with a part that tensor parallelism splits among its ranks, and a part that stays whole on each."""
 
     split: float = 0.0
     whole: float = 0.0
@@ -42,21 +41,21 @@ class DividedAmount:
 
 @dataclass(frozen=True)
 class PassWork:
-    """One pass of one example through a part of a model."""
+    """The work of one pass of one example through a part of a model."""
 
     flops: DividedAmount = field(default_factory=DividedAmount)
-    """Of matrix products and attention, a multiply-add counted as two, nothing taken off for a causal mask."""
+    """FLOPs of matrix products and attention; a multiply-add counts as two, a causal mask reduces nothing."""
     moved: DividedAmount = field(default_factory=DividedAmount)
-    """Bytes of activations read and written where chains of elementwise operations run as one kernel each."""
+    """Bytes of activations read and written, with each chain of elementwise operations as one kernel."""
     unfused: DividedAmount = field(default_factory=DividedAmount)
-    """The same where every operation is a kernel of its own."""
+    """Bytes of activations read and written, with every operation as its own kernel."""
     kernels: int = 0
     reduced: float = 0.0
-    """Bytes of activations that the ranks of a tensor group sum up."""
+    """Bytes of activations that the ranks of a tensor group sum."""
     reduces: int = 0
-    """In how many collectives they do."""
+    """Number of collectives that sum them."""
     attention: DividedAmount = field(default_factory=DividedAmount)
-    """Part of `flops` in fused attention kernels. Unfused attention is products whose scores go through memory."""
+    """Part of `flops` in fused attention kernels. Unfused attention counts as products with scores in memory."""
 
     def __add__(self, other: Self) -> "PassWork":
         return PassWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -64,34 +63,34 @@ class PassWork:
 
 @dataclass(frozen=True)
 class WorkloadPart:
-    """A block, or what stands before or after all blocks."""
+    """A block, or the part of a model before or after all blocks."""
 
     name: str
     parameters: DividedAmount
-    """Numbers, not bytes."""
+    """Number of parameters, not bytes."""
     forward: PassWork
     backward: PassWork
     saved: DividedAmount
-    """Bytes kept from the forward for the backward pass where nothing is recomputed."""
+    """Bytes of activations saved for the backward pass without recompute."""
     entry: float
-    """Bytes of the hidden states that come in: sent between stages, and all that stays where a block is recomputed."""
+    """Bytes of the input's hidden states: sent between stages, and the only saved bytes of a recomputed block."""
     for_weights: DividedAmount = field(default_factory=DividedAmount)
-    """FLOPs of the backward pass that make gradients of weights, which no other stage waits for."""
+    """FLOPs of the backward pass that compute gradients of weights, for which no other stage waits."""
     core: PassWork = field(default_factory=PassWork)
-    """What selective recompute runs again."""
+    """Work that selective recompute repeats."""
     core_saved: DividedAmount = field(default_factory=DividedAmount)
-    """What selective recompute does not keep."""
+    """Saved bytes that selective recompute avoids."""
     is_block: bool = True
-    """Or stands before or behind all blocks, and is never recomputed."""
+    """True for a block; other parts are never recomputed."""
 
     def again(self, recompute: Recompute) -> PassWork:
-        """What is run a second time before the backward pass."""
+        """Return the work that is recomputed before the backward pass."""
         if not self.is_block:
             return PassWork()
         return {"none": PassWork(), "selective": self.core, "every": self.forward}[recompute]
 
     def kept(self, recompute: Recompute) -> DividedAmount:
-        """Bytes from the forward to the backward pass of one example."""
+        """Return the bytes of activations saved for the backward pass of one example."""
         if recompute == "none" or not self.is_block:
             return self.saved
         return DividedAmount(whole=self.entry) if recompute == "every" else self.saved - self.core_saved
@@ -99,20 +98,20 @@ class WorkloadPart:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model to be trained on examples of `length` tokens."""
+    """The work to train a model on examples of `length` tokens."""
 
     name: str
     blocks: tuple[WorkloadPart, ...]
-    """One for each block, in order."""
+    """Work of each block, in order."""
     embedding: WorkloadPart
     head: WorkloadPart
-    """Everything behind the last block, with the loss."""
+    """Work after the last block, including the loss."""
     length: int
     """Tokens in an example."""
     itemsize: int = 2
-    """Bytes of a number in products and activations."""
+    """Bytes of an element in products and activations."""
     shared: float = 0.0
-    """Parameters of the embedding that are the head's as well, and stand in the embedding's count."""
+    """Number of parameters shared by embedding and head; the embedding counts them."""
 
     @property
     def parts(self) -> Iterable[WorkloadPart]:
@@ -124,9 +123,9 @@ class Workload:
 
     @cached_property
     def model_flops(self) -> float:
-        """Of one example forward and backward, nothing counted twice."""
+        """FLOPs of one example forward and backward, without recompute."""
         return sum((part.forward.flops + part.backward.flops).total for part in self.parts)
 
     def hardware_flops(self, recompute: Recompute) -> float:
-        """The same with what is run again in the backward pass."""
+        """Return the FLOPs of one example forward and backward, with recompute."""
         return self.model_flops + sum(block.again(recompute).flops.total for block in self.blocks)
