@@ -1,4 +1,4 @@
-"""A model whose forward pass reads values, on a GPU: counted on a real batch there, and trained within that count."""
+"""A model whose forward pass reads values, on a GPU: its memory is measured on a real batch and predicts training."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = on_a_gpu
 
 
 @pytest.mark.parametrize("names", [(), ("precision.mixed",), ("memory.recompute",), ("memory.offload_optimizer",)])
-def test_its_peak_is_predicted_from_a_real_batch(names: tuple[str, ...]) -> None:
+def test_peak_is_predicted_from_a_real_batch(names: tuple[str, ...]) -> None:
     plain = BaseRun(build, PackedTokens(corpus(), 64, 512, seed=0), NextToken())
     run = compose(plain, with_optimizer([technique(name) for name in names]), 3, GPU)
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Techniques and optimizers in a loop of the user's own, on a GPU."""
+"""Techniques and optimizers in the user's own training loop, on a GPU."""
 
 import math
 
@@ -20,22 +20,22 @@ STEPS = 4
 def losses(optimizer: str, name: str = "") -> list[float]:
     plain = plain_run(depth=4, style="gpt")
     model = plain.build().to(GPU).train()
-    made = optimizer_named(optimizer)(model, total_steps=STEPS)
+    own_optimizer = optimizer_named(optimizer)(model, total_steps=STEPS)
     if name:
         chosen = technique(name)
         batch = {"batch": plain.source.batch} if name == "large_batch.scale_learning_rate" else {}
-        thrifty.apply((model, made), chosen, total_steps=STEPS, **batch)
-    found = []
+        thrifty.apply((model, own_optimizer), chosen, total_steps=STEPS, **batch)
+    values = []
     for step in range(STEPS):
         batch = plain.source.at(step).to(GPU)
         loss = (plain.objective.losses(plain.objective.predict(model, batch), batch) * batch.weight).sum()
         loss.backward()
-        made.step()
-        made.zero_grad()
-        found.append(loss.item())
-    state = made.state_dict()
-    made.load_state_dict(state)
-    return found
+        own_optimizer.step()
+        own_optimizer.zero_grad()
+        values.append(loss.item())
+    state = own_optimizer.state_dict()
+    own_optimizer.load_state_dict(state)
+    return values
 
 
 @pytest.mark.parametrize("name", optimizer_names())
@@ -46,16 +46,16 @@ def test_each_optimizer_steps_and_is_restored(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in techniques.own_names() if Claim.OPTIMIZER not in techniques.find(name).claims]
 )
-def test_each_technique_is_applied_or_refused_in_words(name: str) -> None:
+def test_each_technique_is_applied_or_refused_with_a_fix(name: str) -> None:
     try:
-        found = losses("AdamW", name)
+        values = losses("AdamW", name)
     except ThriftyError as refused:
         assert refused.fix
         return
-    assert all(map(math.isfinite, found))
+    assert all(map(math.isfinite, values))
 
 
-def test_an_activation_budget_holds_on_a_gpu() -> None:
+def test_activation_budget_lowers_the_peak_on_a_gpu() -> None:
     model = plain_run(depth=4, style="gpt").build().to(GPU)
     tokens = torch.randint(200, (64, 16), device=GPU)
 

@@ -1,4 +1,4 @@
-"""The command line on a GPU: it trains there, goes on exactly, and knows beforehand what memory it takes."""
+"""The command line on a GPU: training, bit-exact resuming, and predicted memory."""
 
 import json
 import re
@@ -30,17 +30,15 @@ def thrifty(tmp_path: Path) -> CommandLine:
     return CommandLine(tmp_path, {"THRIFTY_CACHE": str(tmp_path / "cache")}, fresh=True)
 
 
-def test_auto_is_the_gpu(thrifty: CommandLine) -> None:
+def test_auto_device_is_the_gpu(thrifty: CommandLine) -> None:
     thrifty.train("run", timeout=300)
-    told = json.loads((thrifty.run("run") / "environment.json").read_text())
-    assert told["device"] == "cuda:0" and told["gpu"] == torch.cuda.get_device_name()
+    environment = json.loads((thrifty.run("run") / "environment.json").read_text())
+    assert environment["device"] == "cuda:0" and environment["gpu"] == torch.cuda.get_device_name()
 
 
 @pytest.mark.parametrize("more", [[], GROWING, SAVING], ids=["alone", "growing and sparse", "saving memory"])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "mixed and compiled"])
-def test_a_killed_run_goes_on_to_the_bits_of_one_that_was_not(
-    thrifty: CommandLine, plain: bool, more: list[str]
-) -> None:
+def test_resume_is_bit_identical_after_kill(thrifty: CommandLine, plain: bool, more: list[str]) -> None:
     common = [*more, "--set", "checkpoints.every=5"]
     thrifty.train("straight", *common, steps=STEPS, plain=plain, timeout=300)
     process = thrifty.start(*thrifty.recipe("killed", *common, steps=STEPS, plain=plain))
@@ -54,17 +52,17 @@ def test_a_killed_run_goes_on_to_the_bits_of_one_that_was_not(
 
 
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard", "parallelism.tensor"])
-def test_a_rank_under_torchrun_trains_over_nccl(thrifty: CommandLine, strategy: str) -> None:
+def test_rank_under_torchrun_trains_over_nccl(thrifty: CommandLine, strategy: str) -> None:
     ranked = thrifty.train("ranked", "--with", strategy, ranks=1, timeout=300)
     alone = thrifty.train("alone", timeout=300)
     assert ranked["held_out_loss"] == pytest.approx(alone["held_out_loss"], rel=1e-4)
 
 
-def test_the_memory_that_it_takes_was_told_beforehand(thrifty: CommandLine) -> None:
+def test_predicted_memory_equals_peak_memory(thrifty: CommandLine) -> None:
     wide = {"model__width": 512, "model__depth": 6, "data__batch": 32, "data__length": 256}
     for name, more in (("plain", []), ("recompute", ["--with", "memory.recompute"])):
-        told = thrifty.train(name, *more, timeout=300, **wide)
-        assert told["peak_memory"] == pytest.approx(told["predicted_memory"], rel=0.1), name
+        summary = thrifty.train(name, *more, timeout=300, **wide)
+        assert summary["peak_memory"] == pytest.approx(summary["predicted_memory"], rel=0.1), name
 
 
 LIMITED = """
@@ -75,7 +73,7 @@ LIMITED = """
 """
 
 
-def test_a_gpu_that_is_full_is_told_with_the_phase_and_a_leaner_start_that_works(thrifty: CommandLine) -> None:
+def test_out_of_memory_reports_phase_and_a_working_fix(thrifty: CommandLine) -> None:
     add_limited(thrifty, LIMITED)
     words = thrifty.recipe("short", "--with", "limited", checkpoints__every=2)
     message = thrifty(*words, exit_code=3, timeout=300).stderr
@@ -87,7 +85,7 @@ def test_a_gpu_that_is_full_is_told_with_the_phase_and_a_leaner_start_that_works
     assert thrifty.json(*start[1:], "--without", "limited", timeout=300)["status"] == "finished"
 
 
-def test_a_model_trained_there_writes_text_there(thrifty: CommandLine) -> None:
+def test_model_trained_on_gpu_samples_text_on_gpu(thrifty: CommandLine) -> None:
     thrifty.train("run", plain=False, timeout=300)
     assert thrifty("sample", "run", "--prompt", "def ", timeout=300).stdout.strip()
     assert torch.cuda.get_device_name() in thrifty("doctor", timeout=300).stdout

@@ -1,4 +1,4 @@
-"""Tensors that go from a GPU to the host's memory and back while it computes: every value, no byte left behind."""
+"""Tensors offloaded from a GPU to host memory during computation: every value returns, and no memory leaks."""
 
 import gc
 
@@ -17,8 +17,8 @@ def run_of(plain: BaseRun, *chosen: Technique) -> Run:
     return compose(plain, with_optimizer(chosen), 6, GPU)
 
 
-def test_what_is_sent_while_the_gpu_computes_comes_back_bit_for_bit() -> None:
-    """Freed memory is written over at once, so that a copy that came too late would show."""
+def test_sent_tensors_return_bit_identical_during_computation() -> None:
+    """Freed memory is overwritten at once, so that a late copy would show."""
     tier = tier_for("auto", torch.ones(1, device=GPU))
     assert tier.name == "host"
     generator = torch.Generator(GPU).manual_seed(0)
@@ -32,7 +32,7 @@ def test_what_is_sent_while_the_gpu_computes_comes_back_bit_for_bit() -> None:
             sent.append((ticket, *expected))
             if place >= 3:
                 sent[place - 3][0].finish_transfer()
-            torch.full((200, 997), torch.nan, device=GPU)  # takes what has been settled
+            torch.full((200, 997), torch.nan, device=GPU)  # overwrites the freed memory
         for place in reversed(range(40)):
             for ahead in sent[max(0, place - 3) : place]:
                 ahead[0].prefetch()
@@ -45,9 +45,9 @@ def test_what_is_sent_while_the_gpu_computes_comes_back_bit_for_bit() -> None:
     assert tier.account.now == 0
 
 
-def test_offloaded_activations_change_no_bit_and_take_less_of_the_gpus_memory() -> None:
+def test_offloaded_activations_are_exact_and_save_gpu_memory() -> None:
     plain = plain_run(batch=64, depth=8, style="gpt", dropout=0.3)
-    found = []
+    results = []
     for chosen in ([], [technique("memory.offload_activations", prefetch=2, keep_last=0, min_elements=1)]):
         run = run_of(plain, *chosen)
         torch.cuda.synchronize()
@@ -56,31 +56,32 @@ def test_offloaded_activations_change_no_bit_and_take_less_of_the_gpus_memory() 
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         records = advance(run, state)
-        found.append((losses(records), snapshot(state), torch.cuda.max_memory_allocated() - before))
+        results.append((losses(records), snapshot(state), torch.cuda.max_memory_allocated() - before))
         del state, run
-    (expected, kept, most), (losses_found, offloaded, less) = found
-    assert losses_found == expected
+    (expected, kept, most), (offloaded_losses, offloaded, less) = results
+    assert offloaded_losses == expected
     assert_same(offloaded, kept)
     assert less < 0.6 * most
 
 
-def test_an_offloaded_optimizer_is_that_of_the_processor_and_takes_none_of_the_gpus_memory() -> None:
-    """Its state lies beside the processor, which computes the update: the plain run, but for the last bit of a step."""
+def test_offloaded_optimizer_equals_plain_run_without_gpu_state() -> None:
+    """The state is in host memory and the CPU computes the update, so the result equals the plain run except the last
+    bit."""
     plain = plain_run(style="gpt")
-    expected = run_of(plain)
-    state = expected.start()
-    wanted = losses(advance(expected, state))
+    reference = run_of(plain)
+    state = reference.start()
+    expected = losses(advance(reference, state))
     run = run_of(plain, technique("memory.offload_optimizer"))
     state = run.start()
-    found = losses(advance(run, state))
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=0)
+    actual = losses(advance(run, state))
+    torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-4, atol=0)
     assert state.optimizer is not None
     slots = [tensor for tensors in state.optimizer.slots.values() for tensor in tensors]
     assert slots and all(tensor.device.type == "cpu" for tensor in slots)
 
 
-def test_the_run_of_a_gpu_is_that_of_a_processor_within_rounding() -> None:
+def test_gpu_run_equals_cpu_run_within_rounding() -> None:
     plain = plain_run(style="llama")
-    ways = [compose(plain, with_optimizer([]), 6, device) for device in (torch.device("cpu"), GPU)]
-    here, there = (torch.tensor(losses(advance(run, run.start()))) for run in ways)
+    runs = [compose(plain, with_optimizer([]), 6, device) for device in (torch.device("cpu"), GPU)]
+    here, there = (torch.tensor(losses(advance(run, run.start()))) for run in runs)
     torch.testing.assert_close(there, here, rtol=1e-4, atol=0)

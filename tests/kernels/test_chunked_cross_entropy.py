@@ -1,4 +1,4 @@
-"""The chunked cross-entropy against the plain one, in values, gradients and memory."""
+"""Chunked cross-entropy compared with the plain one: values, gradients and memory."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ class Case:
 
 
 def counting_step() -> tuple[list[int], Step]:
-    """`chunk_step`, and a list that receives the number of rows of each call."""
+    """Return `chunk_step` with a list that receives the number of rows of each call."""
     calls: list[int] = []
 
     def step(*arguments):
@@ -60,7 +60,7 @@ def gradients_of(loss: Tensor, case: Case) -> tuple[Tensor, ...]:
 @given(
     n=st.integers(1, 70), d=st.integers(1, 9), v=st.integers(2, 40), chunk=st.integers(1, 80), seed=st.integers(0, 99)
 )
-def test_values_and_gradients_equal_the_plain_loss_for_any_shape(n, d, v, chunk, seed):
+def test_values_and_gradients_equal_plain_loss_for_any_shape(n, d, v, chunk, seed):
     case = Case(n, d, v, seed=seed)
     losses, lse = linear_cross_entropy(case.hidden, case.weight, case.targets, case.counts, bias=case.bias, chunk=chunk)
     plain, plain_lse = linear_cross_entropy_reference(case.hidden, case.weight, case.targets, bias=case.bias)
@@ -72,15 +72,20 @@ def test_values_and_gradients_equal_the_plain_loss_for_any_shape(n, d, v, chunk,
 
 @pytest.mark.parametrize("expected", ["none", "right", "wrong", "zero"])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_gradients_are_right_whatever_was_expected(expected, z_loss):
+def test_gradients_are_right_for_any_expected_weights(expected, z_loss):
     case = Case()
-    foreseen = {"none": None, "right": case.counts, "wrong": case.counts.flip(0), "zero": case.counts * 0}[expected]
+    expected_weights = {"none": None, "right": case.counts, "wrong": case.counts.flip(0), "zero": case.counts * 0}[
+        expected
+    ]
 
     def total(losses, lse):
         return (losses * case.counts).sum() + z_loss * lse.square().sum()
 
     fast = gradients_of(
-        total(*linear_cross_entropy(case.hidden, case.weight, case.targets, foreseen, bias=case.bias, chunk=20)), case
+        total(
+            *linear_cross_entropy(case.hidden, case.weight, case.targets, expected_weights, bias=case.bias, chunk=20)
+        ),
+        case,
     )
     plain = gradients_of(
         total(*linear_cross_entropy_reference(case.hidden, case.weight, case.targets, bias=case.bias)), case
@@ -88,7 +93,7 @@ def test_gradients_are_right_whatever_was_expected(expected, z_loss):
     torch.testing.assert_close(fast, plain)
 
 
-def test_logits_are_computed_once_when_the_weights_come_as_expected():
+def test_logits_are_computed_once_for_expected_weights():
     case, (calls, step) = Case(), counting_step()
     losses, _ = linear_cross_entropy(case.hidden, case.weight, case.targets, case.counts, chunk=16, step=step)
     assert len(calls) == 5
@@ -100,24 +105,24 @@ def test_logits_are_computed_once_when_the_weights_come_as_expected():
 
 
 @pytest.mark.parametrize("n", [1, 16, 17, 511, 513, 1000])
-def test_every_chunk_has_the_same_shape_so_that_a_compiled_step_is_compiled_once(n):
+def test_every_chunk_has_the_same_shape(n):
     case, (calls, step) = Case(n, 4, 8), counting_step()
     linear_cross_entropy(case.hidden, case.weight, case.targets, step=step, chunk=128)
     assert len(set(calls)) == 1 and n <= sum(calls) < n + 16 * len(calls)
 
 
 @pytest.mark.slow
-def test_a_compiled_step_gives_the_same_values_and_gradients():
+def test_compiled_step_equals_eager():
     case = Case(100, 16, 50, dtype=torch.float32)
     step = torch.compile(chunk_step, dynamic=False)
-    found = []
+    results = []
     for chosen in (chunk_step, step):
         losses, lse = linear_cross_entropy(case.hidden, case.weight, case.targets, case.counts, chunk=48, step=chosen)
-        found.append((losses, lse, *torch.autograd.grad((losses * case.counts).sum(), case.parameters[:2])))
-    torch.testing.assert_close(*found)
+        results.append((losses, lse, *torch.autograd.grad((losses * case.counts).sum(), case.parameters[:2])))
+    torch.testing.assert_close(*results)
 
 
-def test_a_second_backward_over_a_retained_graph_gives_the_same_gradients():
+def test_second_backward_over_retained_graph_is_equal():
     case = Case()
     losses, _ = linear_cross_entropy(case.hidden, case.weight, case.targets, case.counts, bias=case.bias)
     loss = (losses * case.counts).sum()
@@ -126,20 +131,20 @@ def test_a_second_backward_over_a_retained_graph_gives_the_same_gradients():
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_side_costs_no_gradient_and_changes_nothing_for_the_other(frozen):
+def test_frozen_input_has_no_gradient_and_no_effect_on_others(frozen):
     case = Case()
     trained = case.weight if frozen == "hidden" else case.hidden
     losses, _ = linear_cross_entropy(case.hidden, case.weight, case.targets, case.counts)
-    (wanted,) = torch.autograd.grad((losses * case.counts).sum(), trained)
+    (expected,) = torch.autograd.grad((losses * case.counts).sum(), trained)
     getattr(case, frozen).requires_grad_(False)
 
     def step(*arguments):
-        found = chunk_step(*arguments)
-        assert found[2 if frozen == "hidden" else 3] is None
-        return found
+        outputs = chunk_step(*arguments)
+        assert outputs[2 if frozen == "hidden" else 3] is None
+        return outputs
 
     losses, _ = linear_cross_entropy(case.hidden, case.weight, case.targets, case.counts, step=step)
-    torch.testing.assert_close(torch.autograd.grad((losses * case.counts).sum(), trained)[0], wanted, rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad((losses * case.counts).sum(), trained)[0], expected, rtol=0, atol=0)
 
 
 def test_evaluation_computes_no_gradients():
@@ -163,11 +168,9 @@ def test_ignored_targets_have_no_loss_and_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_as_near_to_the_exact_gradient_as_the_plain_loss(dtype):
+def test_half_precision_is_as_accurate_as_plain_loss(dtype):
     case = Case(400, 64, 200, dtype=torch.float32)
-    counts = torch.full(
-        (400,), 1e-7
-    )  # far below what float16 can hold: only the relative weights may enter the products
+    counts = torch.full((400,), 1e-7)  # far below the float16 range: only the relative weights may enter the products
 
     def error(losses: Tensor, scale: float) -> float:
         got = torch.autograd.grad((losses * counts * scale).sum(), case.weight)[0] / scale
@@ -182,7 +185,7 @@ def test_half_precision_stays_as_near_to_the_exact_gradient_as_the_plain_loss(dt
     assert error(chunked, 65536.0) < max(1.5 * error(plain, 65536.0), 2e-3)
 
 
-def test_autocast_decides_the_dtype_of_the_products_as_for_a_linear_layer():
+def test_products_use_the_autocast_dtype():
     case = Case(dtype=torch.float32)
     seen = []
 
@@ -196,14 +199,14 @@ def test_autocast_decides_the_dtype_of_the_products_as_for_a_linear_layer():
     assert case.hidden.grad.dtype == case.weight.grad.dtype == torch.float32
 
 
-def test_a_second_derivative_is_refused():
+def test_second_derivative_is_refused():
     case = Case()
     losses, _ = linear_cross_entropy(case.hidden, case.weight, case.targets, case.counts)
     with pytest.raises(UsageError, match="no second derivative"):
         torch.autograd.grad((losses * case.counts).sum(), case.hidden, create_graph=True)
 
 
-def test_shapes_alone_are_enough_for_accounting():
+def test_meta_tensors_suffice_for_accounting():
     hidden, weight = (torch.empty(*shape, device="meta", requires_grad=True) for shape in ((100, 16), (50, 16)))
     targets, counts = torch.empty(100, dtype=torch.long, device="meta"), torch.empty(100, device="meta")
     losses, _ = linear_cross_entropy(hidden, weight, targets, counts)
@@ -222,8 +225,8 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("foreseen", [True, False])
-def test_logits_of_a_50k_vocabulary_never_exist(foreseen):
+@pytest.mark.parametrize("expected_weights", [True, False])
+def test_full_logits_of_50k_vocabulary_never_exist(expected_weights):
     n, d, v = 512, 8, 50_257
     hidden, weight = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
     targets, counts = torch.randint(v, (n,)), torch.full((n,), 1 / n)
@@ -233,12 +236,12 @@ def test_logits_of_a_50k_vocabulary_never_exist(foreseen):
             (loss_of() * counts).sum().backward()
         return mode.elements
 
-    expected = counts if foreseen else None
+    expected = counts if expected_weights else None
     assert largest(lambda: linear_cross_entropy(hidden, weight, targets, expected, chunk=64)[0]) <= 64 * v < n * v / 2
     assert largest(lambda: linear_cross_entropy_reference(hidden, weight, targets)[0]) == n * v
 
 
-def test_gradient_norm_scores_are_the_norms_of_the_gradient_at_the_logits():
+def test_gradient_norm_scores_equal_autograd():
     case = Case()
     logits = (case.hidden @ case.weight.t() + case.bias).detach().requires_grad_()
     torch.nn.functional.cross_entropy(logits, case.targets, reduction="sum").backward()
@@ -248,28 +251,28 @@ def test_gradient_norm_scores_are_the_norms_of_the_gradient_at_the_logits():
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("v", [64, 100])
-def test_a_head_filled_up_to_a_multiple_of_64_gives_the_same_losses_and_gradients(v, has_bias):
+def test_padded_head_has_equal_losses_and_gradients(v, has_bias):
     case = Case(v=v)
     bias = case.bias if has_bias else None
     soft = hard = case.counts
     plain = chunk_step(case.hidden, case.weight, bias, case.targets, soft, hard, True, True, has_bias)
     weight, filled_bias = head_filled_up(case.weight, bias)
     assert len(weight) == 64 * -(-v // 64)
-    filled = chunk_step(case.hidden, weight, filled_bias, case.targets, soft, hard, True, True, has_bias)
-    for mine, theirs in zip(filled, plain, strict=True):
+    padded = chunk_step(case.hidden, weight, filled_bias, case.targets, soft, hard, True, True, has_bias)
+    for mine, theirs in zip(padded, plain, strict=True):
         if theirs is not None:
-            kept = mine[:v] if mine.shape[:1] == (len(weight),) and len(weight) != len(case.hidden) else mine
-            torch.testing.assert_close(kept, theirs)
+            unpadded = mine[:v] if mine.shape[:1] == (len(weight),) and len(weight) != len(case.hidden) else mine
+            torch.testing.assert_close(unpadded, theirs)
 
 
-def test_a_part_of_a_head_that_is_filled_up_tells_the_others_the_same(one_rank):
-    """Targets of the next rank are no impossible tokens of this one's."""
+def test_padded_part_of_a_head_has_equal_results(one_rank):
+    """Targets of the next rank are not padding tokens of this rank."""
     case = Case(v=31)
     case.targets[::3] += 31
     case.targets[::5] = IGNORED
     step = partial(vocabulary_step, first=0, count=31, group=dist.group.WORLD)
-    given = case.targets, case.counts, case.counts, True, True, True
-    plain = step(case.hidden, case.weight, case.bias, *given)
-    filled = step(case.hidden, *head_filled_up(case.weight, case.bias), *given)
-    for mine, theirs, count in zip(filled, plain, (75, 75, 75, 31, 31), strict=True):
+    arguments = case.targets, case.counts, case.counts, True, True, True
+    plain = step(case.hidden, case.weight, case.bias, *arguments)
+    padded = step(case.hidden, *head_filled_up(case.weight, case.bias), *arguments)
+    for mine, theirs, count in zip(padded, plain, (75, 75, 75, 31, 31), strict=True):
         torch.testing.assert_close(mine[:count], theirs)

@@ -1,4 +1,4 @@
-"""C++ of our own: it builds wherever there is a compiler, is done without elsewhere, and outlives no tensor."""
+"""C++ kernels: they build if there is a compiler, are optional otherwise, and outlive no tensor."""
 
 import threading
 import time
@@ -25,12 +25,12 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("library", [CODES, PRODUCTS], ids=["codes", "products"])
-def test_what_there_is_builds_where_there_is_a_compiler(library: NativeLibrary) -> None:
-    """Other tests of compiled code would compare the plain one with itself if it did not."""
+def test_libraries_build_with_a_compiler(library: NativeLibrary) -> None:
+    """Otherwise, other tests of compiled code would compare plain code with itself."""
     assert library.is_there()
 
 
-def test_what_does_not_build_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_does_not_build_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not NativeLibrary("this is no C++").is_there()
     monkeypatch.setattr(cpp_extension, "cpp_compiler", lambda: None)
     assert not NativeLibrary('extern "C" void nothing() {}').is_there()
@@ -38,7 +38,7 @@ def test_what_does_not_build_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("count", "fewest"), [(0, 1), (1, 1), (7, 1), (100, 1), (100, 60), (100, 200)])
-def test_every_number_of_a_range_is_in_one_part(count: int, fewest: int) -> None:
+def test_parts_partition_the_range(count: int, fewest: int) -> None:
     seen: list[tuple[int, int]] = []
     in_parts(lambda first, last: seen.append((first, last)), count, fewest)
     assert sorted(number for part in seen for number in range(*part)) == [*range(count)]
@@ -46,8 +46,8 @@ def test_every_number_of_a_range_is_in_one_part(count: int, fewest: int) -> None
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_who_is_interrupted_waits_for_the_others() -> None:
-    """The tensors are freed when it goes on."""
+def test_interrupted_thread_waits_for_the_others() -> None:
+    """The caller frees the tensors when `in_parts` ends."""
     here, both_began = threading.current_thread(), threading.Barrier(2)
     began, underway = set[threading.Thread](), set[int]()
 
@@ -63,4 +63,4 @@ def test_who_is_interrupted_waits_for_the_others() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         in_parts(work, 8)
-    assert len(underway) == 1  # what was interrupted
+    assert len(underway) == 1  # the interrupted part

@@ -1,4 +1,4 @@
-"""Draws in torch against those in numpy that they stand for."""
+"""Random numbers in torch compared with those in NumPy."""
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ KEYS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=5)
 
 
 @given(KEYS, st.integers(1, 40))
-def test_numbers_are_those_of_the_data_bit_for_bit(keys, count):
-    found = random_integers_torch(torch.tensor(keys), count).numpy().view(np.uint64)
-    assert np.array_equal(found, example_rng.random_integers(np.array(keys, dtype=np.int64), count))
+def test_random_numbers_equal_numpy(keys, count):
+    actual = random_integers_torch(torch.tensor(keys), count).numpy().view(np.uint64)
+    assert np.array_equal(actual, example_rng.random_integers(np.array(keys, dtype=np.int64), count))
 
 
 @given(KEYS, st.data())
-def test_places_are_those_of_the_smallest_unsigned_numbers(keys, data):
+def test_random_subset_equals_numpy(keys, data):
     total = data.draw(st.integers(1, 40))
     count = data.draw(st.integers(1, total))
     scores = example_rng.random_integers(np.array(keys, dtype=np.int64), total)

@@ -1,4 +1,4 @@
-"""Flash attention in Triton: on a GPU where one is there, else in its interpreter where Triton is installed."""
+"""Flash attention in Triton: on a GPU if there is one, otherwise in Triton's interpreter if it is installed."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1] / "support"
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_its_values_and_gradients_are_those_of_torchs_attention() -> None:
+def test_values_and_gradients_equal_torch_attention() -> None:
     chosen = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "flash_work"], cwd=TESTS, env=os.environ | chosen, capture_output=True, text=True

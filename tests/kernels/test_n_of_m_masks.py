@@ -1,4 +1,4 @@
-"""N:M masks against brute force, the estimate of gradients against its expectation, the product against autograd."""
+"""N:M masks compared with brute force, gradient estimates with their expectation, products with autograd."""
 
 import itertools
 from collections.abc import Callable
@@ -30,19 +30,19 @@ from thrifty.kernels.transposable_masks import TILES_AT_ONCE, transposable_mask,
 PATTERNS = [(1, 2), (2, 4), (1, 4), (3, 4), (2, 3), (4, 8)]
 
 
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def best_tile(tile: Tensor, n: int) -> float:
-    """The largest sum of magnitudes that any choice of rows with n places each keeps, if columns have n too."""
+    """Return the largest kept sum of magnitudes over all tiles with n of m in each row and column."""
     m = len(tile)
     magnitude = tile.abs().double().tolist()
-    found = 0.0
+    actual = 0.0
     for rows in itertools.product(itertools.combinations(range(m), n), repeat=m):
         if all(sum(column in row for row in rows) == n for column in range(m)):
-            found = max(found, sum(magnitude[i][j] for i, row in enumerate(rows) for j in row))
-    return found
+            actual = max(actual, sum(magnitude[i][j] for i, row in enumerate(rows) for j in row))
+    return actual
 
 
 @given(
@@ -51,11 +51,11 @@ def best_tile(tile: Tensor, n: int) -> float:
     groups=some.integers(1, 5),
     seed=some.integers(0, 9999),
 )
-def test_the_largest_of_each_group_are_kept_and_of_equal_ones_the_first(
+def test_mask_keeps_largest_of_each_group_and_first_of_equals(
     pattern: tuple[int, int], rows: int, groups: int, seed: int
 ) -> None:
     n, m = pattern
-    weight = drawn(rows, groups * m, seed=seed).mul(3).round()  # many are equal
+    weight = normal(rows, groups * m, seed=seed).mul(3).round()  # many are equal
     mask = n_of_m_mask(weight, n, m)
     for row, kept in zip(weight.tolist(), mask.tolist(), strict=True):
         for start in range(0, len(row), m):
@@ -63,17 +63,17 @@ def test_the_largest_of_each_group_are_kept_and_of_equal_ones_the_first(
             assert [i for i in range(start, start + m) if kept[i]] == sorted(order[:n])
 
 
-def test_masks_are_made_of_any_float_and_any_strides() -> None:
-    weight = drawn(8, 12)
+def test_masks_work_for_any_dtype_and_strides() -> None:
+    weight = normal(8, 12)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         assert torch.equal(n_of_m_mask(weight.to(dtype), 2, 4), n_of_m_mask(weight.to(dtype).float(), 2, 4))
         assert torch.equal(transposable_mask(weight.to(dtype), 2, 4), transposable_mask(weight.to(dtype).float(), 2, 4))
-    turned = weight.T.contiguous().T
-    assert torch.equal(n_of_m_mask(turned, 2, 4), n_of_m_mask(weight, 2, 4))
-    assert torch.equal(transposable_mask(turned, 2, 4), transposable_mask(weight, 2, 4))
+    transposed = weight.T.contiguous().T
+    assert torch.equal(n_of_m_mask(transposed, 2, 4), n_of_m_mask(weight, 2, 4))
+    assert torch.equal(transposable_mask(transposed, 2, 4), transposable_mask(weight, 2, 4))
 
 
-def test_there_are_as_many_transposable_patterns_as_known() -> None:
+def test_number_of_transposable_patterns() -> None:
     counts = {(n, m): len(transposable_patterns(n, m)) for m in (2, 3, 4) for n in range(1, m)}
     assert counts == {(1, 2): 2, (1, 3): 6, (2, 3): 6, (1, 4): 24, (2, 4): 90, (3, 4): 24}
 
@@ -85,11 +85,11 @@ def test_there_are_as_many_transposable_patterns_as_known() -> None:
     heavy=some.booleans(),
     seed=some.integers(0, 9999),
 )
-def test_a_transposable_mask_keeps_as_much_as_brute_force_finds(
+def test_transposable_mask_equals_brute_force(
     pattern: tuple[int, int], rows: int, columns: int, heavy: bool, seed: int
 ) -> None:
     n, m = pattern
-    weight = drawn(rows * m, columns * m, seed=seed)
+    weight = normal(rows * m, columns * m, seed=seed)
     weight = weight**5 if heavy else weight
     mask = transposable_mask(weight, n, m)
     for i, j in itertools.product(range(rows), range(columns)):
@@ -103,24 +103,24 @@ def tiles(matrix: Tensor) -> Tensor:
     return matrix.unfold(0, 4, 4).unfold(1, 4, 4).flatten(0, 1).flatten(1)
 
 
-def test_it_is_the_mask_of_torch_s_greedy_tiles_where_those_are_best_and_never_keeps_less() -> None:
-    weight = drawn(64, 64).abs()
+def test_transposable_mask_keeps_at_least_torch_greedy_tiles() -> None:
+    weight = normal(64, 64).abs()
     best, greedy = transposable_mask(weight, 2, 4), _sparse_semi_structured_tile(weight.clone()) != 0
-    whole = tiles(greedy).sum(1) == 8  # some greedy tiles end with seven, which is no pattern of ours
+    whole = tiles(greedy).sum(1) == 8  # some greedy tiles keep seven, which our patterns exclude
     kept, kept_greedily = (tiles(weight * mask).sum(1)[whole] for mask in (best, greedy))
     assert (kept >= kept_greedily - 1e-5).all() and (kept > kept_greedily + 1e-3).any()
     same = tiles(best == greedy).all(1)[whole]
     assert torch.equal(same, (kept - kept_greedily).abs() < 1e-5) and same.sum() > len(same) / 2
 
 
-def test_many_tiles_are_the_same_in_parts() -> None:
-    weight = drawn(4, 4 * (TILES_AT_ONCE + 4))
+def test_many_tiles_are_scored_in_parts() -> None:
+    weight = normal(4, 4 * (TILES_AT_ONCE + 4))
     mask = transposable_mask(weight, 2, 4)
     assert torch.equal(mask[:, -16:], transposable_mask(weight[:, -16:], 2, 4))
 
 
-def test_what_a_pattern_admits() -> None:
-    assert NOfMPattern(2, 4).admits(torch.eye(4, dtype=torch.bool))  # fewer is no harm
+def test_masks_that_a_pattern_admits() -> None:
+    assert NOfMPattern(2, 4).admits(torch.eye(4, dtype=torch.bool))  # fewer are allowed
     one_sided = torch.tensor([[1, 1, 0, 0]] * 4, dtype=torch.bool)
     assert NOfMPattern(2, 4).admits(one_sided) and not NOfMPattern(2, 4, transposable=True).admits(one_sided)
     assert not NOfMPattern(2, 4).admits(torch.tensor([[1, 1, 1, 0]], dtype=torch.bool))
@@ -129,24 +129,24 @@ def test_what_a_pattern_admits() -> None:
 
 
 @pytest.mark.parametrize("n, m", [(0, 4), (4, 4), (5, 4)])
-def test_patterns_without_a_choice_are_refused(n: int, m: int) -> None:
+def test_patterns_without_choice_are_refused(n: int, m: int) -> None:
     with pytest.raises(UsageError, match="keeps none or all"):
         NOfMPattern(n, m)
 
 
-def test_large_transposable_tiles_are_refused_with_the_reason() -> None:
-    with pytest.raises(RefusedError, match="of 8 x 8 116,963,796,250"):
+def test_large_transposable_tiles_are_refused() -> None:
+    with pytest.raises(RefusedError, match="116,963,796,250 for 4:8"):
         NOfMPattern(4, 8, transposable=True)
 
 
-def test_masked_decay_is_the_gradient_of_half_the_squared_norm_of_what_is_masked() -> None:
-    weight, gradient = drawn(4, 8).requires_grad_(), drawn(4, 8, seed=1)
+def test_masked_decay_is_gradient_of_masked_squared_norm() -> None:
+    weight, gradient = normal(4, 8).requires_grad_(), normal(4, 8, seed=1)
     mask = n_of_m_mask(weight, 2, 4)
-    found = gradient.clone()
-    add_masked_decay(found, weight.detach(), mask, 0.3)
-    (wanted,) = torch.autograd.grad(0.3 * (weight * ~mask).square().sum() / 2, weight)
-    torch.testing.assert_close(found, gradient + wanted)
-    assert torch.equal(found[mask], gradient[mask])
+    actual = gradient.clone()
+    add_masked_decay(actual, weight.detach(), mask, 0.3)
+    (expected,) = torch.autograd.grad(0.3 * (weight * ~mask).square().sum() / 2, weight)
+    torch.testing.assert_close(actual, gradient + expected)
+    assert torch.equal(actual[mask], gradient[mask])
 
 
 GROUP = some.lists(some.integers(-800, 800).map(lambda eighths: eighths / 8), min_size=4, max_size=4)
@@ -156,7 +156,7 @@ GROUP = some.lists(some.integers(-800, 800).map(lambda eighths: eighths / 8), mi
 @example(group=[0.0, 0.0, 0.0, 0.0], n=2)
 @example(group=[1.0, 0.0, 0.0, 0.0], n=2)
 @example(group=[100.0, 1.0, 1.0, 1.0], n=2)
-def test_numbers_are_kept_in_proportion_to_their_size_capped_at_certainty(group: list[float], n: int) -> None:
+def test_keep_probability_is_proportional_and_capped_at_1(group: list[float], n: int) -> None:
     numbers = torch.tensor(group, dtype=torch.float64)
     p = keep_probabilities(numbers, n)
     there = numbers != 0
@@ -169,95 +169,95 @@ def test_numbers_are_kept_in_proportion_to_their_size_capped_at_certainty(group:
 
 
 @given(group=GROUP, other=some.lists(some.floats(0.05, 1.0), min_size=4, max_size=4), n=some.integers(1, 3))
-def test_no_other_probabilities_have_less_variance(group: list[float], other: list[float], n: int) -> None:
+def test_keep_probabilities_have_the_least_variance(group: list[float], other: list[float], n: int) -> None:
     numbers = torch.tensor(group, dtype=torch.float64)
     q = torch.tensor(other, dtype=torch.float64)
-    q = (q * min(1.0, n / float(q.sum()))).clamp_max(1.0)  # n places at most, on average
+    q = (q * min(1.0, n / float(q.sum()))).clamp_max(1.0)  # at most n elements on average
     p = keep_probabilities(numbers, n)
     least = (numbers.square() / p)[numbers != 0].sum()
     assert float(least) <= float((numbers.square() / q).sum()) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("n, m", [(1, 2), (2, 4), (3, 8)])
-def test_the_estimate_is_n_of_m_and_unbiased(n: int, m: int) -> None:
-    draws, numbers = 40_000, drawn(3 * m) * torch.logspace(-2, 1, 3 * m)
+def test_estimate_is_n_of_m_sparse_and_unbiased(n: int, m: int) -> None:
+    samples, numbers = 40_000, normal(3 * m) * torch.logspace(-2, 1, 3 * m)
     generator = torch.Generator().manual_seed(0)
-    found = unbiased_estimate(numbers.expand(draws, -1), n, m, generator=generator)
-    assert int((found != 0).unflatten(-1, (-1, m)).sum(-1).max()) == n
+    actual = unbiased_estimate(numbers.expand(samples, -1), n, m, generator=generator)
+    assert int((actual != 0).unflatten(-1, (-1, m)).sum(-1).max()) == n
     p = keep_probabilities(numbers.unflatten(0, (-1, m)).T, n).T.flatten()
-    error = (numbers.square() * (1 / p - 1) / draws).sqrt()  # of the mean, by the variance of least-variance estimates
-    assert bool(((found.mean(0) - numbers).abs() <= 5 * error + 1e-4 * numbers.abs()).all())
-    torch.testing.assert_close(found.var(0), draws * error.square(), rtol=0.1, atol=1e-4)
+    error = (numbers.square() * (1 / p - 1) / samples).sqrt()  # of the mean, for least-variance estimates
+    assert bool(((actual.mean(0) - numbers).abs() <= 5 * error + 1e-4 * numbers.abs()).all())
+    torch.testing.assert_close(actual.var(0), samples * error.square(), rtol=0.1, atol=1e-4)
 
 
-def test_what_does_not_fill_a_group_is_estimated_too() -> None:
-    numbers = drawn(5, 6)
-    found = unbiased_estimate(numbers, 2, 4, generator=torch.Generator().manual_seed(0))
-    assert found.shape == numbers.shape
-    torch.testing.assert_close(found[:, 4:], numbers[:, 4:])  # two of at most two places
-    turned = unbiased_estimate(numbers.T, 2, 4, dim=0, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(turned, found.T)
+def test_incomplete_group_is_estimated() -> None:
+    numbers = normal(5, 6)
+    actual = unbiased_estimate(numbers, 2, 4, generator=torch.Generator().manual_seed(0))
+    assert actual.shape == numbers.shape
+    torch.testing.assert_close(actual[:, 4:], numbers[:, 4:])  # two of two elements
+    transposed = unbiased_estimate(numbers.T, 2, 4, dim=0, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(transposed, actual.T)
 
 
 @pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
-def test_a_number_that_is_none_is_not_lost_in_the_estimate(wrong: float) -> None:
-    numbers = drawn(2, 8)
+def test_non_finite_value_makes_its_group_non_finite(wrong: float) -> None:
+    numbers = normal(2, 8)
     numbers[0, 3] = wrong
-    found = unbiased_estimate(numbers, 2, 4, generator=torch.Generator().manual_seed(0))
-    assert not found[0, :4].isfinite().any() and found[0, 4:].isfinite().all() and found[1].isfinite().all()
+    actual = unbiased_estimate(numbers, 2, 4, generator=torch.Generator().manual_seed(0))
+    assert not actual[0, :4].isfinite().any() and actual[0, 4:].isfinite().all() and actual[1].isfinite().all()
 
 
 @pytest.mark.parametrize("transposable", [False, True])
-def test_the_gradient_goes_straight_through_to_the_whole_weight(transposable: bool) -> None:
-    x, weight, bias, upstream = drawn(2, 5, 8), drawn(12, 8, seed=1), drawn(12, seed=2), drawn(2, 5, 12, seed=3)
+def test_gradient_is_straight_through_for_the_whole_weight(transposable: bool) -> None:
+    x, weight, bias, upstream = normal(2, 5, 8), normal(12, 8, seed=1), normal(12, seed=2), normal(2, 5, 12, seed=3)
     pattern = NOfMPattern(transposable=transposable)
     mask = pattern.mask(weight)
-    given_ones = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    found = masked_linear(given_ones[0], given_ones[1], mask, given_ones[2], NOfMProducts(pattern))
-    found.backward(upstream)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    actual = masked_linear(leaves[0], leaves[1], mask, leaves[2], NOfMProducts(pattern))
+    actual.backward(upstream)
     acting = (weight * mask).requires_grad_()
     others = [x.clone().requires_grad_(), acting, bias.clone().requires_grad_()]
-    wanted = F.linear(*others)
-    wanted.backward(upstream)
-    assert torch.equal(found, wanted)
-    for mine, theirs in zip(given_ones, others, strict=True):
+    expected = F.linear(*others)
+    expected.backward(upstream)
+    assert torch.equal(actual, expected)
+    for mine, theirs in zip(leaves, others, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-6, atol=1e-6)
-    assert given_ones[1].grad is not None and bool((given_ones[1].grad[~mask] != 0).any())
+    assert leaves[1].grad is not None and bool((leaves[1].grad[~mask] != 0).any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_the_whole_weight_is_masked_and_then_rounded(dtype: torch.dtype) -> None:
-    x, weight = drawn(6, 16).requires_grad_(), drawn(8, 16, seed=1).requires_grad_()
+def test_autocast_rounds_after_masking(dtype: torch.dtype) -> None:
+    x, weight = normal(6, 16).requires_grad_(), normal(8, 16, seed=1).requires_grad_()
     mask = n_of_m_mask(weight, 2, 4)
     with torch.autocast("cpu", dtype):
-        found = masked_linear(x, weight, mask, None, NOfMProducts(NOfMPattern()))
-        wanted = F.linear(x, weight * mask)
-    assert found.dtype == dtype and torch.equal(found, wanted)
-    (mine,) = torch.autograd.grad(found.float().sum(), weight, retain_graph=True)
+        actual = masked_linear(x, weight, mask, None, NOfMProducts(NOfMPattern()))
+        expected = F.linear(x, weight * mask)
+    assert actual.dtype == dtype and torch.equal(actual, expected)
+    (mine,) = torch.autograd.grad(actual.float().sum(), weight, retain_graph=True)
     assert mine.dtype == torch.float32
 
 
-def test_with_the_estimate_the_weight_s_gradient_is_right_on_average_and_the_input_s_always() -> None:
-    pattern, draws = NOfMPattern(), 1500
-    x, weight, upstream = drawn(8, 4).requires_grad_(), drawn(3, 4, seed=1).requires_grad_(), drawn(8, 3, seed=2)
+def test_estimated_weight_gradient_is_unbiased_input_exact() -> None:
+    pattern, samples = NOfMPattern(), 1500
+    x, weight, upstream = normal(8, 4).requires_grad_(), normal(3, 4, seed=1).requires_grad_(), normal(8, 3, seed=2)
     mask = pattern.mask(weight)
-    wanted = torch.autograd.grad(masked_linear(x, weight, mask, None, NOfMProducts(pattern)), (x, weight), upstream)
+    expected = torch.autograd.grad(masked_linear(x, weight, mask, None, NOfMProducts(pattern)), (x, weight), upstream)
     torch.manual_seed(0)
     sums = torch.zeros_like(weight)
     squares = torch.zeros_like(weight)
-    for _ in range(draws):
+    for _ in range(samples):
         result = masked_linear(x, weight, mask, None, NOfMProducts(pattern, estimate=True))
-        of_x, of_weight = torch.autograd.grad(result, (x, weight), upstream)
-        assert torch.equal(of_x, wanted[0])
-        sums += of_weight
-        squares += of_weight.square()
-    mean = sums / draws
-    error = ((squares / draws - mean.square()) / draws).sqrt()
-    assert float(error.max()) > 1e-3  # it is an estimate
-    assert bool(((mean - wanted[1]).abs() < 5 * error + 1e-6).all())
+        grad_x, grad_weight = torch.autograd.grad(result, (x, weight), upstream)
+        assert torch.equal(grad_x, expected[0])
+        sums += grad_weight
+        squares += grad_weight.square()
+    mean = sums / samples
+    error = ((squares / samples - mean.square()) / samples).sqrt()
+    assert float(error.max()) > 1e-3  # the estimate has variance
+    assert bool(((mean - expected[1]).abs() < 5 * error + 1e-6).all())
 
 
-def test_what_is_packed_is_contiguous_even_of_a_weight_that_is_kept_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_matrix_is_contiguous_for_transposed_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Tensor] = []
 
     def pack(matrix: Tensor) -> Tensor:
@@ -265,21 +265,23 @@ def test_what_is_packed_is_contiguous_even_of_a_weight_that_is_kept_turned(monke
         return matrix
 
     monkeypatch.setattr(n_of_m_linear, "to_sparse_semi_structured", pack)
-    x, weight = drawn(6, 128, dtype=torch.bfloat16), drawn(128, 64, seed=1, dtype=torch.bfloat16).T
+    x, weight = normal(6, 128, dtype=torch.bfloat16), normal(128, 64, seed=1, dtype=torch.bfloat16).T
     mask = n_of_m_mask(weight, 2, 4)
-    found = masked_linear(x, weight, mask, None, NOfMProducts(NOfMPattern(), on_units=True))
+    actual = masked_linear(x, weight, mask, None, NOfMProducts(NOfMPattern(), on_units=True))
     assert [matrix.is_contiguous() for matrix in packed] == [True] and not weight.is_contiguous()
-    assert torch.equal(found, F.linear(x, weight * mask))
+    assert torch.equal(actual, F.linear(x, weight * mask))
 
 
-def test_no_device_but_a_gpu_has_units_for_it() -> None:
+def test_cpu_has_no_sparse_hardware() -> None:
     assert not has_sparse_units(torch.device("cpu"), NOfMPattern())
 
 
 @pytest.fixture
 def units_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Torch's own packing and its way to the units, all but the units: their product is made of what was packed. What
-    they are given is listed."""
+    """Run torch's own packing and dispatch, but compute the sparse product from the packed matrix without hardware.
+
+    Returns the list of shapes of these products.
+    """
     seen: list[tuple[int, ...]] = []
 
     def product(packed: Tensor, meta: Tensor, dense: Tensor) -> Tensor:
@@ -303,59 +305,57 @@ def units_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def on_units_and_emulated(
     dtype: torch.dtype, pattern: NOfMPattern, estimate: bool, device: str
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The result and the gradients of input, weight and bias, both ways."""
+    """Return the result and the gradients of input, weight and bias, on sparse hardware and emulated."""
     x, weight, bias, upstream = (
-        drawn(*shape, seed=seed, dtype=dtype).to(device)
+        normal(*shape, seed=seed, dtype=dtype).to(device)
         for seed, shape in enumerate([(128, 256), (384, 256), (384,), (128, 384)])
     )
     mask = pattern.mask(weight)
-    found = []
+    results = []
     for on_units in (True, False):
-        given_ones = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
         torch.manual_seed(0)
         products = NOfMProducts(pattern, estimate, on_units)
-        result = masked_linear(given_ones[0], given_ones[1], mask, given_ones[2], products)
+        result = masked_linear(leaves[0], leaves[1], mask, leaves[2], products)
         result.backward(upstream)
-        found.append([result, *(tensor.grad for tensor in given_ones)])
+        results.append([result, *(tensor.grad for tensor in leaves)])
     assert NOfMProducts(pattern, estimate, True).go_to_units(weight)
-    return found[0], found[1]
+    return results[0], results[1]
 
 
-EACH_WAY = [
+EACH_VARIANT = [
     pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16]),
     pytest.mark.parametrize("transposable", [False, True]),
     pytest.mark.parametrize("estimate", [False, True]),
 ]
 
 
-def each_way(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in EACH_WAY:
+def each_variant(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in EACH_VARIANT:
         test = mark(test)
     return test
 
 
-@each_way
-def test_what_is_packed_for_the_units_is_all_that_acts(
+@each_variant
+def test_packed_products_equal_emulation(
     dtype: torch.dtype, transposable: bool, estimate: bool, units_unpacked: list[tuple[int, ...]]
 ) -> None:
-    found = on_units_and_emulated(dtype, NOfMPattern(transposable=transposable), estimate, "cpu")
-    for mine, theirs in zip(*found, strict=True):
+    results = on_units_and_emulated(dtype, NOfMPattern(transposable=transposable), estimate, "cpu")
+    for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-1)
-    of_x, of_weight = [(256, 384, 128)] * transposable, [(384, 128, 256)] * estimate
-    assert units_unpacked == [(384, 256, 128), *of_x, *of_weight]
+    for_x, for_weight = [(256, 384, 128)] * transposable, [(384, 128, 256)] * estimate
+    assert units_unpacked == [(384, 256, 128), *for_x, *for_weight]
 
 
 on_a_gpu = pytest.mark.skipif(
     not (torch.cuda.is_available() and has_sparse_units(torch.device("cuda"), NOfMPattern())),
-    reason="no GPU with units for 2:4 products",
+    reason="no GPU with hardware for 2:4 products",
 )
 
 
 @on_a_gpu
-@each_way
-def test_products_on_a_gpu_s_units_are_those_of_the_emulation(
-    dtype: torch.dtype, transposable: bool, estimate: bool
-) -> None:
-    found = on_units_and_emulated(dtype, NOfMPattern(transposable=transposable), estimate, "cuda")
-    for mine, theirs in zip(*found, strict=True):
+@each_variant
+def test_products_on_gpu_hardware_equal_emulation(dtype: torch.dtype, transposable: bool, estimate: bool) -> None:
+    results = on_units_and_emulated(dtype, NOfMPattern(transposable=transposable), estimate, "cuda")
+    for mine, theirs in zip(*results, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-1)

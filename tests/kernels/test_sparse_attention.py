@@ -1,4 +1,4 @@
-"""Attention over kept pairs against a dense product under the same mask: values, gradients, memory, refusals."""
+"""Attention over kept pairs compared with a masked dense product: values, gradients, memory, refusals."""
 
 import pytest
 import torch
@@ -36,13 +36,13 @@ def with_gradients(output: Tensor, qkv: list[Tensor]) -> list[Tensor]:
     return [output, *torch.autograd.grad(output, qkv, weights)]
 
 
-def assert_like_dense(found: Tensor, qkv: list[Tensor], keep: Tensor, **near: float) -> None:
+def assert_like_dense(actual: Tensor, qkv: list[Tensor], keep: Tensor, **near: float) -> None:
     expected = with_gradients(kept_attention_reference(*qkv, keep), qkv)
-    torch.testing.assert_close(with_gradients(found, qkv), expected, **near)
+    torch.testing.assert_close(with_gradients(actual, qkv), expected, **near)
 
 
 def grid_of(keep: Tensor, block: int) -> BlockGrid:
-    """The blocks of a mask (b or 1, h or 1, t, s) in which some pair is kept."""
+    """Return a grid of the blocks of a mask (b or 1, h or 1, t, s) with a kept pair."""
     rows, columns = (blocks_of(size, block) for size in keep.shape[-2:])
     codes = torch.zeros(*keep.shape[:2], rows, columns, dtype=torch.int8)
     for *head, row, column in keep.nonzero().tolist():
@@ -51,7 +51,7 @@ def grid_of(keep: Tensor, block: int) -> BlockGrid:
 
 
 def keys_of(keep: Tensor) -> Tensor:
-    """The numbers of the keys that a mask (b or 1, h or 1, t, s) keeps for each query, and -1 for each other."""
+    """Return the key indices that a mask (b or 1, h or 1, t, s) keeps for each query, and -1 for the others."""
     return torch.where(keep, torch.arange(keep.shape[-1]), -1)
 
 
@@ -68,7 +68,7 @@ SHAPES = {
 
 @settings(max_examples=25, deadline=None)
 @given(**SHAPES, causal=st.booleans(), window=st.integers(0, 20), first=st.integers(0, 9))
-def test_windows_equal_attention_under_their_mask(b, g, sharing, t, k, block, seed, causal, window, first):
+def test_window_grids_equal_masked_attention(b, g, sharing, t, k, block, seed, causal, window, first):
     qkv, sight = inputs(b, g * sharing, g, t, k, seed=seed), VisibilityRule(causal, window, first)
     place = torch.arange(t)
     keep = sight.visible(place[:, None], place[None, :])
@@ -77,7 +77,7 @@ def test_windows_equal_attention_under_their_mask(b, g, sharing, t, k, block, se
 
 @settings(max_examples=25, deadline=None)
 @given(**SHAPES, causal=st.booleans(), near=st.integers(0, 2), first=st.integers(0, 2), drawn=st.integers(0, 3))
-def test_scattered_blocks_of_texts_that_share_a_row_equal_attention_under_their_mask(
+def test_scattered_grids_with_segments_equal_masked_attention(
     b, g, sharing, t, k, block, seed, causal, near, first, drawn
 ):
     qkv, grid = inputs(b, g * sharing, g, t, k, seed=seed), scattered_grid(t, block, near, first, drawn, causal, seed)
@@ -86,16 +86,16 @@ def test_scattered_blocks_of_texts_that_share_a_row_equal_attention_under_their_
     assert_like_dense(block_attention(*qkv, grid), qkv, keep)
     same = segments[:, None, :, None] == segments[:, None, None, :]
     assert_like_dense(block_attention(*qkv, grid, segments=segments), qkv, keep & same)
-    if causal:  # as our models hand it over
+    if causal:  # in the form in which our models pass it
         assert_like_dense(block_attention(*qkv, grid, segment_mask(segments)), qkv, keep & same)
 
 
 @settings(max_examples=25, deadline=None)
-@given(**SHAPES, density=st.floats(0, 1), of_heads=st.booleans())
-def test_any_mask_in_blocks_or_in_rows_equals_the_dense_product(b, g, sharing, t, k, block, seed, density, of_heads):
+@given(**SHAPES, density=st.floats(0, 1), per_head=st.booleans())
+def test_any_mask_in_blocks_or_rows_equals_dense_product(b, g, sharing, t, k, block, seed, density, per_head):
     h, generator = g * sharing, torch.Generator().manual_seed(seed)
     qkv = inputs(b, h, g, t, k, seed=seed)
-    keep = torch.rand(b, h if of_heads else 1, t, t, generator=generator) < density  # queries without a key, too
+    keep = torch.rand(b, h if per_head else 1, t, t, generator=generator) < density  # some queries without a key
     assert_like_dense(block_attention(*qkv, grid_of(keep, block), keep), qkv, keep)
     assert_like_dense(row_attention(*qkv, keys_of(keep)), qkv, keep)
 
@@ -103,7 +103,7 @@ def test_any_mask_in_blocks_or_in_rows_equals_the_dense_product(b, g, sharing, t
 @settings(max_examples=20, deadline=None)
 @given(b=st.integers(1, 2), g=st.integers(1, 2), sharing=st.integers(1, 2), t=st.integers(1, 30), s=st.integers(1, 30),
        kept=st.integers(1, 8), seed=st.integers(0, 99))  # fmt: skip
-def test_rows_of_so_many_keys_each_equal_the_dense_product(b, g, sharing, t, s, kept, seed):
+def test_row_attention_equals_dense_product(b, g, sharing, t, s, kept, seed):
     h, generator = g * sharing, torch.Generator().manual_seed(seed)
     q = inputs(b, h, g, t, 3, seed=seed)[0]
     k, v = inputs(b, g, g, s, 3, seed=seed + 1)[1:]
@@ -115,7 +115,7 @@ def test_rows_of_so_many_keys_each_equal_the_dense_product(b, g, sharing, t, s, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
-def test_in_float32_both_ways_are_within_a_hundred_thousandth_of_the_dense_product(causal):
+def test_float32_results_are_within_1e_5_of_dense_product(causal):
     qkv = inputs(1, 4, 2, 200, 32, torch.float32)
     grid = scattered_grid(200, 32, 0, 1, 1, causal)
     keep = pairs_of(grid, 200, 200)
@@ -127,7 +127,7 @@ def test_in_float32_both_ways_are_within_a_hundred_thousandth_of_the_dense_produ
 @settings(max_examples=60, deadline=None)
 @given(t=st.integers(1, 60), block=st.integers(1, 9), causal=st.booleans(), window=st.integers(0, 30),
        first=st.integers(0, 20))  # fmt: skip
-def test_a_grid_says_of_each_block_whether_all_some_or_none_of_its_pairs_are_seen(t, block, causal, window, first):
+def test_grid_codes_match_visible_pairs_of_each_block(t, block, causal, window, first):
     sight = VisibilityRule(causal, window, first)
     side = -(-t // block)
     place = torch.arange(side * block)
@@ -135,11 +135,11 @@ def test_a_grid_says_of_each_block_whether_all_some_or_none_of_its_pairs_are_see
     grid = window_grid(t, sight, block)
     some, all_ = seen.any(3).any(1), seen.all(3).all(1)
     assert torch.equal(grid.codes[0, 0] == NONE, ~some)
-    assert bool(all_[grid.codes[0, 0] == WHOLE].all())  # one that is only PART costs a mask, and is right
+    assert bool(all_[grid.codes[0, 0] == WHOLE].all())  # PART for a whole block costs a mask but is right
     assert grid.count == int(some.sum())
 
 
-def test_only_blocks_at_the_edge_of_a_window_take_a_mask():
+def test_only_blocks_at_window_edges_need_a_mask():
     codes = window_grid(32, VisibilityRule(True, 12), 4).codes[0, 0]
     assert codes[5].tolist() == [NONE, NONE, PART, WHOLE, WHOLE, PART, NONE, NONE]
     assert window_grid(32, VisibilityRule(), 4).codes.eq(WHOLE).all()
@@ -148,53 +148,53 @@ def test_only_blocks_at_the_edge_of_a_window_take_a_mask():
 @settings(max_examples=40, deadline=None)
 @given(t=st.integers(1, 60), block=st.integers(1, 9), near=st.integers(0, 3), first=st.integers(0, 3),
        drawn=st.integers(0, 4), causal=st.booleans())  # fmt: skip
-def test_scattered_blocks_are_as_many_as_are_counted_and_hold_what_they_must(t, block, near, first, drawn, causal):
+def test_scattered_grid_has_its_count_and_required_blocks(t, block, near, first, drawn, causal):
     grid = scattered_grid(t, block, near, first, drawn, causal, seed=3)
     kept = grid.codes[0, 0] != NONE
     assert int(kept.sum()) == grid.count
     for i in range(len(kept)):
         must = {j for j in range(len(kept)) if (not causal or j <= i) and (abs(i - j) <= near or min(i, j) < first)}
-        found = set(kept[i].nonzero().flatten().tolist())
-        assert must <= found
-        assert len(found - must) == min(drawn, (i + 1 if causal else len(kept)) - len(must)) * (i >= first)
+        actual = set(kept[i].nonzero().flatten().tolist())
+        assert must <= actual
+        assert len(actual - must) == min(drawn, (i + 1 if causal else len(kept)) - len(must)) * (i >= first)
 
 
 @pytest.mark.parametrize("drawn", [1, 3])
-def test_scattered_blocks_of_a_decoder_are_the_same_in_a_longer_text(drawn: int) -> None:
+def test_causal_scattered_grid_is_a_prefix_of_longer_ones(drawn: int) -> None:
     long = scattered_grid(400, 8, 1, 1, drawn, causal=True, seed=5).codes[0, 0]
     for tokens in (8, 57, 64, 200):
         codes = scattered_grid(tokens, 8, 1, 1, drawn, causal=True, seed=5).codes[0, 0]
         assert torch.equal(codes, long[: len(codes), : len(codes)])
 
 
-def test_what_is_kept_for_the_backward_pass_and_made_on_the_way_grows_with_what_is_kept_not_with_tokens_squared():
+def test_saved_memory_grows_with_kept_pairs_only():
     b, h, t, k = 1, 2, 1024, 16
     qkv = inputs(b, h, h, t, k, torch.float32)
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     keys = torch.arange(t)[:, None].sub(torch.arange(8)).clamp(min=-1)[None, None]
     grid = window_grid(t, VisibilityRule(True, 64), 32)
-    for core, besides in ((lambda: block_attention(*qkv, grid), grid.codes), (lambda: row_attention(*qkv, keys), keys)):
-        kept.clear()
+    for core, extra in ((lambda: block_attention(*qkv, grid), grid.codes), (lambda: row_attention(*qkv, keys), keys)):
+        saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             core()
         inputs_and_output, lse = 4 * b * h * t * k * 4, b * h * t * 4
-        assert sum(kept.values()) <= inputs_and_output + lse + besides.numel() * besides.element_size() < h * t * t * 4
+        assert sum(saved.values()) <= inputs_and_output + lse + extra.numel() * extra.element_size() < h * t * t * 4
 
 
-def test_bfloat16_stays_as_near_to_the_exact_result_as_the_dense_product_does():
+def test_bfloat16_is_as_accurate_as_the_dense_product():
     qkv = inputs(1, 4, 2, 200, 32, torch.bfloat16)
     grid = scattered_grid(200, 32, 1, 1, 1, True)
     keep = pairs_of(grid, 200, 200)
     doubles = [x.detach().double().requires_grad_() for x in qkv]
     exact = with_gradients(kept_attention_reference(*doubles, keep), doubles)
 
-    def errors(found: Tensor) -> list[float]:
-        pairs = zip(with_gradients(found, qkv), exact, strict=True)
+    def errors(actual: Tensor) -> list[float]:
+        pairs = zip(with_gradients(actual, qkv), exact, strict=True)
         return [((x.double() - y).norm() / y.norm()).item() for x, y in pairs]
 
     dense = errors(kept_attention_reference(*qkv, keep))
@@ -203,7 +203,7 @@ def test_bfloat16_stays_as_near_to_the_exact_result_as_the_dense_product_does():
     )
 
 
-def test_gradients_are_those_of_finite_differences():
+def test_gradients_equal_finite_differences():
     qkv = inputs(1, 2, 1, 9, 2)
     grid = window_grid(9, VisibilityRule(True, 4, 1), 4)
     assert torch.autograd.gradcheck(lambda *qkv: block_attention(*qkv, grid), qkv)
@@ -214,23 +214,23 @@ def test_gradients_are_those_of_finite_differences():
 def test_large_scores_do_not_overflow():
     q, k, v = inputs(1, 2, 2, 40, 8, torch.float32)
     grid = window_grid(40, VisibilityRule(True, 9), 8)
-    found = with_gradients(block_attention(q * 1e3, k * 1e3, v, grid), [q, k, v])
-    assert all(tensor.isfinite().all() for tensor in found)
+    actual = with_gradients(block_attention(q * 1e3, k * 1e3, v, grid), [q, k, v])
+    assert all(tensor.isfinite().all() for tensor in actual)
 
 
-def test_threads_change_no_bit():
+def test_result_is_independent_of_thread_count():
     qkv, grid = inputs(2, 4, 2, 300, 16, torch.float32), scattered_grid(300, 16, 1, 1, 3, True)
-    found, before = [], torch.get_num_threads()
+    actual, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(with_gradients(block_attention(*qkv, grid), qkv))
+            actual.append(with_gradients(block_attention(*qkv, grid), qkv))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(*actual, strict=True))
 
 
-def test_compiled_and_eager_agree_on_values_and_gradients():
+def test_compiled_equals_eager_in_values_and_gradients():
     qkv = inputs(1, 2, 1, 24, 8, torch.float32)
 
     sight = VisibilityRule(True, 7)
@@ -242,17 +242,17 @@ def test_compiled_and_eager_agree_on_values_and_gradients():
     torch.testing.assert_close(with_gradients(compiled(*qkv), qkv), with_gradients(attend(*qkv), qkv))
 
 
-def test_shapes_alone_are_enough_and_only_kept_blocks_count_as_work():
+def test_meta_tensors_suffice_and_flops_count_kept_blocks():
     q = torch.empty(2, 4, 64, 8, device="meta", requires_grad=True)
     grid = window_grid(64, VisibilityRule(True, 16), 16, torch.device("meta"))
     block_attention(q, q, q, grid).sum().backward()
     assert q.grad is not None and q.grad.shape == q.shape
     count = FLOPS_OF[torch.ops.thrifty.block_attention](q, q, q, grid.codes, None, None, 16, grid.count)
     assert count == 2 * 2 * 2 * 4 * grid.count * 16**2 * 8
-    assert grid.count == 7  # four on the diagonal, three beside it
+    assert grid.count == 7  # four on the diagonal, three next to it
 
 
-def test_a_second_derivative_is_refused():
+def test_second_derivative_is_refused():
     qkv = inputs(1, 1, 1, 8, 4)
     for output in (
         block_attention(*qkv, window_grid(8, VisibilityRule(True), 4)),
@@ -262,22 +262,22 @@ def test_a_second_derivative_is_refused():
             torch.autograd.grad(output.sum(), qkv[0], create_graph=True)
 
 
-def test_what_does_not_fit_is_refused_in_words():
+def test_grids_and_keys_that_do_not_fit_are_refused():
     qkv = inputs(1, 2, 2, 8, 4)
     with pytest.raises(UsageError, match="a grid of"):
         block_attention(*qkv, BlockGrid(torch.ones(1, 1, 3, 2, dtype=torch.int8), 4, 6))
     with pytest.raises(UsageError, match="kept keys are"):
         row_attention(*qkv, torch.zeros(1, 1, 8, 2))
-    with pytest.raises(UsageError, match="key 9 is to be kept of 8"):
+    with pytest.raises(UsageError, match="kept key 9 does not exist: there are 8 keys"):
         row_attention(*qkv, torch.full((1, 1, 8, 1), 9))
 
 
-def test_under_autocast_inputs_of_several_dtypes_are_taken_as_torch_takes_them():
+def test_autocast_accepts_inputs_of_mixed_dtypes():
     q, k, v = (each.detach().float() for each in inputs(1, 2, 1, 12, 4))
     grid, keys = window_grid(12, VisibilityRule(causal=True), 4), torch.arange(12).expand(1, 1, 12, 12).contiguous()
     with torch.autocast("cpu", torch.bfloat16):
-        found = block_attention(q, k, v.bfloat16(), grid)
+        actual = block_attention(q, k, v.bfloat16(), grid)
         rows = row_attention(q, k, v.bfloat16(), keys)
         whole = torch.nn.functional.scaled_dot_product_attention(q, k, v.bfloat16(), enable_gqa=True)
-    assert found.dtype == rows.dtype == whole.dtype == torch.bfloat16
+    assert actual.dtype == rows.dtype == whole.dtype == torch.bfloat16
     torch.testing.assert_close(rows, whole, atol=0.02, rtol=0.02)

@@ -1,4 +1,4 @@
-"""SpMM and SDDMM in CSR and in blocks: against dense products, with gradients, on any number of threads."""
+"""SpMM and SDDMM in CSR and in blocks compared with dense products: gradients, dtypes, threads."""
 
 from collections.abc import Callable, Iterator
 
@@ -23,8 +23,8 @@ from thrifty.machine.cpu_features import cpp_compiler
 needs_compiler = pytest.mark.skipif(cpp_compiler() is None, reason="there is no C++ compiler")
 
 
-def drawn_mask(rows: int, columns: int, density: float, block: int, seed: int) -> Tensor:
-    """A random mask of whole blocks, some of its block rows empty."""
+def random_mask(rows: int, columns: int, density: float, block: int, seed: int) -> Tensor:
+    """Return a random mask of whole blocks, with some empty block rows."""
     generator = torch.Generator().manual_seed(seed)
     grid = torch.rand(rows, columns, generator=generator) < density
     grid[torch.rand(rows, generator=generator) < 0.2] = False
@@ -37,13 +37,13 @@ def patterns(mask: Tensor) -> Iterator[SparsityPattern]:
         yield BlockSparseMatrix.of(mask)
 
 
-@pytest.fixture(params=["compiled", "by torch", "by a dense product"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["compiled", "torch", "dense product"])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "compiled" and cpp_compiler() is None:
         pytest.skip("there is no C++ compiler")
     if request.param != "compiled":
         monkeypatch.setattr(compiled_products, "native", lambda *tensors: False)
-    if request.param == "by a dense product":
+    if request.param == "dense product":
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
     return request.param
 
@@ -57,15 +57,15 @@ def assert_equal_products(mask: Tensor, tokens: int, dtype: torch.dtype, toleran
         values = pattern.pick(weight)
         assert torch.equal(pattern.place(values), weight)
         near = {"rtol": tolerance, "atol": tolerance * max(tokens, mask.shape[1]) ** 0.5}
-        for found, dense, reference in (
+        for actual, dense, reference in (
             (pattern.spmm(x, values), x @ weight.T, spmm_reference(x, values, pattern)),
             (pattern.spmm(x, values, bias), F.linear(x, weight, bias), spmm_reference(x, values, pattern, bias)),
             (pattern.spmm_turned(upstream, pattern.turn(values)), upstream @ weight, None),
             (pattern.sddmm(upstream, x), pattern.pick(upstream.T @ x), sddmm_reference(upstream, x, pattern)),
         ):
-            torch.testing.assert_close(found, dense, **near)
+            torch.testing.assert_close(actual, dense, **near)
             if reference is not None:
-                torch.testing.assert_close(found, reference, **near)
+                torch.testing.assert_close(actual, reference, **near)
 
 
 @settings(max_examples=25)
@@ -76,10 +76,8 @@ def assert_equal_products(mask: Tensor, tokens: int, dtype: torch.dtype, toleran
     density=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_products_of_single_weights_are_the_dense_ones(
-    rows: int, columns: int, tokens: int, density: float, seed: int
-) -> None:
-    assert_equal_products(drawn_mask(rows, columns, density, 1, seed), tokens, torch.float32, 1e-5)
+def test_csr_products_equal_dense_products(rows: int, columns: int, tokens: int, density: float, seed: int) -> None:
+    assert_equal_products(random_mask(rows, columns, density, 1, seed), tokens, torch.float32, 1e-5)
 
 
 @settings(max_examples=15)
@@ -90,23 +88,25 @@ def test_products_of_single_weights_are_the_dense_ones(
     density=st.sampled_from([0.0, 0.3, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_products_of_blocks_are_the_dense_ones(rows: int, columns: int, tokens: int, density: float, seed: int) -> None:
-    assert_equal_products(drawn_mask(rows, columns, density, 16, seed), tokens, torch.float32, 1e-5)
+def test_block_products_equal_dense_products(rows: int, columns: int, tokens: int, density: float, seed: int) -> None:
+    assert_equal_products(random_mask(rows, columns, density, 16, seed), tokens, torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize("density", [0.0, 0.1, 1.0])
-def test_every_way_gives_the_same_products(way: str, density: float) -> None:
+def test_every_variant_has_equal_products(variant: str, density: float) -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
-        assert_equal_products(drawn_mask(3, 2, density, 16, 0), 37, dtype, tolerance)
+        assert_equal_products(random_mask(3, 2, density, 16, 0), 37, dtype, tolerance)
 
 
 @pytest.mark.parametrize("inputs", [16, 1040, 2064, 4112, 8208])
-def test_every_width_of_a_tile_gives_the_same_products(inputs: int) -> None:
-    """Wider inputs are worked on in narrower tiles of tokens."""
-    assert_equal_products(drawn_mask(2, inputs // 16, 0.2, 16, 1), 131, torch.float32, 1e-5)
+def test_every_tile_width_has_equal_products(inputs: int) -> None:
+    """Wider inputs are processed in narrower tiles of tokens."""
+    assert_equal_products(random_mask(2, inputs // 16, 0.2, 16, 1), 131, torch.float32, 1e-5)
 
 
-def of_linear(function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor) -> list:
+def outputs_and_gradients(
+    function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor
+) -> list:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias)]
     result = function(*leaves)
     upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(7)).to(result.dtype)
@@ -115,60 +115,60 @@ def of_linear(function: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, w
 
 @pytest.mark.parametrize("form", [CsrMatrix, BlockSparseMatrix])
 @pytest.mark.parametrize("dense_gradient", [False, True])
-def test_a_sparse_linear_layer_is_the_dense_one(form: type, dense_gradient: bool) -> None:
-    mask = drawn_mask(3, 4, 0.4, 16, 5)
+def test_sparse_linear_equals_dense_layer(form: type, dense_gradient: bool) -> None:
+    mask = random_mask(3, 4, 0.4, 16, 5)
     pattern, x = form.of(mask), torch.randn(2, 9, 64)
     weight, bias = torch.randn(48, 64) * mask, torch.randn(48)
-    found = of_linear(lambda *given: sparse_linear(*given, pattern, dense_gradient), x, weight, bias)
-    wanted = of_linear(F.linear, x, weight, bias)
+    actual = outputs_and_gradients(lambda *inputs: sparse_linear(*inputs, pattern, dense_gradient), x, weight, bias)
+    expected = outputs_and_gradients(F.linear, x, weight, bias)
     if not dense_gradient:
-        wanted[2] = wanted[2] * mask
-    for mine, dense in zip(found, wanted, strict=True):
+        expected[2] = expected[2] * mask
+    for mine, dense in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-4)
 
 
-def test_in_16_bits_it_rounds_once_and_gives_the_dtype_of_a_dense_layer() -> None:
-    mask = drawn_mask(3, 4, 0.4, 16, 6)
+def test_16_bit_layer_rounds_once_and_returns_the_dense_dtype() -> None:
+    mask = random_mask(3, 4, 0.4, 16, 6)
     weight, bias, x = torch.randn(48, 64) * mask, torch.randn(48), torch.randn(5, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = sparse_linear(x, weight, bias, CsrMatrix.of(mask)), F.linear(x, weight, bias)
-    assert found.dtype is wanted.dtype is torch.bfloat16
-    torch.testing.assert_close(found, F.linear(x, weight, bias).bfloat16(), rtol=1e-2, atol=1e-6)
+        actual, expected = sparse_linear(x, weight, bias, CsrMatrix.of(mask)), F.linear(x, weight, bias)
+    assert actual.dtype is expected.dtype is torch.bfloat16
+    torch.testing.assert_close(actual, F.linear(x, weight, bias).bfloat16(), rtol=1e-2, atol=1e-6)
     every = [tensor.bfloat16() for tensor in (x, weight, bias)]
-    assert [t.dtype for t in of_linear(lambda *g: sparse_linear(*g, CsrMatrix.of(mask)), *every)] == [
+    assert [t.dtype for t in outputs_and_gradients(lambda *g: sparse_linear(*g, CsrMatrix.of(mask)), *every)] == [
         torch.bfloat16
     ] * 4
 
 
 @pytest.mark.parametrize("form", [CsrMatrix, BlockSparseMatrix])
-def test_a_bias_of_another_dtype_is_not_read_as_float32(form: type) -> None:
-    mask = drawn_mask(2, 3, 0.5, 16, 4)
+def test_bias_of_another_dtype_is_not_read_as_float32(form: type) -> None:
+    mask = random_mask(2, 3, 0.5, 16, 4)
     pattern, x, bias = form.of(mask), torch.randn(5, 48), torch.randn(32, dtype=torch.float64)
     values = pattern.pick(torch.randn(32, 48))
-    wanted = pattern.spmm(x, values).double() + bias
-    torch.testing.assert_close(pattern.spmm(x, values, bias).double(), wanted, rtol=1e-5, atol=1e-5)
+    expected = pattern.spmm(x, values).double() + bias
+    torch.testing.assert_close(pattern.spmm(x, values, bias).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler
 @pytest.mark.parametrize("form", [CsrMatrix, BlockSparseMatrix])
-def test_two_threads_give_the_bits_of_one(form: type) -> None:
-    mask = drawn_mask(12, 10, 0.3, 16, 8)
+def test_result_is_independent_of_thread_count(form: type) -> None:
+    mask = random_mask(12, 10, 0.3, 16, 8)
     pattern, x, upstream = form.of(mask), torch.randn(700, 160), torch.randn(700, 192)
     values = pattern.pick(torch.randn(192, 160))
-    found = []
+    actual = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         try:
-            found.append((pattern.spmm(x, values), pattern.sddmm(upstream, x)))
+            actual.append((pattern.spmm(x, values), pattern.sddmm(upstream, x)))
         finally:
             torch.set_num_threads(1)
-    for one, two in zip(*found, strict=True):
+    for one, two in zip(*actual, strict=True):
         assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("form", [CsrMatrix, BlockSparseMatrix])
-def test_shapes_and_work_are_known_without_values(form: type) -> None:
-    mask = drawn_mask(3, 4, 0.4, 16, 9)
+def test_shapes_and_flops_are_known_without_values(form: type) -> None:
+    mask = random_mask(3, 4, 0.4, 16, 9)
     pattern = form.of(mask)
     with FakeTensorMode(allow_non_fake_inputs=True):
         leaves = [torch.empty(shape, requires_grad=True) for shape in ((9, 64), (48, 64), (48,))]
@@ -179,8 +179,8 @@ def test_shapes_and_work_are_known_without_values(form: type) -> None:
     assert trace.flops == 3 * 2 * 9 * int(mask.sum())
 
 
-def test_the_operations_pass_the_checks_of_torch() -> None:
-    mask = drawn_mask(2, 3, 0.5, 16, 10)
+def test_operations_pass_torch_opcheck() -> None:
+    mask = random_mask(2, 3, 0.5, 16, 10)
     one, many = CsrMatrix.of(mask), BlockSparseMatrix.of(mask).grid
     x, upstream = torch.randn(5, 48), torch.randn(5, 32)
     values = torch.randn(len(one.columns)), torch.randn(len(many.columns), 16, 16)
@@ -193,14 +193,14 @@ def test_the_operations_pass_the_checks_of_torch() -> None:
         torch.library.opcheck(operation.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_torch_multiplies_many_blocks_in_several_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_multiplies_many_blocks_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_products, "native", lambda *tensors: False)
     monkeypatch.setattr(block_sparse_matrix, "BATCH_BYTES", 5000)
-    assert_equal_products(drawn_mask(3, 5, 0.7, 16, 11), 20, torch.float32, 1e-5)
+    assert_equal_products(random_mask(3, 5, 0.7, 16, 11), 20, torch.float32, 1e-5)
 
 
-def test_larger_blocks_are_made_up_of_those_of_16_or_kept_whole() -> None:
-    mask = drawn_mask(2, 3, 0.6, 32, 12)
+def test_larger_blocks_equal_dense_product() -> None:
+    mask = random_mask(2, 3, 0.6, 32, 12)
     x, weight = torch.randn(21, 96), torch.randn(64, 96) * mask
     for block in (16, 32):
         pattern = BlockSparseMatrix.of(mask, block)
@@ -208,6 +208,6 @@ def test_larger_blocks_are_made_up_of_those_of_16_or_kept_whole() -> None:
         torch.testing.assert_close(pattern.spmm(x, pattern.pick(weight)), x @ weight.T, rtol=1e-5, atol=1e-5)
 
 
-def test_a_matrix_that_blocks_do_not_fit_is_refused() -> None:
+def test_matrix_that_blocks_do_not_fit_is_refused() -> None:
     with pytest.raises(UsageError, match="48 x 40"):
         BlockSparseMatrix.of(torch.ones(48, 40, dtype=torch.bool))

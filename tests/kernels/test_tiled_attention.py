@@ -1,4 +1,4 @@
-"""Tiled causal attention against torch's own, in values, gradients and kept memory."""
+"""Tiled causal attention compared with torch's own: values, gradients and saved memory."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def output_and_gradients(attention, qkv: list[Tensor], *arguments) -> list[Tenso
     tile=st.one_of(st.none(), st.integers(1, 60)),
     seed=st.integers(0, 99),
 )
-def test_values_and_gradients_equal_the_plain_attention_for_any_shape(b, g, sharing, t, k, tile, seed):
+def test_values_and_gradients_equal_torch_for_any_shape(b, g, sharing, t, k, tile, seed):
     qkv = inputs(b, g * sharing, g, t, k, torch.float64, seed)
     tiled = output_and_gradients(tiled_causal_attention, qkv, None, tile)
     torch.testing.assert_close(tiled, output_and_gradients(causal_attention_reference, qkv))
@@ -46,7 +46,7 @@ def test_values_and_gradients_equal_the_plain_attention_for_any_shape(b, g, shar
     sharing=st.integers(1, 3),
     tile=st.one_of(st.none(), st.integers(1, 30)),
 )
-def test_texts_that_share_a_row_see_nothing_of_each_other(sizes, g, sharing, tile):
+def test_packed_texts_do_not_attend_to_each_other(sizes, g, sharing, tile):
     qkv = inputs(1, g * sharing, g, sum(sizes), 4, torch.float64)
     segments = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))[None]
     mask = segment_mask(segments)
@@ -64,12 +64,12 @@ def test_large_scores_do_not_overflow():
     assert all(tensor.isfinite().all() for tensor in (output, *gradients))
 
 
-def test_bfloat16_stays_as_near_to_the_exact_result_as_torchs_kernel():
+def test_bfloat16_is_as_accurate_as_torch_kernel():
     qkv = inputs(2, 4, 2, 200, 32, torch.bfloat16)
     exact = output_and_gradients(causal_attention_reference, [x.detach().double().requires_grad_() for x in qkv])
 
-    def errors(found: list[Tensor]) -> list[float]:
-        return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, exact, strict=True)]
+    def errors(actual: list[Tensor]) -> list[float]:
+        return [((x.double() - y).norm() / y.norm()).item() for x, y in zip(actual, exact, strict=True)]
 
     ours = errors(output_and_gradients(tiled_causal_attention, qkv))
     torchs = errors(output_and_gradients(causal_attention_reference, qkv))
@@ -77,7 +77,7 @@ def test_bfloat16_stays_as_near_to_the_exact_result_as_torchs_kernel():
 
 
 @pytest.mark.slow
-def test_compiled_and_eager_agree_on_values_and_gradients():
+def test_compiled_equals_eager_in_values_and_gradients():
     qkv = inputs(2, 4, 2, 40, 16, torch.float32)
     compiled = torch.compile(tiled_causal_attention, dynamic=False)
     torch.testing.assert_close(
@@ -85,14 +85,14 @@ def test_compiled_and_eager_agree_on_values_and_gradients():
     )
 
 
-def test_views_of_one_projection_are_taken_as_the_model_hands_them_over():
+def test_views_of_one_projection_are_accepted():
     projected = torch.randn(2, 30, 4 + 2 + 2, 8, dtype=torch.float64).requires_grad_()
     qkv = list(projected.transpose(1, 2).split([4, 2, 2], dim=1))
     torch.testing.assert_close(tiled_causal_attention(*qkv, tile=8), causal_attention_reference(*qkv))
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_nothing_of_size_tokens_squared_is_kept_for_the_backward_pass(compiled):
+def test_no_saved_tensor_has_size_tokens_squared(compiled):
     b, h, t, k = 2, 2, 256, 16
     qkv = inputs(b, h, h, t, k, torch.bfloat16)
     attention = torch.compile(tiled_causal_attention, dynamic=False) if compiled else tiled_causal_attention
@@ -108,13 +108,13 @@ def test_nothing_of_size_tokens_squared_is_kept_for_the_backward_pass(compiled):
     assert sum(kept.values()) <= inputs_and_output + 2 * lse < b * h * t * t
 
 
-def test_shapes_alone_are_enough_for_accounting():
+def test_meta_tensors_suffice_for_accounting():
     q = torch.empty(2, 4, 64, 8, device="meta", requires_grad=True)
     tiled_causal_attention(q, q, q).sum().backward()
     assert q.grad.shape == q.shape
 
 
-def test_a_second_derivative_is_refused():
+def test_second_derivative_is_refused():
     qkv = inputs(1, 1, 1, 8, 4, torch.float64)
     with pytest.raises(UsageError, match="no second derivative"):
         torch.autograd.grad(tiled_causal_attention(*qkv).sum(), qkv[0], create_graph=True)

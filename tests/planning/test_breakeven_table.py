@@ -14,7 +14,7 @@ def test_each_layer_has_a_row_for_each_form_and_dtype_and_is_measured_once(
 ) -> None:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
     monkeypatch.setattr(sparse_breakeven.measure, "__defaults__", (0.0,))  # as short as can be
-    sparse_breakeven._kept.cache_clear()
+    sparse_breakeven._stored.cache_clear()
     rows = list(crossover_table([(32, 48), (10, 7)], tokens=16, dtypes=("float32", "bfloat16")))
     assert [row.case.form for row in rows] == ["csr", "blocks", "csr", "blocks", "csr", "csr"]
     assert len(list((tmp_path / "sparse-products").iterdir())) == 6

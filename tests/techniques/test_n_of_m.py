@@ -100,8 +100,8 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"n": 4}, "sparsity.n_of_m: 4:4 keeps none or all"),
-        ({"n": 4, "m": 8, "transposable": True}, "sparsity.n_of_m: .*of 8 x 8 116,963,796,250"),
+        ({"n": 4}, "sparsity.n_of_m: the pattern 4:4 keeps none or all"),
+        ({"n": 4, "m": 8, "transposable": True}, "sparsity.n_of_m: .*116,963,796,250 for 4:8"),
         ({"every": 0}, "every is 0"),
         ({"decay": -1.0}, "decay is -1.0"),
         ({"where": "("}, "where is no regular expression"),

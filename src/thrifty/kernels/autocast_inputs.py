@@ -1,4 +1,4 @@
-"""The inputs of a custom operation as autocast would cast them, or as they are."""
+"""Inputs of a custom operation, cast by autocast or unchanged."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,8 +12,10 @@ T = TypeVar("T")
 
 
 def without_autocast(operation: Callable[P, T]) -> Callable[P, T]:
-    """Run an operation in the dtypes of its tensors, the first of which gives the device: under autocast to float16,
-    torch refuses to concatenate tensors of bfloat16."""
+    """Run an operation in the dtypes of its tensors, on the device of the first.
+
+    Under autocast to float16, torch refuses to concatenate tensors of bfloat16.
+    """
 
     @wraps(operation)
     def as_they_are(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -24,7 +26,7 @@ def without_autocast(operation: Callable[P, T]) -> Callable[P, T]:
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors in the dtype that products of them are to have, as torch's own attention takes them."""
+    """Return tensors in the dtype that autocast uses for matrix products, like inputs of torch's own attention."""
     device = "cpu" if tensors[0].is_meta else tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

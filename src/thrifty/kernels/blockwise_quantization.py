@@ -1,13 +1,14 @@
-"""Numbers in 8 bits: a code for each, and a float32 scale for each block of at most 256.
+"""Blockwise 8-bit quantization: one code per element, and a float32 scale per block of at most 256.
 
-Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861). A code stands for a value in
-[-1, 1], or [0, 1] for numbers that are never negative, in units of the block's largest. The values are dense near 1
-and reach down to 10^-7 in decades ("dynamic tree"), since moments of gradients span as much.
+Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861). A code represents a value in [-1,
+1], or [0, 1] for non-negative elements, relative to the block's largest magnitude. The values are dense near 1 and
+reach down to 10^-7 in decades ("dynamic tree"), because moments of gradients have such a range.
 
-Three things differ from the paper. Code 0 stands for zero, so that a mask multiplied onto codes masks what they stand
-for. Nothing but zero gets code 0: a second moment that vanishes while the first does not would be divided by. And the
-scale has the sign of the block's largest number, which thereby is always the code book's 1: there is no -1 in it, and
-the largest number would shrink a little each time it is negative.
+There are three differences from the paper. Code 0 represents zero, so that a mask multiplied onto codes masks the
+values. Only zero gets code 0, because updates divide by the root of the second moment, which must not vanish before the
+first. The scale has the sign of the block's element of largest magnitude, so that this element is always the code
+book's 1. The code book has no -1, so a negative element of largest magnitude would otherwise shrink at each
+quantization.
 """
 
 from dataclasses import dataclass
@@ -19,28 +20,32 @@ from thrifty.kernels.stochastic_rounding import chances
 
 BLOCK = 256
 _TOP = 2.0**15
-"""What a block's largest magnitude becomes before numbers are looked up by their float16 bits: float16 then reaches
-12 decades down, and overflows no earlier than at twice this."""
+"""Magnitude that a block's largest element is scaled to before the lookup by float16 bits.
+
+float16 then reaches 12 decades down, and overflows only at twice this magnitude.
+"""
 _LEAST = 2.0**-110
-"""The smallest scale, so that `_TOP / scale` stays finite."""
+"""Smallest scale, so that `_TOP / scale` stays finite."""
 
 
 @dataclass(frozen=True)
 class CodeBook:
-    """Both directions as tables."""
+    """Lookup tables for both directions."""
 
     signed: bool
     values: Tensor
-    """(256,) in float32: what each code stands for."""
+    """Value of each code, (256,) in float32."""
     places: Tensor
-    """(65536,) in int16, by the bits of a float16: where it lies between two codes, in 256ths of a code plus a half,
-    modulo 2^16. So `places >> 8` is the nearest code."""
+    """Position of each float16, by its bits, between two codes: (65536,) in int16, in 256ths of a code plus a half,
+    modulo 2^16. The nearest code is `places >> 8`."""
 
 
 def dynamic_values(signed: bool) -> Tensor:
-    """The paper's 256 values, ascending, in float64: 0, 1 and in each of seven decades from 10^-6 … 10^-5 on, twice as
-    many as in the one before, the middles of equal parts of [0.1, 1] times its upper end; with `signed` half as many
-    and their negatives."""
+    """Return the paper's 256 values, ascending, in float64: 0, 1 and seven decades from 10^-6 … 10^-5 on.
+
+    Each decade has twice as many values as the previous one: the midpoints of equal parts of [0.1, 1] times its upper
+    end. With `signed`, half as many and their negatives.
+    """
     values = [0.0, 1.0]
     for decade in range(7):
         count = 2**decade if signed else 2 ** (decade + 1)
@@ -63,8 +68,10 @@ def code_book(signed: bool, device: torch.device | str = "cpu") -> CodeBook:
 
 
 def block_count(columns: int) -> int:
-    """Return the number of blocks of a row with `columns` values: equal blocks if at most twice the fewest possible
-    suffice, else the last block is shorter."""
+    """Return the number of blocks of a row with `columns` elements.
+
+    Blocks are equal if that takes at most twice the fewest possible; otherwise the last block is shorter.
+    """
     least = max(-(-columns // BLOCK), 1)
     return next((count for count in range(least, 2 * least + 1) if columns % count == 0), least)
 
@@ -72,11 +79,11 @@ def block_count(columns: int) -> int:
 def quantize(
     numbers: Tensor, book: CodeBook, seed: int | Tensor | None = None, blocks: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Codes in uint8, shaped as the float32 `numbers` (r, …), and scales (r, blocks); each row has blocks of its own,
-    `block_count` of them unless told.
+    """Return codes in uint8, shaped like the float32 `numbers` (r, …), and scales (r, blocks).
 
-    Without a seed a number gets the nearest code, up to a 512th of the distance between codes and the 11 bits of
-    float16; with the step's seed one of the two around it by chance, the number being the expectation.
+    Each row has its own blocks, by default `block_count` of them. Without a seed, an element gets the nearest code, up
+    to a 512th of the distance between codes and the 11 bits of float16. With the step's seed, it is rounded
+    stochastically to one of the two neighboring codes, without bias.
     """
     rows = numbers.flatten(1)
     scales = _largest(rows, blocks or block_count(rows.shape[1]), book.signed)
@@ -88,14 +95,14 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, book: CodeBook) -> Tensor:
-    """The float32 numbers, shaped as `codes` (r, …), that these codes with scales (r, blocks) stand for."""
+    """Return the float32 values, shaped like `codes` (r, …), for scales (r, blocks)."""
     rows = codes.flatten(1)
     values = book.values.index_select(0, rows.flatten().long())  # with int32 it is slower
     return _times(values.view(rows.shape), scales).view(codes.shape)
 
 
 def _times(rows: Tensor, factors: Tensor) -> Tensor:
-    """(r, c) numbers, each multiplied by its block's entry of (r, blocks) factors."""
+    """Return elements (r, c), each multiplied by its block's entry of factors (r, blocks)."""
     count = factors.shape[1]
     size = -(-rows.shape[1] // count)
     if count * size == rows.shape[1]:
@@ -105,7 +112,7 @@ def _times(rows: Tensor, factors: Tensor) -> Tensor:
 
 
 def _largest(rows: Tensor, count: int, signed: bool) -> Tensor:
-    """The number of largest magnitude in each of the blocks of (r, c), with its sign."""
+    """Return the element of largest magnitude, with its sign, in each of the blocks of (r, c)."""
     size = -(-rows.shape[1] // count)
     if count * size == rows.shape[1]:
         return _extreme(rows.view(-1, count, size), signed)
@@ -113,9 +120,9 @@ def _largest(rows: Tensor, count: int, signed: bool) -> Tensor:
     return torch.cat([_extreme(full.unflatten(1, (-1, size)), signed), _extreme(rest[:, None], signed)], 1)
 
 
-def _extreme(in_blocks: Tensor, signed: bool) -> Tensor:
-    high = in_blocks.amax(-1)
+def _extreme(blocks: Tensor, signed: bool) -> Tensor:
+    high = blocks.amax(-1)
     if not signed:
         return high.clamp_(min=_LEAST)
-    low = in_blocks.amin(-1)
+    low = blocks.amin(-1)
     return torch.where(high >= -low, high.clamp_(min=_LEAST), low.clamp(max=-_LEAST))

@@ -1,12 +1,12 @@
-"""Softmax cross-entropy of a linear head, chunk by chunk over the tokens: all logits never exist at once.
+"""Softmax cross-entropy of a linear head in chunks of tokens, without materializing all logits.
 
 Idea: Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), and the Liger kernels
-(Hsu et al. 2024, arXiv 2410.10989), which already take the gradients while the logits of a chunk are there.
+(Hsu et al. 2024, arXiv 2410.10989), which compute the gradients in the forward pass, while a chunk's logits exist.
 
-The gradients of a chunk are linear in how much each token's loss will count. A trainer knows that beforehand up to one
-factor: it is the weight of the example. So the forward pass leaves both gradients for the expected weights, and the
-backward pass has only to multiply. If something else arrives (a z-loss on `lse`, new weights), the chunks are computed
-again, so the result is right either way.
+The gradients of a chunk are linear in the weight of each token's loss. A trainer knows this weight in advance up to one
+factor: it is the weight of the example. The forward pass therefore computes both gradients for the expected weights,
+and the backward pass only multiplies them. For any other upstream gradient (a z-loss on `lse`, new weights) the chunks
+are recomputed, so that the result is always right.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thrifty.core.errors import UsageError
 
 IGNORED = -100
-"""A target that is not to be predicted: its loss and lse are 0 and it has no gradient."""
+"""A target without a prediction: its loss and lse are 0 and it has no gradient."""
 
 Step = Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]]
 
@@ -35,16 +35,16 @@ def chunk_step(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Losses and lse (c,) of one chunk, and the gradients of hidden (c, d), weight (v, d) and bias (v,) where wanted.
+    """Return losses and lse (c,) of one chunk, and the wanted gradients of hidden (c, d), weight (v, d) and bias (v,).
 
     The gradient at the logits is soft · softmax - hard · one-hot, with `soft` and `hard` (c,) zero for ignored targets.
-    A pure function, so that it can be compiled: all its elementwise work then becomes a few passes over the logits.
+    The function is pure, so that torch.compile can fuse its elementwise work into a few passes over the logits.
     """
     logits = F.linear(hidden, weight, bias).to(_accurate(hidden.dtype))
     lse = logits.logsumexp(-1)
     losses = lse - logits.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-    kept = targets != IGNORED
-    losses, masked_lse = torch.where(kept, losses, 0.0), torch.where(kept, lse, 0.0)
+    counted = targets != IGNORED
+    losses, masked_lse = torch.where(counted, losses, 0.0), torch.where(counted, lse, 0.0)
     if soft is None or hard is None:
         return losses, masked_lse, None, None, None
     wanted = want_hidden, want_weight, want_bias
@@ -63,16 +63,18 @@ def chunk_gradients(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of hidden, weight and bias, from the logits (c, v) of all or of some tokens of the vocabulary; `targets` count
-    from the first of those."""
+    """Return the gradients of hidden, weight and bias from the logits (c, v) of all or part of the vocabulary.
+
+    `targets` count from the first token of that part.
+    """
     gradient = (logits - lse[:, None]).exp() * soft[:, None]
     is_target = torch.arange(weight.shape[0], device=weight.device) == targets[:, None]
     gradient = torch.where(is_target, gradient - hard[:, None], gradient)
-    of_bias = gradient.sum(0) if want_bias else None
+    grad_bias = gradient.sum(0) if want_bias else None
     gradient = gradient.to(hidden.dtype)
-    of_hidden = gradient @ weight if want_hidden else None
-    of_weight = gradient.t() @ hidden if want_weight else None
-    return of_hidden, of_weight, of_bias
+    grad_hidden = gradient @ weight if want_hidden else None
+    grad_weight = gradient.t() @ hidden if want_weight else None
+    return grad_hidden, grad_weight, grad_bias
 
 
 def linear_cross_entropy(
@@ -85,18 +87,19 @@ def linear_cross_entropy(
     chunk: int = 512,
     step: Step = chunk_step,
 ) -> tuple[Tensor, Tensor]:
-    """Losses and log-sum-exps (n,) in float32 for hidden (n, d), weight (v, d), bias (v,) and targets (n,) int64.
+    """Return losses and log-sum-exps (n,) in float32 for hidden (n, d), weight (v, d), bias (v,) and targets (n,)
+    int64.
 
-    `expected` (n,) is what the caller will multiply each loss with, up to one factor for all; without it, or if the
-    gradient that arrives is another, the backward pass computes the logits of each chunk again. `step` is `chunk_step`
-    or a compiled version of it. Matrix products run in the dtype `F.linear` would use here, softmax in float32; targets
-    of -100 are ignored. Asking for second derivatives is a `UsageError`.
+    `expected` (n,) is the weight that the caller will multiply each loss with, up to one common factor. Without it, or
+    if another gradient arrives, the backward pass recomputes the logits of each chunk. `step` is `chunk_step` or a
+    compiled version of it. Matrix products run in the dtype of `F.linear` here, softmax in float32. Targets of -100 are
+    ignored. Second derivatives raise UsageError.
     """
     device = "cpu" if hidden.is_meta else hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
     if not torch.is_grad_enabled():
-        expected = None  # evaluation: the losses are all that is wanted
+        expected = None  # evaluation requires only the losses
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, expected, chunk, step)
 
@@ -104,7 +107,7 @@ def linear_cross_entropy(
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The same by the book: all logits (n, v) at once."""
+    """Return the same result from all logits (n, v) at once."""
     logits = F.linear(hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype))
     logits = logits.to(_accurate(hidden.dtype))
     losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
@@ -115,7 +118,8 @@ def linear_cross_entropy_reference(
 def gradient_norm_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int = 512
 ) -> Tensor:
-    """Squared norm of each token's loss gradient at the logits, ||softmax - one-hot||², (n,) float32; 0 where ignored.
+    """Return the squared norm of each token's loss gradient at the logits, ||softmax - one-hot||², (n,) float32; 0 if
+    ignored.
 
     Its root is the importance of Katharopoulos & Fleuret 2018 (arXiv 1803.00942) and EL2N of Paul et al. 2021.
     """
@@ -145,23 +149,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses, lse
 
     @staticmethod
-    def backward(ctx, of_losses, of_lse):  # type: ignore[override]
+    def backward(ctx, grad_losses, grad_lse):  # type: ignore[override]
         if torch.is_grad_enabled():
             raise UsageError(
-                "the chunked cross-entropy has no second derivative", fix="use linear_cross_entropy_reference for it"
+                "the chunked cross-entropy has no second derivative", fix="use linear_cross_entropy_reference"
             )
         hidden, weight, bias, targets, expected = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # given away: a second backward over a retained graph computes again
+        kept, ctx.kept = ctx.kept, None  # used once: a second backward over a retained graph recomputes
         factor = None
-        if kept is not None and of_losses is not None and of_lse is None:
-            factor = _common_factor(of_losses, _relative(expected, targets, of_losses.dtype), targets)
+        if kept is not None and grad_losses is not None and grad_lse is None:
+            factor = _common_factor(grad_losses, _relative(expected, targets, grad_losses.dtype), targets)
         if kept is not None and factor is not None:
             gradients = [None if gradient is None else gradient.mul_(factor) for gradient in kept]
         else:
             del kept
             zeros = torch.zeros(targets.shape, dtype=_accurate(hidden.dtype), device=targets.device)
-            hard = zeros if of_losses is None else torch.where(targets != IGNORED, of_losses, 0.0)
-            soft = hard if of_lse is None else hard + torch.where(targets != IGNORED, of_lse, 0.0)
+            hard = zeros if grad_losses is None else torch.where(targets != IGNORED, grad_losses, 0.0)
+            soft = hard if grad_lse is None else hard + torch.where(targets != IGNORED, grad_lse, 0.0)
             with torch.autocast("cpu" if hidden.is_meta else hidden.device.type, enabled=False):
                 _, _, *gradients = _in_chunks(ctx, hidden, weight, bias, targets, soft, hard)
         inputs = (hidden, weight, bias)
@@ -170,16 +174,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | None]:
-    """`step` over all tokens: losses, lse, and the wanted gradients, those of weight and bias summed in float32."""
+    """Run `step` over all tokens. Returns losses, lse and the wanted gradients, for weight and bias summed in
+    float32."""
     wants = ctx.wants if soft is not None else (False, False, False)
     accurate = _accurate(hidden.dtype)
     cast_weight, cast_bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
     if hidden.is_cuda and hidden.dtype.itemsize == 2:
         cast_weight, cast_bias = head_filled_up(cast_weight, cast_bias)
     losses, lse = (torch.empty(targets.shape, dtype=accurate, device=hidden.device) for _ in range(2))
-    of_hidden = torch.empty_like(hidden) if wants[0] else None
-    of_weight = torch.zeros_like(weight, dtype=accurate) if wants[1] else None
-    of_bias = torch.zeros_like(bias, dtype=accurate) if wants[2] else None
+    grad_hidden = torch.empty_like(hidden) if wants[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=accurate) if wants[1] else None
+    grad_bias = torch.zeros_like(bias, dtype=accurate) if wants[2] else None
     size = _even_chunk(len(hidden), ctx.chunk)
     for start in range(0, len(hidden), size):
         rows = slice(start, min(start + size, len(hidden)))
@@ -188,18 +193,20 @@ def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | 
         scales = [None if scale is None else _pad(scale[rows], size, 0) for scale in (soft, hard)]
         results = ctx.step(padded[0], cast_weight, cast_bias, padded[1], *scales, *wants)
         losses[rows], lse[rows] = results[0][:count], results[1][:count]
-        if of_hidden is not None:
-            of_hidden[rows] = results[2][:count]
-        for total, part in ((of_weight, results[3]), (of_bias, results[4])):
+        if grad_hidden is not None:
+            grad_hidden[rows] = results[2][:count]
+        for total, part in ((grad_weight, results[3]), (grad_bias, results[4])):
             if total is not None:
                 total.add_(part[: len(total)])
-    return [losses, lse, of_hidden, of_weight, of_bias]
+    return [losses, lse, grad_hidden, grad_weight, grad_bias]
 
 
 def head_filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """A head (v', d) and (v',) whose v' is a multiple of 64, the tokens that it has more being impossible: a bias, of
-    zeros where there is none, makes their logits minus infinity. Products of 16-bit numbers with an odd v, such as
-    50,257, take a GPU three times as long."""
+    """Pad a head to (v', d) and (v',) with v' a multiple of 64; the padded tokens have a logit of minus infinity by
+    their bias.
+
+    On a GPU, 16-bit products with an odd v, such as 50,257, take three times as long.
+    """
     missing = -len(weight) % 64
     if not missing:
         return weight, bias
@@ -208,7 +215,10 @@ def head_filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor 
 
 
 def _even_chunk(tokens: int, chunk: int) -> int:
-    """Nearly equal chunks, a multiple of 16 rows each: one shape for the compiler, and little padding at the end."""
+    """Return the chunk size: nearly equal chunks, a multiple of 16 rows each.
+
+    The compiler then sees one shape, and the last chunk has little padding.
+    """
     parts = max(1, -(-tokens // chunk))
     return max(16, -(-tokens // (16 * parts)) * 16)
 
@@ -221,9 +231,9 @@ def _pad(rows: Tensor, size: int, fill: int) -> Tensor:
 
 
 def _relative(expected: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Expected weights brought near 1, so that float16 gradients do not vanish; 0 where ignored.
+    """Return the expected weights scaled to about 1, so that float16 gradients do not vanish; 0 if ignored.
 
-    The divisor is a power of two: it costs no rounding, here or when it is multiplied back.
+    The divisor is a power of two, so that neither division nor multiplication rounds.
     """
     scale = torch.where(targets != IGNORED, expected.to(dtype), 0.0)
     largest = torch.cat((scale.abs(), scale.new_full((1,), torch.finfo(dtype).tiny))).amax()
@@ -231,13 +241,13 @@ def _relative(expected: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _common_factor(arrived: Tensor, relative: Tensor, targets: Tensor) -> Tensor | None:
-    """The c (scalar) with arrived = c · relative for each token to 1e-6 of its value, or None."""
+    """Return c (scalar) with arrived = c · relative for each token to 1e-6 of its value, or None."""
     arrived = torch.where(targets != IGNORED, arrived, 0.0)
     factor = (arrived.double() @ relative.double()) / relative.double().square().sum().clamp(min=1e-300)
-    if arrived.is_meta or isinstance(arrived, FakeTensor):  # shapes only: there are no values to compare
+    if arrived.is_meta or isinstance(arrived, FakeTensor):  # shapes without values to compare
         return factor
-    wanted = factor * relative
-    same = ((arrived - wanted).abs() <= 1e-6 * wanted.abs()).all()
+    expected = factor * relative
+    same = ((arrived - expected).abs() <= 1e-6 * expected.abs()).all()
     return factor if bool(same) else None
 
 

@@ -1,4 +1,4 @@
-"""The functions of `groupwise_quantization.py` in compiled C++, for lines of numbers on a processor."""
+"""The functions of `groupwise_quantization.py` in compiled C++, for lines of elements on a CPU."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from thrifty.kernels.cpp_extension import NativeLibrary
 
 CODES = NativeLibrary(groupwise_quantization_cpp.SOURCE, "-ffp-contract=off", "-fno-trapping-math")
 NUMBERS = (torch.float32, torch.bfloat16)
-"""The formats that it codes; masks can be truth values, too."""
+"""Dtypes that it quantizes; masks may also be boolean."""
 FEWEST = 2**19
-"""Numbers for which a thread is worth waking: coded in some 0.2 ms."""
+"""Smallest number of elements worth another thread: quantized in about 0.2 ms."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integers as large as a number, by its bytes."""
+"""Integers as large as an element, by its bytes."""
 
 
 def has_compiled_kernel(dtype: torch.dtype) -> bool:
@@ -78,5 +78,5 @@ def _bits_of(value: Tensor) -> int:
 
 
 def _run(name: str, lines: Tensor, *arguments: Tensor | int) -> None:
-    """All functions take the bytes of a number first, and work on a range of lines."""
+    """Run a function on a range of lines; each function takes the bytes of an element first."""
     CODES.run(name, (lines.element_size(), *arguments), len(lines), max(FEWEST // lines.shape[1], 1))

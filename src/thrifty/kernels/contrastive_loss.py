@@ -1,14 +1,14 @@
-"""The contrastive loss of pairs (InfoNCE in both directions), without the matrix of all products, and over ranks.
+"""Contrastive loss of pairs (InfoNCE in both directions) in tiles, without the matrix of all products, also over ranks.
 
 Papers: van den Oord et al. 2018 (arXiv 1807.03748); Radford et al. 2021, CLIP (arXiv 2103.00020), figure 3. The logits
-of N pairs are the products of their vectors, a matrix (N, N) whose rows are softmaxed over captions and whose columns
-over images. Only tiles of it are made, the log-sum-exps of rows and columns growing from tile to tile; the backward
-pass makes the tiles again.
+of N pairs are the products of their vectors: a matrix (N, N) with a softmax of each row over captions and of each
+column over images. Only tiles of it exist at a time, and the log-sum-exps of rows and columns accumulate from tile to
+tile. The backward pass recomputes the tiles.
 
-Over a group of ranks each has n of the N pairs, and makes the n rows of its own images: for these it is sent the
-captions of all, N · e numbers. Log-sum-exps of columns are put together from what ranks found for their rows, and what
-a rank's rows mean for other ranks' captions is sent back to those. Gradients are those of the sum of all ranks' losses,
-as long as each rank weighs its own and gradients are summed.
+In a group of ranks each rank has n of the N pairs, and computes the n rows of its own images. For these it receives the
+captions of all ranks, N · e elements. Column log-sum-exps combine the partial results of all ranks, and gradients for
+other ranks' captions are sent back to them. Gradients are those of the sum of all ranks' losses, if each rank weights
+its own losses and gradients are summed.
 """
 
 import torch
@@ -25,11 +25,11 @@ TILE = 1024
 def contrastive_losses(
     images: Tensor, captions: Tensor, group: dist.ProcessGroup | None = None, tile: int = TILE
 ) -> Tensor:
-    """One loss per pair (n,) for vectors of images (n, e), the scale included, and of captions (n, e): half of what the
-    caption costs among all captions, half of what the image costs among all images.
+    """Return one loss per pair (n,) for image vectors (n, e), with the scale included, and caption vectors (n, e).
 
-    With a `group` the pairs of its ranks, as many on each, are compared with each other, and all must come here.
-    Computed in float32, or in what is wider. Asking for second derivatives is a `UsageError`.
+    Half of it is the caption's cross-entropy among all captions, half the image's among all images. With a `group`, the
+    pairs of all its ranks are compared; each rank has equally many, and all ranks must call this. Computed in float32
+    or wider. Second derivatives raise UsageError.
     """
     device = "cpu" if images.is_meta else images.device.type
     with torch.autocast(device, enabled=False):
@@ -38,22 +38,24 @@ def contrastive_losses(
 
 
 def contrastive_losses_reference(images: Tensor, captions: Tensor) -> Tensor:
-    """The same by the book: the whole matrix at once, on one rank."""
+    """Return the same losses from the whole matrix at once, on one rank."""
     logits = images @ captions.T
     return (logits.logsumexp(0) + logits.logsumexp(1)) / 2 - logits.diagonal()
 
 
 @torch.no_grad()
 def places_of_own(queries: Tensor, keys: Tensor, of_queries: Tensor, of_keys: Tensor, tile: int = TILE) -> Tensor:
-    """At which place (q,) each query (q, e) finds a key (k, e) that belongs to it, 0 for the first, when keys are
-    sorted by their products with it. A query and a key belong together where their numbers (q,) and (k,) are equal;
-    each query must have such a key. Of equal products those of other keys come first, so that nothing is gained by
-    having all alike."""
+    """Return the rank (q,), from 0, at which each query (q, e) finds its first matching key (k, e), sorted by their
+    products.
+
+    A query and a key match if their ids (q,) and (k,) are equal; each query must have a matching key. Of equal
+    products, other keys come first, so that identical vectors gain nothing.
+    """
     places = []
     for rows, own in zip(queries.split(tile), of_queries.split(tile), strict=True):
-        products, right = rows @ keys.T, own[:, None] == of_keys
-        best = products.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
-        places.append((~(products < best) & ~right).sum(1))  # what is no number is no find
+        products, is_match = rows @ keys.T, own[:, None] == of_keys
+        best = products.masked_fill(~is_match, -torch.inf).amax(1, keepdim=True)
+        places.append((~(products < best) & ~is_match).sum(1))  # NaN counts as not found
     return torch.cat(places)
 
 
@@ -61,63 +63,69 @@ class _ContrastiveLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, images, captions, group, tile):  # type: ignore[override]
         own = slice(0, len(images))
-        everyone = captions
+        all_captions = captions
         if group is not None:
             place = dist.get_rank(group)
             own = slice(place * len(images), (place + 1) * len(images))
-            everyone = all_gather_single(captions.contiguous(), 0, group)
-        of_images, of_captions = _log_sums(images, everyone, tile)
+            all_captions = all_gather_single(captions.contiguous(), 0, group)
+        image_sums, caption_sums = _log_sums(images, all_captions, tile)
         if group is not None:
-            of_captions = all_gather_single(of_captions[None], 0, group).logsumexp(0)
+            caption_sums = all_gather_single(caption_sums[None], 0, group).logsumexp(0)
         ctx.own, ctx.group, ctx.tile = own, group, tile
-        ctx.save_for_backward(images, everyone, of_images, of_captions)
-        return (of_images + of_captions[own]) / 2 - (images * captions).sum(1)
+        ctx.save_for_backward(images, all_captions, image_sums, caption_sums)
+        return (image_sums + caption_sums[own]) / 2 - (images * captions).sum(1)
 
     @staticmethod
-    def backward(ctx, of_losses):  # type: ignore[override]
+    def backward(ctx, grad_losses):  # type: ignore[override]
         if torch.is_grad_enabled():
             raise UsageError(
-                "the contrastive loss in tiles has no second derivative", fix="use contrastive_losses_reference for it"
+                "the contrastive loss in tiles has no second derivative", fix="use contrastive_losses_reference"
             )
-        images, everyone, *log_sums = ctx.saved_tensors
-        shares = of_losses if ctx.group is None else all_gather_single(of_losses.contiguous(), 0, ctx.group)
-        of_images, of_everyone = _gradients(images, everyone, *log_sums, of_losses / 2, shares / 2, ctx.tile)
-        of_captions = of_everyone if ctx.group is None else reduce_scatter_single(of_everyone, "sum", 0, ctx.group)
-        of_images = of_images - of_losses[:, None] * everyone[ctx.own]
-        return of_images, of_captions - of_losses[:, None] * images, None, None
+        images, all_captions, *log_sums = ctx.saved_tensors
+        weights = grad_losses if ctx.group is None else all_gather_single(grad_losses.contiguous(), 0, ctx.group)
+        grad_images, grad_all_captions = _gradients(
+            images, all_captions, *log_sums, grad_losses / 2, weights / 2, ctx.tile
+        )
+        grad_captions = (
+            grad_all_captions if ctx.group is None else reduce_scatter_single(grad_all_captions, "sum", 0, ctx.group)
+        )
+        grad_images = grad_images - grad_losses[:, None] * all_captions[ctx.own]
+        return grad_images, grad_captions - grad_losses[:, None] * images, None, None
 
 
 def _log_sums(images: Tensor, captions: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """Log-sum-exps of the rows (n,) and the columns (N,) of images (n, e) times captions (N, e)."""
-    of_images, of_captions = (vectors.new_full((len(vectors),), -torch.inf) for vectors in (images, captions))
+    """Return the log-sum-exps of the rows (n,) and the columns (N,) of images (n, e) times captions (N, e)."""
+    image_sums, caption_sums = (vectors.new_full((len(vectors),), -torch.inf) for vectors in (images, captions))
     for rows in _tiles(len(images), tile):
         for columns in _tiles(len(captions), tile):
             logits = images[rows] @ captions[columns].T
-            of_images[rows] = torch.logaddexp(of_images[rows], logits.logsumexp(1))
-            of_captions[columns] = torch.logaddexp(of_captions[columns], logits.logsumexp(0))
-    return of_images, of_captions
+            image_sums[rows] = torch.logaddexp(image_sums[rows], logits.logsumexp(1))
+            caption_sums[columns] = torch.logaddexp(caption_sums[columns], logits.logsumexp(0))
+    return image_sums, caption_sums
 
 
 def _gradients(
     images: Tensor,
     captions: Tensor,
-    log_sums_of_images: Tensor,
-    log_sums_of_captions: Tensor,
-    shares_of_images: Tensor,
-    shares_of_captions: Tensor,
+    image_log_sums: Tensor,
+    caption_log_sums: Tensor,
+    image_weights: Tensor,
+    caption_weights: Tensor,
     tile: int,
 ) -> tuple[Tensor, Tensor]:
-    """Of images (n, e) and captions (N, e), when the log-sum-exp of each row counts with its share (n,) and that of
-    each column with its own (N,)."""
-    of_images, of_captions = torch.zeros_like(images), torch.zeros_like(captions)
+    """Return the gradients of images (n, e) and captions (N, e).
+
+    The log-sum-exp of each row has a weight (n,), that of each column a weight (N,).
+    """
+    grad_images, grad_captions = torch.zeros_like(images), torch.zeros_like(captions)
     for rows in _tiles(len(images), tile):
         for columns in _tiles(len(captions), tile):
             logits = images[rows] @ captions[columns].T
-            gradient = (logits - log_sums_of_images[rows, None]).exp_().mul_(shares_of_images[rows, None])
-            gradient += logits.sub_(log_sums_of_captions[columns]).exp_().mul_(shares_of_captions[columns])
-            of_images[rows].addmm_(gradient, captions[columns])
-            of_captions[columns].addmm_(gradient.T, images[rows])
-    return of_images, of_captions
+            gradient = (logits - image_log_sums[rows, None]).exp_().mul_(image_weights[rows, None])
+            gradient += logits.sub_(caption_log_sums[columns]).exp_().mul_(caption_weights[columns])
+            grad_images[rows].addmm_(gradient, captions[columns])
+            grad_captions[columns].addmm_(gradient.T, images[rows])
+    return grad_images, grad_captions
 
 
 def _tiles(length: int, tile: int) -> list[slice]:

@@ -1,7 +1,7 @@
-"""C++ of this toolkit: compiled when first wanted, and run on as many threads as torch has.
+"""C++ kernels: compiled on first use, and run on as many threads as torch uses.
 
-The code is compiled anew in each process, which takes some seconds, and nothing is left on the disk: no process ever
-loads a library that another has put there. Without a compiler there is no library, and torch's operations do the work.
+The code is compiled in each process, which takes some seconds, and no file remains on the disk. No process loads a
+library of another one. Without a compiler there is no library, and torch's operations are used.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ from thrifty.machine.cpu_features import cpp_compiler
 
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-w", "-shared", "-fPIC")
 WIDE = "-mprefer-vector-width=512"
-"""Not every compiler knows it; the vectors are as wide without, but in two halves."""
+"""An option that not every compiler knows; without it, vectors are as wide but split in two halves."""
 PARTS = 4
-"""For each thread, so that one that is held up does not hold up all."""
+"""Parts per thread, so that one delayed thread does not delay all."""
 _building = Lock()
 
 
 class NativeLibrary:
-    """Functions `extern "C"` of a source, each of which works on a range and may be called from several threads."""
+    """A library of `extern "C"` functions of a source; each works on a range and may run in several threads."""
 
     def __init__(self, source: str, *options: str):
         self.source, self.options = source, (*OPTIONS, *options)
@@ -38,8 +38,11 @@ class NativeLibrary:
         return self._loaded is not None
 
     def run(self, name: str, arguments: Sequence[Tensor | int | None], count: int, fewest: int = 1) -> None:
-        """A function over [0, count), parts of which go to threads, each of `fewest` or more: it takes the arguments,
-        and behind them the first number of a part and the one after its last. Tensors must be contiguous."""
+        """Run a function over [0, count), split over threads into parts of at least `fewest`.
+
+        The function takes the arguments, then the first index of a part and the index after its last. Tensors must be
+        contiguous.
+        """
         function = getattr(self._loaded, name)
         passed = [_passed(argument) for argument in arguments]
 
@@ -69,7 +72,7 @@ class NativeLibrary:
 
 
 def in_parts(work: Callable[[int, int], None], count: int, fewest: int = 1) -> None:
-    """The range [0, count) in parts, which this thread and others take from one queue."""
+    """Run `work` on parts of the range [0, count), which this thread and others take from one queue."""
     threads = torch.get_num_threads()
     parts = max(min(count // fewest, PARTS * threads), 1) if threads > 1 else 1
     queue = iter(pairwise([count * part // parts for part in range(parts + 1)]))
@@ -82,7 +85,7 @@ def in_parts(work: Callable[[int, int], None], count: int, fewest: int = 1) -> N
     taking = [_pool(threads - 1, os.getpid()).submit(take) for _ in range(others)]
     try:
         take()
-    finally:  # whoever is interrupted must not free what others still write to
+    finally:  # an interrupted thread must not free memory that others still write to
         for one in taking:
             one.result()
 

@@ -1,8 +1,7 @@
-"""Random numbers of each example's own, drawn where the batch is: those of `kernels/example_rng.py`, bit for bit, in
-torch.
+"""Random numbers per example on the batch's device: equal to `kernels/example_rng.py` bit for bit, in torch.
 
-The generator is SplitMix64 (Steele et al. 2014). torch has no arithmetic on unsigned numbers, so int64 stand for them:
-sums and products are the same bits, and only shifts and comparisons must be told.
+The generator is SplitMix64 (Steele et al. 2014). torch has no unsigned arithmetic, so int64 represents the numbers:
+sums and products have the same bits, and only shifts and comparisons need care.
 """
 
 import torch
@@ -14,13 +13,13 @@ _LOWEST = -(2**63)
 
 
 def random_integers_torch(keys: Tensor, count: int) -> Tensor:
-    """The first `count` numbers of each key (b,) int64: int64 (b, count), all bits in use."""
+    """Return the first `count` random numbers of each key (b,) int64: int64 (b, count), all bits in use."""
     steps = torch.arange(1, count + 1, device=keys.device) * _STRIDE
     return _mixed(keys[:, None] + steps)
 
 
 def random_subset_torch(scores: Tensor, count: int) -> Tensor:
-    """The places of the `count` smallest of each row of drawn numbers (b, n), taken as unsigned, in ascending order:
+    """Return the positions of the `count` smallest of each row of random numbers (b, n), read as unsigned, ascending:
     int64 (b, count)."""
     places = (scores ^ _LOWEST).topk(count, dim=1, largest=False).indices
     return places.sort(dim=1).values
@@ -33,5 +32,5 @@ def _mixed(z: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in from the left."""
+    """Shift right, with zeros from the left."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

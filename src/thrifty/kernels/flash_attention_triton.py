@@ -1,12 +1,12 @@
-"""Attention in tiles with a running softmax, in Triton, for GPUs: forward and backward.
+"""Flash attention in Triton, for GPUs: attention in tiles with a running softmax, forward and backward.
 
 Papers: Dao et al. 2022, FlashAttention (arXiv 2205.14135); Dao 2023, FlashAttention-2 (2307.08691), for the order of
-the loops: a program has a tile of queries going forward and for their gradients, one of keys for theirs. Nothing of the
-size of pairs is held; the backward pass makes the probabilities again from the log-sum-exp.
+the loops. A program has a tile of queries in the forward pass and for query gradients, a tile of keys for key
+gradients. Memory never has the size of all pairs: the backward pass recomputes the probabilities from the log-sum-exp.
 
-Imported only where Triton is there. Run so far in Triton's interpreter alone, never on a GPU. Sums are in float32,
-products of float32 exact ones, not TF32. Tiles that lie in the future are skipped; those between texts that share a row
-are not. `kernels/tiled_attention.py` has the readable reference.
+Imported only if Triton is installed. So far it was run only in Triton's interpreter, never on a GPU. Sums are in
+float32; products of float32 are exact, not TF32. Tiles in the future are skipped; tiles between packed texts are not.
+`kernels/tiled_attention.py` has the readable reference.
 
 Shapes: b batch, h heads, g key-value heads, t tokens, k head width, which is a power of two from 16 on.
 """
@@ -21,27 +21,27 @@ from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.autocast_inputs import cast_for_autocast
 
 TILE = 64
-"""Tokens of a tile's side, unless told."""
+"""Default number of tokens on a tile's side."""
 
 
 @triton.jit
 def _tile(base, first, stride, tile: tl.constexpr, width: tl.constexpr, tokens):
-    """Rows first … first + tile - 1 of a matrix (t, k), zeros behind the last."""
+    """Load rows first … first + tile - 1 of a matrix (t, k), zeros after the last."""
     row, lane = first + tl.arange(0, tile), tl.arange(0, width)
     return tl.load(base + row[:, None] * stride + lane[None, :], mask=row[:, None] < tokens, other=0.0)
 
 
 @triton.jit
 def _seen(segments, first_row, first_column, tokens, causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr):
-    """Which pairs of a tile of queries and one of keys count, (tile, tile)."""
+    """Return the visible pairs of a tile of queries and a tile of keys, (tile, tile)."""
     row, column = first_row + tl.arange(0, tile), first_column + tl.arange(0, tile)
     seen = (row[:, None] < tokens) & (column[None, :] < tokens)
     if causal:
         seen = seen & (column[None, :] <= row[:, None])
     if packed:
-        of_row = tl.load(segments + row, mask=row < tokens, other=-1)
-        of_column = tl.load(segments + column, mask=column < tokens, other=-1)
-        seen = seen & (of_row[:, None] == of_column[None, :])
+        row_segments = tl.load(segments + row, mask=row < tokens, other=-1)
+        column_segments = tl.load(segments + column, mask=column < tokens, other=-1)
+        seen = seen & (row_segments[:, None] == column_segments[None, :])
     return seen
 
 
@@ -50,11 +50,11 @@ def _forward_kernel(
     q, k, v, segments, output, lse, tokens, heads, sharing, scale,
     causal: tl.constexpr, packed: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    first, of_heads = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
-    of_keys = of_heads // sharing  # heads that share keys lie one after the other
-    q, output = q + of_heads * tokens * width, output + of_heads * tokens * width
-    k, v = k + of_keys * tokens * width, v + of_keys * tokens * width
-    segments += of_heads // heads * tokens
+    first, head = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
+    key_head = head // sharing  # heads that share keys are consecutive
+    q, output = q + head * tokens * width, output + head * tokens * width
+    k, v = k + key_head * tokens * width, v + key_head * tokens * width
+    segments += head // heads * tokens
     queries = _tile(q, first, width, tile, width, tokens)
     largest = tl.full((tile,), float("-inf"), dtype=tl.float32)
     total, weighted = tl.zeros((tile,), dtype=tl.float32), tl.zeros((tile, width), dtype=tl.float32)
@@ -73,7 +73,7 @@ def _forward_kernel(
     whole = tl.where(total == 0.0, 1.0, total)
     place = output + row[:, None] * width + lane[None, :]
     tl.store(place, (weighted / whole[:, None]).to(output.dtype.element_ty), mask=row[:, None] < tokens)
-    tl.store(lse + of_heads * tokens + row, largest + tl.log(whole), mask=row < tokens)
+    tl.store(lse + head * tokens + row, largest + tl.log(whole), mask=row < tokens)
 
 
 @triton.jit
@@ -81,85 +81,91 @@ def _gradients_of_scores(
     queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale,
     causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities and the gradients of unscaled products, (tile, tile) each, of queries from `first` and keys from
+    """Return probabilities and gradients of unscaled products, (tile, tile) each, of queries from `first`, keys from
     `at` on."""
     row = first + tl.arange(0, tile)
     sums = tl.load(lse + row, mask=row < tokens, other=0.0)
-    beside = tl.load(shared + row, mask=row < tokens, other=0.0)
+    row_shared = tl.load(shared + row, mask=row < tokens, other=0.0)
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     seen = _seen(segments, first, at, tokens, causal, packed, tile)
     probability = tl.exp(tl.where(seen, scores - sums[:, None], float("-inf")))
-    of_probability = tl.dot(upstream, tl.trans(values), input_precision="ieee")
-    return probability, probability * (of_probability - beside[:, None]) * scale
+    grad_probability = tl.dot(upstream, tl.trans(values), input_precision="ieee")
+    return probability, probability * (grad_probability - row_shared[:, None]) * scale
 
 
 @triton.jit
 def _queries_kernel(
-    q, k, v, segments, of_out, lse, shared, of_q, tokens, heads, sharing, scale,
+    q, k, v, segments, grad_out, lse, shared, grad_q, tokens, heads, sharing, scale,
     causal: tl.constexpr, packed: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    first, of_heads = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
-    of_keys = of_heads // sharing
-    k, v = k + of_keys * tokens * width, v + of_keys * tokens * width
-    segments += of_heads // heads * tokens
-    lse, shared = lse + of_heads * tokens, shared + of_heads * tokens
-    queries = _tile(q + of_heads * tokens * width, first, width, tile, width, tokens)
-    upstream = _tile(of_out + of_heads * tokens * width, first, width, tile, width, tokens)
+    first, head = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
+    key_head = head // sharing
+    k, v = k + key_head * tokens * width, v + key_head * tokens * width
+    segments += head // heads * tokens
+    lse, shared = lse + head * tokens, shared + head * tokens
+    queries = _tile(q + head * tokens * width, first, width, tile, width, tokens)
+    upstream = _tile(grad_out + head * tokens * width, first, width, tile, width, tokens)
     gradient = tl.zeros((tile, width), dtype=tl.float32)
     end = first + tile if causal else tokens
     for at in range(0, end, tile):
         keys, values = _tile(k, at, width, tile, width, tokens), _tile(v, at, width, tile, width, tokens)
-        _, of_scores = _gradients_of_scores(
+        _, grad_scores = _gradients_of_scores(
             queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale, causal, packed, tile
         )
-        gradient += tl.dot(of_scores.to(keys.dtype), keys, input_precision="ieee")
+        gradient += tl.dot(grad_scores.to(keys.dtype), keys, input_precision="ieee")
     row, lane = first + tl.arange(0, tile), tl.arange(0, width)
-    place = of_q + of_heads * tokens * width + row[:, None] * width + lane[None, :]
-    tl.store(place, gradient.to(of_q.dtype.element_ty), mask=row[:, None] < tokens)
+    place = grad_q + head * tokens * width + row[:, None] * width + lane[None, :]
+    tl.store(place, gradient.to(grad_q.dtype.element_ty), mask=row[:, None] < tokens)
 
 
 @triton.jit
 def _keys_kernel(
-    q, k, v, segments, of_out, lse, shared, of_k, of_v, tokens, heads, sharing, scale,
+    q, k, v, segments, grad_out, lse, shared, grad_k, grad_v, tokens, heads, sharing, scale,
     causal: tl.constexpr, packed: tl.constexpr, width: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    at, of_keys = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
-    segments += of_keys * sharing // heads * tokens
-    keys = _tile(k + of_keys * tokens * width, at, width, tile, width, tokens)
-    values = _tile(v + of_keys * tokens * width, at, width, tile, width, tokens)
-    found_k, found_v = tl.zeros((tile, width), dtype=tl.float32), tl.zeros((tile, width), dtype=tl.float32)
+    at, key_head = tl.program_id(0) * tile, tl.program_id(1).to(tl.int64)
+    segments += key_head * sharing // heads * tokens
+    keys = _tile(k + key_head * tokens * width, at, width, tile, width, tokens)
+    values = _tile(v + key_head * tokens * width, at, width, tile, width, tokens)
+    sum_k, sum_v = tl.zeros((tile, width), dtype=tl.float32), tl.zeros((tile, width), dtype=tl.float32)
     start = at if causal else 0
     for head in range(0, sharing):
-        own = of_keys * sharing + head
+        own = key_head * sharing + head
         for first in range(start, tokens, tile):
             queries = _tile(q + own * tokens * width, first, width, tile, width, tokens)
-            upstream = _tile(of_out + own * tokens * width, first, width, tile, width, tokens)
-            probability, of_scores = _gradients_of_scores(
+            upstream = _tile(grad_out + own * tokens * width, first, width, tile, width, tokens)
+            probability, grad_scores = _gradients_of_scores(
                 queries, keys, values, upstream, lse + own * tokens, shared + own * tokens, segments, first, at, tokens,
                 scale, causal, packed, tile,
             )  # fmt: skip
-            found_v += tl.dot(tl.trans(probability.to(upstream.dtype)), upstream, input_precision="ieee")
-            found_k += tl.dot(tl.trans(of_scores.to(queries.dtype)), queries, input_precision="ieee")
+            sum_v += tl.dot(tl.trans(probability.to(upstream.dtype)), upstream, input_precision="ieee")
+            sum_k += tl.dot(tl.trans(grad_scores.to(queries.dtype)), queries, input_precision="ieee")
     row, lane = at + tl.arange(0, tile), tl.arange(0, width)
-    place = of_keys * tokens * width + row[:, None] * width + lane[None, :]
-    tl.store(of_k + place, found_k.to(of_k.dtype.element_ty), mask=row[:, None] < tokens)
-    tl.store(of_v + place, found_v.to(of_v.dtype.element_ty), mask=row[:, None] < tokens)
+    place = key_head * tokens * width + row[:, None] * width + lane[None, :]
+    tl.store(grad_k + place, sum_k.to(grad_k.dtype.element_ty), mask=row[:, None] < tokens)
+    tl.store(grad_v + place, sum_v.to(grad_v.dtype.element_ty), mask=row[:, None] < tokens)
 
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, segments: Tensor | None = None, tile: int = TILE
 ) -> Tensor:
-    """Attention of q (b, h, t, k) over k and v (b, g, t, k), to (b, h, t, k); of tokens that have the same number in
-    `segments` int64 (b, t), where it is given. There is no second derivative. Raises UsageError for other shapes."""
+    """Return attention of q (b, h, t, k) over k and v (b, g, t, k), as (b, h, t, k).
+
+    With `segments` int64 (b, t), tokens attend only to tokens of the same id. There is no second derivative. Raises
+    UsageError for other shapes.
+    """
     width = q.shape[-1]
     if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1] or k.shape != v.shape or width < 16 or width & (width - 1):
         raise UsageError(
-            f"flash attention was given queries {tuple(q.shape)}, keys {tuple(k.shape)} and values {tuple(v.shape)}",
-            fix="give as many tokens of each, and heads of a width that is a power of two from 16 on",
+            f"flash attention does not support queries {tuple(q.shape)}, keys {tuple(k.shape)} and values "
+            f"{tuple(v.shape)}",
+            fix="pass equally many tokens of each, and a head width that is a power of two from 16 on",
         )
     inputs = (x.contiguous() for x in cast_for_autocast(q, k, v))
     if tile < 16 or tile & (tile - 1):
-        raise UsageError(f"tiles of {tile} tokens", fix="take a power of two from 16 on")
+        raise UsageError(
+            f"flash attention does not support tiles of {tile} tokens", fix="choose a power of two from 16 on"
+        )
     return torch.ops.thrifty.flash_attention(*inputs, causal, segments, tile)[0]
 
 
@@ -171,7 +177,7 @@ def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, float]:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, segments: Tensor | None, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp of each query's scores (b, h, t)."""
+    """Return the output and the log-sum-exp of each query's scores (b, h, t)."""
     output, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel():
         grid = (triton.cdiv(q.shape[2], tile), q.shape[0] * q.shape[1])
@@ -187,7 +193,7 @@ def _(q, k, v, causal, segments, tile):
 
 @torch.library.custom_op("thrifty::flash_attention_backward", mutates_args=())
 def _attention_backward(
-    of_output: Tensor,
+    grad_output: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -197,19 +203,19 @@ def _attention_backward(
     causal: bool,
     tile: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    of_q, of_k, of_v = (torch.empty_like(x) for x in (q, k, v))
+    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
     if q.numel():
-        shared = (of_output.float() * output.float()).sum(-1)
-        tensors = q, k, v, q if segments is None else segments.contiguous(), of_output, lse, shared
+        shared = (grad_output.float() * output.float()).sum(-1)
+        tensors = q, k, v, q if segments is None else segments.contiguous(), grad_output, lse, shared
         also = (*_sizes(q, k), causal, segments is not None, q.shape[-1], tile)
         tiles = triton.cdiv(q.shape[2], tile)
-        _queries_kernel[(tiles, q.shape[0] * q.shape[1])](*tensors, of_q, *also)
-        _keys_kernel[(tiles, k.shape[0] * k.shape[1])](*tensors, of_k, of_v, *also)
-    return of_q, of_k, of_v
+        _queries_kernel[(tiles, q.shape[0] * q.shape[1])](*tensors, grad_q, *also)
+        _keys_kernel[(tiles, k.shape[0] * k.shape[1])](*tensors, grad_k, grad_v, *also)
+    return grad_q, grad_k, grad_v
 
 
 @_attention_backward.register_fake
-def _(of_output, q, k, v, segments, output, lse, causal, tile):
+def _(grad_output, q, k, v, segments, output, lse, causal, tile):
     return tuple(torch.empty_like(x) for x in (q, k, v))
 
 
@@ -219,11 +225,11 @@ def _keep_for_backward(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, of_output: Tensor, of_lse: Tensor | None):
+def _backward(ctx, grad_output: Tensor, grad_lse: Tensor | None):
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError("flash attention has no second derivative", fix="use torch's attention with SDPBackend.MATH")
     gradients = torch.ops.thrifty.flash_attention_backward(
-        of_output.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.tile
+        grad_output.contiguous(), *ctx.saved_tensors, ctx.causal, ctx.tile
     )
     return *gradients, None, None, None
 
@@ -232,9 +238,9 @@ _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _flops(q: Tensor, products: int) -> int:
-    """Of so many products over all pairs, a causal mask not taken off, as torch counts its own."""
+    """Return the FLOPs of so many products over all pairs, including causally masked ones, as torch counts its own."""
     return 2 * products * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.shape[-1]
 
 
 FLOPS_OF[torch.ops.thrifty.flash_attention] = lambda q, *rest, **others: _flops(q, 2)
-FLOPS_OF[torch.ops.thrifty.flash_attention_backward] = lambda of_output, q, *rest, **others: _flops(q, 5)
+FLOPS_OF[torch.ops.thrifty.flash_attention_backward] = lambda grad_output, q, *rest, **others: _flops(q, 5)

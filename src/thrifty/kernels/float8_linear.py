@@ -1,6 +1,6 @@
-"""A linear layer whose three products, one forward and two backward, are of 8-bit codes.
+"""A linear layer whose three products, one forward and two backward, are in FP8.
 
-For the backward pass only the codes of the input are kept, a quarter of float32, and only where the weight is trained.
+The backward pass keeps only the FP8 input, a quarter of float32, and only if the weight is trained.
 """
 
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from torch.autograd.function import once_differentiable
 from thrifty.kernels import float8
 
 INPUT, WEIGHT, GRADIENT = range(3)
-"""What is cast in a layer, in the order in which its scales are kept."""
+"""Tensors that a layer casts, in the order of its scales."""
 
 
 @dataclass(frozen=True)
 class CastRule:
-    """How numbers get their codes."""
+    """A rule for the scales of casts to FP8."""
 
     rows: bool = False
-    """A scale for each row of each factor of a product instead of one for the tensor."""
+    """True for a scale per row of each factor of a product instead of one for the tensor."""
     margin: int = 0
-    """Powers of two left free above the largest number."""
+    """Powers of two left free above the largest magnitude."""
     powers_of_two: bool = False
     gradients: float8.Float8Format = float8.E5M2
     emulated: bool = True
-    """Products by the reference instead of the device's own units."""
+    """True if products use the reference instead of the device's FP8 hardware."""
 
     def format(self, role: int) -> float8.Float8Format:
         return self.gradients if role == GRADIENT else float8.E4M3
@@ -38,22 +38,25 @@ class CastRule:
 
 @dataclass
 class DelayedScaling:
-    """Scales from the numbers of earlier steps. All tensors start at zero; what has seen nothing yet takes the scale of
-    the tensor at hand."""
+    """Scales from earlier steps. All tensors start at zero; without an earlier step, the current tensor sets the
+    scale."""
 
     scales: Tensor
-    """(3,), of input, weight and gradient; 0 where there is none yet."""
+    """Scales (3,) of input, weight and gradient; 0 if there is none yet."""
     seen: Tensor
-    """(3,), the largest magnitudes of this step so far. Only backward passes note them, so that a forward pass made
-    again, or for its result alone, leaves no trace."""
+    """Largest magnitudes (3,) of this step so far. Only backward passes update them, so that a recomputed or
+    gradient-free forward pass has no effect."""
 
 
 @torch.no_grad()
 def next_scales(
     histories: Tensor, scales: Tensor, seen: Tensor, casting: CastRule, most_recent: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Histories (…, 3, h) and scales (…, 3) after a step that has seen these largest magnitudes (…, 3): those for the
-    largest of the history, or for the newest of it. Where there is nothing to go by a scale stays as it is."""
+    """Return histories (…, 3, h) and scales (…, 3) after a step with these largest magnitudes (…, 3).
+
+    Scales follow the largest of the history, or with `most_recent` the newest. A scale without a usable magnitude does
+    not change.
+    """
     histories = float8.update_amax_history(histories, seen)
     amax = histories[..., 0] if most_recent else histories.amax(-1)
     roles = [casting.scale(amax[..., role], role, scales[..., role]) for role in (INPUT, WEIGHT, GRADIENT)]
@@ -63,9 +66,9 @@ def next_scales(
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, casting: CastRule, delayed: DelayedScaling | None = None
 ) -> Tensor:
-    """x (…, k) times weight (n, k), plus the bias in high precision, in the dtype that `F.linear` would give here.
+    """Return x (…, k) times weight (n, k), plus the bias in high precision, in the dtype of `F.linear` here.
 
-    Scales are those of the tensors at hand unless `delayed` ones are given.
+    Scales come from the current tensors unless `delayed` ones are passed.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -81,10 +84,10 @@ class _Float8Product(torch.autograd.Function):
         ctx.casting, ctx.delayed, ctx.dtypes = casting, delayed, (x.dtype, weight.dtype)
         x_codes, x_scale, x_amax = quantize_operand(x, INPUT, 1, casting, delayed)
         w_codes, w_scale, w_amax = quantize_operand(weight, WEIGHT, 1, casting, delayed)
-        result = _multiply(casting, x_codes, x_scale, *_turned(w_codes, w_scale), dtype, fast=True)
-        if casting.rows and ctx.needs_input_grad[1]:  # the product for the weight's gradient sums along the other dim
+        result = _multiply(casting, x_codes, x_scale, *_transposed(w_codes, w_scale), dtype, fast=True)
+        if casting.rows and ctx.needs_input_grad[1]:  # the product for the weight gradient sums along the other dim
             x_codes, x_scale, _ = quantize_operand(x, INPUT, 0, casting)
-        # as plain bytes, which nobody takes for numbers that could be compressed
+        # saved as plain bytes, so that activation stores do not compress them
         kept = x_codes.view(torch.uint8) if ctx.needs_input_grad[1] else None
         noted = () if delayed is None else (x_amax, w_amax)
         ctx.save_for_backward(kept, x_scale, weight if ctx.needs_input_grad[0] else None, w_scale, *noted)
@@ -95,7 +98,7 @@ class _Float8Product(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[override]
         casting: CastRule = ctx.casting
         x_codes, x_scale, weight, w_scale, *noted = ctx.saved_tensors
-        of_x, of_weight = None, None
+        grad_x, grad_weight = None, None
         codes, scale, amax = quantize_operand(gradient, GRADIENT, 1, casting, ctx.delayed)
         if ctx.delayed is not None:
             seen = ctx.delayed.seen
@@ -103,21 +106,21 @@ class _Float8Product(torch.autograd.Function):
         if weight is not None:
             if casting.rows:
                 w_codes, w_scale, _ = quantize_operand(weight, WEIGHT, 0, casting)
-            else:  # cast again rather than kept: the weight is there anyway
+            else:  # cast again instead of saved, because the weight is in memory anyway
                 w_codes = float8.cast_float8(weight, w_scale, casting.format(WEIGHT))
-            of_x = _multiply(casting, codes, scale, w_codes, w_scale, ctx.dtypes[0])
+            grad_x = _multiply(casting, codes, scale, w_codes, w_scale, ctx.dtypes[0])
         if x_codes is not None:
             if casting.rows:
                 codes, scale, _ = quantize_operand(gradient, GRADIENT, 0, casting)
             x_codes = x_codes.view(casting.format(INPUT).dtype)
-            of_weight = _multiply(casting, *_turned(codes, scale), x_codes, x_scale, ctx.dtypes[1])
-        return of_x, of_weight, None, None, None
+            grad_weight = _multiply(casting, *_transposed(codes, scale), x_codes, x_scale, ctx.dtypes[1])
+        return grad_x, grad_weight, None, None, None
 
 
 def quantize_operand(
     numbers: Tensor, role: int, dim: int, casting: CastRule, delayed: DelayedScaling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of a matrix, their scale, and the largest magnitude, for a product that sums along `dim`."""
+    """Return an FP8 matrix, its scale and the largest magnitude, for a product that sums along `dim`."""
     amax = float8.amax_of(numbers, dim if casting.rows else None)
     scale = casting.scale(amax, role)
     if delayed is not None:
@@ -126,7 +129,7 @@ def quantize_operand(
     return float8.cast_float8(numbers, scale, casting.format(role)), scale, amax
 
 
-def _turned(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _transposed(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes.T, scale.T if scale.ndim else scale
 
 

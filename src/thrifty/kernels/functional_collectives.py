@@ -1,4 +1,4 @@
-"""Collectives that can be traced, by the names that torch 2.13 gave them."""
+"""Traceable collectives, under the names of torch 2.13."""
 
 try:
     from torch.distributed._functional_collectives import all_gather_single, reduce_scatter_single

@@ -1,10 +1,10 @@
-"""The Walsh–Hadamard transform, and Fastfood: a random matrix that is only ever applied.
+"""The Walsh–Hadamard transform, and Fastfood, a random matrix that is never formed.
 
 Papers: Le, Sarlós and Smola 2013, Fastfood (arXiv 1408.3060), section 3; its use for a random subspace is Li et al.
 2018 (arXiv 1804.08838), section S7.
 
-A Hadamard matrix of size a · b is the Kronecker product of those of sizes a and b, so the transform of a row seen as
-(a, b) is two products with small matrices: faster on processors and accelerators than log2 passes of sums and
+A Hadamard matrix of size a · b is the Kronecker product of those of sizes a and b. The transform of a row seen as (a,
+b) is therefore two products with small matrices. On CPUs and accelerators that is faster than log2 passes of sums and
 differences.
 
 Shapes: r rows, n a power of two.
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 18
-"""Numbers that one pass works on: little enough for a cache, enough for a full product."""
+"""Elements per pass: few enough for a cache, enough for an efficient product."""
 _LARGEST = 64
 
 
 def hadamard_matrix(n: int, like: Tensor) -> Tensor:
-    """(n, n) of ±1."""
+    """Return the Hadamard matrix (n, n) of ±1."""
     matrix = like.new_ones(1, 1)
     step = like.new_tensor([[1.0, 1.0], [1.0, -1.0]])
     while len(matrix) < n:
@@ -31,8 +31,10 @@ def hadamard_matrix(n: int, like: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Return x H for x (r, n), by products with matrices of at most 64 by 64; H is the Hadamard matrix of ±1 in
-    Sylvester's order."""
+    """Return x H for x (r, n), by products with matrices of at most 64 by 64.
+
+    H is the Hadamard matrix of ±1 in Sylvester's order.
+    """
     rest, n = x.shape[-1], x.shape[-1]
     stride = 1
     while rest > 1:
@@ -45,17 +47,20 @@ def hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fastfood:
-    """P of shape (total, dimension), whose row i is that of a stack of blocks s H G Π H B: signs B and normal factors G
-    of their own for each block, one permutation Π for all. (P z)_i varies as the mean square of z."""
+    """A matrix P of shape (total, dimension), a stack of blocks s H G Π H B.
+
+    Each block has its own signs B and normal factors G; the permutation Π is shared. The variance of (P z)_i is the
+    mean square of z.
+    """
 
     dimension: int
     total: int
     signs: Tensor
-    """±1 in int8, (r, n) for n the next power of two."""
+    """Signs ±1 in int8, (r, n) for n the next power of two."""
     normals: Tensor
-    """float32, (r, n)."""
+    """Normal factors in float32, (r, n)."""
     permutation: Tensor
-    """(n,)"""
+    """The permutation Π, (n,)."""
 
     @property
     def width(self) -> int:
@@ -71,7 +76,7 @@ class Fastfood:
             yield slice(start, start + rows)
 
     def apply(self, z: Tensor) -> Tensor:
-        """P z, (total,) in float32."""
+        """Return P z, (total,) in float32."""
         padded = torch.nn.functional.pad(z.float(), (0, self.width - self.dimension))
         out = torch.empty(self.signs.shape, dtype=torch.float32, device=z.device)
         for rows in self._chunks():
@@ -80,7 +85,7 @@ class Fastfood:
         return out.flatten()[: self.total]
 
     def apply_transposed(self, values: Tensor) -> Tensor:
-        """Pᵀ x for x (total,), (dimension,) in float32."""
+        """Return Pᵀ x for x (total,), (dimension,) in float32."""
         padded = torch.nn.functional.pad(values.float(), (0, self.signs.numel() - self.total)).view(self.signs.shape)
         total = torch.zeros(self.width, dtype=torch.float32, device=values.device)
         back = self.permutation.argsort()
@@ -91,7 +96,8 @@ class Fastfood:
 
 
 def draw_fastfood(dimension: int, total: int, generator: torch.Generator, device: torch.device) -> Fastfood:
-    """A projection from `dimension` to `total` numbers, drawn on the generator's device and then moved."""
+    """Return a random projection from `dimension` to `total` values, sampled on the generator's device and then
+    moved."""
     width = 1 << (dimension - 1).bit_length()
     rows = -(-total // width)
     at = generator.device

@@ -1,16 +1,16 @@
-"""Images of their low frequencies alone, in as many pixels as these need. Shapes: (…, h, w)."""
+"""Low-pass filtered images in as few pixels as their frequencies require. Shapes: (…, h, w)."""
 
 import torch
 from torch import Tensor
 
 
 def crop_spectrum(images: Tensor, height: int, width: int) -> Tensor:
-    """Images (…, h, w) of floats at (height, width): the middle of their two-dimensional spectrum, and of that the
-    image again (Wang et al. 2022, arXiv 2211.09703, section 4.1), times height · width / (h · w), so that a grey area
-    keeps its brightness.
+    """Return images (…, h, w) of floats at (height, width), from the center of their two-dimensional spectrum.
 
-    It is the image behind an ideal low-pass, sampled at the new pixels. Of an even side the highest frequency stands in
-    the spectrum twice, as positive and as negative: half of both is kept, so that the result is real for every image.
+    The result is scaled by height · width / (h · w), so that a gray area keeps its brightness (Wang et al. 2022, arXiv
+    2211.09703, section 4.1). It equals the image after an ideal low-pass filter, sampled at the new pixels. For an even
+    side, the spectrum contains the highest frequency twice, as positive and negative. Half of both is kept, so that the
+    result is real for every image.
     """
     if images.shape[-2:] == (height, width):
         return images
@@ -22,7 +22,7 @@ def crop_spectrum(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def _middle(spectrum: Tensor, dim: int, size: int) -> Tensor:
-    """The `size` lowest frequencies along a dim, in torch's order: 0, 1, …, -2, -1."""
+    """Return the `size` lowest frequencies along a dim, in torch's order: 0, 1, …, -2, -1."""
     full = spectrum.shape[dim]
     if size == full:
         return spectrum

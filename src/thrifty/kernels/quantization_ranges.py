@@ -1,4 +1,4 @@
-"""Ranges shared by the numbers of a tensor in the codes of `groupwise_quantization.py`: neighbours, heads or channels.
+"""Groups of elements that share a range in `groupwise_quantization.py`: neighbors, heads or channels.
 
 A range for each head after Pan et al. 2021, Mesa (arXiv 2111.11124).
 """
@@ -12,8 +12,11 @@ GROUP = 256
 
 @dataclass(frozen=True)
 class QuantizationRanges:
-    """Which numbers share a least number and a step: of a tensor in the order of its memory, seen as (outer, count,
-    inner), those with the same entry of the middle. Each line of `width` numbers lies in one range."""
+    """Groups of elements that share a minimum and a step.
+
+    A tensor in memory order is seen as (outer, count, inner); elements with the same middle index share a range. Each
+    line of `width` elements lies in one range.
+    """
 
     outer: int
     count: int
@@ -21,14 +24,16 @@ class QuantizationRanges:
     width: int
 
 
-def by_group(numbers: int, group: int = GROUP) -> QuantizationRanges:
-    """A range for each `group` neighbours in memory, the last of them perhaps fewer."""
-    return QuantizationRanges(1, -(-numbers // group), group, group)
+def by_group(elements: int, group: int = GROUP) -> QuantizationRanges:
+    """Return a range for each `group` neighbors in memory; the last may have fewer."""
+    return QuantizationRanges(1, -(-elements // group), group, group)
 
 
 def by_head(size: Sequence[int], stride: Sequence[int], group: int) -> QuantizationRanges | None:
-    """A range for each head of (b, h, t, k), in whatever order they are in memory; in tensors of other shapes for each
-    `group` neighbours on the last axis, over all tokens. None where lines in one range would be shorter than 8."""
+    """Return a range for each head of (b, h, t, k), in any memory order, or None if lines would be shorter than 8.
+
+    In tensors of other shapes, each `group` neighbors on the last axis, over all tokens, share a range.
+    """
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
     sizes = [size[dim] for dim in order]
     if len(size) == 4:

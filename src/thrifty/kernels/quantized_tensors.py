@@ -1,9 +1,9 @@
-"""Whole tensors in and out of the codes of `groupwise_quantization.py`.
+"""Quantization of whole tensors with `groupwise_quantization.py`.
 
-Large tensors go through compiled code where there is a compiler, C++ on a processor and what torch makes of the plain
-functions on a GPU; all others through torch's operations, on a processor in pieces that fit its cache. The results are
-equal bit for bit, but for a last bit of divisions that a GPU's compiler rounds otherwise. To torch each direction is
-one operation: what it holds for a moment is not seen from outside, and shapes can be traced through it.
+Large tensors use compiled code if there is a compiler: C++ on a CPU, torch.compile of the plain functions on a GPU. All
+others use torch's operations, on a CPU in pieces that fit its cache. The results are equal bit for bit, except the last
+bit of divisions that a GPU's compiler rounds differently. Each direction is one torch operation, so that its temporary
+memory is invisible outside and shapes can be traced through it.
 """
 
 import importlib.util
@@ -35,17 +35,19 @@ from thrifty.kernels.quantization_ranges import GROUP, QuantizationRanges, by_gr
 from thrifty.machine.cpu_features import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
 
 COMPILED_FROM = 2**16
-"""Tensors of fewer numbers are not worth compiling for."""
+"""Fewest elements of a tensor that uses compiled code."""
 MIXED = 8
-"""Operations after which torch's compiler names a result that is used twice, instead of writing it out at each use: a
-hash uses each of its words twice, six times over."""
+"""Number of operations after which torch's compiler stores a result used twice instead of inlining it.
+
+A hash uses each of its words twice, six times over.
+"""
 _TOO_WIDE = 1e30
-"""Steps beyond this are those of masks that hold the lowest number there is."""
+"""Largest step. Larger ones belong to attention masks that contain the lowest finite number."""
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor in codes. `decode` gives one of its shape, format and order in memory, the same every time."""
+    """A quantized tensor. `decode` returns its shape, dtype and memory order, with the same values every time."""
 
     codes: Tensor
     least: Tensor
@@ -68,7 +70,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class PackedMask:
-    """A tensor of two values, exactly, with a bit for each number."""
+    """A tensor of two values, stored exactly with one bit per element."""
 
     codes: Tensor
     values: tuple[float, float]
@@ -83,11 +85,11 @@ class PackedMask:
 def quantize_tensor(
     tensor: Tensor, bits: int, seed: int, ranges: QuantizationRanges | None = None, zeros: bool = False
 ) -> QuantizedTensor | None:
-    """A dense tensor of floating-point numbers in codes of 2, 4 or 8 bits. None where it has numbers that are not
-    finite, or numbers that only a mask has, beyond 10^30.
+    """Return a dense floating-point tensor quantized to 2, 4 or 8 bits.
 
-    With `zeros` exact zeros stay what they are, and no positive number becomes one where its group has no negative
-    ones: whoever asks which activations a ReLU let through relies on that.
+    Returns None if it has non-finite elements, or elements beyond 10^30, which only masks have. With `zeros`, exact
+    zeros stay zero, and no positive element becomes zero if its group has no negative ones. The backward pass of ReLU
+    relies on that.
     """
     r = ranges or by_group(tensor.numel())
     codes, least, step, sound = _encode(memory_order(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)
@@ -97,13 +99,13 @@ def quantize_tensor(
 
 
 def pack_mask(tensor: Tensor, values: tuple[float, float] = (0.0, 1.0)) -> PackedMask:
-    """A dense tensor of truth values, or of these two values and no others, with a bit for each number."""
+    """Return a dense boolean tensor, or one with only these two values, with one bit per element."""
     codes = _encode_mask(memory_order(tensor), values[1])
     return PackedMask(codes, values, tensor.dtype, tensor.size(), tensor.stride())
 
 
 def memory_order(tensor: Tensor) -> Tensor:
-    """The numbers of a dense tensor in the order of its memory, sharing it."""
+    """Return the elements of a dense tensor in memory order, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -113,7 +115,7 @@ def memory_order(tensor: Tensor) -> Tensor:
 def _encode(
     numbers: Tensor, ranges: list[int], width: int, bits: int, zeros: bool, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bytes of each line, least number and step of each range, and whether the tensor can be coded at all."""
+    """Return bytes of each line, minimum and step of each range, and whether the tensor can be quantized at all."""
     outer, count, inner = ranges
     words = seed_word(seed, numbers.device), _words_of_places(width, numbers.device)
     if outer == 1 and inner == width:
@@ -123,7 +125,7 @@ def _encode(
         ends = [_run(extremes, part, zeros) for _, part in _lines(numbers, width)]
         low, high = (_joined(end).view(outer, count, -1) for end in zip(*ends, strict=True))
         least, step = round_outward(low.amin((0, 2)), high.amax((0, 2)), bits, zeros)
-        each = [_of_lines(end, ranges, width) for end in (least, step)]
+        each = [_expand_to_lines(end, ranges, width) for end in (least, step)]
         parts = [
             _run(quantize_lines, part, *(end[lines] for end in each), *words, lines.start, bits, zeros)
             for lines, part in _lines(numbers, width)
@@ -148,7 +150,7 @@ def _decode(
 ) -> Tensor:
     width = codes.shape[1] * 8 // bits
     words = seed_word(seed, codes.device), _words_of_places(width, codes.device)
-    each = [_of_lines(end, ranges, width) for end in (least, step)]
+    each = [_expand_to_lines(end, ranges, width) for end in (least, step)]
     if _is_compiled(codes.device, dtype, len(codes) * width):
         return _run_compiled(unpack_lines, codes, *each, *words, 0, bits, zeros, dtype)
     lines = codes.new_empty((len(codes), width), dtype=dtype)
@@ -197,8 +199,10 @@ def _(codes: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor:
 
 
 def _lines(numbers: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
-    """Lines of flat numbers in pieces, and which they are. The last line is filled up with its last number: anything
-    else would widen its range."""
+    """Yield lines of flat elements in pieces, with their indices.
+
+    The last line is filled with its last element, because any other value would widen its range.
+    """
     full = len(numbers) // width
     lines = numbers[: full * width].view(full, width)
     for piece in _pieces(lines):
@@ -209,7 +213,7 @@ def _lines(numbers: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _pieces(lines: Tensor) -> Iterator[slice]:
-    """All lines at once where they are compiled for, else those that fit the cache together."""
+    """Yield slices of lines: all at once for compiled code, otherwise as many as fit the cache."""
     size = CHUNK_ELEMENTS if lines.device.type == "cpu" else GPU_CHUNK_ELEMENTS
     at_once = _is_compiled(lines.device, lines.dtype, lines.numel())
     rows = len(lines) if at_once else max(size // lines.shape[1], 1)
@@ -222,8 +226,8 @@ def _words_of_places(width: int, device: torch.device) -> Tensor:
     return words_of_places(width, device)
 
 
-def _of_lines(ends: Tensor, ranges: list[int], width: int) -> Tensor:
-    """Least numbers or steps of ranges (r,) as those of each line, (n, 1)."""
+def _expand_to_lines(ends: Tensor, ranges: list[int], width: int) -> Tensor:
+    """Return minimums or steps of ranges (r,) as those of each line, (n, 1)."""
     outer, count, inner = ranges
     return ends[None, :, None].expand(outer, count, inner // width).reshape(-1, 1)
 
@@ -249,7 +253,7 @@ def _run(function: Callable[..., Any], lines: Tensor, *rest: Any) -> Any:
 
 
 def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """On a GPU one compilation for any number of lines, and one for each of all else."""
+    """Run compiled code; on a GPU, compile once for any number of lines, but separately for other arguments."""
     if arguments[0].device.type == "cpu":
         return getattr(compiled_quantization, function.__name__)(*arguments)
     constants = []
@@ -265,8 +269,8 @@ def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @cache
 def _compiled(function: FunctionType, constants: tuple[Any, ...]) -> Callable[..., Any]:
-    # code and a name of its own: the compiler gives up on code that it has compiled in eight ways, and makes variables
-    # of integers that differ between compilations of one name
+    # a copy of the code under a new name: torch.compile gives up on code after eight compilations, and turns integers
+    # that differ between compilations of one name into variables
     name = f"{function.__name__}_{sha256(repr(constants).encode()).hexdigest()[:12]}"
     own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
     return torch.compile(own, options={"realize_opcount_threshold": MIXED})

@@ -1,7 +1,7 @@
 """Rotary position embedding, in the half-split layout of Llama checkpoints.
 
-Paper: Su et al. 2021, RoFormer (arXiv 2104.09864), equation 34. Channel i of the first half is paired with channel i
-of the second half; GGUF files and the original release pair neighbours instead and need a permutation on import.
+Paper: Su et al. 2021, RoFormer (arXiv 2104.09864), equation 34. Channel i of the first half is paired with channel i of
+the second half. GGUF files and the original release pair neighbors instead and need a permutation on import.
 """
 
 import torch
@@ -9,23 +9,23 @@ from torch import Tensor
 
 
 def rotary_frequencies(head_width: int, base: float, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each pair of channels, (k/2,) in float32: base^(-2i/k)."""
+    """Return the radians per position of each pair of channels, (k/2,) in float32: base^(-2i/k)."""
     exponent = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     return base**-exponent
 
 
 def rotary_table(frequencies: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (t, k/2) in float32, for positions 0 … t-1."""
+    """Return cosines and sines, each (t, k/2) in float32, for positions 0 … t-1."""
     positions = torch.arange(length, device=frequencies.device, dtype=torch.float32)
     angle = torch.outer(positions, frequencies)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of channels of x (..., t, k) by its position's angle; the dtype of x is kept.
+    """Rotate each pair of channels of x (..., t, k) by its position's angle; the dtype of x is kept.
 
-    The halves trade places by a flip, not by cutting and joining: that stays plain indexing for a compiler, in the
-    backward pass too, where joined pieces would each be computed for every element.
+    The halves are swapped by a flip, not by slicing and concatenating. For a compiler this is plain indexing, also in
+    the backward pass, where concatenated pieces would each be computed for every element.
     """
     halves = x.float().unflatten(-1, (2, -1))
     signed = torch.stack((-sin, sin), dim=-2)

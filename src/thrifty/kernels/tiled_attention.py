@@ -1,13 +1,14 @@
 """Causal softmax attention in tiles, with plain torch operations that a compiler can fuse.
 
 Paper: Dao et al. 2022, FlashAttention (arXiv 2205.14135), and Dao 2023 (arXiv 2307.08691). As there, the backward pass
-computes the probabilities again from the saved log-sum-exp of each query, so nothing of size t·t is kept; unlike there,
-a tile spans all keys it may see, so the softmax needs no running maximum. The upper triangle is skipped by whole tiles.
+recomputes the probabilities from the saved log-sum-exp of each query, so nothing of size t·t is saved. Unlike there, a
+tile spans all keys that it may see, so the softmax needs no running maximum. The upper triangle is skipped by whole
+tiles.
 
-Made for CPUs, whose fused kernel in torch is slow going backward, and for `torch.compile`: run eagerly it makes many
-passes over memory. Forward works by tiles of queries, backward by tiles of keys, then joins the gradients of the scores
-along the keys: so every gradient is one matrix product for each tile, and a compiler finds no sums over tiles to fuse
-into whatever comes next.
+Made for CPUs, where torch's fused kernel has a slow backward pass, and for `torch.compile`; run eagerly it makes many
+passes over memory. Forward works by tiles of queries, backward by tiles of keys, and then joins the score gradients
+along the keys. Every gradient is therefore one matrix product per tile, and a compiler finds no sums over tiles to fuse
+into later operations.
 
 Shapes: b batch, h heads, g key-value heads, r = h/g query heads per key-value head, t tokens, k head width.
 """
@@ -25,7 +26,7 @@ AttentionFunction = TypeVar("AttentionFunction", bound=Callable[..., Any])
 
 
 def mark_plain_attention(causal: bool) -> Callable[[AttentionFunction], AttentionFunction]:
-    """Marks a function as plain softmax attention, of the past alone or of all: one that can be replaced."""
+    """Mark a function as plain softmax attention, causal or not, which techniques may replace."""
 
     def mark(function: AttentionFunction) -> AttentionFunction:
         vars(function)["is_causal"] = causal
@@ -37,12 +38,12 @@ def mark_plain_attention(causal: bool) -> Callable[[AttentionFunction], Attentio
 def tiled_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None
 ) -> Tensor:
-    """Attention of each token over itself and its past: q (b, h, t, k), k and v (b, g, t, k) to (b, h, t, k).
+    """Return attention of each token over itself and its past: q (b, h, t, k), k and v (b, g, t, k) to (b, h, t, k).
 
-    `mask` (b, 1, t, t) is True for what may be seen of that; every token must see itself. Products run in the dtype of
+    `mask` (b, 1, t, t) is True for visible pairs among these; every token must see itself. Products run in the dtype of
     the inputs, softmax in float32. The r query heads of one key head are stacked as rows of one matrix, so keys are
-    never copied. `tile` counts tokens; a quarter of t, between 64 and 512, when not given: smaller tiles skip more of
-    the upper triangle, but each one is unrolled and lengthens compilation.
+    never copied. `tile` counts tokens, by default a quarter of t, between 64 and 512. Smaller tiles skip more of the
+    upper triangle, but each one is unrolled and lengthens compilation.
     """
     tile = tile or min(max(-(-q.shape[2] // 4), 64), 512)
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
@@ -51,26 +52,30 @@ def tiled_causal_attention(
 
 @mark_plain_attention(causal=True)
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The same by torch's own kernel; a mask must itself let no token see later ones."""
+    """Return the same by torch's own kernel; a mask must itself hide later tokens."""
     shared = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
 
 
 @mark_plain_attention(causal=False)
 def full_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """Softmax attention over everything that the mask leaves, by torch's kernels; `scale` multiplies the scores, with
-    1 / sqrt(k) unless given."""
+    """Return softmax attention over everything that the mask shows, by torch's kernels.
+
+    `scale` multiplies the scores, by default 1 / sqrt(k).
+    """
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def segment_mask(segments: Tensor) -> Tensor:
-    """(b, 1, t, t) for texts that share a row, from the number of each token's text (b, t): True where a token may
-    look, which is at its own text up to itself."""
+    """Return a mask (b, 1, t, t) for texts that share a row, from the id of each token's text (b, t).
+
+    It is True where a token may look: at its own text up to itself.
+    """
     return (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
-    """Output (b, h, t, k) and the log-sum-exp of each query's scores (b, h, t, 1)."""
+    """Return the output (b, h, t, k) and the log-sum-exp of each query's scores (b, h, t, 1)."""
     outputs, lses = [], []
     grouped = q.unflatten(1, (k.shape[1], -1))  # (b, g, r, t, k)
     for start in range(0, q.shape[2], tile):
@@ -86,38 +91,38 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: in
 
 
 def tiled_backward(
-    of_output: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, output: Tensor, lse: Tensor, tile: int
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, output: Tensor, lse: Tensor, tile: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     accurate = lse.dtype
-    grouped, of_grouped, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, of_output, lse))
-    shared = (of_output.to(accurate) * output.to(accurate)).sum(-1, keepdim=True).unflatten(1, (k.shape[1], -1))
+    grouped, grad_grouped, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, grad_output, lse))
+    shared = (grad_output.to(accurate) * output.to(accurate)).sum(-1, keepdim=True).unflatten(1, (k.shape[1], -1))
     starts = range(0, q.shape[2], tile)
-    of_q, of_k, of_v, columns = [], [], [], []
+    grad_q, grad_k, grad_v, columns = [], [], [], []
     for start in starts:
         keys, values = (x[:, :, start : start + tile] for x in (k, v))
-        rows, of_rows, row_lse, row_shared = (
-            x[..., start:, :].flatten(2, 3) for x in (grouped, of_grouped, lse, shared)
+        rows, grad_rows, row_lse, row_shared = (
+            x[..., start:, :].flatten(2, 3) for x in (grouped, grad_grouped, lse, shared)
         )
         probability = (_scores(grouped[..., start:, :], start, keys, start, mask) - row_lse).exp()
-        of_probability = (of_rows @ values.transpose(-1, -2)).to(accurate)
-        of_scores = (probability * (of_probability - row_shared) * q.shape[-1] ** -0.5).to(q.dtype)
-        of_v.append(probability.to(v.dtype).transpose(-1, -2) @ of_rows)
-        of_k.append(of_scores.transpose(-1, -2) @ rows)
-        columns.append(of_scores.unflatten(2, (-1, q.shape[2] - start)))
+        grad_probability = (grad_rows @ values.transpose(-1, -2)).to(accurate)
+        grad_scores = (probability * (grad_probability - row_shared) * q.shape[-1] ** -0.5).to(q.dtype)
+        grad_v.append(probability.to(v.dtype).transpose(-1, -2) @ grad_rows)
+        grad_k.append(grad_scores.transpose(-1, -2) @ rows)
+        columns.append(grad_scores.unflatten(2, (-1, q.shape[2] - start)))
     for start in starts:
         stop = min(start + tile, q.shape[2])
         row = torch.cat(
             [column[..., start - at : stop - at, :] for at, column in zip(starts, columns, strict=True) if at < stop],
             -1,
         )
-        of_q.append((row.flatten(2, 3) @ k[:, :, :stop]).unflatten(2, (-1, stop - start)))
-    return torch.cat(of_q, 3).flatten(1, 2), torch.cat(of_k, 2), torch.cat(of_v, 2)
+        grad_q.append((row.flatten(2, 3) @ k[:, :, :stop]).unflatten(2, (-1, stop - start)))
+    return torch.cat(grad_q, 3).flatten(1, 2), torch.cat(grad_k, 2), torch.cat(grad_v, 2)
 
 
 def _scores(grouped: Tensor, first_query: int, keys: Tensor, first_key: int, mask: Tensor | None) -> Tensor:
-    """Scaled scores of queries (b, g, r, n, k) against keys (b, g, m, k) as (b, g, r·n, m), -inf for the future and
-    for what the mask hides."""
+    """Return scaled scores of queries (b, g, r, n, k) against keys (b, g, m, k) as (b, g, r·n, m), -inf for invisible
+    pairs."""
     rows, count = grouped.flatten(2, 3), grouped.shape[3]
     scores = (rows @ keys.transpose(-1, -2)).to(torch.promote_types(rows.dtype, torch.float32)) * rows.shape[-1] ** -0.5
     query = (torch.arange(count, device=rows.device) + first_query).repeat(grouped.shape[2])[:, None]
@@ -138,9 +143,9 @@ class _TiledCausalAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx, of_output):  # type: ignore[override]
+    def backward(ctx, grad_output):  # type: ignore[override]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise UsageError(
                 "tiled causal attention has no second derivative", fix="use torch's attention with SDPBackend.MATH"
             )
-        return *tiled_backward(of_output, *ctx.saved_tensors, ctx.tile), None, None
+        return *tiled_backward(grad_output, *ctx.saved_tensors, ctx.tile), None, None

@@ -1,12 +1,13 @@
-"""Masks with n of each m along the rows and along the columns, so that a matrix and its transpose are both N:M sparse.
+"""Transposable N:M masks: n of each m along rows and along columns, so that a matrix and its transpose are both N:M
+sparse.
 
-A tile of m x m is one of finitely many patterns, 90 for 2:4, and the best is the one that keeps the largest sum of
-magnitudes: one matrix product scores all tiles by all patterns. Hubara et al. 2021 (arXiv 2102.08124) made such masks
-by approximation; Hu et al. 2024 (arXiv 2404.01847) go through the patterns, by a convolution.
+A tile of m x m is one of finitely many patterns, 90 for 2:4, and the best keeps the largest sum of magnitudes. One
+matrix product scores all tiles against all patterns. Hubara et al. 2021 (arXiv 2102.08124) compute such masks
+approximately; Hu et al. 2024 (arXiv 2404.01847) search the patterns by a convolution.
 
-Patterns keep exactly n. Units for 2:4 products would take fewer: of the tiles to which nothing can be added, 96 keep 7
-numbers. Among those too the best kept 70.27 % of the magnitude of normal numbers instead of 70.23 %, which is not worth
-a weight in sixteen; greedy tiles, as torch makes them, kept 69 %, and masks along rows alone keep 74.4 %.
+Patterns keep exactly n, although hardware for 2:4 products would accept fewer: 96 more maximal tiles keep 7 elements.
+For normal weights, including them kept 70.27 % of the magnitude instead of 70.23 %, which does not justify losing a
+weight in sixteen. Greedy tiles, as torch computes them, kept 69 %, and masks along rows alone keep 74.4 %.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from thrifty.core.errors import RefusedError
 
 LARGEST_TILE = 4
 TILES_AT_ONCE = 4096
-"""Scored together: with 90 patterns 1.5 MB in float32, which a cache holds."""
+"""Tiles scored together: with 90 patterns 1.5 MB in float32, which fits a cache."""
 
 
 @cache
@@ -30,21 +31,22 @@ def _patterns(n: int, m: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def transposable_patterns(n: int, m: int) -> Tensor:
-    """All tiles (patterns, m, m) of zeros and ones with n ones in each row and each column. Raises RefusedError for
-    tiles with too many of them."""
+    """Return all tiles (patterns, m, m) of zeros and ones with n ones in each row and column. Raises RefusedError if
+    there are too many."""
     if m > LARGEST_TILE:
         raise RefusedError(
-            f"a transposable {n}:{m} mask is not searched for: the best is found among all patterns of a tile, and "
-            "halves of 4 x 4 have 90 of them, of 8 x 8 116,963,796,250",
+            f"transposable {n}:{m} masks are not supported: the search tries all patterns of a tile, 90 for 2:4 but "
+            "116,963,796,250 for 4:8",
             fix=f"set m to at most {LARGEST_TILE}, or transposable = false",
         )
     return torch.tensor(_patterns(n, m), dtype=torch.bool)
 
 
 def transposable_mask(weight: Tensor, n: int, m: int) -> Tensor:
-    """The mask (r, c) with n of m along both dims that keeps the largest sum of |weight| (r, c), both multiples of m.
+    """Return the mask (r, c) with n of m along both dims and the largest kept sum of |weight| (r, c), both multiples of
+    m.
 
-    Optimal in each tile up to the rounding of a sum of n · m magnitudes; of equal patterns the first is taken.
+    Optimal in each tile up to the rounding of a sum of n · m magnitudes; of equal patterns the first is chosen.
     """
     rows, columns = weight.shape[0] // m, weight.shape[1] // m
     patterns = transposable_patterns(n, m).to(weight.device)

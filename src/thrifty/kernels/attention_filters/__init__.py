@@ -1,17 +1,18 @@
-"""Attention filters of the accelerators' papers: which keys a query attends to, estimated for less than scores cost.
+"""Attention filters from accelerator papers: they estimate which keys a query attends to, for less than the cost of
+scores.
 
-All have one frame: an estimate of the scores, a keep set per query (a mask of pairs, True for what is kept), and exact
-softmax attention over that.
+All share one frame: an estimate of the scores, a keep set per query, and exact softmax attention over the keep set. A
+keep set is a mask of pairs, True for kept ones.
 
-keep_masks.py     the frame: visible pairs, a keep set that leaves no query without a key, attention over it
+keep_masks.py     the frame: visible pairs, keep sets with at least one key per query, attention over them
 elsa_filter.py    angles between sign hashes
-a3_filter.py      the largest products, searched greedily
-sanger_filter.py  scores of 4 bits, a threshold
-dota_filter.py    a trained low-rank detector, the same number for all
+a3_filter.py      the largest products, by greedy search
+sanger_filter.py  4-bit scores and a threshold
+dota_filter.py    a trained low-rank detector, the same number of keys for all queries
 vitcod_filter.py  one mask for all inputs
-spatten_filter.py tokens and heads that go for good, block after block
+spatten_filter.py cascade pruning of tokens and heads, block by block
 
-In software a mask saves nothing: every one of these goes through all pairs to find out which to keep. They are what
-hardware is built for, and what a model has to live with. Where a paper's filter is for encoders, n, the number of keys,
-becomes here the number that a query can see. Shapes: b batch, h heads, t queries, s keys, k head width.
+In software a mask saves nothing, because each filter processes all pairs to find the kept ones. Special hardware saves
+the work; here the filters show the effect on the model. If a paper's filter is for encoders, n, the number of keys,
+becomes the number of keys that a query can see. Shapes: b batch, h heads, t queries, s keys, k head width.
 """

@@ -1,4 +1,4 @@
-"""DOTA: scores estimated by a small trained detector, as many keys for each query as for any other.
+"""DOTA: scores estimated by a small trained detector; every query keeps the same number of keys.
 
 Paper: Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS); its
 precursor Liu et al. 2021 (arXiv 2110.11299). The body of the paper was not read: the projection's probabilities and the
@@ -14,17 +14,19 @@ from thrifty.kernels.rotary_embedding import rotate
 
 
 def sparse_projection(width: int, reduced: int, generator: torch.Generator) -> Tensor:
-    """P (d, k): sqrt(3 / k) times 1 or -1, one in six each, or 0 (Achlioptas 2003), in float32."""
-    drawn = torch.rand(width, reduced, generator=generator, device=generator.device)
-    signs = torch.where(drawn < 1 / 6, 1.0, torch.where(drawn < 1 / 3, -1.0, 0.0))
+    """Return a random P (d, k) in float32: sqrt(3 / k) times 1 or -1, one in six each, or 0 (Achlioptas 2003)."""
+    uniform = torch.rand(width, reduced, generator=generator, device=generator.device)
+    signs = torch.where(uniform < 1 / 6, 1.0, torch.where(uniform < 1 / 3, -1.0, 0.0))
     return math.sqrt(3 / reduced) * signs
 
 
 def detected_scores(
     x: Tensor, projection: Tensor, w_q: Tensor, w_k: Tensor, turns: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Estimates (b, h, t, t) of the scores of tokens x (b, t, d): (x P W_q) (x P W_k)ᵀ, with W (h, k, k) by head. With
-    `turns`, cosines and sines (t, k/2), both factors are turned by their position first."""
+    """Return estimated scores (b, h, t, t) of tokens x (b, t, d): (x P W_q) (x P W_k)ᵀ, with W (h, k, k) by head.
+
+    With `turns`, cosines and sines (t, k/2), both factors are first rotated by their position.
+    """
     reduced = (x.to(projection.dtype) @ projection)[:, None]
     q, k = reduced @ w_q, reduced @ w_k
     if turns is not None:
@@ -33,14 +35,16 @@ def detected_scores(
 
 
 def detector_loss(estimated: Tensor, exact: Tensor, visible: Tensor) -> Tensor:
-    """The mean squared difference of both (b, h, t, s) over visible pairs, one number per example (b,)."""
+    """Return the mean squared difference of both (b, h, t, s) over visible pairs, one value per example (b,)."""
     difference = (estimated - exact).float().square().masked_fill(~visible, 0.0)
     return difference.sum((1, 2, 3)) / visible.expand_as(difference).sum((1, 2, 3)).clamp(min=1)
 
 
 def balanced_keys(scores: Tensor, count: int, visible: Tensor, counts: Tensor | None = None) -> Tensor:
-    """The keys (b, h, t, m) of the `count` highest scores (b, h, t, s) of each query, -1 where it sees fewer; of those
-    only as many as `counts` (b,) has for each example."""
+    """Return the keys (b, h, t, m) of the `count` highest scores (b, h, t, s) of each query, -1 if fewer are visible.
+
+    With `counts` (b,), each example keeps only as many.
+    """
     best = scores.masked_fill(~visible, float("-inf")).topk(min(count, scores.shape[-1]), dim=-1)
     kept = best.values > float("-inf")
     if counts is not None:
@@ -49,7 +53,7 @@ def balanced_keys(scores: Tensor, count: int, visible: Tensor, counts: Tensor | 
 
 
 def keep_of(keys: Tensor, count: int) -> Tensor:
-    """The same as a mask (b, h, t, count)."""
+    """Return these keys as a mask (b, h, t, count)."""
     spare = torch.where(keys < 0, count, keys)
     mask = torch.zeros(*keys.shape[:-1], count + 1, dtype=torch.bool, device=keys.device)
     return mask.scatter(-1, spare, True)[..., :count]

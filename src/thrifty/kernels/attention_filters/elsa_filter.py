@@ -1,4 +1,4 @@
-"""ELSA: keys whose angle to the query is small, by sign hashes of an orthogonal projection that is cheap to apply.
+"""ELSA: keys with a small angle to the query, estimated from sign hashes of a fast orthogonal projection.
 
 Paper: Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention (ISCA).
 """
@@ -14,12 +14,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, with_one
 
-PAIRS, DRAWS = 2048, 96
-"""Random pairs of vectors for each of so many random projections, of which the bias is a percentile."""
+PAIRS, PROJECTIONS = 2048, 96
+"""Number of random vector pairs per random projection, and of projections; the bias is a percentile over all."""
 
 
 def factor_sizes(width: int) -> tuple[int, ...]:
-    """Sides of the small matrices whose Kronecker product is (width, width): fours first, then other prime factors."""
+    """Return the sizes of small matrices whose Kronecker product is (width, width): fours first, then other prime
+    factors."""
     sizes: list[int] = []
     for divisor in (4, *range(2, width + 1)):
         while width % divisor == 0 and width > 1:
@@ -29,12 +30,13 @@ def factor_sizes(width: int) -> tuple[int, ...]:
 
 
 def multiplies(sizes: Sequence[int]) -> int:
-    """Multiplications of one projection: 768 for three sides of 4, where the whole matrix takes 4096."""
+    """Return the number of multiplications of one projection: 768 for three sizes of 4, against 4096 for the whole
+    matrix."""
     return math.prod(sizes) * sum(sizes)
 
 
 def gram_schmidt(matrix: Tensor) -> Tensor:
-    """Orthonormal rows that span what the rows (n, n) do, one after the other (modified Gram-Schmidt)."""
+    """Return orthonormal rows with the same span as the rows (n, n), by modified Gram-Schmidt."""
     rows: list[Tensor] = []
     for row in matrix:
         for done in rows:
@@ -44,20 +46,20 @@ def gram_schmidt(matrix: Tensor) -> Tensor:
 
 
 def orthogonal_factors(sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
-    """Random orthogonal matrices of these sides, float64 on the processor."""
+    """Return random orthogonal matrices of these sizes, in float64 on the CPU."""
     return [gram_schmidt(torch.randn(n, n, generator=generator, dtype=torch.float64)) for n in sizes]
 
 
 @cache
 def seeded_factors(sizes: tuple[int, ...], seed: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """The same by a seed, as numbers: they are there where shapes alone are traced."""
+    """Return the factors of a seed as Python numbers, which exist even if only shapes are traced."""
     with _disable_current_modes(), unset_fake_temporarily():
         factors = orthogonal_factors(sizes, torch.Generator().manual_seed(seed))
         return tuple(tuple(map(tuple, factor.tolist())) for factor in factors)
 
 
 def kronecker_project(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """(A1 ⊗ A2 ⊗ …) x for x (…, k), one small product after the other."""
+    """Return (A1 ⊗ A2 ⊗ …) x for x (…, k), by one small product per factor."""
     sides = [len(factor) for factor in factors]
     y = x.unflatten(-1, sides)
     with torch.autocast(x.device.type, enabled=False):
@@ -67,25 +69,27 @@ def kronecker_project(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
 
 
 def signs(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """The hash of vectors (…, k): k signs, 1 or -1."""
+    """Return the hash of vectors (…, k): k signs, 1 or -1."""
     return torch.where(kronecker_project(x, factors) >= 0, 1.0, -1.0).to(x.dtype)
 
 
-def estimated_angle(of_queries: Tensor, of_keys: Tensor) -> Tensor:
-    """(π / k) · Hamming distance, from signs (…, t, k) and (…, s, k): (…, t, s)."""
-    bits = of_queries.shape[-1]
-    return math.pi / bits * (bits - of_queries @ of_keys.mT) / 2
+def estimated_angle(query_signs: Tensor, key_signs: Tensor) -> Tensor:
+    """Return (π / k) · Hamming distance (…, t, s) from signs (…, t, k) and (…, s, k)."""
+    bits = query_signs.shape[-1]
+    return math.pi / bits * (bits - query_signs @ key_signs.mT) / 2
 
 
 @cache
 def angle_bias(sizes: tuple[int, ...], share: float = 0.8, seed: int = 0) -> float:
-    """By how much the estimate of the angle of two standard normal vectors is too large in all but `share` of the
-    cases, in radians: what has to be taken off so that it is too small in `share` of them. 0.127 for (4, 4, 4)."""
+    """Return the bias of estimated angles, in radians: the `share` quantile of the error over standard normal pairs.
+
+    Subtracting it makes the estimate too small in `share` of the cases. 0.127 for (4, 4, 4).
+    """
     width = math.prod(sizes)
     with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
         generator = torch.Generator().manual_seed(seed)
         errors = []
-        for _ in range(DRAWS):
+        for _ in range(PROJECTIONS):
             factors = orthogonal_factors(sizes, generator)
             x, y = torch.randn(2, PAIRS, width, generator=generator)
             true = torch.cosine_similarity(x, y, dim=-1).clamp(-1, 1).acos()
@@ -95,14 +99,14 @@ def angle_bias(sizes: tuple[int, ...], share: float = 0.8, seed: int = 0) -> flo
 
 
 def elsa_similarity(q: Tensor, k: Tensor, factors: Sequence[Tensor], bias: float) -> Tensor:
-    """|k| · cos(max(0, angle - bias)) of q (b, h, t, k) and k (b, g, s, k): (b, h, t, s), in float32."""
+    """Return |k| · cos(max(0, angle - bias)), (b, h, t, s) in float32, for q (b, h, t, k) and k (b, g, s, k)."""
     q, k = q.float(), heads_of_keys(k, q.shape[1]).float()
     angle = estimated_angle(signs(q, factors), signs(k, factors))
     return k.norm(dim=-1)[:, :, None, :] * (angle - bias).clamp(min=0).cos()
 
 
 def largest_norm(k: Tensor, heads: int, visible: Tensor) -> Tensor:
-    """The largest norm of a key that each query sees, (b, h, 1 or t, 1)."""
+    """Return the largest norm of a key visible to each query, (b, h, 1 or t, 1)."""
     norms = heads_of_keys(k, heads).float().norm(dim=-1)[:, :, None, :]
     return norms.masked_fill(~visible, 0.0).amax(-1, keepdim=True)
 
@@ -110,16 +114,19 @@ def largest_norm(k: Tensor, heads: int, visible: Tensor) -> Tensor:
 def elsa_keep(
     q: Tensor, k: Tensor, factors: Sequence[Tensor], bias: float, threshold: float, visible: Tensor
 ) -> Tensor:
-    """Keys whose similarity is above threshold · the largest norm of a visible key; the most similar one where none
-    is."""
+    """Return the keys with a similarity above threshold · the largest norm of a visible key, or else the most similar
+    key."""
     similarity = elsa_similarity(q, k, factors, bias)
     keep = (similarity > threshold * largest_norm(k, q.shape[1], visible)) & visible
     return with_one(keep, similarity, visible)
 
 
 def threshold_samples(q: Tensor, k: Tensor, p: float, visible: Tensor) -> Tensor:
-    """What threshold each query would need, (b, h, t): of the keys to which softmax gives more than p / n, the lowest
-    score, over |q| · the largest |k|; of the highest score where none gets as much. n is how many keys it sees."""
+    """Return the threshold that each query requires, (b, h, t).
+
+    It is the lowest score of the keys with a softmax weight above p / n, over |q| · the largest |k|; n is the number of
+    visible keys. If no weight is above p / n, the highest score replaces it.
+    """
     scores = exact_scores(q, k).masked_fill(~visible, float("-inf"))
     n = visible.sum(-1, keepdim=True)
     enough = scores.softmax(-1) > p / n

@@ -1,7 +1,7 @@
-"""Sanger: keys to which softmax over scores of 4 bits gives more than a threshold.
+"""Sanger: keys with a softmax weight above a threshold, predicted from 4-bit scores.
 
 Paper: Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable Architecture
-(MICRO). Not read in full: what is here follows its abstract and its published code.
+(MICRO). Not read in full: this follows its abstract and its published code.
 """
 
 import torch
@@ -11,14 +11,14 @@ from thrifty.kernels.attention_filters.keep_masks import heads_of_keys, with_one
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Vectors (…, k) divided by their length, and that (…, 1), in float32."""
+    """Return vectors (…, k) divided by their norm, and the norm (…, 1), in float32."""
     x = x.float()
     length = x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     return x / length, length
 
 
 def quantized(x: Tensor, bits: int, largest: float | Tensor) -> Tensor:
-    """x rounded to `bits` with a sign, evenly from -largest to largest, as numbers again; gradients pass straight
+    """Return x rounded to signed `bits`, evenly from -largest to largest, as floats; gradients pass straight
     through."""
     levels = 2 ** (bits - 1) - 1
     scale = levels / largest
@@ -27,18 +27,20 @@ def quantized(x: Tensor, bits: int, largest: float | Tensor) -> Tensor:
 
 
 def predicted_scores(q: Tensor, k: Tensor, bits: int, largest: tuple[float | Tensor, float | Tensor]) -> Tensor:
-    """Scores (b, h, t, s) from unit vectors of few bits, scaled by the lengths and 1 / sqrt(k). `largest` is what a
-    number of a unit query and of a unit key is taken to be at most."""
-    (q, of_q), (k, of_k) = unit_rows(q), unit_rows(heads_of_keys(k, q.shape[1]))
+    """Return scores (b, h, t, s) from quantized unit vectors, scaled by the norms and 1 / sqrt(k).
+
+    `largest` has the assumed largest element of a unit query and of a unit key.
+    """
+    (q, norm_q), (k, norm_k) = unit_rows(q), unit_rows(heads_of_keys(k, q.shape[1]))
     with torch.autocast(q.device.type, enabled=False):
         products = quantized(q, bits, largest[0]) @ quantized(k, bits, largest[1]).mT
-    return products * of_q * of_k.mT * q.shape[-1] ** -0.5
+    return products * norm_q * norm_k.mT * q.shape[-1] ** -0.5
 
 
 def sanger_keep(
     q: Tensor, k: Tensor, threshold: float, bits: int, largest: tuple[float, float], visible: Tensor
 ) -> Tensor:
-    """Keys that get more than `threshold` of the predicted softmax; the most likely one where none does."""
+    """Return the keys with more than `threshold` of the predicted softmax, or else the most likely key."""
     scores = predicted_scores(q, k, bits, largest)
     keep = scores.masked_fill(~visible, float("-inf")).softmax(-1) > threshold
     return with_one(keep, scores, visible)

@@ -1,4 +1,4 @@
-"""ViTCoD: one mask per head for all images, made of average attention maps; heads of queries and keys in a code.
+"""ViTCoD: one fixed mask per head for all images, from average attention maps, and an autoencoder over heads.
 
 Paper: You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design (HPCA,
 arXiv 2210.09573). Read in part, with its published code.
@@ -19,27 +19,30 @@ from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import BlockGrid, blocks_of
 
 GLOBAL = 50
-"""A key that more queries than this keep is a global token, of the 197 of the paper's images."""
+"""A key kept by more queries than this is a global token, of the 197 of the paper's images."""
 
 
 def encode_heads(heads: int) -> int:
-    """Heads of the code: half, rounded up."""
+    """Return the number of encoded heads: half, rounded up."""
     return math.ceil(heads / 2)
 
 
 def autoencode_heads(x: Tensor, encode: Tensor, decode: Tensor) -> Tensor:
-    """x (b, h, t, k) through a code of fewer heads and back: encode (c, h), decode (h, c)."""
+    """Return x (b, h, t, k) encoded to fewer heads and decoded: encode (c, h), decode (h, c)."""
     return torch.einsum("hc,cg,bgtk->bhtk", decode, encode, x)
 
 
 def autoencoder_loss(x: Tensor, restored: Tensor) -> Tensor:
-    """The distance of both (b, h, t, k), one number per example (b,)."""
+    """Return the distance of both (b, h, t, k), one value per example (b,)."""
     return (x - restored).float().square().sum((1, 2, 3)).add(1e-12).sqrt()
 
 
 def informative_pairs(average: Tensor, cut: float, first: int = 1) -> Tensor:
-    """Of average attention maps (…, t, s), rows of which sum to 1, the largest entries of each row until their sum
-    reaches `cut`; rows and columns of the `first` tokens are always kept. A mask of the same shape."""
+    """Return a mask of the largest entries of each row of average attention maps (…, t, s), until their sum reaches
+    `cut`.
+
+    Rows sum to 1. Rows and columns of the `first` tokens are always kept.
+    """
     ordered = average.sort(dim=-1, descending=True, stable=True)
     before = running_sums(ordered.values, -1) - ordered.values
     kept = torch.zeros_like(average, dtype=torch.bool).scatter(-1, ordered.indices, before < cut)
@@ -49,26 +52,28 @@ def informative_pairs(average: Tensor, cut: float, first: int = 1) -> Tensor:
 
 
 def average_map(probabilities: Tensor, visible: Tensor) -> Tensor:
-    """The mean (h, t, s) of probabilities (b, h, t, s) over the examples in which the query sees something."""
+    """Return the mean (h, t, s) of probabilities (b, h, t, s) over the examples in which the query sees some key."""
     counts = visible.any(-1, keepdim=True).expand(*probabilities.shape[:3], 1).sum(0)
     return probabilities.double().sum(0) / counts.clamp(min=1)
 
 
 def fixed_masks(average: Tensor, cut: float, first: int) -> Tensor:
-    """`informative_pairs` of maps (h, t, t) whose rows are first scaled to a sum of 1, and every token with itself
-    (ours: so that no mask leaves a query alone)."""
+    """Return `informative_pairs` of maps (h, t, t), with rows first scaled to a sum of 1, plus each token with itself.
+
+    The diagonal is our addition, so that each query keeps a key.
+    """
     rows = average / average.sum(-1, keepdim=True).clamp(min=1e-30)
-    own = torch.eye(average.shape[-1], dtype=torch.bool, device=average.device)
-    return informative_pairs(rows, cut, first) | own
+    diagonal = torch.eye(average.shape[-1], dtype=torch.bool, device=average.device)
+    return informative_pairs(rows, cut, first) | diagonal
 
 
 def written_masks(masks: Tensor) -> str:
-    """Masks as text: their bits, compressed, in base 64."""
+    """Return masks as text: their bits, compressed, in base 64."""
     return base64.b64encode(zlib.compress(np.packbits(masks.cpu().numpy()).tobytes())).decode()
 
 
 def read_masks(text: str, heads: int, tokens: int) -> np.ndarray:
-    """Masks (h, t, t) from that text. Raises IntegrityError where it is not one of so many."""
+    """Return masks (h, t, t) from such a text. Raises IntegrityError if it contains another number of bits."""
     count = heads * tokens**2
     bits = np.unpackbits(np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8))
     if not count <= len(bits) < count + 8:
@@ -77,8 +82,10 @@ def read_masks(text: str, heads: int, tokens: int) -> np.ndarray:
 
 
 def split_blocks(masks: np.ndarray, limit: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each head of masks (h, t, t), the order that puts global tokens in front (h, t), and which blocks of
-    so many tokens of the reordered mask keep something (h, T, T)."""
+    """Return the order of tokens per head (h, t) with global tokens first, and the nonempty blocks (h, T, T) in it.
+
+    `masks` are (h, t, t); `block` is the number of tokens in a block.
+    """
     tokens = masks.shape[-1]
     order = (masks.sum(1) <= limit).argsort(axis=-1, kind="stable")
     moved = np.take_along_axis(np.take_along_axis(masks, order[:, :, None], 1), order[:, None, :], 2)
@@ -88,8 +95,10 @@ def split_blocks(masks: np.ndarray, limit: int, block: int) -> tuple[np.ndarray,
 
 
 def split_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, order: Tensor, kept: BlockGrid) -> Tensor:
-    """Attention of q (b, h, t, k) over what a mask (b or 1, h, t, t) leaves of k and v (b, g, t, k), worked on with the
-    tokens of each head in an order (h, t), in those blocks (1, h, T, T) that keep something in it."""
+    """Return attention of q (b, h, t, k) over k and v (b, g, t, k) under a mask (b or 1, h, t, t).
+
+    Tokens of each head are processed in an order (h, t), in the nonempty blocks (1, h, T, T) of that order.
+    """
     b, h, t, width = q.shape
     along = order[None, :, :, None].expand(b, h, t, width)
     q, k, v = (heads_of_keys(x, h).gather(2, along) for x in (q, k, v))

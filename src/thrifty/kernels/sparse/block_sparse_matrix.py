@@ -1,8 +1,7 @@
-"""Whole blocks of weights kept or left out: SpMM and SDDMM at close to the rate of dense products.
+"""Block-sparse matrices: SpMM and SDDMM at nearly the rate of dense products.
 
-A matrix S (m, k) keeps `values` (blocks, b, b), outputs by inputs. On a processor b is 16, of which larger blocks are
-made up; on a GPU it is any power of two from 16 on, in Triton. Where neither is there, torch multiplies all blocks in
-one batch.
+A matrix S (m, k) keeps `values` (blocks, b, b), outputs by inputs. On a CPU b is 16; larger blocks consist of these. On
+a GPU b is any power of two from 16 on, in Triton. Otherwise torch multiplies all blocks in one batch.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from thrifty.kernels.sparse.csr_matrix import LANES, TILE_BYTES, CsrMatrix
 from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 BATCH_BYTES = 2**26
-"""Of the products of blocks that torch makes at once."""
+"""Bytes of block products that torch computes at once."""
 SDDMM_TOKENS = 128
 
 
@@ -26,14 +25,15 @@ class BlockSparseMatrix:
     """A `SparsityPattern` of whole blocks; values (blocks, b, b)."""
 
     grid: CsrMatrix
-    """Their places in the matrix of blocks (m / b, k / b)."""
+    """Positions of the blocks in the matrix of blocks (m / b, k / b)."""
     block: int
     at: tuple[Tensor, Tensor]
-    """(blocks,) int64 each: the block row and block column."""
+    """Block row and block column of each block, (blocks,) int64 each."""
 
     @classmethod
     def of(cls, mask: Tensor, block: int = LANES) -> "BlockSparseMatrix":
-        """Every block of a mask (m, k) in which some place is true. Raises UsageError where blocks do not fit."""
+        """Return the pattern of every block of a mask (m, k) with a True position. Raises UsageError if blocks do not
+        fit."""
         kept = kept_blocks(mask, block)
         rows, columns = kept.nonzero(as_tuple=True)
         return cls(CsrMatrix.of(kept), block, (rows, columns))
@@ -73,15 +73,17 @@ class BlockSparseMatrix:
 
 
 def kept_blocks(mask: Tensor, block: int) -> Tensor:
-    """Which blocks of a mask (m, k) have a true place, (m / b, k / b)."""
+    """Return which blocks of a mask (m, k) have a True position, (m / b, k / b)."""
     rows, columns = mask.shape
     if rows % block or columns % block:
-        raise UsageError(f"a matrix {rows} x {columns} is not made of blocks of {block}", fix="use CSR for it")
+        raise UsageError(
+            f"a matrix of {rows} x {columns} is not made of blocks of {block}", fix="use CSR: CsrMatrix.of"
+        )
     return mask.view(rows // block, block, columns // block, block).any(3).any(1)
 
 
 def tokens_of_tile(inputs: int) -> int:
-    """Tokens of a tile of so many inputs that fits the cache."""
+    """Return the number of tokens in a tile of so many inputs that fits the cache."""
     return next((tokens for tokens in (128, 64, 32) if inputs * tokens * 4 <= TILE_BYTES), LANES)
 
 
@@ -99,9 +101,9 @@ def _spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tens
     if not _is_native(block, x, values, bias):
         return _spmm_by_torch(x, values, starts, columns, bias, rows)
     y, width = x.new_empty(tokens, rows * block), tokens_of_tile(inputs)
-    turned = values.transpose(1, 2).contiguous()  # inputs by outputs
+    transposed = values.transpose(1, 2).contiguous()  # inputs by outputs
     sizes = (rows * block, inputs, tokens, width)
-    compiled_products.PRODUCTS.run("block_spmm", (starts, columns, turned, bias, x, y, *sizes), -(-tokens // width))
+    compiled_products.PRODUCTS.run("block_spmm", (starts, columns, transposed, bias, x, y, *sizes), -(-tokens // width))
     return y
 
 
@@ -143,7 +145,7 @@ def _has_triton(x: Tensor) -> bool:
 
 
 def _by_block(x: Tensor, block: int) -> Tensor:
-    """(n, k) as (k / b, n, b)."""
+    """Return (n, k) as (k / b, n, b)."""
     return x.view(len(x), x.shape[1] // block, block).transpose(0, 1)
 
 

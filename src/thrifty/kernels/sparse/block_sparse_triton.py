@@ -1,8 +1,8 @@
-"""Block-sparse products in Triton, for GPUs: the functions of `block_sparse_matrix.py`, one program for each tile.
+"""Block-sparse products in Triton, for GPUs: the functions of `block_sparse_matrix.py`, one program per tile.
 
-Imported only where Triton is there. Run so far in Triton's interpreter alone, never on a GPU. Numbers are added up in
-float32 in the order of blocks or tokens; products of float32 are exact ones, not TF32. Blocks are 16 or a larger power
-of two wide.
+Imported only if Triton is installed. So far it was run only in Triton's interpreter, never on a GPU. Sums are in
+float32 in the order of blocks or tokens; products of float32 are exact, not TF32. The block width is 16 or a larger
+power of two.
 """
 
 import triton  # pyrefly: ignore[missing-import]
@@ -12,7 +12,7 @@ from torch import Tensor
 from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 TOKENS = 64
-"""Of a tile of results, and of those that an SDDMM takes at once."""
+"""Tokens of a tile of results, and tokens that an SDDMM processes at once."""
 
 
 @triton.jit
@@ -28,9 +28,9 @@ def _spmm_kernel(
         column = tl.load(columns + p).to(tl.int64) * block
         rows_of_x = t.to(tl.int64)[:, None] * inputs + column + lane[None, :]
         inside = tl.load(x + rows_of_x, mask=is_token, other=0.0)
-        # (inputs, outputs) of a block that is kept outputs by inputs
-        turned = tl.load(values + p * block * block + lane[None, :] * block + lane[:, None])
-        total += tl.dot(inside, turned, input_precision="ieee")
+        # (inputs, outputs) of a block stored as outputs by inputs
+        transposed = tl.load(values + p * block * block + lane[None, :] * block + lane[:, None])
+        total += tl.dot(inside, transposed, input_precision="ieee")
     if has_bias:
         total += tl.load(bias + row * block + lane).to(tl.float32)[None, :]
     place = t.to(tl.int64)[:, None] * outputs + row * block + lane[None, :]
@@ -46,17 +46,17 @@ def _sddmm_kernel(
     total = tl.zeros((block, block), dtype=tl.float32)
     for first in range(0, tokens, tile):
         t = (first + tl.arange(0, tile)).to(tl.int64)
-        of_row = left + t[None, :] * outputs + row + lane[:, None]
-        of_column = right + t[:, None] * inputs + column + lane[None, :]
-        row_values = tl.load(of_row, mask=t[None, :] < tokens, other=0.0)
-        taken = tl.load(of_column, mask=t[:, None] < tokens, other=0.0)
-        total += tl.dot(row_values, taken, input_precision="ieee")
+        row_pointers = left + t[None, :] * outputs + row + lane[:, None]
+        column_pointers = right + t[:, None] * inputs + column + lane[None, :]
+        row_values = tl.load(row_pointers, mask=t[None, :] < tokens, other=0.0)
+        column_values = tl.load(column_pointers, mask=t[:, None] < tokens, other=0.0)
+        total += tl.dot(row_values, column_values, input_precision="ieee")
     place = p.to(tl.int64) * block * block + lane[:, None] * block + lane[None, :]
     tl.store(values + place, total.to(values.dtype.element_ty))
 
 
 def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """`BlockSparseMatrix.spmm` of x (n, k) and values (blocks, b, b), `rows` block rows: (n, rows · b)."""
+    """Return `BlockSparseMatrix.spmm` of x (n, k) and values (blocks, b, b), `rows` block rows: (n, rows · b)."""
     tokens, inputs, block = *x.shape, values.shape[1]
     y = x.new_empty(tokens, rows * block)
     if y.numel():
@@ -67,7 +67,7 @@ def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tenso
 
 
 def sddmm(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor, block: int) -> Tensor:
-    """`BlockSparseMatrix.sddmm` of left (n, m) and right (n, k): (blocks, b, b)."""
+    """Return `BlockSparseMatrix.sddmm` of left (n, m) and right (n, k): (blocks, b, b)."""
     values = left.new_empty(len(columns), block, block)
     if len(columns):
         rows = rows_of(starts)

@@ -1,7 +1,7 @@
-"""Single weights anywhere in a matrix, row by row (CSR): SpMM and SDDMM.
+"""Sparse matrices in CSR format, with single weights at any position: SpMM and SDDMM.
 
-A matrix S (m, k) keeps `values` (nnz,) at the places of a pattern. In compiled code numbers are added up in the order
-of columns or tokens, whatever the number of threads; torch's own kernels are used where there is no compiler.
+A matrix S (m, k) keeps `values` (nnz,) at the positions of a pattern. Compiled code adds in the order of columns or
+tokens, for any number of threads. Without a compiler, torch's own kernels are used.
 """
 
 from dataclasses import dataclass
@@ -14,32 +14,32 @@ from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.sparse import compiled_products
 
 LANES = 16
-"""Tokens of a vector."""
+"""Tokens per vector."""
 TILE_BYTES = 2**19
-"""Of a tile of inputs: half a megabyte stays in a core's cache."""
+"""Bytes of a tile of inputs: half a megabyte fits a core's cache."""
 SDDMM_TOKENS = 8 * LANES
 
 
 @dataclass(frozen=True, eq=False)
 class CsrMatrix:
-    """A `SparsityPattern` of single weights, 24 bytes for each."""
+    """A `SparsityPattern` of single weights, 24 bytes each."""
 
     shape: tuple[int, int]
     starts: Tensor
-    """(m + 1,) int64: where each row's numbers start."""
+    """Start of each row in `columns`, (m + 1,) int64."""
     columns: Tensor
-    """(nnz,) int32, ascending in each row."""
+    """Columns, (nnz,) int32, ascending in each row."""
     places: Tensor
-    """(nnz,) int64: of the numbers in the matrix, flattened."""
+    """Positions in the flattened matrix, (nnz,) int64."""
     order: Tensor
-    """(nnz,) int64: the numbers by columns, as places among those by rows."""
+    """Order by columns, as indices into the order by rows, (nnz,) int64."""
     column_starts: Tensor
     rows: Tensor
-    """(nnz,) int32: the row of each number, by columns."""
+    """Row of each weight, in the order by columns, (nnz,) int32."""
 
     @classmethod
     def of(cls, mask: Tensor) -> "CsrMatrix":
-        """The places where a mask (m, k) is true."""
+        """Return the pattern of the True positions of a mask (m, k)."""
         rows, columns = mask.nonzero(as_tuple=True)
         order = columns.argsort(stable=True)
         by_rows = _starts(mask.sum(1)), columns.int(), rows * mask.shape[1] + columns
@@ -74,7 +74,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def vectors_of_tile(inputs: int) -> int:
-    """How many vectors of tokens a tile of so many inputs has room for."""
+    """Return the number of token vectors that fit a tile of so many inputs."""
     return next((v for v in (8, 4, 2) if inputs * v * LANES * 4 <= TILE_BYTES), 1)
 
 
@@ -104,12 +104,12 @@ def _sddmm(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor) -> Tens
         pattern = _torch_csr(left.new_zeros(len(columns)), starts, columns, (outputs, inputs))
         return torch.sparse.sampled_addmm(pattern, left.T, right, beta=0.0).values()
     tiles = -(-tokens // SDDMM_TOKENS)
-    turned = []
+    transposed = []
     for side, width in ((left, outputs), (right, inputs)):
-        turned.append(side.new_empty(tiles * width * SDDMM_TOKENS))
-        compiled_products.PRODUCTS.run("csr_turn", (side, turned[-1], width, tokens, SDDMM_TOKENS), tiles)
+        transposed.append(side.new_empty(tiles * width * SDDMM_TOKENS))
+        compiled_products.PRODUCTS.run("csr_turn", (side, transposed[-1], width, tokens, SDDMM_TOKENS), tiles)
     values = left.new_empty(len(columns))
-    compiled_products.PRODUCTS.run("csr_sddmm", (starts, columns, *turned, values, outputs, inputs, tiles), outputs)
+    compiled_products.PRODUCTS.run("csr_sddmm", (starts, columns, *transposed, values, outputs, inputs, tiles), outputs)
     return values
 
 
@@ -123,7 +123,7 @@ def _spmm_by_torch(
 ) -> Tensor:
     matrix = _torch_csr(values, starts, columns, (outputs, x.shape[1]))
     if x.device.type == "cpu" and not torch.backends.mkl.is_available():
-        return F.linear(x, matrix.to_dense(), bias)  # without MKL torch has no such product on a processor
+        return F.linear(x, matrix.to_dense(), bias)  # without MKL torch has no sparse product on a CPU
     product = torch.sparse.mm(matrix, x.T).T
     return (product if bias is None else product + bias).contiguous()
 

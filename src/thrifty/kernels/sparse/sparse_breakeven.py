@@ -1,8 +1,8 @@
-"""From which density on the three products of a linear layer take less time sparse than dense.
+"""The density below which the three products of a linear layer are faster sparse than dense.
 
-The time of sparse products is a line over density: something for going through inputs and results, and something for
-each number that is kept. Two measured densities give the line, and where it meets the time of dense products is the
-crossover. What was measured is kept for the machine, so that a run that is resumed chooses alike.
+The time of sparse products is linear in density: a fixed cost for inputs and results, and a cost per kept weight. Two
+measured densities determine the line, and its intersection with the time of dense products is the crossover. The
+measurement is stored for the machine, so that a resumed run makes the same choice.
 """
 
 import hashlib
@@ -32,68 +32,68 @@ from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 
 Form = Literal["csr", "blocks"]
 DENSITIES = (0.02, 0.2)
-"""Where the line is measured."""
+"""Densities at which the line is measured."""
 FLOPS = 2e10
-"""Of the dense products that are timed, at most: a fraction of a second."""
+"""Most FLOPs of the timed dense products: a fraction of a second."""
 
 
 @dataclass(frozen=True)
 class DensityTimeFit:
-    """Seconds of a layer's products, forward and both backward; of sparse ones `fixed + rate · density`."""
+    """Seconds of a layer's products, forward and both backward; sparse ones take `fixed + rate · density`."""
 
     dense: float
     fixed: float
     rate: float
 
     def ratio(self, density: float) -> float:
-        """The time of sparse products over that of dense ones."""
+        """Return the time of sparse products divided by that of dense ones."""
         return (self.fixed + self.rate * density) / self.dense
 
     @property
     def crossover(self) -> float:
-        """The density below which sparse products take less time; 0 where they never do."""
+        """Density below which sparse products take less time; 0 if they never do."""
         return min(max((self.dense - self.fixed) / max(self.rate, 1e-30), 0.0), 1.0)
 
 
 @dataclass(frozen=True)
 class BreakevenCase:
-    """A linear layer's products, of which there is one line on a machine."""
+    """The products of a linear layer that share one line on a machine."""
 
     form: Form
     outputs: int
     inputs: int
     tokens: int
     dtype: str = "float32"
-    """Of dense products; sparse ones compute in float32 and convert."""
+    """Dtype of dense products; sparse ones compute in float32 and convert."""
     device: str = "cpu"
 
     def measured(self) -> DensityTimeFit:
-        """On this machine: as kept by it, else timed now and kept."""
-        return _kept(self, torch.get_num_threads())
+        """Return the line of this machine: the stored one, or a new measurement, which is then stored."""
+        return _stored(self, torch.get_num_threads())
 
 
 def forms_of(outputs: int, inputs: int) -> tuple[Form, ...]:
-    """The forms that a weight of this shape can have."""
+    """Return the possible forms of a weight of this shape."""
     return ("csr", "blocks") if outputs % LANES == 0 and inputs % LANES == 0 else ("csr",)
 
 
 def best_form(lines: dict[Form, DensityTimeFit], densities: dict[Form, float]) -> tuple[Form, float]:
-    """The form whose products take the least time, and the ratio of that to the time of dense ones."""
+    """Return the form with the fastest products, and its time divided by that of dense ones."""
     return min(((form, lines[form].ratio(density)) for form, density in densities.items()), key=lambda pair: pair[1])
 
 
 @cache
-def _kept(case: BreakevenCase, threads: int) -> DensityTimeFit:
+def _stored(case: BreakevenCase, threads: int) -> DensityTimeFit:
     path = _path(case, threads)
     try:
         return _read(path)
-    except (OSError, ValueError, TypeError, LookupError):  # not there, or damaged
-        return _keep(path, case, measure(case))
+    except (OSError, ValueError, TypeError, LookupError):  # missing or damaged
+        return _store(path, case, measure(case))
 
 
 def _read(path: Path) -> DensityTimeFit:
-    kept = json.loads(path.read_text(encoding="utf-8"))
-    line = DensityTimeFit(**{name: float(kept[name]) for name in ("dense", "fixed", "rate")})
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    line = DensityTimeFit(**{name: float(stored[name]) for name in ("dense", "fixed", "rate")})
     if not (line.dense > 0 and math.isfinite(line.dense + line.fixed + line.rate)):
         raise ValueError(path)
     return line
@@ -106,7 +106,7 @@ def _path(case: BreakevenCase, threads: int) -> Path:
 
 
 def fingerprint(device: str) -> dict[str, str | bool]:
-    """What makes times comparable: the processor or the GPU, torch, and whether products are compiled."""
+    """Return the conditions of comparable times: CPU or GPU, torch version, and whether products are compiled."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -115,8 +115,8 @@ def fingerprint(device: str) -> dict[str, str | bool]:
     return {"device_name": name, "torch": torch.__version__, "compiled": compiled_products.PRODUCTS.is_there()}
 
 
-def _keep(path: Path, case: BreakevenCase, line: DensityTimeFit) -> DensityTimeFit:
-    """Several ranks of one machine measure at once: the first to be done decides for all."""
+def _store(path: Path, case: BreakevenCase, line: DensityTimeFit) -> DensityTimeFit:
+    """Store a measurement. Several ranks of one machine measure at once: the first to finish decides for all."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
@@ -130,13 +130,13 @@ def _keep(path: Path, case: BreakevenCase, line: DensityTimeFit) -> DensityTimeF
                 os.replace(file.name, path)
         finally:
             Path(file.name).unlink(missing_ok=True)
-    except OSError:  # no room, or not allowed to: measured again by the next process
+    except OSError:  # no space or no permission: the next process measures again
         pass
     return line
 
 
 def measure(case: BreakevenCase, seconds: float = 0.5) -> DensityTimeFit:
-    """Time the products on random numbers, in turn, for at least so long; the best of at least three rounds counts."""
+    """Time the products on random values, in turn, for at least `seconds`; the best of at least three rounds counts."""
     dtype = getattr(torch, case.dtype)
     most = max(int(FLOPS / (6 * case.outputs * case.inputs)), 4 * LANES)
     tokens = min(case.tokens, most)
@@ -147,9 +147,9 @@ def measure(case: BreakevenCase, seconds: float = 0.5) -> DensityTimeFit:
             torch.randn(shape, generator=generator, device=case.device).to(dtype) for shape in shapes
         )
         patterns = [_random_pattern(case, density, generator) for density in DENSITIES]
-        ways = [lambda: _dense(x, upstream, weight)]
-        ways += [lambda pattern=pattern: _sparse(x, upstream, weight.float(), pattern) for pattern in patterns]
-        dense, low, high = _best(ways, seconds)
+        products = [lambda: _dense(x, upstream, weight)]
+        products += [lambda pattern=pattern: _sparse(x, upstream, weight.float(), pattern) for pattern in patterns]
+        dense, low, high = _best(products, seconds)
     sparser, denser = (pattern.density for pattern in patterns)
     span = denser - sparser
     rate = max(high - low, 0.0) / span if span else high / max(denser, 1e-30)
@@ -170,7 +170,7 @@ def _dense(x: Tensor, upstream: Tensor, weight: Tensor) -> None:
 
 
 def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPattern) -> None:
-    """As `sparse_linear` computes them."""
+    """Run the products as `sparse_linear` does."""
     dtype = x.dtype
     wide, wide_upstream = x.float(), upstream.float()
     pattern.spmm(wide, pattern.pick(weight)).to(dtype)
@@ -178,19 +178,19 @@ def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPatter
     pattern.place(pattern.sddmm(wide_upstream, wide))
 
 
-def _best(ways: list[Callable[[], None]], seconds: float) -> list[float]:
-    """The least time of each way over rounds in which each has its turn, after one that is not counted."""
-    taken: list[list[float]] = [[] for _ in ways]
-    while len(taken[0]) < 4 or sum(map(sum, taken)) < seconds:
-        for way, own in zip(ways, taken, strict=True):
-            _settle()
+def _best(candidates: list[Callable[[], None]], seconds: float) -> list[float]:
+    """Return the least time of each candidate over interleaved rounds after a warm-up."""
+    times: list[list[float]] = [[] for _ in candidates]
+    while len(times[0]) < 4 or sum(map(sum, times)) < seconds:
+        for candidate, own in zip(candidates, times, strict=True):
+            _synchronize()
             began = time.perf_counter()
-            way()
-            _settle()
+            candidate()
+            _synchronize()
             own.append(time.perf_counter() - began)
-    return [min(own[1:]) for own in taken]
+    return [min(own[1:]) for own in times]
 
 
-def _settle() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""A linear layer of a sparse weight: for y = x Sᵀ, the gradient of x is an SpMM too, that of kept values an SDDMM."""
+"""A linear layer with a sparse weight: for y = x Sᵀ, the gradient of x is an SpMM, that of kept values an SDDMM."""
 
 from typing import Any
 
@@ -22,23 +22,23 @@ class _SparseLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), pattern = ctx.saved_tensors, ctx.pattern
-        of_x = of_weight = None
+        grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = pattern.spmm_turned(upstream, pattern.turn(pattern.pick(weight)).to(x.dtype))
+            grad_x = pattern.spmm_turned(upstream, pattern.turn(pattern.pick(weight)).to(x.dtype))
         if ctx.needs_input_grad[1]:
             dense = ctx.dense_gradient
-            of_weight = upstream.T @ x if dense else pattern.place(pattern.sddmm(upstream, x))
-            of_weight = of_weight.to(weight.dtype)
-        return of_x, of_weight, upstream.sum(0) if ctx.needs_input_grad[2] else None, None, None
+            grad_weight = upstream.T @ x if dense else pattern.place(pattern.sddmm(upstream, x))
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, upstream.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
 def sparse_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, pattern: SparsityPattern, dense_gradient: bool = False
 ) -> Tensor:
-    """`F.linear` for x (..., k) and a weight (m, k) that is zero wherever the pattern keeps nothing.
+    """Return `F.linear` for x (..., k) and a weight (m, k) that is zero outside the pattern.
 
-    The gradient of the weight is a dense tensor, zero outside the pattern, or right everywhere with `dense_gradient`,
-    for whoever looks where to grow. Computes in float32 at least, and gives the dtype that `F.linear` would here.
+    The gradient of the weight is dense: zero outside the pattern, or exact everywhere with `dense_gradient`, for growth
+    criteria. Computes in float32 or wider, and returns the dtype of `F.linear` here.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

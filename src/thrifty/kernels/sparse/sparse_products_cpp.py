@@ -1,8 +1,8 @@
-"""The C++ of the compiled products: plain loops over ranges of rows or of tiles, each called from a thread of its own.
+"""C++ source of compiled sparse products: plain loops over ranges of rows or tiles, one thread each.
 
-Tokens are worked on in tiles that fit a core's cache. For single weights (`csr_…`) a tile is turned, so that one vector
-is one input of 16 tokens; for blocks (`block_…`) it is cut into panels of 16 inputs. What is added up in which order
-depends on tiles alone, never on the number of threads.
+Tokens are processed in tiles that fit a core's cache. For single weights (`csr_…`) a tile is transposed, so that one
+vector is one input of 16 tokens. For blocks (`block_…`) it is cut into panels of 16 inputs. The order of additions
+depends only on the tiles, never on the number of threads.
 """
 
 SOURCE = r"""
@@ -27,7 +27,7 @@ static inline void store(float* p, vec v) { *(at_any*)p = v; }
         }
 #define LIST(...) __VA_ARGS__
 
-static inline void turn(vec* r) {  // a 16 x 16 tile and its transpose
+static inline void turn(vec* r) {  // transposes a 16 x 16 tile
     TURN(8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
          LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
     TURN(4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
@@ -38,7 +38,7 @@ static inline void turn(vec* r) {  // a 16 x 16 tile and its transpose
          LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
 }
 
-// rows x columns of `from` into columns x rows of `to`; what is missing up to `width` rows is zero
+// transposes rows x columns of `from` into columns x rows of `to`; missing rows up to `width` are zero
 static void turned(const float* from, int64_t rows, int64_t columns, int64_t stride, float* to, int64_t width) {
     for (int64_t j = 0; j < columns; j += L)
         for (int64_t t = 0; t < width; t += L) {
@@ -81,7 +81,7 @@ static void csr_rows(const int64_t* starts, const int32_t* columns, const float*
     }
 }
 
-// y (tokens, m) = x (tokens, k) times the transpose of a sparse (m, k), for tiles [first, last) of 16 vectors tokens
+// y (tokens, m) = x (tokens, k) times the transpose of a sparse (m, k), for tiles [first, last) of 16 * vectors tokens
 extern "C" void csr_spmm(const int64_t* starts, const int32_t* columns, const float* values, const float* bias,
                          const float* x, float* y, int64_t m, int64_t k, int64_t tokens, int64_t vectors,
                          int64_t first, int64_t last) {
@@ -109,7 +109,8 @@ static inline float total(vec v) {
     return n[0];
 }
 
-// out (nnz): of each kept place of rows [first, last) the product of left (tokens, m) and right (tokens, k), turned
+// out (nnz): for each kept position of rows [first, last), the product of left (tokens, m) and right (tokens, k), both
+// transposed
 extern "C" void csr_sddmm(const int64_t* starts, const int32_t* columns, const float* left, const float* right,
                           float* out, int64_t m, int64_t k, int64_t tiles, int64_t first, int64_t last) {
     const int V = 8;
@@ -130,7 +131,7 @@ extern "C" void csr_sddmm(const int64_t* starts, const int32_t* columns, const f
         }
 }
 
-// panels of 16 columns, each with `width` tokens one after the other, zero where there is no token
+// panels of 16 columns, each with `width` consecutive tokens, zero after the last token
 extern "C" void block_panels(const float* x, float* panels, int64_t k, int64_t tokens, int64_t width, int64_t first,
                              int64_t last) {
     for (int64_t tile = first; tile < last; tile++)
@@ -142,7 +143,7 @@ extern "C" void block_panels(const float* x, float* panels, int64_t k, int64_t t
             }
 }
 
-// values: for each kept block 16 inputs by 16 outputs; the rest as in csr_spmm, with blocks in place of numbers
+// values: for each kept block 16 inputs by 16 outputs; otherwise as csr_spmm, with blocks in place of single weights
 extern "C" void block_spmm(const int64_t* starts, const int32_t* columns, const float* values, const float* bias,
                            const float* x, float* y, int64_t m, int64_t k, int64_t tokens, int64_t width,
                            int64_t first, int64_t last) {
@@ -167,7 +168,7 @@ extern "C" void block_spmm(const int64_t* starts, const int32_t* columns, const 
     }
 }
 
-// out: for each kept block of block rows [first, last) its 16 outputs by 16 inputs
+// out: for each kept block of block rows [first, last), its 16 outputs by 16 inputs
 extern "C" void block_sddmm(const int64_t* starts, const int32_t* columns, const float* left, const float* right,
                             float* out, int64_t m, int64_t k, int64_t width, int64_t tiles, int64_t first,
                             int64_t last) {

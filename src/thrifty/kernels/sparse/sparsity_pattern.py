@@ -1,4 +1,4 @@
-"""Which places of a matrix (m, k) are kept, and the products that follow, for single weights and for whole blocks."""
+"""Sparsity patterns, the kept positions of a matrix (m, k), and their products, for single weights and whole blocks."""
 
 from typing import Protocol
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 class SparsityPattern(Protocol):
-    """The kept places of a matrix S (m, k), whose values are given apart: by rows, or, turned, by columns."""
+    """The kept positions of a matrix S (m, k). Its values are passed separately, by rows or, for the transpose, by
+    columns."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -15,27 +16,27 @@ class SparsityPattern(Protocol):
     def density(self) -> float: ...
 
     def pick(self, matrix: Tensor) -> Tensor:
-        """The values of a dense matrix (m, k) at the kept places."""
+        """Return the values of a dense matrix (m, k) at the kept positions."""
         ...
 
     def place(self, values: Tensor) -> Tensor:
-        """A dense matrix (m, k) of the values, zero elsewhere."""
+        """Return a dense matrix (m, k) with the values at the kept positions and zeros at all others."""
         ...
 
     def turn(self, values: Tensor) -> Tensor:
-        """The values of the transpose, in its order."""
+        """Return the values of the transpose, in its order."""
         ...
 
     def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (n, k) Sᵀ + bias (m,), as (n, m)."""
+        """Return x (n, k) Sᵀ + bias (m,), as (n, m)."""
         ...
 
     def spmm_turned(self, x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (n, m) S + bias (k,), as (n, k), of turned values."""
+        """Return x (n, m) S + bias (k,), as (n, k), from values of the transpose."""
         ...
 
     def sddmm(self, left: Tensor, right: Tensor) -> Tensor:
-        """The values of leftᵀ right at the kept places alone, for left (n, m) and right (n, k)."""
+        """Return the values of leftᵀ right only at the kept positions, for left (n, m) and right (n, k)."""
         ...
 
 

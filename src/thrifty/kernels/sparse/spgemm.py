@@ -1,10 +1,10 @@
 """SpGEMM: the product of two sparse matrices as a sparse matrix.
 
-By rows (Gustavson 1978): each row of the result adds up the rows of B that a row of A points to. By outer products
-(OuterSPACE, Pal et al. 2018): each column of A times the row of B of the same number, all partial products first, then
-merged by rows. Both read every number of B as often as A points to it; the second reads A and B in one go each, and
-writes its partial products in between. Both add up in the same order and in float64, so their results are the same.
-They have no gradient.
+By rows (Gustavson 1978), each row of the result adds the rows of B that a row of A refers to. By outer products
+(OuterSPACE, Pal et al. 2018), each column of A is multiplied by the row of B with the same index. All partial products
+come first and are then merged by rows. Both read each element of B as often as A refers to it. The second reads A and B
+sequentially and writes its partial products in between. Both add in the same order and in float64, so their results are
+equal. They have no gradient.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,10 @@ from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 
 def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
-    """A (m, k) times B (k, n), all three in torch's CSR layout, row by row. Columns of the result ascend; places where
-    numbers cancel are kept. Raises UsageError where layouts or shapes do not fit."""
+    """Return A (m, k) times B (k, n), all three in torch's CSR layout, row by row.
+
+    Columns of the result ascend; elements that cancel to zero are kept. Raises UsageError for other layouts or shapes.
+    """
     _check(a, b)
     if not _is_native(a, b):
         return spgemm_reference(a, b)
@@ -29,7 +31,7 @@ def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
-    """The same by outer products."""
+    """Return the same by outer products."""
     _check(a, b)
     if not _is_native(a, b):
         return spgemm_reference(a, b)
@@ -39,7 +41,7 @@ def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same by torch's product of matrices in coordinates, which needs no compiler."""
+    """Return the same by torch's product of COO matrices, which requires no compiler."""
     _check(a, b)
     operands = [matrix.detach().double().to_sparse_coo() for matrix in (a, b)]
     product = torch.sparse.mm(*operands).to_sparse_csr()
@@ -48,13 +50,18 @@ def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
 
 def _check(a: Tensor, b: Tensor) -> None:
     if a.layout is not torch.sparse_csr or b.layout is not torch.sparse_csr:
-        raise UsageError(f"SpGEMM of {a.layout} and {b.layout}", fix="give both as .to_sparse_csr()")
+        raise UsageError(
+            f"SpGEMM requires CSR matrices, got {str(a.layout)!r} and {str(b.layout)!r}",
+            fix="convert both with .to_sparse_csr()",
+        )
     if a.shape[1] != b.shape[0]:
-        raise UsageError(f"SpGEMM of {tuple(a.shape)} and {tuple(b.shape)}: {a.shape[1]} columns, {b.shape[0]} rows")
+        raise UsageError(
+            f"SpGEMM of {tuple(a.shape)} and {tuple(b.shape)}: A has {a.shape[1]} columns, but B has {b.shape[0]} rows"
+        )
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Starts and columns in int64, values in float64."""
+    """Return starts and columns in int64, values in float64."""
     parts = matrix.crow_indices().long(), matrix.col_indices().long(), matrix.values().detach().double()
     return tuple(part.contiguous() for part in parts)  # type: ignore[return-value]
 
@@ -64,7 +71,7 @@ def _is_native(a: Tensor, b: Tensor) -> bool:
 
 
 def _partial_products(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """How many each row of the result adds up, (m,)."""
+    """Return the number of partial products of each row of the result, (m,)."""
     starts, columns, _ = left
     until = F.pad(right[0].diff()[columns].cumsum(0), (1, 0))
     return until[starts[1:]] - until[starts[:-1]]
@@ -85,12 +92,12 @@ def _merged(name: str, arguments: Sequence[Tensor | int], counts: Tensor, a: Ten
     if bool((merged_counts < 0).any()):
         raise ThriftyError(
             f"SpGEMM has no memory for a row of {b.shape[1]:,} columns in each thread, 17 bytes a column",
-            fix="use fewer threads (torch.set_num_threads), or multiply by some columns of B at a time",
+            fix="use fewer threads, torch.set_num_threads(1), or multiply by some columns of B at a time",
         )
     starts = F.pad(merged_counts.cumsum(0), (1, 0))
-    closed = columns.new_empty(int(starts[-1])), values.new_empty(int(starts[-1]))
-    compiled_products.PRODUCTS.run("spgemm_close_up", (rooms, columns, values, starts, *closed), len(counts))
-    return _csr(merged_counts, *closed, a, b)
+    compacted = columns.new_empty(int(starts[-1])), values.new_empty(int(starts[-1]))
+    compiled_products.PRODUCTS.run("spgemm_close_up", (rooms, columns, values, starts, *compacted), len(counts))
+    return _csr(merged_counts, *compacted, a, b)
 
 
 def _csr(counts: Tensor, columns: Tensor, values: Tensor, a: Tensor, b: Tensor) -> Tensor:

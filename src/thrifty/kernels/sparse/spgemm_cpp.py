@@ -1,18 +1,18 @@
-"""The C++ of compiled SpGEMM: ranges of rows of the result, each called from a thread of its own."""
+"""C++ source of compiled SpGEMM: ranges of rows of the result, one thread each."""
 
 SOURCE = r"""
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-struct Row {  // numbers of one row of a result by column, and which columns it has
+struct Row {  // sums of one row of the result by column, and its nonzero columns
     std::vector<double> sums;
     std::vector<char> is_there;
     std::vector<int64_t> found;
     bool is_full = false;
     int64_t count = 0;
     explicit Row(int64_t n) : sums(n), is_there(n), found(n + 1) {}
-    void expect(int64_t numbers) {  // looking through all columns is then faster than sorting those found
+    void expect(int64_t numbers) {  // for a full row, a scan of all columns is faster than sorting the nonzero ones
         is_full = numbers * 16 > (int64_t)sums.size();
         count = 0;
     }
@@ -43,11 +43,11 @@ struct Row {  // numbers of one row of a result by column, and which columns it 
     }
 };
 
-// an exception that left a thread would end the process: rows without their memory count -1 numbers instead
+// an exception that leaves a thread would end the process: a row without memory has a count of -1 instead
 static void no_memory(int64_t* counts, int64_t first, int64_t last) { std::fill(counts + first, counts + last, -1); }
 
-// Gustavson: row by row of A, the rows of B that its numbers point to. `rooms` is where each row may write, with room
-// for as many numbers as it adds up; `counts` what it wrote
+// Gustavson: for each row of A, adds the rows of B that its elements refer to. `rooms` is the start of each row's
+// output, with room for all its partial products; `counts` is the number of elements written
 extern "C" void spgemm_rows(const int64_t* a_starts, const int64_t* a_columns, const double* a_values,
                             const int64_t* b_starts, const int64_t* b_columns, const double* b_values, int64_t n,
                             const int64_t* rooms, int64_t* columns, double* values, int64_t* counts, int64_t first,
@@ -64,8 +64,8 @@ extern "C" void spgemm_rows(const int64_t* a_starts, const int64_t* a_columns, c
     no_memory(counts, first, last);
 }
 
-// Outer products: column of A after column, times the row of B of the same number, dealt out to the rows of the result;
-// then the numbers of each row are merged. A is given by columns
+// Outer products: each column of A times the row of B with the same index, distributed to the rows of the result;
+// then the elements of each row are merged. A is stored by columns
 extern "C" void spgemm_outer(const int64_t* a_starts, const int64_t* a_rows, const double* a_values,
                              const int64_t* b_starts, const int64_t* b_columns, const double* b_values, int64_t k,
                              int64_t n, const int64_t* rooms, int64_t* columns, double* values, int64_t* counts,
@@ -90,7 +90,7 @@ extern "C" void spgemm_outer(const int64_t* a_starts, const int64_t* a_rows, con
     no_memory(counts, first, last);
 }
 
-// what each row wrote at the front of its room, one row behind the other
+// compacts the written elements, one row after the other
 extern "C" void spgemm_close_up(const int64_t* rooms, const int64_t* columns, const double* values,
                                 const int64_t* starts, int64_t* to_columns, double* to_values, int64_t first,
                                 int64_t last) {

@@ -1,12 +1,12 @@
-"""Softmax attention over a kept part of all pairs of queries and keys, forward and backward, on any device.
+"""Softmax attention over a kept subset of all query-key pairs, forward and backward, on any device.
 
-visibility.py       what a token may see by its place: causality, a window, first tokens, texts that share a row
-block_grid.py       which blocks of pairs are kept: windows, global and random blocks, the blocks of a mask
-block_attention.py  whole blocks of pairs: dense products over what is kept, the fast way
-block_layout.py     how those lie in memory, and which are worked on together
+visibility.py       pairs visible by position: causality, a window, first tokens, texts that share a row
+block_grid.py       kept blocks of pairs: windows, global and random blocks, the blocks of a mask
+block_attention.py  whole blocks of pairs: dense products over kept blocks, the fast path
+block_layout.py     memory layout of blocks, and groups of blocks processed together
 row_attention.py    single pairs: the same number of keys for every query
 
-What is held for the backward pass, and every temporary result, is proportional to what is kept, or smaller. A query
-that keeps nothing gets zeros. Shapes: b batch, h heads, g key-value heads, t queries, s keys, k head width; T and S
-blocks of queries and keys.
+Memory for the backward pass, and every temporary result, is proportional to the number of kept pairs, or smaller. A
+query without kept keys gets zeros. Shapes: b batch, h heads, g key-value heads, t queries, s keys, k head width; T and
+S blocks of queries and keys.
 """

@@ -1,13 +1,13 @@
-"""Attention over kept blocks of pairs: small dense products, and nothing for what is left out.
+"""Attention over kept blocks of pairs: small dense products, and no work for other blocks.
 
-For each block of queries the kept blocks of keys are put together, so that a softmax sees its whole row and needs no
-running maximum; rows that keep about as much are worked on together, so many at once that their scores fit the cache.
-The backward pass computes the probabilities again from the log-sum-exp of each query. Held for it are inputs, output
-and that sum: nothing of the size of pairs, not even of kept ones.
+For each block of queries, the kept blocks of keys are concatenated. A softmax then sees its whole row and needs no
+running maximum. Rows with about equally many kept blocks are processed together, so many that their scores fit the
+cache. The backward pass recomputes the probabilities from the log-sum-exp of each query. Only inputs, output and the
+log-sum-exp are saved, nothing of the size of pairs, not even of kept ones.
 
 Query heads that share keys, and a grid, are rows of one product. Products run in the dtype of the inputs, the softmax
-in float32 or better. On a processor the result does not depend on the number of threads; on a GPU sums of key
-gradients are in no fixed order.
+in float32 or wider. On a CPU the result does not depend on the number of threads; on a GPU sums of key gradients have
+no fixed order.
 """
 
 import torch
@@ -30,12 +30,12 @@ def block_attention(
     segments: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention of q (b, h, t, k) over those keys and values (b, g, s, k) that are in kept blocks and that the grid's
-    sight shows, to (b, h, t, k).
+    """Return attention of q (b, h, t, k) over k and v (b, g, s, k), limited to kept blocks and the grid's sight: (b, h,
+    t, k).
 
-    Of those only what `mask`, boolean (b, 1 or h, 1 or t, s), leaves, and what has the same number in `segments`
-    int64 (b, t). `scale` multiplies the scores, 1 / sqrt(k) unless given. There is no second derivative. Raises
-    UsageError for a grid of another size.
+    `mask`, boolean (b, 1 or h, 1 or t, s), and equal ids in `segments` int64 (b, t) limit it further. `scale`
+    multiplies the scores, by default 1 / sqrt(k). There is no second derivative. Raises UsageError for a grid of
+    another size.
     """
     check_grid(grid, q, k)
     q, k, v = cast_for_autocast(q, k, v)
@@ -61,7 +61,7 @@ def _attention(
     first: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output (b, h, t, k) and the log-sum-exp of each query's scores (b, h, t, 1), 0 where nothing is kept."""
+    """Return the output (b, h, t, k) and the log-sum-exp of each query's scores (b, h, t, 1), 0 if nothing is kept."""
     with torch.autocast(q.device.type, enabled=False):
         work = lay_out_blocks(q, k, v, codes, mask, segments, block, VisibilityRule(causal, window, first), scale)
         output = torch.zeros_like(work.q)
@@ -87,7 +87,7 @@ def _(q, k, v, codes, mask, segments, block, count, causal, window, first, scale
 
 @torch.library.custom_op("thrifty::block_attention_backward", mutates_args=())
 def _attention_backward(
-    of_output: Tensor,
+    grad_output: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -105,29 +105,31 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
         work = lay_out_blocks(q, k, v, codes, mask, segments, block, VisibilityRule(causal, window, first), scale)
-        of_out, out, sums = (to_blocks(x, work) for x in (of_output, output, lse))
-        shared = (of_out.to(sums.dtype) * out.to(sums.dtype)).sum(-1, keepdim=True)
-        of_q, of_k, of_v = torch.zeros_like(work.q), _sums(work.k), _sums(work.v)
+        grad_out, out, sums = (to_blocks(x, work) for x in (grad_output, output, lse))
+        shared = (grad_out.to(sums.dtype) * out.to(sums.dtype)).sum(-1, keepdim=True)
+        grad_q, grad_k, grad_v = torch.zeros_like(work.q), _sums(work.k), _sums(work.v)
         for chunk in chunks(work):
             n = len(chunk.keys)
             probability = chunk.scores.sub_(sums[chunk.rows]).exp_()
-            upstream = of_out.index_select(0, chunk.rows)
+            upstream = grad_out.index_select(0, chunk.rows)
             values = work.v.index_select(0, chunk.keys).view(len(chunk.rows), -1, v.shape[-1])
-            _add(of_v, chunk.keys, torch.bmm(probability.to(v.dtype).transpose(1, 2), upstream).view(n, block, -1))
-            of_scores = torch.bmm(upstream, values.transpose(1, 2)).to(sums.dtype)
+            _add(grad_v, chunk.keys, torch.bmm(probability.to(v.dtype).transpose(1, 2), upstream).view(n, block, -1))
+            grad_scores = torch.bmm(upstream, values.transpose(1, 2)).to(sums.dtype)
             del values
-            of_scores = of_scores.sub_(shared[chunk.rows]).mul_(probability).mul_(scale).to(q.dtype)
+            grad_scores = grad_scores.sub_(shared[chunk.rows]).mul_(probability).mul_(scale).to(q.dtype)
             keys = work.k.index_select(0, chunk.keys).view(len(chunk.rows), -1, k.shape[-1])
-            of_q[chunk.rows] = torch.bmm(of_scores, keys)
+            grad_q[chunk.rows] = torch.bmm(grad_scores, keys)
             queries = work.q.index_select(0, chunk.rows)
-            _add(of_k, chunk.keys, torch.bmm(of_scores.transpose(1, 2), queries).view(n, block, -1))
-        keys, values = (x.to(like.dtype).view(*like.shape[:2], -1, x.shape[-1]) for x, like in ((of_k, k), (of_v, v)))
+            _add(grad_k, chunk.keys, torch.bmm(grad_scores.transpose(1, 2), queries).view(n, block, -1))
+        keys, values = (
+            x.to(like.dtype).view(*like.shape[:2], -1, x.shape[-1]) for x, like in ((grad_k, k), (grad_v, v))
+        )
         s = k.shape[2]
-        return from_blocks(of_q, work), keys[:, :, :s].contiguous(), values[:, :, :s].contiguous()
+        return from_blocks(grad_q, work), keys[:, :, :s].contiguous(), values[:, :, :s].contiguous()
 
 
 @_attention_backward.register_fake
-def _(of_output, q, k, v, codes, mask, segments, output, lse, *rest):
+def _(grad_output, q, k, v, codes, mask, segments, output, lse, *rest):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -136,7 +138,7 @@ def _accurate(x: Tensor) -> torch.dtype:
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Where gradients of blocks are added up: many terms, in float32 at least."""
+    """Return zeros for sums of block gradients: many terms, in float32 or wider."""
     return torch.zeros_like(x, dtype=_accurate(x))
 
 
@@ -151,10 +153,10 @@ def _keep_for_backward(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, of_output: Tensor, of_lse: Tensor | None):
+def _backward(ctx, grad_output: Tensor, grad_lse: Tensor | None):
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise UsageError("sparse attention has no second derivative", fix="use torch's attention, under a mask")
-    gradients = torch.ops.thrifty.block_attention_backward(of_output.contiguous(), *ctx.saved_tensors, *ctx.numbers)
+        raise UsageError("sparse attention has no second derivative", fix="use torch's attention with a mask")
+    gradients = torch.ops.thrifty.block_attention_backward(grad_output.contiguous(), *ctx.saved_tensors, *ctx.numbers)
     return *gradients, *[None] * 9
 
 
@@ -162,7 +164,7 @@ _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _flops(q: Tensor, block: int, count: int, products: int) -> int:
-    """Of so many products over the kept blocks of all heads and examples."""
+    """Return the FLOPs of so many products over the kept blocks of all heads and examples."""
     return 2 * products * q.shape[0] * q.shape[1] * count * block**2 * q.shape[-1]
 
 
@@ -170,7 +172,7 @@ FLOPS_OF[torch.ops.thrifty.block_attention] = lambda q, k, v, codes, mask, segme
     _flops(q, block, count, 2)
 )
 FLOPS_OF[torch.ops.thrifty.block_attention_backward] = (
-    lambda of_output, q, k, v, codes, mask, segments, output, lse, block, count, *rest, **others: _flops(
+    lambda grad_output, q, k, v, codes, mask, segments, output, lse, block, count, *rest, **others: _flops(
         q, block, count, 5
     )
 )

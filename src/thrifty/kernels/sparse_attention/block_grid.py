@@ -1,7 +1,7 @@
-"""Which blocks of pairs are kept, as grids: codes int8 (b or 1, h, g or 1, T, S) of what each block of pairs is.
+"""Grids of kept blocks of pairs: codes int8 (b or 1, h, g or 1, T, S), one for each block.
 
-A grid is made of arithmetic alone, with no random generator and no value looked at, so that it can be traced, compiled
-and counted without memory; how many blocks it keeps is known from sizes.
+A grid is computed by arithmetic alone, without a random generator and without reading values. It can therefore be
+traced, compiled and counted without memory; sizes determine its number of kept blocks.
 """
 
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ from thrifty.core.errors import UsageError
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
 NONE, WHOLE, PART = 0, 1, 2
-"""Codes: left out, kept with all pairs, kept with those pairs that the sight shows."""
+"""Codes: left out, kept with all pairs, kept with the pairs that the sight shows."""
 
 
 @dataclass(frozen=True)
 class BlockGrid:
     codes: Tensor
     block: int
-    """Tokens of a block's side."""
+    """Tokens on a block's side."""
     count: int
-    """Blocks that one head keeps for one example, at most; only what is counted as work depends on it."""
+    """Most blocks that one head keeps for one example; only the FLOP count depends on it."""
     sight: VisibilityRule = field(default_factory=VisibilityRule)  # torch 2.11 compiles no default that is an object
 
 
@@ -31,7 +31,7 @@ def blocks_of(tokens: int, block: int) -> int:
 
 
 def encode_blocks(kept: Tensor, sight: VisibilityRule, block: int) -> Tensor:
-    """Codes of blocks (…, T, S) that are to be kept, if anything of them is visible."""
+    """Return codes of blocks (…, T, S): kept ones, unless no pair of them is visible."""
     rows = torch.arange(kept.shape[-2], device=kept.device)[:, None]
     columns = torch.arange(kept.shape[-1], device=kept.device)[None, :]
     some, wholly = sight.visible_blocks(rows, columns, block)
@@ -39,7 +39,7 @@ def encode_blocks(kept: Tensor, sight: VisibilityRule, block: int) -> Tensor:
 
 
 def window_grid(tokens: int, sight: VisibilityRule, block: int, device: torch.device | None = None) -> BlockGrid:
-    """Every block of which the sight shows some pair: exactly the pairs of the sight are attended to."""
+    """Return a grid of every block with a visible pair: exactly the pairs of the sight are attended to."""
     side = blocks_of(tokens, block)
     codes = encode_blocks(torch.ones(1, 1, side, side, dtype=torch.bool, device=device), sight, block)
     return BlockGrid(codes, block, _window_count(side, sight, block), sight)
@@ -55,8 +55,11 @@ def scattered_grid(
     seed: int = 0,
     device: torch.device | None = None,
 ) -> BlockGrid:
-    """Blocks as in BigBird (Zaheer et al. 2020, arXiv 2007.14062, section 2): for each block of queries `near` blocks
-    on either side and itself, the `first` blocks, which also see all, and `drawn` others by `seed`."""
+    """Return a grid as in BigBird (Zaheer et al. 2020, arXiv 2007.14062, section 2).
+
+    For each block of queries it keeps the block itself, `near` blocks on either side, and `drawn` random others by
+    `seed`. All see the `first` blocks, which also see all.
+    """
     side = blocks_of(tokens, block)
     row = torch.arange(side, device=device)[:, None]
     column = torch.arange(side, device=device)[None, :]
@@ -64,9 +67,9 @@ def scattered_grid(
     seen = column <= row if causal else column >= 0
     others = seen & ~kept
     if drawn and side:
-        # by places alone, so that a row draws the same blocks of its past in a shorter text
-        ticket = torch.where(others, _mixed(row * 2**16 + column, seed), -1)
-        best = ticket.topk(min(drawn, side), dim=-1)
+        # by positions alone, so that a row samples the same blocks of its past in a shorter text
+        priority = torch.where(others, _mixed(row * 2**16 + column, seed), -1)
+        best = priority.topk(min(drawn, side), dim=-1)
         chosen = torch.zeros_like(kept).scatter(-1, best.indices, best.values >= 0)
         kept = kept | chosen
     sight = VisibilityRule(causal)
@@ -76,20 +79,20 @@ def scattered_grid(
 
 
 def check_grid(grid: BlockGrid, q: Tensor, k: Tensor) -> None:
-    """Raises UsageError where a grid is not one of these queries and keys."""
+    """Raise UsageError if a grid does not fit these queries and keys."""
     heads = {1, k.shape[1], q.shape[1]}
     b, h, rows, columns = grid.codes.shape
     wanted = blocks_of(q.shape[2], grid.block), blocks_of(k.shape[2], grid.block)
     if b not in (1, q.shape[0]) or h not in heads or (rows, columns) != wanted:
         raise UsageError(
-            f"a grid of {tuple(grid.codes.shape)} blocks of {grid.block} was given to queries {tuple(q.shape)} and "
+            f"a grid of {tuple(grid.codes.shape)} blocks of {grid.block} does not fit queries {tuple(q.shape)} and "
             f"keys {tuple(k.shape)}",
-            fix=f"make it (1 or {q.shape[0]}, one of {sorted(heads)}, {wanted[0]}, {wanted[1]})",
+            fix=f"use a grid of shape (1 or {q.shape[0]}, one of {sorted(heads)}, {wanted[0]}, {wanted[1]})",
         )
 
 
 def _mixed(numbers: Tensor, seed: int) -> Tensor:
-    """Numbers below 2^31 that depend on each number and the seed without any pattern that matters here."""
+    """Return pseudo-random numbers below 2^31 that depend on each number and the seed."""
     mixed = (numbers + 0x9E3779B1 * (seed + 1)) & 0x7FFFFFFF
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 0x1B56C4E9)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF
@@ -97,7 +100,7 @@ def _mixed(numbers: Tensor, seed: int) -> Tensor:
 
 
 def _window_count(side: int, sight: VisibilityRule, block: int) -> int:
-    """Blocks of which a window shows some pair, without looking at any value."""
+    """Return the number of blocks with a visible pair in a window, without reading any value."""
     if not sight.window:
         return side * (side + 1) // 2 if sight.causal else side * side
     reach = (sight.window - 1 + block - 1) // block

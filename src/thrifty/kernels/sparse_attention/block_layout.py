@@ -1,4 +1,4 @@
-"""Queries and keys laid out in blocks, and the scores of kept blocks, some rows at a time."""
+"""Layout of queries and keys in blocks, and the scores of kept blocks for some rows at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,32 +11,36 @@ from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule, same_text
 
 SCORES = {"cpu": 2**16}
-"""Scores of rows that are worked on at once, at least those of one row. As float32 they stay in a core's cache. Twice
-as many took 6 % less time at 2,048 tokens, and the passes held more at their peak than torch's own attention."""
-SCORES_ELSEWHERE = 2**24
+"""Scores of rows that are processed at once, at least those of one row.
+
+As float32 they stay in a core's cache. At 2,048 tokens, twice as many took 6 % less time, but the peak memory exceeded
+that of torch's own attention.
+"""
+GPU_SCORES = 2**24
 
 
 @dataclass(frozen=True)
 class BlockedInputs:
-    """Inputs laid out in blocks: N = b · G rows of T blocks of queries, G being the heads that have a grid each."""
+    """Inputs laid out in blocks: N = b · G rows of T blocks of queries; G is the number of heads with their own
+    grid."""
 
     q: Tensor
-    """(N · T, r · B, k): the r query heads of a grid's head below one another."""
+    """(N · T, r · B, k), with the r query heads of a grid's head stacked."""
     k: Tensor
     v: Tensor
     """(b · g · S, B, k)"""
     columns: Tensor
-    """(N · T, most) int64: the kept blocks of each row, the kept ones first."""
+    """Kept blocks of each row, (N · T, most) int64, kept ones first."""
     counts: Tensor
-    """(N · T,): how many those are."""
+    """Number of kept blocks, (N · T,)."""
     grid: Tensor
-    """(N · T, S) codes."""
+    """Codes, (N · T, S)."""
     mask: Tensor | None
     segments: Tensor | None
     sight: VisibilityRule
     block: int
     shape: tuple[int, int, int, int, int]
-    """b, G, r, t and s."""
+    """Sizes b, G, r, t and s."""
     scale: float
 
     @property
@@ -48,13 +52,13 @@ class BlockedInputs:
 @dataclass(frozen=True)
 class RowChunk:
     rows: Tensor
-    """(c,): which rows of blocks."""
+    """Indices of rows of blocks, (c,)."""
     columns: Tensor
-    """(c, n): their blocks of keys, as they lie along a sequence."""
+    """Their blocks of keys, as indices in a sequence, (c, n)."""
     keys: Tensor
-    """(c · n,): the same as places in `BlockedInputs.k`."""
+    """The same as indices in `BlockedInputs.k`, (c · n,)."""
     scores: Tensor
-    """(c, r · B, n · B), -inf where nothing is seen."""
+    """(c, r · B, n · B), -inf for invisible pairs."""
 
 
 def lay_out_blocks(
@@ -68,7 +72,7 @@ def lay_out_blocks(
     sight: VisibilityRule,
     scale: float,
 ) -> BlockedInputs:
-    """What `block_attention` is given, in blocks; without padding and shared heads no tensor is copied."""
+    """Return the inputs of `block_attention` in blocks; without padding and shared heads no tensor is copied."""
     (b, h, t, width), (g, s) = q.shape, k.shape[1:3]
     per_head = codes.shape[1] == h or (mask is not None and mask.shape[1] > 1)
     heads = h if per_head else g
@@ -89,20 +93,20 @@ def lay_out_blocks(
 
 
 def in_blocks(x: Tensor, blocks: int, block: int) -> Tensor:
-    """(b, n, t, k) as (b, n, blocks, B, k), with zeros behind the last token."""
+    """Return (b, n, t, k) as (b, n, blocks, B, k), with zeros after the last token."""
     missing = blocks * block - x.shape[2]
     return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (blocks, block))
 
 
 def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
-    """The scores of all rows, those that keep most first, as many at once as are worth it."""
+    """Yield the scores of all rows, those that keep most first, as many at once as fit the cache."""
     b, heads, r, _, _ = work.shape
     rows, columns = work.sides
     shared = work.k.shape[0] // (b * columns)  # key-value heads
     order = work.counts.argsort(descending=True, stable=True)
     counts = work.counts[order].tolist()
     device = work.q.device.type
-    room = SCORES.get(device, SCORES_ELSEWHERE) // (r * work.block**2)
+    room = SCORES.get(device, GPU_SCORES) // (r * work.block**2)
     at = 0
     while at < len(counts) and counts[at]:
         n = counts[at]
@@ -121,7 +125,7 @@ def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
 
 
 def _hide(work: BlockedInputs, scores: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Put -inf where nothing is to be seen."""
+    """Set the scores of invisible pairs to -inf, in place."""
     _, _, r, t, s = work.shape
     block = work.block
     (c, n), parts = columns.shape, scores.view(scores.shape[0], r, block, columns.shape[1], block)
@@ -156,14 +160,14 @@ def _hide(work: BlockedInputs, scores: Tensor, rows: Tensor, columns: Tensor) ->
 
 
 def from_blocks(x: Tensor, work: BlockedInputs) -> Tensor:
-    """(N · T, r · B, k) as (b, h, t, k), contiguous."""
+    """Return (N · T, r · B, k) as (b, h, t, k), contiguous."""
     b, heads, r, t, _ = work.shape
     x = x.view(b, heads, work.sides[0], r, work.block, x.shape[-1]).transpose(2, 3)
     return x.reshape(b, heads * r, -1, x.shape[-1])[:, :, :t].contiguous()
 
 
 def to_blocks(x: Tensor, work: BlockedInputs) -> Tensor:
-    """(b, h, t, k) as (N · T, r · B, k)."""
+    """Return (b, h, t, k) as (N · T, r · B, k)."""
     _, heads, r, _, _ = work.shape
     blocks = in_blocks(x, work.sides[0], work.block).unflatten(1, (heads, r)).transpose(2, 3)
     return blocks.reshape(work.q.shape[0], work.q.shape[1], x.shape[-1])

@@ -1,4 +1,4 @@
-"""What tokens may see of each other by their places alone, and by the text that they belong to."""
+"""Rules of visibility between tokens, by their positions and by their text."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisibilityRule:
-    """The rule by which pairs of places are visible; one token sees all others unless something is said."""
+    """The rule by which pairs of positions are visible; by default each token sees all others."""
 
     causal: bool = False
     window: int = 0
-    """A token sees so many tokens up to itself, and as many from itself on where it may look ahead; 0 is no limit."""
+    """Number of tokens, itself included, that a token sees backward, and if not causal also forward; 0 is no limit."""
     first: int = 0
-    """The first tokens of a row are outside of the window's limit: all see them, and they see all."""
+    """Number of first tokens of a row outside the window's limit: all tokens see them, and they see all."""
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Whether tokens at these places (int64, to be broadcast) see keys at those."""
+        """Return True where tokens at `queries` see keys at `keys` (int64 positions, broadcast)."""
         seen = keys >= 0
         if self.window:
             near = (queries - keys < self.window) & (keys - queries < self.window)
@@ -24,8 +24,7 @@ class VisibilityRule:
         return seen & (keys <= queries) if self.causal else seen
 
     def visible_blocks(self, queries: Tensor, keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Of blocks of so many places with these numbers (to be broadcast): whether some pair is visible, and whether
-        all are."""
+        """Return whether some pair, and whether every pair, of two blocks with these indices (broadcast) is visible."""
         q, k = queries * block, keys * block
         some, all_ = keys >= 0, keys >= 0
         if self.window:
@@ -41,6 +40,8 @@ class VisibilityRule:
 
 
 def same_text(segments: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Whether places (n, q) and (n, s) of rows of `segments` (n, t), the number of each token's text, are of one text:
-    (n, q, s)."""
+    """Return whether positions (n, q) and (n, s) belong to the same text: (n, q, s).
+
+    `segments` (n, t) has the id of each token's text.
+    """
     return segments.gather(1, queries)[:, :, None] == segments.gather(1, keys)[:, None, :]
