@@ -1,1 +1,1 @@
-"""The public Python interface: functions that users call, over everything else."""
+"""The public Python functions."""

@@ -1,4 +1,4 @@
-"""`trace`: what attention computes, recorded or made up, in one file that all simulated designs read."""
+"""`trace`: record or generate an attention trace, the input of simulated accelerators."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from thrifty.training.trained_model import load_trained_model
 
 @dataclass(frozen=True, repr=False)
 class SavedTrace(PrintedResult):
-    """A file with what attention computed."""
+    """An attention trace in a file."""
 
     trace: AttentionTrace
     path: Path
@@ -58,14 +58,18 @@ def trace(
     seed: int = 0,
     model: nn.Module | BuildModel | str | None = None,
 ) -> SavedTrace:
-    """Record attention into the file `out`: of a trained run on its held-out data, of a model folder on the text of
-    `data`, or of a preset with random values on random tokens.
+    """Write an attention trace to the file `out`.
 
-    `source` may also be an .npy file of ViTCoD's masks, in which True is pruned, or a pattern ("uniform", "balanced",
-    "runs", "diagonal", "power-law") of this `density` in so many `layers` and `heads`. `length` is the tokens of an
-    example, `width` that of a head, for masks alone. `model` is the run's model, if it was one of your own.
+    Args:
+        source: Run, traced on its held-out data; model folder, on the text of `data`; preset with random weights, on
+            random tokens; .npy file of ViTCoD's masks, in which True is pruned; or pattern of masks: "uniform",
+            "balanced", "runs", "diagonal" or "power-law".
+        length: Tokens in an example.
+        density: Fraction of pairs that a pattern keeps, in `layers` and `heads`.
+        width: Width of a head, for masks and patterns.
+        model: The run's model, if it was your own.
 
-    Raises UsageError if the file exists, or the source is none of these.
+    Raises UsageError if the file exists, or for another source.
 
     Example::
 
@@ -87,7 +91,7 @@ def trace(
 
 
 def describe_trace(trace: AttentionTrace) -> dict[str, Any]:
-    """Return what a trace holds, as plain data."""
+    """Return the content of a trace as plain data."""
     return {
         "name": trace.name,
         "layers": len(trace.layers),
@@ -136,8 +140,9 @@ def _of_folder(folder: Path, examples: int, length: int | None, data: Path | Non
 
 
 def trim_to_context(length: int | None, context: int | None, model: str) -> int:
-    """Return the tokens of an example: `length`, or 128 where the model reads so many. Raises UsageError for too
-    many."""
+    """Return the tokens of an example: `length`, or 128 if the model's context allows it. Raises UsageError for more
+    than the context.
+    """
     if context is not None and (length or 0) > context:
         raise UsageError(f"{model} reads {context} tokens, not {length}", fix=f"--length {context}")
     return length or min(128, context or 128)

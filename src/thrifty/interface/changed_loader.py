@@ -1,4 +1,4 @@
-"""Techniques on the data of a training loop of the user's own: loaders and datasets in, loaders and datasets out."""
+"""Techniques on the data of a user's own training loop: loaders and datasets."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
@@ -18,11 +18,11 @@ REBUILT = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
     "persistent_workers", "collate_fn", "generator",
 )  # fmt: skip
-"""Arguments of a DataLoader that one made from it has too."""
+"""Arguments of a DataLoader that a changed loader takes over."""
 
 
 class LoaderBatches(BatchSource):
-    """A user's data as a technique sees them: the batch that is at hand, and examples by number."""
+    """A user's data for a technique: the current batch, and examples by number."""
 
     def __init__(self, data: Any):
         self.data, self.batch = data, getattr(data, "batch_size", None) or 0
@@ -49,10 +49,10 @@ class LoaderBatches(BatchSource):
 
 
 class ChangedLoader:
-    """Batches of a loader that a technique changes by their number, counted over all epochs.
+    """Batches of a loader that a technique changes, numbered over all epochs.
 
-    Everything else is the loader's own. `state_dict` holds the number, and the state of a loader that has one; without
-    it a resumed loop begins with batch 0.
+    `state_dict` holds the number, and the state of a loader that has one. Without it, a resumed loop starts with batch
+    0.
     """
 
     def __init__(self, loader: Iterable[Any], technique: Technique, read: LoaderBatches, changed: BatchSource):
@@ -120,7 +120,7 @@ class RampSampler:
             yield chosen
 
     def __len__(self) -> int:
-        """Batches of the next epoch."""
+        """Number of batches in the next epoch."""
         left, number = len(self.sampler), self.batches  # type: ignore[arg-type]
         while left >= (size := self.sizes.size(number)):
             left, number = left - size, number + 1
@@ -128,9 +128,9 @@ class RampSampler:
 
 
 def change_data(data: Any, technique: Technique) -> Any:
-    """Return the loader, or the dataset, with what a technique does to batches.
+    """Return the loader or dataset with a technique's changes of batches.
 
-    Raises UsageError for what is neither, and RefusedError where the technique does not fit.
+    Raises UsageError for another object, and RefusedError if the technique does not fit.
     """
     each = data
     while isinstance(each, ChangedLoader):

@@ -1,4 +1,4 @@
-"""`chat`: questions and answers with a trained model."""
+"""`chat`: chat with a trained model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 
 @dataclass(repr=False)
 class ChatSession(PrintedResult):
-    """A model to talk to, and what was said."""
+    """A conversation with a model."""
 
     path: str
     model: nn.Module
@@ -32,7 +32,7 @@ class ChatSession(PrintedResult):
     messages: list[Message] = field(default_factory=list)
 
     def ask(self, question: str, show: Callable[[str], None] = lambda text: None) -> str:
-        """Return the answer of the model; `show` receives each piece of it as it is made."""
+        """Return the answer of the model; `show` receives each piece as it is generated."""
         check_plain(question, "the question")
         self.messages.append({"role": "user", "content": question})
         typist = _Typist(self.tokenizer, show)
@@ -62,8 +62,7 @@ class ChatSession(PrintedResult):
         return lines(*(f"{message['role']}: {message['content']}" for message in self.messages))
 
     def _prompt(self) -> list[int]:
-        """Return the tokens of the conversation, without its oldest turns where all would leave no room for an
-        answer."""
+        """Return the tokens of the conversation, without its oldest turns if these leave no room for an answer."""
         opening = [message for message in self.messages[:1] if message["role"] == "system"]
         turns = self.messages[len(opening) :]
         while True:
@@ -84,11 +83,14 @@ def chat(
     template: str = "",
     build: nn.Module | BuildModel | str | None = None,
 ) -> ChatSession:
-    """Begin a conversation with the language model of a run or of a Hugging Face folder.
+    """Start a conversation with the language model of a run or of a Hugging Face folder.
 
-    `model` is what `thrifty.train` returned, a run folder or its name under ./runs, or a Hugging Face folder. `tokens`
-    limits an answer; `temperature=0` takes the likeliest of the `top_k` tokens, or of all. `template` ("chatml",
-    "alpaca" or a Jinja file) takes the place of the model's own. `build` is the run's model, if it was one of your own.
+    Args:
+        model: Run, run folder or its name under ./runs, or Hugging Face folder.
+        tokens: Most tokens in an answer.
+        temperature: 0 picks the most likely token; others sample from the `top_k` most likely tokens, or from all.
+        template: "chatml", "alpaca" or a Jinja file instead of the model's template.
+        build: The run's model, if it was your own.
 
     Raises UsageError if the model does not predict the next token, or has no chat template.
 
@@ -106,7 +108,7 @@ def chat(
 
 
 class _Typist:
-    """Shows an answer token by token; a letter of which some bytes are missing waits for them."""
+    """Prints an answer token by token, whole characters only."""
 
     def __init__(self, tokenizer: ChatTokenizer, show: Callable[[str], None]):
         self.tokenizer, self.show, self.ids, self.shown = tokenizer, show, [], 0
@@ -121,5 +123,5 @@ class _Typist:
             self.shown = len(text)
 
     def finish(self) -> None:
-        """Show what still waited for bytes."""
+        """Print the bytes of an incomplete character."""
         self.show(self.tokenizer.decode(self.ids)[self.shown :])

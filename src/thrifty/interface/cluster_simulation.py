@@ -1,4 +1,4 @@
-"""A simulated training step on a cluster, and published runs next to what is simulated for them."""
+"""A simulated training step on a cluster, and published runs with their simulation."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +26,7 @@ from thrifty.simulators.cluster.traced_workload import trace_workload
 from thrifty.simulators.cluster.workload import Workload
 
 CONTEXT = 8192
-"""Tokens of an example unless given, for models made for more."""
+"""Default tokens in an example, for models with a longer context."""
 SPENT = {
     "compute": "compute",
     "tensor": "tensor collectives",
@@ -39,12 +39,12 @@ SPENT = {
 
 @dataclass(frozen=True, repr=False)
 class ClusterSimulation(PrintedResult):
-    """A simulated training step: its seconds and where they go, memory of each rank, FLOP/s and MFU."""
+    """A simulated training step: time and its parts, memory of each rank, FLOP/s and MFU."""
 
     report: StepReport
     cluster: str
     published: PublishedRun | None = None
-    """The published run that was simulated, if it was one."""
+    """The simulated published run, if it was one."""
 
     def figure(self) -> SavedChart:
         """Return the timeline of the ranks of a pipeline as a chart."""
@@ -53,7 +53,7 @@ class ClusterSimulation(PrintedResult):
         return SavedChart(figure(report.timeline, title))
 
     def write_trace(self, file: str | Path) -> None:
-        """Write the timeline for ui.perfetto.dev, as JSON."""
+        """Write the timeline as JSON for ui.perfetto.dev."""
         write_trace(self.report.timeline, Path(file))
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class ClusterSimulation(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class PublishedRuns(PrintedResult):
-    """Published runs next to what is simulated for them, and the fitted efficiencies of each device."""
+    """Published runs with their simulation, and the fitted efficiencies of each device."""
 
     rates: Mapping[str, Mapping[str, Any]]
     runs: tuple[Mapping[str, Any], ...]
@@ -158,7 +158,7 @@ def published_row(run: PublishedRun, report: StepReport) -> dict[str, Any]:
 
 
 def find_workload(model: str | Path, length: int | None, flash: bool) -> Workload:
-    """Return a published model by its sizes; a preset or a model folder traced."""
+    """Return a published model by its sizes, or a traced preset or model folder."""
     name = str(model)
     if name in MODELS:
         sizes = MODELS[name]
@@ -192,7 +192,7 @@ def _from_transformers(folder: Path, length: int, flash: bool) -> Workload:
 def mesh_of(
     sizes: Mapping[str, int] | None, ranks: int | None, run: PublishedRun | None, all_ranks: int
 ) -> ClusterMesh:
-    """Return a mesh by the sizes of its axes; the rest of the ranks is replicate's."""
+    """Return a mesh by the sizes of its axes; remaining ranks replicate."""
     if sizes is None and run is not None and ranks in (None, run.mesh.ranks):
         return run.mesh
     mesh = build(ClusterMesh, dict(sizes or {}), "mesh")
@@ -208,7 +208,7 @@ def mesh_of(
 def settings_of(
     changes: Mapping[str, Any], run: PublishedRun | None, mesh: ClusterMesh, formats: Mapping[str, float]
 ) -> StepSettings:
-    """Return the settings of a published run, or plain ones, with `changes`."""
+    """Return the settings of a published run, or the defaults, with `changes`."""
     if run is not None:
         return replace(run.settings, **changes)
     plain = StepSettings(

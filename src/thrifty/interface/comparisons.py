@@ -1,4 +1,4 @@
-"""`compare`: variants against a baseline at equal budget, over several seeds, with a verdict."""
+"""`compare`: race variants against a baseline at an equal budget, with a verdict."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from thrifty.training.sent_objects import can_be_sent
 
 @dataclass(frozen=True, repr=False)
 class ComparisonResult(PrintedResult):
-    """Verdicts on all variants, and everything that was measured: the content of comparison.json."""
+    """Verdicts on all variants, and all measurements: the content of comparison.json."""
 
     content: Mapping[str, Any]
 
@@ -43,7 +43,7 @@ class ComparisonResult(PrintedResult):
 
     @property
     def verdicts(self) -> dict[str, str]:
-        """The verdict on each variant: "better", "worse", "no difference" or why there is none."""
+        """Verdict on each variant: "better", "worse", "no difference" or the reason for none."""
         return {label: word for label, word, _ in verdicts(self.content)}
 
     @property
@@ -54,8 +54,9 @@ class ComparisonResult(PrintedResult):
         return dict(self.content)
 
     def table(self) -> ResultTable:
-        """Return a row for each variant: verdict, held-out loss or the metric that is judged, its difference to the
-        baseline's, and step time."""
+        """Return a row for each variant: verdict, held-out loss or judged metric, its difference to the baseline, and
+        step time.
+        """
         judged, rows = judged_of(self.content), []
         for label, variant in self.content.get("outcome", {}).get("arms", {}).items():
             verdict = variant.get("verdict", {})
@@ -68,7 +69,7 @@ class ComparisonResult(PrintedResult):
         return ResultTable(head, rows)
 
     def figure(self) -> SavedChart:
-        """Return the chart of all pairs and of all loss curves. Raises UsageError before any pair was run."""
+        """Return the chart of all pairs and of all loss curves. Raises UsageError before the first pair."""
         drawn = [chart.properties(title=title) for title, _, chart in charts(self.content)]
         if not drawn:
             raise UsageError("no pair of runs is finished", fix="resume the comparison by the same call")
@@ -107,23 +108,27 @@ def compare(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> ComparisonResult:
-    """Compare variants with a baseline at equal budget, each seed with every variant in turn.
+    """Compare variants with a baseline at an equal budget, with the same seeds.
 
-    The verdict is by held-out loss, of all planned pairs together.
+    The verdict compares held-out losses of all planned pairs.
 
-    `recipe`, the baseline, is a value, a name or a file; `arguments` are those of `thrifty.recipe`, of which `name` is
-    that of the comparison. Each of the `variants` is another recipe, or changes of the baseline: a technique to add (an
-    object, a class or a name such as "lion:lr=2e-4"), one to leave out ("-adamw"), or a setting ("data.batch=16").
-    `equal_budget` ("time", "flops", "tokens", "steps") is what every variant may spend of. Every variant is tried at
-    `rate_trials` learning rates, `rate_factor` apart; `min_effect` is the smallest difference worth knowing, as a share
-    of the loss. Pilots of `warmup_steps` measure costs.
+    Args:
+        recipe: The baseline: value, name or file; `arguments` are those of `thrifty.recipe`, with the comparison's
+            `name`.
+        variants: By name, another recipe or changes of the baseline: a technique to add (object, class or name such as
+            "lion:lr=2e-4"), one to remove ("-adamw"), or a setting ("data.batch=16").
+        equal_budget: Budget that is equal for all variants: "time", "flops", "tokens" or "steps".
+        rate_trials: Number of learning rates for each variant, `rate_factor` apart.
+        min_effect: Smallest relevant difference, relative to the loss.
+        warmup_steps: Steps of the pilot runs that measure costs.
+        workers: Commands that start runs on other machines, or "here".
+        save_result: A .json file for the result.
+        retry: Repeat failed runs.
 
-    `workers` are commands that start runs on other machines, or "here". Runs are processes of their own; where objects
-    passed from Python cannot be sent to those, all runs are made in this process, and a caution says so. `save_result`
-    keeps the result as a .json file; `retry` repeats runs that failed. An interrupted comparison resumes where it
-    stopped, by the same call.
+    Runs are separate processes. If objects cannot be sent to them, all runs use this process, and a warning is printed.
+    The same call resumes an interrupted comparison.
 
-    Raises UsageError for variants that cannot be compared, or a folder that holds another comparison.
+    Raises UsageError for variants that cannot be compared, or a folder of another comparison.
 
     Example::
 
@@ -149,7 +154,7 @@ def compare(
 def _able(
     launchers: Sequence[RunLauncher], variants: Sequence[Variant], say: Callable[[str], None]
 ) -> Sequence[RunLauncher]:
-    """Return launchers that can start these variants: this process where their objects cannot be sent to another."""
+    """Return launchers that can start these variants: this process for objects that cannot be sent."""
     if all(can_be_sent(variant.recipe.objects) for variant in variants):
         return launchers
     say("objects from Python cannot be sent to other processes: all runs are made in this one, one after another")

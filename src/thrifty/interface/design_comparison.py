@@ -1,4 +1,4 @@
-"""Accelerator designs compared on one trace, under one filter or several."""
+"""Accelerator designs compared on one trace, with one or several filters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Filter = Literal["trace", "exact", "own"]
 COSTS = ("softmax kept", "output error")
-"""Costs of a filter's masks, by their names in a trace's provenance."""
+"""Costs of a filter's masks, by their names in the provenance of a trace."""
 RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "dense rate", "in and out",
                   "energy, modules", "energy, actions", "area")  # fmt: skip
 ABOUT_MASKS = (
@@ -49,17 +49,17 @@ ABOUT_HERE = (
 
 @dataclass(frozen=True)
 class DesignCase:
-    """A design under one filter."""
+    """A design with one filter."""
 
     design: str
-    """As it was named."""
+    """Name as the user typed it."""
     filter: str
     trace: AttentionTrace
     result: SimulationResult
     kept_here: float | None
-    """Seconds of its pairs on this machine."""
+    """Seconds on this machine for the kept pairs."""
     loss: float | None
-    """Held-out loss of the model under its masks."""
+    """Held-out loss of the model with its masks."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -73,20 +73,20 @@ class DesignCase:
 
 @dataclass(frozen=True, repr=False)
 class DesignComparison(PrintedResult):
-    """Simulated attention of a trace: every design under every filter."""
+    """Simulated attention of a trace: every design with every filter."""
 
     trace: AttentionTrace
     cases: tuple[DesignCase, ...]
     here: Mapping[str, float | None]
-    """Seconds of all pairs on what this machine has; empty where nothing was measured."""
+    """Seconds on this machine for all pairs, by method; empty without a measurement."""
     loss: float | None
-    """Held-out loss of the model as it was traced."""
+    """Held-out loss of the traced model."""
     budget: Mapping[str, float] = field(default_factory=dict)
-    """The resources that all designs were limited to."""
+    """Equal resources of all designs."""
     baseline: str | None = None
-    """The design that others are compared with at equal peak, under the first filter."""
+    """Design to compare the others with at equal peak, with the first filter."""
     all_tables: bool = False
-    """Print energies by every table."""
+    """Print energies of every table."""
 
     @property
     def filters(self) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ def _energies(results: Sequence[SimulationResult]) -> Table:
 
 
 def result_cells(result: SimulationResult) -> list[str]:
-    """Return a line of RESULT_COLUMNS."""
+    """Return the cells of RESULT_COLUMNS."""
     row = result.row()
     return [
         row["machine"],
@@ -172,7 +172,7 @@ def result_cells(result: SimulationResult) -> list[str]:
 
 
 def remarks(comparison: DesignComparison) -> list[str]:
-    """Return what has to be known of the figures, a sentence each."""
+    """Return the conditions of the figures, one sentence each."""
     told = [
         "Modules are priced as published, without an outer memory; actions, with it, by "
         f"{comparison.cases[0].result.row()['energy_table']}. Sizes of different nodes do not compare."
@@ -198,7 +198,7 @@ def remarks(comparison: DesignComparison) -> list[str]:
 
 
 def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
-    """Return what each design's masks keep and cost: titles and lines."""
+    """Return titles and rows of the density and cost of masks."""
     head = ["design", "density", *COSTS]
     rows = [
         [case.result.machine.name, f"{case.trace.density:.3f}", *(case.trace.provenance.get(k, MISSING) for k in COSTS)]
@@ -212,7 +212,7 @@ def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]
 
 
 def measured_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
-    """Return simulated times and those measured on this machine: titles and lines."""
+    """Return titles and rows of simulated times and of times on this machine."""
     here = [duration(seconds) for seconds in comparison.here.values()]
     rows = [
         [case.result.machine.name, duration(case.result.seconds), *here, duration(case.kept_here)]
@@ -223,7 +223,7 @@ def measured_cells(comparison: DesignComparison) -> tuple[list[str], list[list[s
 
 
 def format_joules(energy: float | None) -> str:
-    """0.00387 -> "3.87 mJ"."""
+    """Format energy: 0.00387 becomes "3.87 mJ"."""
     if energy is None:
         return MISSING
     size, unit = next(((s, u) for s, u in ((1, "J"), (1e-3, "mJ"), (1e-6, "µJ")) if energy >= s), (1e-9, "nJ"))
@@ -237,7 +237,7 @@ def masks_of(
     density: float,
     error: float | None,
 ) -> dict[str, dict[str, AttentionTrace]]:
-    """Return the trace under each filter, for each machine by name; unchanged for one that computes all pairs."""
+    """Return the trace with each filter for each machine by name; unchanged for a machine that computes all pairs."""
 
     @cache
     def under(name: str) -> AttentionTrace:
@@ -263,8 +263,9 @@ def compare_designs(
     run: Any = None,
     objects: UserObjects | None = None,
 ) -> DesignComparison:
-    """Simulate machines on a trace under each of `masks`, the traces of each filter by a machine's name. Results of
-    several filters bear the name of both."""
+    """Simulate machines on a trace with each of `masks`, the traces of each filter by machine. Results of several
+    filters have both names.
+    """
     results = []
     for name, traces in masks.items():
         for machine in machines:
@@ -293,9 +294,11 @@ def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
 
 
 def held_out_losses(run: Any, traces: Sequence[AttentionTrace], objects: UserObjects | None = None) -> list[float]:
-    """Return the loss of a run's model on the held-out examples that were traced, under the masks of each trace, the
-    first of which is as it was traced. Raises UsageError for traces of another run, and RefusedError for a model whose
-    attention is more than softmax over some pairs."""
+    """Return the loss of a run's model on the traced held-out examples, with the masks of each trace.
+
+    The first trace is the original one. Raises UsageError for traces of another run, and RefusedError for a model whose
+    attention is not a softmax over pairs.
+    """
     folder = run_folder(run)
     traced = traces[0].provenance.get("run")
     if traced != folder.name or "examples" not in traces[0].provenance:

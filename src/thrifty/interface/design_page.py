@@ -1,4 +1,4 @@
-"""A comparison of designs as one offline page: bars of time, of cycles and energy by station, and what masks cost."""
+"""A comparison of designs as an offline page: time, cycles and energy by station, cost of masks."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,11 +20,11 @@ from thrifty.reporting.number_format import duration, scaled
 from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 Values = Mapping[str, tuple[float, ...]]
-"""Of a design, the parts of a bar for each row: "" for its only one, else the name of a station."""
+"""Parts of a bar by row, for a design: "" for a single part, else the name of a station."""
 
 
 def write_page(comparison: DesignComparison, path: Path) -> None:
-    """Write charts first, with a bar for each filter; then all tables and remarks."""
+    """Write charts with a bar for each filter, then all tables and remarks."""
     results = [case.result for case in comparison.cases]
     trace, shared = comparison.trace, ", ".join(f"{key} {value:g}" for key, value in comparison.budget.items())
     about = f"{trace.name}: {len(trace.layers)} layers, {trace.units} heads, density {trace.density:.3f}. "
@@ -61,7 +61,7 @@ def _figure(
     values: Callable[[DesignCase], Values],
     told: Callable[[float], str],
 ) -> str:
-    """A chart with a group of bars for each row of each design, and its numbers folded below; nothing without any."""
+    """Return a chart with a group of bars for each row of each design, and its values in a folded table."""
     rows: dict[str, dict[str, StackedBar]] = {}
     for case in comparison.cases:
         for name, parts in values(case).items():
@@ -78,7 +78,7 @@ def _figure(
 
 
 def _place(comparison: DesignComparison, label: str) -> int:
-    """Rows of a design stay together, designs in the order in which they were named."""
+    """Sort rows by design, in the order in which designs were named."""
     designs = list(dict.fromkeys(case.design for case in comparison.cases))
     return designs.index(label.partition(" · ")[0])
 

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine can do for training, what is missing, and what to do about it."""
+"""`doctor`: measure this machine for training, and report what is missing."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ OLDEST_TORCH = (2, 11)
 LITTLE_DISK = 5e9
 LITTLE_MEMORY = 2e9
 NO_GAIN = 1.2
-"""bfloat16 products less than this many times as fast as float32 ones do not pay for the casts."""
+"""Least ratio of bfloat16 to float32 product speed that pays for the casts."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,12 @@ class MachineReport(PrintedResult):
 
 
 def doctor(*, quick: bool = False, compile: bool = False, sparse: Sequence[tuple[int, int]] = ()) -> MachineReport:
-    """Measure what this machine can do for training, and find what is missing.
+    """Measure what this machine can do for training, and report what is missing.
 
-    `quick` measures no memory and no disk; `compile` also compiles a small function. For each weight in `sparse`,
-    given as (outputs, inputs), it is measured from which density on its product pays sparse.
+    Args:
+        quick: Skip the measurements of memory and disk.
+        compile: Also test torch.compile on a small function.
+        sparse: Shapes (outputs, inputs) of weights, to measure the density below which sparse products are faster.
 
     Example::
 
@@ -84,7 +86,7 @@ def doctor(*, quick: bool = False, compile: bool = False, sparse: Sequence[tuple
 
 
 def runs_writable() -> bool:
-    """Return True if a run folder can be made under ./runs."""
+    """Return True if a run folder can be created under ./runs."""
     folder = Path("runs") if Path("runs").exists() else Path()
     try:
         with tempfile.TemporaryDirectory(dir=folder):
@@ -94,7 +96,7 @@ def runs_writable() -> bool:
 
 
 def diagnose(machine: MachineInfo, writable: bool, trial: CompileTrial | None) -> list[DoctorFinding]:
-    """Return everything worth telling, the fatal first, each with what to do."""
+    """Return all findings, fatal ones first, each with its fix."""
     return [*_fatal(machine, writable), *_compiler(machine, trial), *_resources(machine), *_optional(machine)]
 
 
@@ -157,7 +159,9 @@ def _optional(machine: MachineInfo) -> Iterator[DoctorFinding]:
 
 
 def _gain(machine: MachineInfo) -> float:
-    """Speed of bfloat16 products relative to float32, by the best repeat of each: others may use the machine too."""
+    """Return the speed of bfloat16 products relative to float32, by the best repeat of each, since the machine may be
+    shared.
+    """
     return machine.matmul["bfloat16"].high / machine.matmul["float32"].high
 
 

@@ -1,4 +1,4 @@
-"""A model, a batch and a loss in any form as the run whose step is counted."""
+"""The run whose step `estimate` counts, from a model, a batch and a loss in any form."""
 
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,12 @@ from thrifty.objectives.user_loss import UserFunction, UserLoss, loss_of_output
 from thrifty.training.run_setup import prepare_run
 
 EXAMPLES, LENGTH = 8, 512
-"""Sizes of a batch of which neither is passed."""
+"""Default number of examples and tokens of a batch."""
 
 
 @dataclass(frozen=True)
 class EstimatedRun:
-    """A run before any technique, the bytes of its batch, and the bytes of its tensors that are in this process."""
+    """A run without techniques, the bytes of its batch, and the bytes of its tensors in this process."""
 
     plain: BaseRun
     batch_bytes: float
@@ -44,7 +44,7 @@ class EstimatedRun:
 
 
 class OneBatch(BatchSource):
-    """The same batch at every step. Its fields are those leaves of a batch that have a row for each example."""
+    """The same batch at every step. Its fields are the leaves of a batch with one row per example."""
 
     def __init__(self, leaves: Mapping[str, Tensor]):
         self.leaves, self.batch = leaves, len(next(iter(leaves.values())))
@@ -82,7 +82,7 @@ def estimated_run(
 def _of_name(
     model: str | Path, batch: Any, loss: UserFunction | str | None, count: int | None, data: Any, length: int | None
 ) -> EstimatedRun:
-    """A preset, a folder, or a config.json."""
+    """Return the run of a preset, a folder or a config.json."""
     if (folder := _model_folder(model)) is None:
         name = _preset(model)
         if batch is not None:
@@ -138,7 +138,7 @@ def _of_batch(
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch with dictionaries for what is like one: tokenizers of transformers return such."""
+    """Return a batch with plain dictionaries instead of mappings, such as those of tokenizers."""
     return dict(batch) if isinstance(batch, UserDict) else batch
 
 
@@ -151,7 +151,7 @@ def _present(leaf: Tensor) -> Tensor:
 
 
 def _model_folder(model: str | Path) -> Path | None:
-    """Return the folder of a model, or that of a config.json; None for what is neither."""
+    """Return the folder of a model or of a config.json; None for other text."""
     path = Path(model)
     if path.name == "config.json" and path.is_file():
         return path.parent
@@ -201,13 +201,13 @@ def _transformers() -> Any:
 AUTO = (
     "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
 )  # fmt: skip
-"""Classes that are asked in turn for the model of a config that names none."""
+"""Auto classes to try, in order, for a config that names no architecture."""
 
 
 def _of_config(
     config: Any, batch: Any, loss: UserFunction | str | None, count: int | None, length: int | None
 ) -> EstimatedRun:
-    """The model of a config of transformers with random weights, on random examples unless there is a batch."""
+    """Return the run of a `transformers` config with random weights, on random examples unless a batch is passed."""
     transformers = _transformers()
     name = next((name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)), None)
     kind = getattr(transformers, name) if name else None
@@ -239,7 +239,7 @@ def _of_config(
 def _of_recipe(
     model: Any, loss: UserFunction | str | None, count: int | None, data: Any, length: int | None
 ) -> EstimatedRun:
-    """A model as `thrifty.train` trains it on data."""
+    """Return the run that `thrifty.train` would start on the data."""
     is_named = is_mixture(data) or (isinstance(data, str | Path) and not names_object(data, is_data=True))
     held_out = None if is_named else data
     chosen = recipe(model, data, held_out=held_out, loss=loss, batch=count or EXAMPLES, device="cpu")
@@ -251,7 +251,7 @@ def _of_recipe(
 
 @dataclass
 class PublishedTokens:
-    """Tokens of a vocabulary of which nothing is known but its size; special ones are its last."""
+    """Tokens of a vocabulary of known size; special tokens are its last."""
 
     vocabulary: int
     end_of_text: int = 0
@@ -266,7 +266,7 @@ class PublishedTokens:
 
 
 def _of_preset(name: str, count: int | None, length: int | None) -> EstimatedRun:
-    """A preset in its published sizes, on random examples."""
+    """Return the run of a preset in its published size, on random examples."""
     shape = PRESETS[name]
     task, count = FAMILIES[shape.style].task, count or EXAMPLES
     build = partial(assemble, shape)

@@ -1,4 +1,4 @@
-"""`estimate`: will a training step fit, what is its memory made of, and what would make it fit."""
+"""`estimate`: predict the memory of a training step, and the changes that make it fit."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,55 +39,56 @@ from thrifty.simulators.cluster.device_specs import DEVICES
 from thrifty.training.memory_meter import MemoryMeter
 
 STEPS = 1000
-"""Steps of the run whose step is estimated, for settings that are fractions of one."""
+"""Steps of the run whose step is estimated, for settings that are fractions of a run."""
 COUNTING = 120.0
-"""Seconds in which options are counted; what is not counted by then is not offered."""
+"""Seconds for counting options; options that are not counted by then are left out."""
 RESERVE = 1.02
-"""Factor of the predicted peak that must fit, since a prediction can be a little too low: by 0.02 % at most over the 90
-random models of `results/benchmarks/estimate-cpu.json`, whose kinds other models need not be of."""
+"""Factor of the predicted peak that must fit, since a prediction can be too low: by 0.02 % at most for the 90 random
+models of `results/benchmarks/estimate-cpu.json`.
+"""
 HELD_LOW, HELD_HIGH, PROCESS_LOW, PROCESS_HIGH = 0.9, 1.15, 0.5, 1.1
-"""Bounds of what a process holds, as factors of the tensors' peak and of what it holds before the step."""
+"""Bounds of the process memory, as factors of the peak of tensors and of the memory before the step."""
 MOVED = 80e6
-"""Bytes by which a process may hold more than that: freed memory that stays with it, code of libraries."""
+"""Bytes above these bounds that a process may hold: freed memory and code of libraries."""
 
 
 @dataclass(frozen=True)
 class EstimatedOption:
-    """A change that makes a step fit, the peak with it, and the time that a step is expected to take relative to one
-    without it."""
+    """A change that makes a step fit, its peak, and its expected step time relative to the unchanged step."""
 
     label: str
     techniques: tuple[Technique, ...]
     peak: float
     relative_time: float
     numerics: str
-    """"exact" if it changes no value, "rounding" if only their last bits, "different" if it is another algorithm."""
+    """"exact" if it changes no value, "rounding" if only the last bits, "different" for another algorithm."""
 
 
 @dataclass(frozen=True, repr=False)
 class StepEstimate(PrintedResult):
     """Predicted bytes and FLOPs of one training step.
 
-    `peak` counts the tensors of one process at the peak of a step, the batch included; `parts` are what it is made of.
+    `peak` is the peak of the tensors of one process, the batch included; `parts` are its components.
     """
 
     peak: float
     parts: Mapping[str, float]
     flops: float
-    """FLOPs of the forward and backward pass of one step, a multiply-add counted as two."""
+    """FLOPs of the forward and backward pass of one step; a multiply-add counts as two."""
     parameters: int
     memory: float
-    """Bytes that `peak` must fit in: the argument, or the memory of a device with a name."""
+    """Available bytes: the argument, or the memory of a named device."""
     options: tuple[EstimatedOption, ...] = ()
-    """Changes with which it fits `memory`, the cheapest first; empty if it fits, or nothing does."""
+    """Changes that make the step fit `memory`, the cheapest first; empty if it fits, or if nothing does."""
     notes: tuple[str, ...] = ()
     process: tuple[float, float] | None = None
-    """On a processor the bytes between which the whole process is expected to hold at its peak, the interpreter and
-    libraries included; None for a GPU."""
+    """Expected bounds, in bytes, of the peak of the whole process on a CPU, with interpreter and libraries; None on a
+    GPU.
+    """
 
     @property
     def fits(self) -> bool:
-        """The peak and 2 % of it in reserve are no more than `memory`."""
+        """True if the peak with a reserve of 2 % is at most `memory`."""
         return self.peak * RESERVE <= self.memory
 
     @property
@@ -130,22 +131,25 @@ def estimate(
     data: Any = None,
     length: int | None = None,
 ) -> StepEstimate:
-    """Estimate the memory and work of a training step. Nothing is allocated and no step is run.
+    """Estimate the memory and FLOPs of a training step. Nothing is allocated and no step runs.
 
-    `model` is a module, on the meta device or not, a function that builds one, a preset, a config of transformers, or a
-    Hugging Face folder, with weights or with config.json alone. `batch` is what `loss(model, batch)` takes; without a
-    loss it is keyword arguments of a model that computes its own. Or it is a number of examples: of `data`, which are
-    read as `thrifty.train` reads them, or random ones for a preset, a config or a folder; `length` is their number of
-    tokens. `optimizer` is a technique, or a class or an object
-    of `torch.optim`. `memory` ("24GB", "24GiB" or bytes) is what must suffice, by default the memory of a `device` with
-    a name ("h100"); "cuda" and "cpu" have none. `allow` limits the options to those that change no value ("exact"),
-    only roundings ("rounding") or anything ("different").
+    Args:
+        model: Module, on the meta device or not; function that builds one; preset; `transformers` config; or Hugging
+            Face folder, with weights or with config.json alone.
+        batch: Argument of `loss(model, batch)`; without a loss, keyword arguments of a model that computes its loss. Or
+            a number of examples.
+        data: Dataset whose examples are read as in `thrifty.train`. By default examples are random.
+        length: Tokens in an example.
+        optimizer: Technique, or class or object of `torch.optim`.
+        memory: Available memory, "24GB", "24GiB" or bytes. The default is the memory of a named `device`, such as
+            "h100".
+        allow: Largest change of values that options may make: "exact", "rounding" or "different".
 
-    A model whose shapes depend on values is run on the batch once, and a note says so. On a processor, convolutions run
-    once on a few examples, since they take memory that only the processor knows.
+    A model whose shapes depend on values runs once on the batch; a note reports that. On a CPU, convolutions run once
+    on a few examples to measure their workspace.
 
-    Raises UsageError for arguments that do not fit, and for a model that refuses the batch, with its own words;
-    RefusedError where a technique does not fit the model.
+    Raises UsageError for arguments that do not fit and for a model that raises on the batch; RefusedError if a
+    technique does not fit the model.
 
     Example::
 
@@ -182,7 +186,7 @@ def estimate(
 
 @contextmanager
 def _own_errors(run: EstimatedRun) -> Iterator[None]:
-    """Raise what a model, a loss or an optimizer raises as UsageError, with the shapes of the batch."""
+    """Convert an exception of a model, a loss or an optimizer into UsageError, with the shapes of the batch."""
     try:
         yield
     except Exception as error:
@@ -197,8 +201,9 @@ def _own_errors(run: EstimatedRun) -> Iterator[None]:
 
 
 def _device(device: str | torch.device) -> tuple[torch.device, float, bool | None]:
-    """Return the place of a device, its bytes if it has a name, and whether it has units for bfloat16, if it is not
-    here."""
+    """Return the torch device, its bytes if it is named, and for a device of another machine whether it computes
+    bfloat16.
+    """
     word = str(device).lower().removeprefix("nvidia ").partition(" ")[0]
     is_here = torch.cuda.is_available()
     if word == "auto":
@@ -259,8 +264,9 @@ def _own_names(optimizer: Any, model: Any) -> list[set[str]] | None:
 def _torch_optimizer(
     optimizer: Any, groups: list[set[str]] | None, kind: str, names: Sequence[str], parameters: Sequence[Tensor]
 ) -> Optimizer:
-    """Make an optimizer of torch for parameters, with the settings of another. On a GPU torch updates all tensors at a
-    time by default."""
+    """Build a torch optimizer for parameters with the settings of another. On a GPU, torch updates all tensors at once
+    by default.
+    """
     is_class = inspect.isclass(optimizer)
     defaults = {} if is_class else dict(optimizer.defaults)
     accepted = inspect.signature(optimizer if is_class else type(optimizer)).parameters
@@ -284,7 +290,7 @@ def _process(peak: float, run: EstimatedRun) -> tuple[float, float]:
 
 
 def _parts(footprint: Footprint) -> dict[str, float]:
-    """Return the parts of the peak; gradients appear while activations go, so that the smaller of both is left out."""
+    """Return the parts of the peak. Gradients replace activations, so the smaller of both is left out."""
     names = ("parameters", "buffers", "optimizer", "gradients", "activations", "temporary")
     parts = {name: getattr(footprint, name) for name in names}
     parts[min("gradients", "activations", key=parts.__getitem__)] = 0.0
@@ -294,7 +300,7 @@ def _parts(footprint: Footprint) -> dict[str, float]:
 def _options(
     run: EstimatedRun, chosen: tuple[Technique, ...], limit: float, allow: Numerics, device: torch.device
 ) -> tuple[tuple[EstimatedOption, ...], str]:
-    """Return the options, and a note on those that there was no time to count."""
+    """Return the options, and a note on those that were not counted in time."""
     plain: BaseRun = replace(run.plain, is_trained=True)
     recipe = Recipe(model=ModelSettings(), techniques=chosen)
     known = {name: catalogue.find(name) for name in catalogue.own_names()}
@@ -328,7 +334,7 @@ def _options(
 
 
 def _cheapest_of_micro_batches(ways: Sequence[PlanOption]) -> list[PlanOption]:
-    """Leave out more micro-batches than suffice."""
+    """Drop options with more micro-batches than necessary."""
     parts = [way.parts for way in ways if way.axis == MICRO_BATCHES]
     return [way for way in ways if way.axis != MICRO_BATCHES or way.parts == min(parts)]
 

@@ -1,4 +1,4 @@
-"""`explain`: what each technique of a recipe does, in which order, and at what predicted cost."""
+"""`explain`: the effect of each technique of a recipe in order, with predicted cost."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,26 +22,26 @@ from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.run_setup import mesh_sizes, prepare_run
 
 STEPS = 1000
-"""Steps of a run whose budget is none in steps."""
+"""Steps of a run whose budget is not in steps."""
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations")
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, repr=False)
 class RecipeExplanation(PrintedResult):
-    """Effects of a recipe: each technique in order of stage, and the memory and work before and after it."""
+    """Effects of a recipe: each technique in order of stage, with memory and FLOPs before and after it."""
 
     recipe: str
     data: Mapping[str, Any]
     explanation: Explanation
     notes: Mapping[str, Any]
-    """Modules that the surgery of each technique touched and skipped."""
+    """Modules that each technique changed and skipped."""
     refused: Mapping[str, str]
-    """Techniques that refuse the model or the data, with their reasons; the others are explained."""
+    """Techniques that refuse the model or the data, with reasons."""
     process: float
-    """Bytes that the process holds before it builds the model."""
+    """Bytes of the process before it builds the model."""
     ranks: Mapping[str, Any] = field(default_factory=dict)
-    """The "mesh", and for each of its "stages" what a rank keeps; empty without a mesh."""
+    """The "mesh", and the content of a rank for each of its "stages"; empty without a mesh."""
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -92,13 +92,13 @@ def explain(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> RecipeExplanation:
-    """Explain a recipe: what each technique touches, memory and FLOPs before and after it, and what is refused.
+    """Explain a recipe: the modules that each technique changes, memory and FLOPs before and after it, and refusals.
 
-    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. Nothing is trained. With a mesh it
-    is what each rank holds, computes and sends; no ranks are started. `origins` says where values came from, for the
-    printed explanation.
+    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. `origins` is the origin of each
+    value, for the printed explanation. Nothing is trained. With a mesh, the result has what each rank holds, computes
+    and sends, without starting ranks.
 
-    Raises UsageError for a recipe that could not be trained, RefusedError where the model itself is refused.
+    Raises UsageError for a recipe that cannot be trained, RefusedError if the model itself is refused.
 
     Example::
 
@@ -127,8 +127,9 @@ def explain(
 
 
 def _without_refused(run: Run, look: Callable[[Run], Found]) -> tuple[Run, dict[str, str], Found]:
-    """Return a run without the techniques that refuse its model, their reasons, and what `look` then finds. Raises
-    RefusedError where the model itself is refused."""
+    """Return a run without the techniques that refuse its model, their reasons, and the result of `look`. Raises
+    RefusedError if the model itself is refused.
+    """
     refused: dict[str, str] = {}
     while True:
         try:

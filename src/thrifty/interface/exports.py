@@ -1,4 +1,4 @@
-"""`export`: a trained model as a Hugging Face folder, its adapter as a folder of PEFT, or its masks as a file."""
+"""`export`: write a trained model as a Hugging Face folder, its adapter as a PEFT folder, or its masks as a file."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,7 +35,7 @@ class ExportedModel(PrintedResult):
     folder: str
     files: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """Settings that a family's configuration cannot say, and their form in the export."""
+    """Settings without a place in the configuration, and their form in the export."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,7 +46,7 @@ class ExportedModel(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class ExportedMasks(PrintedResult):
-    """The masks of a sparse run as a file that another run can start from."""
+    """The masks of a sparse run, as a file for another run."""
 
     run: str
     file: str
@@ -71,17 +71,19 @@ def export(
     part: Part | None = None,
     model: nn.Module | BuildModel | str | None = None,
 ) -> ExportedModel | ExportedMasks:
-    """Write the model of a run as a Hugging Face folder: config.json, safetensors, and the tokenizer, or what images
-    must go through. Adapters are merged, gains folded in.
+    """Write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer or image preprocessor.
 
-    `run` is what `thrifty.train` returned, a run folder, or its name under ./runs; `step` names a checkpoint other than
-    the newest. `raw_weights` takes the weights in training where the run judged an average of them. `part` writes the
-    adapter alone in PEFT's layout, the "base" that it was trained on, or the "masks" of a sparse run as a file.
+    Adapters are merged and gains folded into weights. Your own `model` is written as model.safetensors, its state dict,
+    and model.json with the function that built it; a model of `transformers` in its own format.
 
-    A `model` of your own, which is passed again, is written as model.safetensors, its state dict, and model.json, which
-    records what built it; one of `transformers` as its own format.
+    Args:
+        run: Run, run folder, or its name under ./runs.
+        step: Step of a checkpoint, by default the newest.
+        raw_weights: Export the trained weights of a run that evaluated their average.
+        part: "adapter" in PEFT format, its "base" model, or the "masks" of a sparse run as a file.
+        model: The run's model, if it was your own.
 
-    Raises UsageError for a folder that has files: nothing is overwritten.
+    Raises UsageError for a folder that contains files.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Trained language models with their tokenizers: of a run folder or of a Hugging Face folder."""
+"""Trained language models with their tokenizers, from a run folder or a Hugging Face folder."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from thrifty.training.trained_model import load_trained_model
 
 
 def own_model(run: Any, model: nn.Module | BuildModel | str | None) -> UserObjects:
-    """Return the user's own model: what was passed, or what the run was trained with in this process."""
+    """Return the user's own model: the passed one, or the one that trained the run in this process."""
     return getattr(run, "objects", UserObjects()) if model is None else UserObjects.given(model=model)
 
 
@@ -47,7 +47,7 @@ def _load_run(run: Path, objects: UserObjects) -> tuple[nn.Module, Path, int | N
 
 
 def read_prompt(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int], int | None]:
-    """Return the tokenizer, the tokens to start from, and the token that ends a document where there is one."""
+    """Return the tokenizer, the tokens of the prompt, and the token that ends a document, if there is one."""
     tokenizer = read_tokenizer_file(tokenizer_json)
     ends = (tokenizer.token_to_id(end) for end in KNOWN_ENDS)
     end = next((end for end in ends if end is not None), None)
@@ -58,7 +58,7 @@ def read_prompt(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int]
 
 
 def read_question(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int], int]:
-    """Return the same for a prompt that is a question: the tokens up to its answer, and the one that ends answers."""
+    """Return the tokenizer, the tokens of a question up to its answer, and the token that ends answers."""
     if not prompt:
         raise UsageError("there is no question", fix="give a --prompt")
     chat = read_chat_tokenizer(tokenizer_json)

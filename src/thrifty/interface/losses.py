@@ -1,4 +1,4 @@
-"""Losses for training loops of the user's own."""
+"""Losses for a user's own training loop."""
 
 from typing import Literal
 
@@ -17,11 +17,14 @@ def chunked_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Cross-entropy of `hidden @ head_weight.T + bias` that never holds all logits.
+    """Return the cross-entropy of `hidden @ head_weight.T + bias` without storing all logits.
 
-    `hidden` (…, d), `head_weight` (v, d), `labels` (…) with -100 where a token is not learned. `z_loss` times the
-    squared log of the softmax's normalizer is added (PaLM, arXiv 2204.02311, section 5). "mean" is over the learned
-    tokens; "none" has the shape of `labels`, in float32.
+    Args:
+        hidden: Hidden states (…, d).
+        head_weight: Weight of the head (v, d).
+        labels: Labels (…), -100 for tokens without a loss.
+        z_loss: Factor of the squared log of the softmax normalizer, which is added (PaLM, arXiv 2204.02311, section 5).
+        reduction: "mean" over the labelled tokens; "none" has the shape of `labels`, in float32.
 
     Raises UsageError if the shapes do not fit.
 

@@ -1,4 +1,4 @@
-"""`lottery`: lottery tickets, round after round."""
+"""`lottery`: find lottery tickets by iterative magnitude pruning."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 
 @dataclass(frozen=True, repr=False)
 class LotteryResult(PrintedResult):
-    """Held-out losses of all rounds, and the folder with the tickets."""
+    """Held-out losses of all rounds, and the folder of the tickets."""
 
     rounds: Sequence[Mapping[str, Any]]
     folder: str
@@ -57,16 +57,22 @@ def lottery(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> LotteryResult:
-    """Train a recipe, cut the smallest weights, start again from the initial values (or an early step) with the rest,
-    and so on. Every round is a run of its own, `runs`/NAME-round-R.
+    """Train a recipe, prune the smallest weights, rewind the others to their initial values or an early step, and
+    repeat.
 
-    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. `prune_fraction` is the share of
-    the remaining weights that goes after each round; `rewind` the step that tickets start from, or a fraction of the
-    run; `scope` says whether weights of all matrices are compared, or those of each. `where` is a pattern of the names
-    of pruned matrices, `half_rate` of those that lose half the share. `controls` are also trained for each ticket. An
-    interrupted lottery resumes where it stopped, also with more rounds or controls.
+    Each round is a run folder, `runs`/NAME-round-R.
 
-    Raises UsageError where the folder is of another lottery.
+    Args:
+        recipe: Value, name or file; `arguments` are those of `thrifty.recipe`.
+        prune_fraction: Fraction of the remaining weights to prune in each round.
+        rewind: Step, or fraction of the run, whose weights tickets start from.
+        scope: "global" compares magnitudes over all matrices, "layerwise" within each.
+        where: Pattern of the names of the matrices to prune.
+        half_rate: Pattern of the names of matrices that are pruned at half the rate.
+        controls: Controls to train for each ticket.
+
+    The same call resumes an interrupted lottery, also with more rounds or controls. Raises UsageError if the folder is
+    of another lottery.
 
     Example::
 

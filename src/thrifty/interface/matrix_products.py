@@ -1,4 +1,4 @@
-"""Simulated matrix products: sparse ones on accelerators made for them, dense ones on a systolic array."""
+"""Simulated matrix products: sparse ones on accelerators, dense ones on a systolic array."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ABOUT = (
 
 @dataclass(frozen=True, repr=False)
 class GemmSimulation(PrintedResult):
-    """Matrix products on a systolic array, a row each in SCALE-Sim's columns, and the settings of the array."""
+    """Matrix products on a systolic array, one row each in SCALE-Sim's columns, and the settings of the array."""
 
     settings: Mapping[str, Any]
     layers: tuple[Mapping[str, Any], ...]
@@ -39,7 +39,7 @@ class GemmSimulation(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class SpgemmSimulation(PrintedResult):
-    """Products of sparse matrices on accelerators, a row for each matrix and design."""
+    """Products of sparse matrices on accelerators, one row for each matrix and design."""
 
     products: tuple[Mapping[str, Any], ...]
 

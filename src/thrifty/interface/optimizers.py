@@ -1,4 +1,4 @@
-"""Torch optimizers of the techniques that decide the optimizer, by the names of their classes."""
+"""Torch optimizers of techniques, by the names of their classes."""
 
 import inspect
 from functools import cache
@@ -22,7 +22,7 @@ def optimizer_names() -> list[str]:
 
 
 def optimizer_named(name: str) -> type[TechniqueOptimizer]:
-    """Make the torch optimizer of a technique. Raises AttributeError for a name that is none."""
+    """Return the torch optimizer class of a technique. Raises AttributeError for an unknown name."""
     if name.startswith("__") or name not in _optimizers():
         hint = "" if name.startswith("_") else f"; {did_you_mean(name, _optimizers())}"
         raise AttributeError(f"module 'thrifty.optim' has no attribute {name!r}{hint}")
@@ -31,7 +31,7 @@ def optimizer_named(name: str) -> type[TechniqueOptimizer]:
 
 @cache
 def optimizer_class(technique: type[Technique]) -> type[TechniqueOptimizer]:
-    """Make the torch optimizer of a technique, one of the user's own included."""
+    """Return the torch optimizer class of a technique, including a user's own."""
     card = inspect.getdoc(inspect.getmodule(technique)) or inspect.getdoc(technique)
     names = {"technique": technique, "__module__": "thrifty.optim", "__doc__": card}
     return type(technique.__name__, (TechniqueOptimizer,), names)

@@ -1,4 +1,4 @@
-"""Techniques in a training loop of the user's own: `apply`, `merge` and `activation_budget`."""
+"""Techniques in a user's own training loop: `apply`, `merge` and `activation_budget`."""
 
 import warnings
 from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ SEAMS = {
     "backward": "how gradients are computed",
     "changes": "the structure of the model during training",
 }
-"""Parts of a run that only the trainer has, by the method of a technique that changes them."""
+"""Parts of a run that only the trainer has, by the technique method that changes them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AppliedTechnique:
 
 
 MANY_STEPS = 1_000_000
-"""Steps of a loop that does not say how many it has."""
+"""Assumed steps of a loop without `total_steps`."""
 
 APPLIED: ModuleNote[tuple[AppliedTechnique, ...]] = ModuleNote("applied")
 
@@ -53,15 +53,18 @@ def apply(
     target: T, technique: str | Technique | type[Technique], *, total_steps: int | None = None, **settings: Any
 ) -> T:
     """Apply a technique to a model, an optimizer or a pair of both, and return the same objects; or to a DataLoader or
-    dataset, and return one to use in its place.
+    dataset, and return its replacement.
 
-    `technique` is a name ("lora", "adapters.lora"), an object or a class; `settings` are its fields. `total_steps` is
-    required where a setting is a fraction of the run; of a DataLoader it counts batches. The parameters of the model
-    keep their names. Apply before `torch.compile`, `DistributedDataParallel` and `fully_shard`.
+    Args:
+        target: Model, optimizer, (model, optimizer), DataLoader or dataset.
+        technique: Name ("lora", "adapters.lora"), object or class; `settings` are its fields.
+        total_steps: Steps of the loop, required if a setting is a fraction of the run; for a DataLoader, its batches.
 
-    Warns of what never happens in so many steps, such as masks that do not move. Raises NeedsTrainer for a technique
-    that works only in the trainer, UsageError for an unknown name or setting, and RefusedError where the technique does
-    not fit the model.
+    Parameters keep their names. Apply before `torch.compile`, `DistributedDataParallel` and `fully_shard`.
+
+    Warns of effects that never occur within the steps, such as moves of masks. Raises NeedsTrainer for a technique that
+    works only in the trainer, UsageError for an unknown name or setting, and RefusedError if the technique does not fit
+    the model.
 
     Example::
 
@@ -115,8 +118,9 @@ def _is_pair(target: object) -> TypeGuard[tuple[nn.Module, Optimizer]]:
 
 
 def technique_of(technique: str | Technique | type[Technique], settings: dict[str, Any]) -> Technique:
-    """Return a technique by name, class or object, with these settings; a name may have its own, as in
-    "lora:rank=8,alpha=16". Raises UsageError for unknown ones."""
+    """Return a technique by name, class or object with these settings; a name may include settings, as in
+    "lora:rank=8,alpha=16". Raises UsageError for unknown ones.
+    """
     if isinstance(technique, str):
         technique, colon, typed = technique.partition(":")
         settings = {**(toml_table(typed, f"{technique}:{typed}", "technique") if colon else {}), **settings}
@@ -152,7 +156,7 @@ def _refuse_trainer_only(chosen: Technique) -> None:
 
 
 def _refuse_other_target(chosen: Technique, has_model: bool, has_optimizer: bool, is_data: bool) -> None:
-    """Raise UsageError where the technique changes what it is not given."""
+    """Raise UsageError if the target is not what the technique changes."""
 
     def required(*seams: str) -> bool:
         return any(chosen.overrides(seam) for seam in set(seams) - chosen.optional_seams)
@@ -171,8 +175,7 @@ def _refuse_other_target(chosen: Technique, has_model: bool, has_optimizer: bool
 
 
 def _refuse_together(chosen: Technique, model: nn.Module | None, optimizer: Optimizer | None) -> None:
-    """Raise UsageError for two techniques that decide the same, that cannot go together, or that come in the wrong
-    order."""
+    """Raise UsageError for techniques with the same claim, for clashes, and for the wrong order."""
     before = [each.technique for each in APPLIED.get(model) or ()]
     in_update = optimizer.techniques if isinstance(optimizer, TechniqueOptimizer) else ()
     for other in (*before, *in_update):
@@ -195,7 +198,7 @@ def _refuse_together(chosen: Technique, model: nn.Module | None, optimizer: Opti
 
 
 def _refuse_wrapped(model: nn.Module, chosen: Technique) -> None:
-    """Raise UsageError for a model whose wrapper would not see the change."""
+    """Raise UsageError for a model whose wrapper would not include the change."""
     wrappers = {
         "torch.compile": type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None,
         "DistributedDataParallel": isinstance(model, DistributedDataParallel),
@@ -233,7 +236,7 @@ def _change(model: nn.Module, chosen: Technique) -> None:
 
 
 def _train_new_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Give the optimizer the parameters that a technique has added, in a group with its default settings."""
+    """Add the parameters of a technique to the optimizer, in a group with its default settings."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if new := [pair for pair in model.named_parameters() if pair[1].requires_grad and id(pair[1]) not in known]:
         is_named = "param_names" in optimizer.param_groups[0]
@@ -241,14 +244,14 @@ def _train_new_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Merge the adapters of a trained model into its weights, and return the same model: its `state_dict` then has the
-    names and shapes that it had before `apply`, and all its parameters are trainable.
+    """Merge the adapters of a trained model into its weights, and return the same model.
 
-    Outputs stay the same but for rounding. Other techniques stay applied. An optimizer made before still holds the
-    removed parameters: make a new one to train on.
+    Its `state_dict` then has the names and shapes from before `apply`, and all parameters are trainable. Outputs are
+    equal up to rounding. Other techniques stay applied. Build a new optimizer to train further, since an earlier one
+    refers to the removed parameters.
 
-    Raises UsageError for a model without adapters, and RefusedError for one that no weight can take, such as prompts or
-    bottleneck networks.
+    Raises UsageError for a model without adapters, and RefusedError for adapters that no weight can absorb, such as
+    prompts or bottleneck networks.
 
     Example::
 
@@ -271,12 +274,12 @@ def merge(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def activation_budget(model: nn.Module, budget: str | float, **settings: Any) -> Iterator[None]:
-    """Limit the activations of the forward passes inside the block; the backward pass may come later.
+    """Limit the activations of the forward passes inside the block; the backward pass may be later.
 
-    `budget` is a percentage ("50%"), a size ("2GB") or a fraction of what all activations take; `settings` are those of
-    `ActivationBudget`. The first pass for each shape of inputs is made twice, to learn what a plan needs.
+    `budget` is a percentage ("50%"), a size ("2GB") or a fraction of all activations; `settings` are those of
+    `ActivationBudget`. The first forward pass for each input shape runs twice, to collect costs for the plan.
 
-    Raises InfeasibleError for a budget that the blocks do not fit, UsageError for one that is no amount.
+    Raises InfeasibleError for a budget that the blocks cannot fit, UsageError for text that is no amount.
 
     Example::
 
@@ -302,7 +305,7 @@ def activation_budget(model: nn.Module, budget: str | float, **settings: Any) ->
 
 
 def _put_forward(model: nn.Module, own: Any) -> None:
-    """Give a model the forward that it had of its own, None for that of its class."""
+    """Restore a model's own forward; None restores that of its class."""
     if own is None:
         del model.forward
     else:

@@ -1,4 +1,4 @@
-"""A plan written for other trainers: what a script needs beside it, from the plan's own model and data."""
+"""Plans as configurations of other trainers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +12,9 @@ SCRIPT = "script"
 
 
 def export_recipe(recipe: "Recipe", steps: int, trainer: str, path: Path) -> Path:
-    """Write a recipe of so many steps as the configuration of another trainer, or as a folder with a "script"; return
-    the file. Raises RefusedError where it cannot be said there, or the path is there already."""
+    """Write a recipe for a number of steps as the configuration of another trainer, or as a folder with a "script";
+    return the file. Raises RefusedError if that format cannot express the recipe, or the path exists.
+    """
     from thrifty.core.errors import RefusedError, refuse_unknown
     from thrifty.planning.exports import CONFIGURATIONS
     from thrifty.planning.exports.portable_recipe import PortableRecipe
@@ -31,14 +32,14 @@ def export_recipe(recipe: "Recipe", steps: int, trainer: str, path: Path) -> Pat
 
 
 def export_path(trainer: str, plan: Path) -> Path:
-    """Return where an export stands beside the file of a plan: `plan-accelerate.yaml` beside plan.toml."""
+    """Return the path of an export of a plan file: `plan-accelerate.yaml` for plan.toml."""
     from thrifty.planning.exports import CONFIGURATIONS
 
     return plan.with_name(f"{plan.stem}-{SCRIPT if trainer == SCRIPT else CONFIGURATIONS[trainer][0]}")
 
 
 def _write_script(prepared: "PreparedRun", run: "PortableRecipe", folder: Path) -> Path:
-    """A folder with the program, its model's first weights and the tokens."""
+    """Write a folder with the program, the initial weights of its model and the tokens."""
     import inspect
 
     import numpy as np

@@ -1,4 +1,4 @@
-"""`thrifty plan --cluster`: the mesh for a recipe on a cluster that is not here."""
+"""`thrifty plan --cluster`: choose a mesh for a recipe on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan_on_cluster(
     ranks: int | None,
     quiet: bool = False,
 ) -> ClusterPlan:
-    """Raises InfeasibleError where no layout fits, UsageError for what cannot be simulated."""
+    """Plan a recipe on a cluster. Raises InfeasibleError if no layout fits, UsageError for what cannot be simulated."""
     from thrifty import techniques
     from thrifty.planning.cluster_file import read_cluster
     from thrifty.planning.cluster_plan import ClusterPlanner
@@ -56,7 +56,7 @@ def plan_on_cluster(
 
 
 def _workload(prepared: PreparedRun) -> Workload:
-    """The model traced as simulations want it. Raises RefusedError for one that does not read text."""
+    """Return the traced model as a workload of the simulator. Raises RefusedError for a model that reads no text."""
     import torch
 
     from thrifty.simulators.cluster.traced_workload import trace_workload
@@ -74,7 +74,7 @@ def _workload(prepared: PreparedRun) -> Workload:
 
 
 def format_cluster_plan(plan: ClusterPlan) -> list[str]:
-    """What is chosen and what is forecast, a line each."""
+    """Return the choice and the forecast, one per line."""
     step, seconds, footprint = plan.step(plan.chosen), plan.seconds, plan.chosen.footprint
     (most, share), (spent, part) = plan.dominant["memory"], plan.dominant["time"]
     rate = plan.tokens / step.value

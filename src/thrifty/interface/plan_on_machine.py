@@ -1,4 +1,4 @@
-"""The plan for a recipe on this machine: its data opened, its candidates run in processes of their own."""
+"""The plan for a recipe on this machine: its data are opened, its candidates run in separate processes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ def plan_on_machine(
     ranks: int = 1,
     quiet: bool = False,
 ) -> Plan:
-    """Plan a recipe on this machine for so many `ranks`, in `seconds`, or in a fifth of the run's time and at least a
-    minute. Raises InfeasibleError where nothing fits."""
+    """Plan a recipe on this machine for a number of `ranks`.
+
+    Planning takes `seconds`, by default a fifth of the run and at least a minute. Raises InfeasibleError if nothing
+    fits.
+    """
     import time
     from math import isinf
 
@@ -96,7 +99,7 @@ def plan_on_machine(
 
 
 def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
-    """Raises UsageError for more ranks than there are GPUs, and where only exact changes are allowed."""
+    """Raise UsageError for more ranks than GPUs, and if only exact changes are allowed."""
     import torch
 
     from thrifty.core.technique import Numerics
@@ -111,7 +114,7 @@ def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
 
 
 def _expected(plan: Plan) -> dict[str, float]:
-    """What the ledger is to hold a run against: nothing that was only counted, no time that other work disturbed."""
+    """Return the predictions that the ledger compares a run with: probed ones, and times without disturbance."""
     timing, forecast = plan.chosen.timing, plan.forecast
     if timing is None:
         return {}
@@ -120,7 +123,7 @@ def _expected(plan: Plan) -> dict[str, float]:
 
 
 def _prepared_bytes(prepared: PreparedRun) -> float:
-    """Of the data as prepared, where they lie in a folder of files."""
+    """Return the bytes of the prepared data in their folder."""
     tokens = getattr(getattr(prepared.run.plain.source, "windows", None), "tokens", None)
     file = getattr(tokens, "filename", None)
     return float(sum(path.stat().st_size for path in Path(file).parent.iterdir())) if file else 0.0
@@ -135,8 +138,11 @@ def _evidence(names: Iterable[str]) -> dict[str, str]:
 
 
 def _probing(prepared: PreparedRun, seconds: float, fixed: bool, allowed: float | None) -> TimeOf:
-    """Times candidates in processes of their own, once on a machine; `fixed` are micro-batches that no candidate
-    changes. None takes longer than the seconds `allowed` for the whole plan, but for a minute that each may take."""
+    """Return a function that times candidates in separate processes, once per machine.
+
+    `fixed` are micro-batches that no candidate changes. A probe takes at most the seconds `allowed` for the whole plan,
+    but may always take a minute.
+    """
 
     from thrifty.core.claims import Claim
     from thrifty.planning.cost_estimates import StepTiming

@@ -1,4 +1,4 @@
-"""A plan in words and tables."""
+"""A plan as text and tables."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan_parts(plan: Plan) -> list[RenderableType]:
 
 
 def format_plan(plan: Plan) -> list[str]:
-    """What is changed and what is forecast, a line each."""
+    """Return the changes and the forecast, one per line."""
     forecast = plan.forecast
     changes = ", ".join(way.label for way in plan.chosen.ways) or "nothing: the recipe as it is"
     name, share = forecast.memory_is
@@ -98,7 +98,7 @@ def _alternatives(plan: Plan) -> Table:
 
 
 def choices_table(reasons: Sequence[ChoiceReason]) -> Table:
-    """Return the verdict on each technique with its reason; techniques that are not taken come last."""
+    """Return the verdict on each technique with its reason, rejected techniques last."""
     colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}
     table = open_table("technique", "verdict", "why")
     for reason in sorted(reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):

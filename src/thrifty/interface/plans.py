@@ -1,4 +1,4 @@
-"""`plan`: which techniques to switch on under a budget, and why not the rest."""
+"""`plan`: choose techniques for a budget."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -34,11 +34,11 @@ from thrifty.training.process_launch import launch_command
 Trainer = Literal["accelerate", "deepspeed", "torchtitan", "script"]
 
 CALL = "thrifty.train(recipe=plan.recipe)"
-"""The start of a plan with objects that have no name on the command line."""
+"""Call that starts a plan whose objects have no name on the command line."""
 
 
 class RejectedTechniques(dict[str, str]):
-    """Reasons by the names of techniques, full or short."""
+    """Reasons by the full or short names of techniques."""
 
     def __missing__(self, name: str) -> str:
         if (full := full_name(name)) not in self:
@@ -48,15 +48,15 @@ class RejectedTechniques(dict[str, str]):
 
 @dataclass(frozen=True, repr=False)
 class RecipePlan(PrintedResult):
-    """A planned recipe, its forecast, and why each technique is in it or not."""
+    """A planned recipe, its forecast, and the reason for each technique."""
 
     plan: Plan | ClusterPlan
     written: list[Path] = field(default_factory=list)
-    """Files that `write` and `export` have made."""
+    """Files of `write` and `export`."""
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe with what the plan changed."""
+        """The recipe with the changes of the plan."""
         return self.plan.recipe
 
     @property
@@ -68,12 +68,12 @@ class RecipePlan(PrintedResult):
 
     @property
     def rejected(self) -> RejectedTechniques:
-        """Why each technique that is not in the plan is not, by its name."""
+        """Reason for each technique outside the plan, by name."""
         out = ("not taken", "taken out")
         return RejectedTechniques({each.technique: each.why for each in self.plan.reasons if each.verdict in out})
 
     def write(self, file: str | Path) -> Path:
-        """Write the recipe as TOML, below its forecast as a comment. Raises UsageError if the file exists."""
+        """Write the recipe as TOML, after its forecast as a comment. Raises UsageError if the file exists."""
         path = Path(file)
         if path.exists():
             raise UsageError(f"{path} is there already", fix="name another file, or remove it")
@@ -84,8 +84,11 @@ class RecipePlan(PrintedResult):
         return path
 
     def export(self, trainer: Trainer, file: str | Path) -> Path:
-        """Write the recipe as a configuration of "accelerate", "deepspeed" or "torchtitan", or as a folder with a plain
-        PyTorch "script". Raises RefusedError where the recipe cannot be said there, or the file exists."""
+        """Write the recipe as a configuration of "accelerate", "deepspeed" or "torchtitan", or as a folder with a
+        PyTorch "script".
+
+        Raises RefusedError if that format cannot express the recipe, or if the file exists.
+        """
         path = export_recipe(self.recipe, max(int(self.forecast.steps.value), 1), trainer, Path(file))
         self.written.append(path)
         return path
@@ -125,19 +128,23 @@ def plan(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> RecipePlan:
-    """Choose techniques for a recipe under a budget, by counting what candidates hold and running the best of them.
+    """Choose techniques for a recipe under a budget: count the memory of candidates, then run the best of them.
 
-    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. `memory` ("16GB" or bytes) is the
-    most that a rank may hold, on a processor its process, by default what is free; `disk` limits checkpoints and
-    prepared data. `hours` is the time to spend, or, beside `tokens` or `flops`, the longest that these may take.
-    `allow` limits changes to those that keep all values ("exact"), only round them ("rounding"), or any ("different").
+    Args:
+        recipe: Value, name or file; `arguments` are those of `thrifty.recipe`.
+        memory: Memory limit of a rank, on a CPU of its process: "16GB" or bytes. The default is the free memory.
+        disk: Limit of checkpoints and prepared data.
+        hours: Training time; with `tokens` or `flops`, an upper limit.
+        allow: Largest change of values: "exact", "rounding" or "different".
+        probe: False runs no steps.
+        probe_seconds: Time limit of one probe, by default 20 s.
+        probed_candidates: Number of candidates to run, by default 4.
+        seconds: Time limit of planning, by default a fifth of the run and at least 60 s.
+        cluster: Name or file of a cluster to simulate; the four previous arguments then do not apply.
+        ranks: Number of devices of this machine or of the cluster.
+        price_per_hour: Price of this machine, to add the cost.
 
-    `probe=False` runs no steps; those of one of the `probed_candidates` (4) take `probe_seconds` (20). Planning takes
-    `seconds`, by default a fifth of the run and at least 60. `cluster` is the name or file of one that is not here,
-    planned for by simulation, so that none of these four is taken; `ranks` are devices of this machine or of the
-    cluster. `price_per_hour` adds the cost.
-
-    Raises InfeasibleError where nothing fits.
+    Raises InfeasibleError if nothing fits.
 
     Example::
 
@@ -171,7 +178,7 @@ def plan(
 
 
 def _refuse_on_cluster(probing: Mapping[str, Any], wanted: PlanRequest) -> None:
-    """Raises UsageError for options about steps that are run, of which a plan for a cluster has none, and disks."""
+    """Raise UsageError for disk limits and probe options, which do not apply to a cluster."""
     if probing:
         name, value = next(iter(probing.items()))
         option = "--no-probe" if value is False else f"--{name.replace('_', '-')}"
@@ -186,7 +193,7 @@ def _refuse_on_cluster(probing: Mapping[str, Any], wanted: PlanRequest) -> None:
 
 
 def units_of(cluster: str | None) -> AbstractContextManager[None]:
-    """Let recipes choose number formats by the device that is planned for."""
+    """Choose number formats of recipes by the device of the plan."""
     return nullcontext() if cluster is None else assume_bfloat16(read_cluster(cluster).device.has_fast_bfloat16)
 
 

@@ -1,4 +1,6 @@
-"""A probe's process, or one of its ranks: reads a job from a file, runs steps of its recipe, answers beside it."""
+"""Process of a probe, or one of its ranks: reads a job from a file, runs its steps, writes the result to the same
+folder.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`check`: does a combination of techniques keep its promises?"""
+"""`check`: test that a combination of techniques keeps its promises."""
 
 from pathlib import Path
 from typing import Unpack
@@ -21,14 +21,19 @@ def check(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> CheckReport:
-    """Check a recipe before it costs anything: a few steps of its own model on its own data, against the plain run.
+    """Check a recipe before a long run: train its model on its data for a few steps and compare with the plain run.
 
-    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. Checked are values where they are
-    promised, gradients that reach every parameter, micro-batches against one large batch, ranks against one process,
-    resuming, export, and which tokens are learned. `steps` are trained, on batches of `examples` of at most `length`
-    tokens; `ranks=False` starts no processes.
+    The check covers promised values, gradients of every parameter, micro-batches against one batch, ranks against one
+    process, resume, export, and which tokens are trained.
 
-    Raises UsageError for a recipe that could not be trained.
+    Args:
+        recipe: Value, name or file; `arguments` are those of `thrifty.recipe`.
+        steps: Steps to train.
+        examples: Examples in a batch.
+        length: Most tokens in an example.
+        ranks: False starts no processes.
+
+    Raises UsageError for a recipe that cannot be trained.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Published figures of accelerators and what is simulated for them: a table, and an offline page."""
+"""Published figures of accelerators with simulated ones: a table and an offline page."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from thrifty.simulators.accelerator.published_claims import claims
 
 COLUMNS = ("paper", "place", "quantity", "grade", "published", "simulated", "off", "gap")
 WIDTH, LINE, LEFT = 960, 30, 470
-"""Pixels of the chart, of a row in it, and of what stands before its axis."""
+"""Pixels of the chart, of a row, and left of the axis."""
 TICKS = (0.5, 0.7, 1.0, 1.4, 2.0)
 SERIES = ("published", "simulated")
 
 
 @dataclass(frozen=True, repr=False)
 class PublishedAccelerators(PrintedResult):
-    """Published quantities, each with its grade, its place in the paper, what is simulated and why it differs."""
+    """Published quantities: grade, source, simulated value, and reason for the difference."""
 
     claims: tuple[Mapping[str, Any], ...]
 
@@ -39,8 +39,9 @@ class PublishedAccelerators(PrintedResult):
         return lines(number_table(head, rows), "", *gaps)
 
     def write_page(self, path: Path) -> None:
-        """Write a chart of simulated over published on a logarithmic axis, the bars of figures, and all rows as a
-        table."""
+        """Write a chart of the ratio simulated to published on a logarithmic axis, bars of figures, and a table of all
+        rows.
+        """
         figures = list(dict.fromkeys(row["figure"] for row in self.claims if row["figure"]))
         single = [row for row in self.claims if not row["figure"]]
         body = [figure("Simulated over published", "1 is equal, logarithmic", chart(single))] if single else []
@@ -58,14 +59,14 @@ class PublishedAccelerators(PrintedResult):
 
 
 def claimed_and_simulated() -> Iterator[dict[str, Any]]:
-    """Simulate each published quantity; yields rows of `PublishedAccelerators`."""
+    """Simulate each published quantity and yield rows of `PublishedAccelerators`."""
     for claim in claims():
         ours = claim.simulate()
         yield vars(claim) | {"simulated": ours, "off": ours / claim.published - 1}
 
 
 def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, StackedBar]]]:
-    """A group of two bars for each row, ours with how far it is off."""
+    """Return two bars for each row: published, and simulated with its deviation."""
     return [
         (
             row["quantity"].removeprefix(f"{row['figure']}, "),
@@ -79,14 +80,14 @@ def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Stac
 
 
 def place(ratio: float) -> float:
-    """Pixels from the left at which a ratio stands; beyond the axis, at its end."""
+    """Return the pixels from the left of a ratio, clipped to the axis."""
     low, high = math.log(TICKS[0]), math.log(TICKS[-1])
     share = (min(max(math.log(ratio), low), high) - low) / (high - low)
     return LEFT + share * (WIDTH - LEFT - 90)
 
 
 def chart(rows: Sequence[Mapping[str, Any]]) -> str:
-    """An SVG with a point for each row, its ratio written out."""
+    """Return an SVG with a point and the ratio of each row."""
     height = LINE * (len(rows) + 1)
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Simulated over published" font-size="12">']
     for tick in TICKS:

@@ -33,7 +33,7 @@ Metric = Function | DatasetMetric | ModelMetric
 
 
 class RecipeArguments(TypedDict, total=False):
-    """Arguments of `thrifty.recipe`, which functions that take a recipe take as well."""
+    """Arguments of `thrifty.recipe`, which all functions with a recipe take."""
 
     model: nn.Module | BuildModel | str | Path | None
     model_arguments: Mapping[str, Argument] | None
@@ -69,23 +69,26 @@ def recipe(
     settings: Mapping[str, Any] | None = None,
     recipe: Recipe | str | Path | None = None,
 ) -> Recipe:
-    """Return the recipe of a run: a value that `train`, `check`, `explain`, `compare` and `plan` take.
+    """Return the recipe of a run, a value that `train`, `check`, `explain`, `compare` and `plan` take.
 
-    `model` is a module, whose weights are where training starts; a function that builds one, which is called with
-    `model_arguments`; a preset; or a Hugging Face folder. `data` and
-    `held_out` are map-style or iterable datasets, `datasets.Dataset`s, DataLoaders (whose workers read them), lists,
-    arrays or tuples of arrays; or `data` is a path or a known name, of labelled texts also `held_out`.
-    `loss(model, batch)` returns one loss for each example, losses and weights of their parts, or a mean; or it is the
-    name of an objective, which for a file of conversations is "chat_answers" by default, and for the folder of a
-    classifier of texts its own. Functions in `metrics` have the same form, or are a `DatasetMetric` or
-    `ModelMetric`. `budget` is "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps; `batch`
-    is the effective batch in examples. Without an optimizer among
-    `techniques` it is AdamW with a linear decay. `settings` are other values by their paths in a recipe, such as
-    {"evaluation.examples": 1000, "checkpoints.every": 500}. `recipe`, a value, a name (`thrifty.list("recipes")`) or a
-    TOML file, gives everything that is not passed; by default it is `llama-nano` on `python-stdlib` for 500 steps.
+    Args:
+        model: Module, whose weights are the starting point; function that builds one, called with `model_arguments`;
+            preset; or Hugging Face folder.
+        data, held_out: Map-style or iterable dataset, `datasets.Dataset`, DataLoader (whose workers read it), list,
+            array or tuple of arrays; path or name of a dataset; or weights by source, as in {"wiki.txt": 3, "code": 1}.
+        loss: Function `loss(model, batch)` that returns one loss per example, losses with the weights of their parts,
+            or a mean; or the name of an objective. The default for conversations is "chat_answers".
+        metrics: Functions of the same form by name, `DatasetMetric` or `ModelMetric`.
+        techniques: Techniques as objects, classes or names. The default optimizer is AdamW with a linear decay.
+        budget: "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps.
+        batch: Effective batch in examples.
+        settings: Other values by their paths in a recipe, as in {"evaluation.examples": 1000}.
+        recipe: Value, name (`thrifty.list("recipes")`) or TOML file with everything that is not passed. The default is
+            `llama-nano` on `python-stdlib` for 500 steps.
 
-    Model, data, held-out data and loss may also be names, "package.module:name", which are imported; data are then a
-    dataset, or a function that returns one. The objects are in the recipe and in no file: TOML records their names.
+    Model, data, held-out data and loss may also be names, "package.module:name", which are imported. The recipe holds
+    objects; its TOML file has only their names.
+
     Raises UsageError for arguments that do not fit.
 
     Example::
@@ -188,29 +191,29 @@ def recipe(
 
 
 def layers_of(recipe: str | Path) -> RecipeLayers:
-    """Return a recipe by its name or its file, as the lowest layer of changes."""
+    """Return a recipe by name or file, as the lowest layer of changes."""
     return load_recipe(str(recipe), f"recipe {recipe}", studies.names())
 
 
 def stored_layers(run: str | Path) -> RecipeLayers:
-    """Return the recipe that a run keeps, as the lowest layer of changes."""
+    """Return the stored recipe of a run, as the lowest layer of changes."""
     path = find_run(run)
     return RecipeLayers().override(f"run {path.name}", stored_recipe(path))
 
 
 def names_object(value: Any, is_data: bool = False) -> bool:
-    """Return True for the name of an object of the user's own; a path that exists is a path."""
+    """Return True for the name of a user's object; an existing path is a path."""
     is_name = is_dataset_name if is_data else is_function_name
     return isinstance(value, str) and is_name(value) and not Path(value).exists()
 
 
 def is_mixture(data: Any) -> bool:
-    """Return True for several sources with their weights."""
+    """Return True for several sources with weights."""
     return isinstance(data, Mapping) and bool(data) and all(isinstance(each, int | float) for each in data.values())
 
 
 def _given(recipe: Recipe | str | Path | None) -> Recipe:
-    """Return a recipe by its value, its name or its file. Raises UsageError for a model, or another value."""
+    """Return a recipe by value, name or file. Raises UsageError for a model, or another value."""
     if not isinstance(recipe, Recipe | str | Path | None):
         raise UsageError(
             f"the recipe is of the type {type(recipe).__name__!r}, and no thrifty.Recipe, name or file",
@@ -220,8 +223,9 @@ def _given(recipe: Recipe | str | Path | None) -> Recipe:
 
 
 def _fitting(recipe: Recipe, is_free: bool) -> Recipe:
-    """Return a recipe with the tokenizer and the context of its model's folder, and, where the objective is free, that
-    of its data."""
+    """Return a recipe with the tokenizer and context of its model's folder and, if the objective is not set, the
+    objective of its data.
+    """
     tokenizer = Path(recipe.model.folder, "tokenizer.json")
     if recipe.model.folder and tokenizer.is_file():
         recipe = replace(recipe, data=replace(recipe.data, tokenizer=str(tokenizer)))

@@ -1,4 +1,4 @@
-"""`retrieve`: how well a model finds captions by images and images by captions, and classes by their names."""
+"""`retrieve`: measure image-caption retrieval and zero-shot classification."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ BATCH = 256
 
 @dataclass(frozen=True, repr=False)
 class RetrievalResult(PrintedResult):
-    """Recalls of a contrastive model on held-out pairs, next to the chance level."""
+    """Recalls of a contrastive model on held-out pairs, and the chance level."""
 
     run: str
     pairs: int
@@ -47,7 +47,7 @@ class RetrievalResult(PrintedResult):
     chance: Mapping[str, float]
     classes: str = ""
     zero_shot: Mapping[str, Any] | None = None
-    """The "accuracy" on images of `classes` by the names of their labels, if they were given."""
+    """Zero-shot "accuracy" on images of `classes`, if they were passed."""
 
     def as_dict(self) -> dict[str, Any]:
         counts = {"run": self.run, "pairs": self.pairs, "different_captions": self.different_captions}
@@ -72,13 +72,15 @@ def retrieve(
     prompts: Sequence[str] = (),
     model: nn.Module | BuildModel | str | None = None,
 ) -> RetrievalResult:
-    """Measure the contrastive model of a run on all held-out images and captions of its data: R@1, R@5, R@10 both ways.
+    """Measure R@1, R@5 and R@10 of a contrastive run in both directions, on all held-out images and captions.
 
-    `step` names a checkpoint other than the newest; `raw_weights` takes the weights in training where the run judged an
-    average of them. `classes` are labelled images, classified by the names of their labels in `prompts` such as
-    "a picture of {}". `model` is the run's model, if it was one of your own.
+    Args:
+        step: Step of a checkpoint, by default the newest.
+        raw_weights: Use the trained weights of a run that evaluated their average.
+        classes: Labelled images to classify by the names of their labels in `prompts` such as "a picture of {}".
+        model: The run's model, if it was your own.
 
-    Raises UsageError for a run whose objective was another one.
+    Raises UsageError for a run with another objective.
 
     Example::
 
@@ -111,7 +113,7 @@ def _zero_shot(
     source: str,
     prompts: Sequence[str],
 ) -> dict[str, Any]:
-    """Classify held-out images with labels, shown as the model's own images are, by the names of their labels."""
+    """Classify held-out images by the names of their labels, preprocessed as the model's training images."""
     own = data.ends.images
     if wrong := [prompt for prompt in prompts if prompt.count("{}") != 1]:
         raise UsageError(f"the prompt {wrong[0]!r} has no one place for a label", fix='--prompt "a picture of {}"')

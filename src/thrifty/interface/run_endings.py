@@ -1,4 +1,4 @@
-"""The end of a run in a few lines: how it ended, what it reached, where it is kept."""
+"""The end of a run in a few lines: status, results, folder."""
 
 import math
 import os
@@ -45,15 +45,18 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _batch_advice(folder: Path) -> str | None:
-    """Return where larger batches stop paying, if the run measured that."""
+    """Return the batch size above which larger batches stop paying, if the run measured it."""
     if "measure.noise_scale" not in (folder / "recipe.toml").read_text(encoding="utf-8"):
         return None  # the records of a long run take a while to read
     return batch_advice(key_figures(read_run(folder)))
 
 
 def is_first_to_report() -> bool:
-    """Return True on the rank that reports an error which all ranks have alike, before they have met: the first of its
-    machine. The last might be too late, since torchrun ends all when one has ended."""
+    """Return True on the rank that reports an error of all ranks before they have a process group: the first of its
+    machine.
+
+    The last one might be too late, since torchrun kills all ranks when one exits.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return os.environ.get("LOCAL_RANK", "0") == "0"
     start = f"{socket.gethostname()}/{os.getppid()}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"

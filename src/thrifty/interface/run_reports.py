@@ -27,17 +27,17 @@ class RunReport(PrintedResult):
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """Return how the run ended."""
+        """End of the run."""
         return self.record.summary
 
     @property
     def steps(self) -> tuple[Mapping[str, Any], ...]:
-        """The records of all steps."""
+        """Records of all steps."""
         return self.record.steps
 
     @property
     def verdict(self) -> str:
-        """Return how the run ended and what it reached, in a sentence."""
+        """End of the run and its results in one sentence."""
         return verdict(self.figures)
 
     def as_dict(self) -> dict[str, Any]:
@@ -56,9 +56,9 @@ class RunReport(PrintedResult):
 def report(run: Any) -> RunReport:
     """Write report.html and plots/*.png into the folder of a run, and return its key figures.
 
-    `run` is what `thrifty.train` returned, a run folder, or the name of one under ./runs; it may still be running.
+    `run` is a run, a run folder, or its name under ./runs. It may still be training.
 
-    Raises UsageError if there is no such run.
+    Raises UsageError if the run does not exist.
 
     Example::
 
@@ -77,7 +77,7 @@ class TrackerFiles(PrintedResult):
     again: bool
     """True if earlier records were there already."""
     look: str
-    """The command that shows them."""
+    """Command that shows them."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -90,12 +90,12 @@ class TrackerFiles(PrintedResult):
 def track(
     run: Any, tracker: str, *, out: str | Path = "tracked", watch: bool = False, online: bool = False
 ) -> TrackerFiles:
-    """Write the records of a run as the files of "tensorboard", "mlflow", "wandb" or "trackio".
+    """Write the records of a run in the format of "tensorboard", "mlflow", "wandb" or "trackio".
 
-    The run folder is only read; called again, it continues where it stopped. `watch` continues while the run does;
-    nothing is sent anywhere unless `online`, for Weights & Biases.
+    The run folder is only read. A second call continues where the first stopped. `watch` continues until the run ends.
+    Nothing is sent over the network without `online`, for Weights & Biases.
 
-    Raises UsageError for another tracker, or where its package is not installed.
+    Raises UsageError for another tracker, or if its package is not installed.
 
     Example::
 
@@ -107,7 +107,7 @@ def track(
 
 
 def run_folder(run: Any) -> Path:
-    """Return the folder of a run: one that was returned by a function, a path, or a name under ./runs."""
+    """Return the folder of a run: of a run object, a path, or a name under ./runs."""
     place = getattr(run, "folder", run)
     if not isinstance(place, str | Path):
         raise UsageError(

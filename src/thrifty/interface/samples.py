@@ -1,4 +1,4 @@
-"""`sample`: text from a trained model."""
+"""`sample`: generate text with a trained model."""
 
 import time
 from dataclasses import asdict, dataclass
@@ -17,7 +17,7 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 
 @dataclass(frozen=True, repr=False)
 class SampledText(PrintedResult):
-    """Text that a model continued, or its answer to a question."""
+    """Text that a model generated."""
 
     path: str
     prompt: str
@@ -48,10 +48,13 @@ def sample(
 ) -> SampledText:
     """Continue a prompt with the language model of a run or of a Hugging Face folder.
 
-    `model` is what `thrifty.train` returned, a run folder or its name under ./runs, or a Hugging Face folder. Without a
-    prompt the model begins a document. `temperature=0` takes the likeliest of the `top_k` tokens, or of all. With
-    `chat` the prompt is a question, and the text is the answer alone. The same seed gives the same text.
-    `build` is the run's model, if it was one of your own.
+    Args:
+        model: Run, run folder or its name under ./runs, or Hugging Face folder.
+        prompt: Text to continue; by default the model begins a document.
+        temperature: 0 picks the most likely token; others sample from the `top_k` most likely tokens, or from all.
+        seed: The same seed repeats the same text.
+        chat: Treat the prompt as a question; the text is the answer alone.
+        build: The run's model, if it was your own.
 
     Raises UsageError if the model does not predict the next token.
 

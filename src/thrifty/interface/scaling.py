@@ -1,4 +1,4 @@
-"""Scaling laws: how large a model suits a compute budget, and the law that fits runs of one's own."""
+"""Scaling laws: model size for a compute budget, and fits to runs."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from thrifty.reporting.number_format import percent, scaled, significant
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 
 SHOWN = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOP", "tokens_per_parameter": "tokens/parameter"}
-"""Columns of the table of sizes; of tokens and FLOP only the one that was asked for."""
+"""Columns of the table of sizes; of tokens and FLOPs only the computed one."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,12 +54,14 @@ class FittedLaw(PrintedResult):
 def recommend_size(
     *, flops: float | None = None, hours: float | None = None, tokens: float | None = None, utilisation: float = 0.4
 ) -> RecommendedSizes:
-    """Recommend compute-optimal parameters and tokens, by each published set of constants.
+    """Recommend compute-optimal parameters and tokens for each published set of constants.
 
-    Exactly one is given: `flops`; `hours` on this machine, whose speed is measured and of which the share `utilisation`
-    of the peak is assumed; or `tokens`, for the model that these suit.
+    Args:
+        flops: Compute budget.
+        hours: Time on this machine at the fraction `utilisation` of its measured peak.
+        tokens: Number of training tokens, to recommend a model size.
 
-    Raises UsageError otherwise.
+    Raises UsageError unless exactly one is passed.
 
     Example::
 
@@ -101,11 +103,12 @@ def fit_scaling_law(
 ) -> FittedLaw:
     """Fit a scaling law to runs, or to a .csv `table` with the columns parameters, tokens and loss.
 
-    `runs` are what `thrifty.train` returned, folders, or names under ./runs.
-
-    Runs must differ in size and in tokens, and each must have reached the end of its schedule. With `flops` the best
-    sizes for that compute are added. `drop_worst` leaves out so many runs of highest loss; `all_starts` takes the 4500
-    starts of the paper in place of 243; intervals are of `resamples` fits to resampled runs.
+    Args:
+        runs: Runs, run folders, or their names under ./runs. They differ in size and in tokens, and are finished.
+        flops: Compute budget, to add the best sizes for it.
+        drop_worst: Number of runs of highest loss to drop.
+        all_starts: Fit from the paper's 4500 starting points instead of 243.
+        resamples: Number of bootstrap fits for the intervals.
 
     Raises UsageError without runs, or for runs that do not determine a law.
 
@@ -124,7 +127,7 @@ def fit_scaling_law(
 def _fitted(
     points: list[TrainedRun], flops: float | None, all_starts: bool, resamples: int, seed: int
 ) -> dict[str, Any]:
-    """Return a law fitted to runs, as plain data; with `flops` what it recommends."""
+    """Return a fitted law as plain data; with `flops`, including recommended sizes."""
     law_fit = fit(points, PAPER_STARTS if all_starts else COARSE_STARTS, resamples=resamples, seed=seed)
     law, draws = law_fit.law, law_fit.draws
     names = ("E", "A", "B", "alpha", "beta", "size_exponent")
@@ -153,7 +156,7 @@ def _read(runs: Sequence[Any], table: Path | None) -> list[TrainedRun]:
 
 
 def _nearest_preset(parameters: float) -> dict[str, Any]:
-    """Return the language model among the presets whose size is nearest by ratio, with its vocabulary as published."""
+    """Return the language model preset of the nearest size by ratio, with its published vocabulary."""
     with torch.device("meta"):
         counts = {
             name: sum(p.numel() for p in assemble(shape).parameters())

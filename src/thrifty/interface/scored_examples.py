@@ -1,4 +1,4 @@
-"""Scores of training examples: how hard each is, a choice by them, and a page of what stands out."""
+"""Scores of training examples, selections by scores, and a page for review."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ class ScoredExamples(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class SelectedExamples(PrintedResult):
-    """The examples that a choice by scores keeps, counted by label, and the technique that trains on them."""
+    """Examples selected by scores, counted by label, and the technique that trains on them."""
 
     technique: PrunedExamples
     labels: tuple[LabelCount, ...]
@@ -60,7 +60,7 @@ class SelectedExamples(PrintedResult):
     kept: int
     is_labelled: bool
     written: Path | None = None
-    """The recipe that was written."""
+    """The written recipe."""
 
     def as_dict(self) -> dict[str, Any]:
         counts = {"examples": self.examples, "kept": self.kept, "labels": [row._asdict() for row in self.labels]}
@@ -83,12 +83,12 @@ class SelectedExamples(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class ReviewPage(PrintedResult):
-    """A page of the examples that a person should look at."""
+    """A page of examples for review."""
 
     page: Path
     scores: ExampleScores
     doubted: tuple[int, ...]
-    """Numbers of the examples that the runs believe another label of, the surest first."""
+    """Numbers of likely label errors, the most likely first."""
 
     def as_dict(self) -> dict[str, Any]:
         counts = {"examples": len(self.scores), "doubted": len(self.doubted)}
@@ -103,13 +103,13 @@ class ReviewPage(PrintedResult):
 
 
 def choice_by(scores: Path, **settings: Any) -> PrunedExamples:
-    """Return the technique that trains on a choice by a file of scores; None leaves a setting at its default."""
+    """Return the technique that trains on a selection by a file of scores; None leaves a setting at its default."""
     chosen = {name: value for name, value in settings.items() if value is not None}
     return build(PrunedExamples, {"scores": str(scores.resolve()), "sha256": file_hash(scores), **chosen}, "prune")
 
 
 def write_pruned(target: Path, recipe: str | None, table: ExampleScores, chosen: PrunedExamples) -> None:
-    """Write a recipe, by default the one that was scored by, with a choice. Raises UsageError if the file exists."""
+    """Write a recipe, by default the scored one, with a selection. Raises UsageError if the file exists."""
     if target.exists():
         raise UsageError(f"{target} exists already", fix="give another --write")
     scored = RecipeLayers().override("recipe", table.facts.recipe)

@@ -1,4 +1,4 @@
-"""Costs on hardware that is not here: a training step on a cluster, attention and matrix products on accelerators."""
+"""Costs on simulated hardware: a training step on a cluster, attention and matrix products on accelerators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,17 +49,21 @@ def cluster(
     sequence_parallel: bool | None = None,
     flash: bool = True,
 ) -> ClusterSimulation:
-    """Simulate a training step on a cluster: its seconds and where they go, memory of each rank, FLOP/s and MFU.
+    """Simulate a training step on a cluster: time and its parts, memory of each rank, FLOP/s and MFU.
 
-    `model` is a preset, a model folder, a published model or a published run, whose cluster, mesh and settings are then
-    the defaults. `cluster` is a name such as "h100-roce", by default "h100-box", or a file; `ranks` are its devices, by
-    default those of the mesh, or all. `mesh` has the sizes of "replicate", "shard", "tensor", "pipeline" and of the
-    "chunks" of a pipeline rank. `batch` is the effective batch and `micro_batch` what goes through a stage together, in
-    examples of `length` tokens. `schedule` is "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v";
-    `recompute` says what runs again in the backward pass, `zero` what is divided along "shard" (0 to 3). Without
-    `flash`, attention of presets and folders keeps its scores.
+    Args:
+        model: Preset, model folder, published model or published run, which sets the defaults of the other arguments.
+        cluster: Name such as "h100-roce", or file; by default "h100-box".
+        ranks: Number of devices, by default those of the mesh, or all.
+        mesh: Sizes of "replicate", "shard", "tensor", "pipeline", and "chunks" per pipeline rank.
+        batch: Effective batch in examples of `length` tokens.
+        micro_batch: Examples in a micro-batch.
+        schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v".
+        recompute: Operations to recompute in the backward pass.
+        zero: ZeRO stage (0 to 3) along "shard".
+        flash: Without it, attention of presets and folders stores its scores.
 
-    A step that does not fit the device's memory is reported. Raises UsageError for sizes that do not go together.
+    A step that exceeds the device's memory is reported. Raises UsageError for sizes that do not fit together.
 
     Example::
 
@@ -79,7 +83,7 @@ def cluster(
 
 
 def published_runs() -> PublishedRuns:
-    """Simulate published training runs, and compare the results with what was measured.
+    """Simulate published training runs, and compare with the published measurements.
 
     Example::
 
@@ -108,18 +112,21 @@ def attention(
 ) -> DesignComparison:
     """Simulate the attention of a trace on accelerators: cycles, seconds, stalls, bytes, joules and mm².
 
-    `trace` is a file that `thrifty.trace` wrote. `designs` are names, TOML files, or names with changes such as
-    "elsa:copies=2". `equal_resources` gives all the same number of "multipliers", "clock" in Hz or "bandwidth" in
-    bytes/s. The `engine` "event" also simulates latency and banks of the memory. `energy_table` prices counted actions;
-    "all" compares the tables.
+    Args:
+        trace: File of `thrifty.trace`.
+        designs: Names, TOML files, or names with changes such as "elsa:copies=2".
+        equal_resources: Equal "multipliers", "clock" in Hz or "bandwidth" in bytes/s for all designs.
+        engine: "scan", or "event", which models latency and banks of the memory.
+        energy_table: Energy per action; "all" compares the tables.
+        filters: Masks: of the "trace", of the largest "exact" scores, or of each design's "own" filter.
+        density: Fraction of pairs that "exact" and "own" filters keep.
+        max_error: Largest relative error of the outputs, instead of `density`.
+        run: Run of the trace, to measure its held-out loss with each mask; `model` is its model, if it was your own.
+        baseline_design: Design to compare the others with at equal peak.
+        measure: False skips the measurement on this machine.
+        page, csv, perfetto: Offline page, folder of tables, and timeline to write.
 
-    `filters` choose the masks: those of the "trace", the pairs of largest "exact" scores, or what each design's "own"
-    filter keeps, at this `density`, or with outputs off by at most `max_error` (a share of their length). `run` is the
-    run of the trace, whose held-out loss is measured under each mask; `model` its model, if it was one of your own.
-    `baseline_design` is compared with each other design at equal peak. `measure=False` leaves out the time of the same
-    attention on this machine. `page`, `csv` (a folder) and `perfetto` are written.
-
-    Raises UsageError for unknown designs, budgets and tables.
+    Raises UsageError for unknown designs, resources and tables.
 
     Example::
 
@@ -155,14 +162,14 @@ def gemm(topology: str | Path, *, cfg: str | Path | None = None, csv: str | Path
     """Simulate the matrix products of a SCALE-Sim topology (a CSV of Layer, M, N, K) on a systolic array, without
     stalls.
 
-    `cfg` is SCALE-Sim's description of the array, by default 32 x 32 and output-stationary; `csv` a folder for
+    `cfg` is SCALE-Sim's architecture file, by default 32 x 32 and output-stationary; `csv` is a folder for
     COMPUTE_REPORT.csv.
 
-    Raises UsageError for files that are not of that form.
+    Raises UsageError for files of another form.
 
     Example::
 
-        Path("layers.csv").write_text("Layer,M,N,K,\\nscores,512,512,64,\\n")
+        Path("layers.csv").write_text("Layer,M,N,K,\nscores,512,512,64,\n")
         print(thrifty.simulate.gemm("layers.csv"))
     """
     machine = find_machine("systolic") if cfg is None else read_cfg(Path(cfg))
@@ -184,11 +191,10 @@ def spgemm(
     """Simulate the product of each sparse matrix with itself on accelerators: cycles of both phases, bytes by operand,
     joules.
 
-    `matrices` are Matrix Market files (.mtx); without any, one of `size` rows and a share of `density` of nonzero
-    values is drawn from the `seed`. `designs` are as in `attention`. `measure=False` leaves out the time of this
-    machine.
+    `matrices` are Matrix Market files (.mtx). Without any, a random matrix has `size` rows and a fraction `density` of
+    nonzero values. `designs` are as in `attention`. `measure=False` skips the measurement on this machine.
 
-    Raises UsageError for unknown designs and for files that hold no matrix.
+    Raises UsageError for unknown designs and for files without a matrix.
 
     Example::
 
@@ -206,8 +212,10 @@ def spgemm(
 
 
 def published_accelerators(*, page: str | Path | None = None) -> PublishedAccelerators:
-    """Simulate what papers published about accelerators, and compare: quantity, grade of the evidence, and why ours
-    differs. With `page` an offline page is written.
+    """Compare published figures of accelerators with simulated ones: grade of the evidence, and reason for the
+    difference.
+
+    `page` is an offline page to write.
 
     Example::
 

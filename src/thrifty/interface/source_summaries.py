@@ -1,4 +1,4 @@
-"""Contents of a source of text, images, pairs or conversations, as they are printed."""
+"""Printed content of a source of text, images, pairs or conversations."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,7 +37,7 @@ class SourceSummary(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class ConversationPreview(PrintedResult):
-    """Conversations with the tokens that are learned between ⟦ and ⟧, in a terminal also in green."""
+    """Conversations with the trained tokens between ⟦ and ⟧, in a terminal also in green."""
 
     content: ChatPreview
 
@@ -78,7 +78,7 @@ def _text_counts(seen: TextSummary) -> list[str]:
 
 
 def _left_out(seen: TextSummary) -> list[str]:
-    """Return the number of near-duplicates, and the pairs that are least alike, both around where they differ."""
+    """Return the number of near-duplicates and the least similar pairs, both texts around their difference."""
     duplicates = seen.near_duplicates
     if duplicates is None:
         return []
@@ -139,7 +139,7 @@ def _pair_rows(seen: PairSummary) -> list[str]:
 
 
 def _named(names: list[str], count: int) -> list[str]:
-    """Return the first of the files that are left out, and where the others are named."""
+    """Return the first skipped files, and a pointer to the others."""
     where = "which --json names" if len(names) == count else f"of which --json names {len(names) - SHOWN:,}"
     more = [f"  and {count - SHOWN:,} more, {where}"] if count > SHOWN else []
     return [*(f"  {name}" for name in names[:SHOWN]), *more]

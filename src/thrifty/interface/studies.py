@@ -1,4 +1,4 @@
-"""`study`: a published experiment in small, with a table and what was expected."""
+"""`study`: a published experiment in small, with its expectations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 
 @dataclass(frozen=True, repr=False)
 class MeasuredStudy(PrintedResult):
-    """The result of a study, its page, and what differs from a saved result."""
+    """The result of a study, its page, and deviations from a saved result."""
 
     result: StudyResult
     folder: Path
     compared: int = 0
-    """Numbers that were compared with the saved result."""
+    """Number of values compared with the saved result."""
     off: tuple[str, ...] = ()
-    """Numbers outside the interval of the saved result, a sentence each."""
+    """Values outside the interval of the saved result, one sentence each."""
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
@@ -52,13 +52,18 @@ def study(
     baseline_result: str | Path | None = None,
     quiet: bool = False,
 ) -> MeasuredStudy:
-    """Measure a study by name: many small runs, a table, plots, and whether what was expected holds.
+    """Run a study by name (`thrifty.list("studies")`): many small runs, a table, plots, and a verdict on each
+    expectation.
 
-    `name` is that of its folder under `runs`; `settings` change the study ("steps=100"); `cases` are words in the
-    labels of those to measure; `jobs` is how many processes work. The result may be saved as a .json file, and compared
-    with a saved one. An interrupted study resumes where it stopped. `thrifty.list("studies")` has the names.
+    Args:
+        name: Name of its folder under `runs`.
+        settings: Changed settings of the study, as in "steps=100".
+        cases: Words in the labels of the cases to measure.
+        jobs: Number of processes.
+        save_result: A .json file for the result.
+        baseline_result: A saved result to compare with.
 
-    Raises UsageError for an unknown study or setting.
+    The same call resumes an interrupted study. Raises UsageError for an unknown study or setting.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""`summary`: what techniques touched in a model, and which algorithm an optimizer gives to each parameter."""
+"""`summary`: changes of techniques in a model, and the algorithm of each parameter in an optimizer."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from thrifty.interface.own_loop import APPLIED, AppliedTechnique
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Parameters of a model, and what each technique touched and skipped."""
+    """Parameters of a model, and the modules that each technique changed and skipped."""
 
     parameters: int
     trainable: int
@@ -32,11 +32,11 @@ class ModelSummary:
 
 @dataclass(frozen=True)
 class OptimizerSummary:
-    """Parameter groups of an optimizer, the algorithm that updates each parameter, and the techniques added to it."""
+    """Parameter groups of an optimizer, the algorithm of each parameter, and added techniques."""
 
     optimizer: str
     groups: tuple[dict[str, tuple[str, ...]], ...]
-    """For each group the names of its parameters by algorithm: the elements of the update in their order."""
+    """For each group, names of its parameters by algorithm, the elements of the update in order."""
     elements: tuple[int, ...]
     """Elements of each group."""
     learning_rates: tuple[float, ...]
@@ -62,8 +62,10 @@ def summary(target: nn.Module) -> ModelSummary: ...
 @overload
 def summary(target: Optimizer) -> OptimizerSummary: ...
 def summary(target: nn.Module | Optimizer) -> ModelSummary | OptimizerSummary:
-    """Return of a model the number of parameters, the trainable ones, and what each applied technique touched and
-    skipped; of an optimizer its groups, and the algorithm that each parameter gets.
+    """Summarize a model or an optimizer.
+
+    For a model: number of parameters, trainable ones, and the modules that each applied technique changed and skipped.
+    For an optimizer: its groups, and the algorithm of each parameter.
 
     Example::
 

@@ -30,20 +30,21 @@ from thrifty.training.loop import step_seed
 STEPS = 6
 VOCABULARY, LENGTH, BATCH = 64, 16, 4
 CLOSE = 1e-5
-"""Relative difference of losses between a loop by hand and the trainer."""
+"""Relative difference of losses between a user's loop and the trainer."""
 IN_FEW_BITS = 0.02
-"""The same where values are rounded by draws of their own, or the head is on the other side of a rounding."""
+"""The same for techniques that round randomly, or whose head is rounded at another place."""
 
 
 def check_technique(technique: type[Technique] | Technique | str, **settings: Any) -> CheckReport:
-    """Check a technique of your own as those of the toolkit are checked: on a model of two blocks, in some seconds.
+    """Test your own technique like those of the toolkit, on a model of two blocks, in some seconds.
 
-    `technique` is a class, an object or a name, `settings` are its fields. Checked are its settings, stage and claims;
-    the methods that it does not override; parameter names; values, gradients and micro-batches as it promises; resuming
-    from a checkpoint; its explanation and export; that it learns; and that a loop by hand does what the trainer does.
-    A promise that it refuses in words to keep on this model is not broken.
+    The test covers settings, stage and claims; methods that are not overridden; parameter names; promised values,
+    gradients and micro-batches; resume; explanation and export; learning; and equality of a user's loop and the
+    trainer. A promise that the technique refuses on this model is not broken.
 
-    Raises IntegrityError, naming each broken promise with its fix.
+    `technique` is a class, an object or a name; `settings` are its fields.
+
+    Raises IntegrityError with each broken promise and its fix.
 
     Example::
 
@@ -76,7 +77,7 @@ def check_technique(technique: type[Technique] | Technique | str, **settings: An
 
 
 def _plain_run() -> BaseRun:
-    """A small language model of tokens that follow one another by a rule."""
+    """Return the run of a small language model on tokens that follow one another by a rule."""
     tokens = np.cumsum(np.arange(3000) % 7 + 1).astype(np.uint16) % VOCABULARY
 
     def model() -> torch.nn.Module:
@@ -88,7 +89,7 @@ def _plain_run() -> BaseRun:
 
 
 def _own_loop(one: Technique) -> PromiseVerdict:
-    """Compare the losses of a loop by hand with those of the trainer."""
+    """Compare the losses of a user's loop with those of the trainer."""
     promise, plain = "a loop by hand", _plain_run()
     model = plain.build().train()
     optimizer = AdamW(lr=3e-3) if Claim.OPTIMIZER not in one.claims else one

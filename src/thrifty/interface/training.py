@@ -1,4 +1,4 @@
-"""The trainer on the user's own model, data, loss and metrics: `train`, `resume` and the run that they return."""
+"""Training of models: `train`, `resume`, `steps` and the run that they return."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
 
 class RunResult(PrintedResult):
-    """A run folder and how its run ended. `model` is loaded when it is first used."""
+    """A run folder and the end of its run. `model` is loaded when it is first read."""
 
     def __init__(self, folder: Path, summary: Mapping[str, Any], objects: UserObjects):
         self.folder, self.summary, self.objects = folder, summary, objects
@@ -52,8 +52,9 @@ class RunResult(PrintedResult):
 
     @property
     def model(self) -> nn.Module:
-        """The trained model in evaluation mode, as the plain architecture. Parts that no weight can take, such as
-        bottleneck adapters, stay on it."""
+        """The trained model in evaluation mode, as the plain architecture. Modules that no weight can absorb, such as
+        bottleneck adapters, remain.
+        """
         try:
             return load_trained_model(self.folder, objects=self.objects)[0]
         except RefusedError:
@@ -83,8 +84,8 @@ class RunResult(PrintedResult):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A run was stopped by Ctrl-C (SIGINT), after a step that is saved. `run` is the run until there, and the text has
-    the call that resumes it.
+    """A run that Ctrl-C (SIGINT) stopped after a saved step. `run` is the run so far; the message has the call that
+    resumes it.
 
     Example::
 
@@ -100,7 +101,7 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class RunTerminated(SystemExit):
-    """The same of SIGTERM, as schedulers send it: where nobody catches it, the process ends with exit code 143."""
+    """A run that SIGTERM stopped after a saved step. Uncaught, it ends the process with exit code 143."""
 
     def __init__(self, run: RunResult):
         super().__init__(run.exit_code)
@@ -108,8 +109,7 @@ class RunTerminated(SystemExit):
 
 
 def _uninterrupted(run: RunResult) -> RunResult:
-    """Return a run that ended. Raises RunInterrupted or RunTerminated for one that a signal stopped, so that nothing
-    after the call takes it for a finished one."""
+    """Return a run that ended by itself. Raises RunInterrupted or RunTerminated for one that a signal stopped."""
     stops = {128 + signal.SIGINT: RunInterrupted, 128 + signal.SIGTERM: RunTerminated}
     if stop := stops.get(run.exit_code):
         raise stop(run)
@@ -140,18 +140,22 @@ def train(
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> RunResult:
-    """Train a model and return the run, which is kept in the folder `runs`/`name`.
+    """Train a model and return the run, which is stored in the folder `runs`/`name`.
 
-    The arguments up to `recipe` are those of `thrifty.recipe`. With `memory` ("24GB" or bytes) `thrifty.plan` adds what
-    makes the run fit and faster, changing no more than roundings. Each of the `observers` receives the record of each
-    step: its number, loss, learning rate, gradient norm, where the run was evaluated also `held_out_loss` and
-    `metrics`, and the `model`. One that returns False stops the run, which is saved and can be resumed. So many `ranks`
-    are started as processes of this machine, with the objects; under torchrun or srun the run takes those that are
-    there. `origins` says where values of the recipe came from, for reports.
+    The arguments up to `recipe` are those of `thrifty.recipe`.
 
-    Raises UsageError for arguments that do not fit, for objects that cannot be sent to the processes, and for a run
-    folder that exists. At Ctrl-C the step is finished and saved, and RunInterrupted is raised, a KeyboardInterrupt with
-    the `run` and the call that resumes it; at SIGTERM it is RunTerminated, a SystemExit.
+    Args:
+        memory: Memory limit, "24GB" or bytes. `thrifty.plan` then adds techniques that make the run fit and faster, and
+            change values by rounding at most.
+        observers: Functions that receive the record of each step: its number, loss, learning rate and gradient norm;
+            after an evaluation also `held_out_loss`, `metrics` and `model`. A function that returns False stops the
+            run, which is saved and can be resumed.
+        ranks: Number of processes to start on this machine. Under torchrun or srun the run uses theirs.
+        origins: Origin of each value of the recipe, for reports.
+
+    Raises UsageError for arguments that do not fit, for objects that cannot be sent to the processes, and for an
+    existing run folder. Ctrl-C finishes and saves the step, then raises RunInterrupted, a KeyboardInterrupt with the
+    `run` and the call that resumes it. SIGTERM raises RunTerminated, a SystemExit.
 
     Example::
 
@@ -198,11 +202,14 @@ def resume(
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> RunResult:
-    """Resume a run from its newest undamaged checkpoint, to the bits of one that was not interrupted.
+    """Resume a run from its newest undamaged checkpoint. The result is bit-identical to an uninterrupted run.
 
-    Objects that were passed to `train` are passed again. `fork` is the name of a new run that continues from the old
-    one by a changed `recipe`; with `drop_weights` it leaves out weights for which that has no place. `observers`,
-    `ranks` and `origins` are those of `train`.
+    Args:
+        run: Run, run folder, or its name under ./runs.
+        model, data, held_out, loss, metrics: The objects that were passed to `train`, again.
+        fork: Name of a new run that continues from the old one with a changed `recipe`.
+        drop_weights: Drop weights that the changed recipe does not have.
+        observers, ranks, origins: As in `train`.
 
     Raises UsageError if an object is missing or its source differs.
 
@@ -226,14 +233,16 @@ def steps(
     quiet: bool = True,
     **arguments: Unpack[RecipeArguments],
 ) -> Iterator[Record]:
-    """Yield the records of a run, a step each: the training loop, for one who wants to stand inside it.
+    """Yield the record of each training step: the training loop as a generator.
 
-    `run` is a recipe (a value, a name or a file), which is started in the folder `runs`/name, or a run that is resumed.
-    `arguments` are those of `thrifty.recipe`. A record has what observers of `thrifty.train` receive. A loop that is
-    left early leaves a run that is saved and can be resumed. The loop runs in this process: several ranks are those of
-    torchrun or srun, of which each has the loop.
+    Args:
+        run: Recipe (a value, a name or a file), started in the folder `runs`/name; or a run to resume.
+        arguments: As in `thrifty.recipe`.
 
-    Raises UsageError where `train` or `resume` would, and for `ranks` that are not there.
+    Records are those that observers of `thrifty.train` receive. Leaving the loop early saves the run, which can be
+    resumed. The loop runs in this process; under torchrun or srun each rank has its loop.
+
+    Raises UsageError as `train` and `resume` do, and for `ranks` that do not exist.
 
     Example::
 
@@ -259,7 +268,7 @@ def steps(
 
 
 def _started(run: RunResult | str | Path, recipe: Recipe | None, objects: UserObjects) -> tuple[Path, Recipe]:
-    """Return the folder of a run, and the recipe by which it is resumed with objects that are passed again."""
+    """Return the folder of a run, and the recipe with the passed objects that resumes it."""
     folder = run_folder(run)
     if isinstance(run, RunResult) and not objects.is_passed:
         objects = run.objects
