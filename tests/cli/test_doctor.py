@@ -53,7 +53,7 @@ def test_nothing_is_said_of_a_healthy_machine(healthy):
         ({"backends": ("gloo",), "gpus": (GpuInfo("a GPU", int(8e9), "8.0", STEADY),)}, "NCCL", "CUDA"),
     ],
 )
-def test_each_thing_missing_is_named_with_what_to_do_and_does_not_stop_training(healthy, changes, what, fix):
+def test_missing_parts_are_named_with_fixes_and_do_not_stop(healthy, changes, what, fix):
     (finding,) = diagnose(replace(healthy, **changes), True, None)
     assert what in finding.what and fix in finding.fix and not finding.fatal
 

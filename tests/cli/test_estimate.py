@@ -17,7 +17,7 @@ def build(width):
 """
 
 
-def test_a_preset_that_does_not_fit_ends_with_three_and_what_makes_it_fit() -> None:
+def test_a_preset_that_does_not_fit_exits_3_with_options() -> None:
     words = ["llama-nano", "--batch", "2", "--length", "16", "--memory", "16MB", "--allow", "exact", "--json"]
     done = CliRunner().invoke(command, words)
     facts = json.loads(done.stdout)

@@ -67,7 +67,7 @@ def test_an_axis_that_no_technique_uses_is_refused(text: Path) -> None:
         explained(layers)
 
 
-def test_a_technique_that_refuses_on_a_stage_is_named_and_left_out(text: Path) -> None:
+def test_techniques_refused_on_a_stage_are_named(text: Path) -> None:
     layers = recipe(text, "said", "pipeline=2")
     layers.apply_changes((), (), ("techniques.parallelism.pipeline.micro_batches=1",))
     found = explained(layers).as_dict()

@@ -54,7 +54,7 @@ def write_run(folder: Path, run: TrainedRun, status: str = "finished") -> Path:
     return folder
 
 
-def test_the_table_has_the_ratios_of_the_literature_with_intervals_where_there_are_any() -> None:
+def test_the_table_has_published_ratios_with_intervals() -> None:
     page = shown("size", "--flops", "5.76e23")
     rows = {line.split("  ")[0]: line for line in page.splitlines()[1:5]}
     assert "32.2 G" in rows["Hoffmann, as printed"] and "92.6" in rows["Hoffmann, as printed"]
@@ -79,7 +79,7 @@ def test_json_is_one_document_with_the_same_facts() -> None:
 
 
 @pytest.mark.slow
-def test_hours_become_flops_by_the_measured_rate_and_the_share_assumed_of_it() -> None:
+def test_hours_become_flops_by_measured_rate_and_utilisation() -> None:
     found = told("size", "--hours", "2", "--utilisation", "0.3")
     machine = found["machine"]
     assert machine["utilisation"] == 0.3 and machine["sustained"] == pytest.approx(0.3 * machine["peak"])
@@ -122,7 +122,7 @@ def test_what_cannot_be_answered_is_refused_with_what_to_give(words: tuple[str, 
 
 
 @pytest.mark.slow
-def test_a_table_of_runs_gives_the_law_and_the_sizes_for_a_compute(tmp_path: Path, runs: Sequence[TrainedRun]) -> None:
+def test_a_table_of_runs_yields_law_and_sizes(tmp_path: Path, runs: Sequence[TrainedRun]) -> None:
     table = write_table(tmp_path / "runs.csv", runs)
     found = told("fit", "--csv", table, "--flops", "1e16", "--resamples", "40")
     assert found["runs"] == 20 and found["starts"] == 243 and found["without_optimum"] == 0
@@ -195,7 +195,7 @@ def test_a_table_that_cannot_be_used_is_refused(tmp_path: Path, header: str, row
 
 @pytest.mark.parametrize("separator", [";", "\t", " , ", ","])
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_tables_may_be_separated_and_end_their_lines_as_others_write_them(
+def test_tables_may_use_other_separators_and_line_ends(
     tmp_path: Path, runs: Sequence[TrainedRun], separator: str, ending: str
 ) -> None:
     lines = [("name", "loss", "parameters", "tokens"), *(("a, b", r.loss, r.parameters, r.tokens) for r in runs), ()]

@@ -18,7 +18,7 @@ def failing(kind: type[Exception] = KeyError) -> nn.Module:
     raise kind("width")
 
 
-def test_a_builder_that_fails_is_named_with_what_it_raised_as_the_cause() -> None:
+def test_failing_builders_are_named_with_their_exception() -> None:
     with pytest.raises(UsageError, match=r"test_plan_model:failing builds no model: KeyError: 'width'") as error:
         UserObjects(failing).build_model()
     assert error.value.fix and isinstance(error.value.__cause__, KeyError)
@@ -52,7 +52,7 @@ def test_a_model_is_given_on_as_it_was_built() -> None:
         ("def build(:", "SyntaxError", "mend it"),
     ],
 )
-def test_a_module_that_fails_as_it_is_imported_is_named_with_the_reason(
+def test_modules_failing_on_import_are_named_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str, fix: str
 ) -> None:
     (tmp_path / "broken_builders.py").write_text(code)

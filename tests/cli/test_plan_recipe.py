@@ -97,7 +97,7 @@ def refused(*words: str) -> ThriftyError:
     return error.value
 
 
-def test_a_recipe_that_fits_is_planned_as_it_is_with_a_reason_for_every_technique(fitting: dict[str, Any]) -> None:
+def test_a_fitting_recipe_is_kept_with_a_reason_per_technique(fitting: dict[str, Any]) -> None:
     found = fitting
     assert found["changes"] == [] and found["forecast"]["steps"]["value"] == 20
     assert found["forecast"]["dominant"]["memory"][0] in ("activations", "temporary", "optimizer", "parameters")
@@ -108,9 +108,7 @@ def test_a_recipe_that_fits_is_planned_as_it_is_with_a_reason_for_every_techniqu
 
 
 @pytest.mark.slow
-def test_less_memory_brings_techniques_in_and_what_is_written_is_what_was_planned(
-    recipe: str, fitting: dict[str, Any]
-) -> None:
+def test_less_memory_adds_techniques_and_plans_are_written(recipe: str, fitting: dict[str, Any]) -> None:
     whole = fitting["forecast"]["counted"]
     out = ("--out", "plan.toml", "--export", "accelerate", "--export", "deepspeed", "--export", "torchtitan")
     found = plan(recipe, "--memory", f"{0.9 * whole:.0f}", "--tokens", "5120", *out)
@@ -128,9 +126,7 @@ def test_less_memory_brings_techniques_in_and_what_is_written_is_what_was_planne
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_axis")
-def test_a_plan_that_ran_its_steps_tells_how_far_off_earlier_ones_were_and_is_remembered(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_probed_plans_print_and_store_earlier_errors(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
     small = replace(read_recipe(Path(recipe)), budget=Budget(steps=5))
     run_ledger.record_forecast(recipe_to_data(small), {"memory": 1e8, "step": 0.01})
@@ -190,9 +186,7 @@ def build():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_axis")
-def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_models_are_named_by_their_builder(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected: list[object] = []
     monkeypatch.setattr(run_ledger, "record_forecast", lambda *given: expected.append(given))
     Path("own_models.py").write_text(OWN)
@@ -217,7 +211,7 @@ def test_a_model_of_one_s_own_is_named_by_the_function_that_builds_it(
 
 
 @pytest.mark.usefixtures("one_axis")
-def test_a_plan_for_a_cluster_is_a_recipe_whose_mesh_can_be_explained(recipe: str) -> None:
+def test_a_cluster_plan_is_a_recipe_with_an_explainable_mesh(recipe: str) -> None:
     found = plan(recipe, "--cluster", "h100-box", "--ranks", "2", "--allow", "rounding", "--out", "mesh.toml")
     assert found["simulated"] and found["written"] == ["mesh.toml"]
     explained = CliRunner().invoke(explain, ["mesh.toml", "--json"], catch_exceptions=False)
@@ -230,9 +224,7 @@ def test_a_plan_for_a_cluster_is_a_recipe_whose_mesh_can_be_explained(recipe: st
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_axis")
-def test_a_plan_for_ranks_of_this_machine_runs_their_steps_and_is_a_recipe_over_their_mesh(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_for_local_ranks_runs_their_steps(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_options, "SHARING", 0.01)  # whatever is measured, it is tried
     words = ("--ranks", "2", "--allow", "rounding", "--seconds", "600")
     words += ("--probe-seconds", "0.2", "--probed-candidates", "1")
@@ -266,7 +258,7 @@ def test_where_ranks_cannot_be_used_that_is_said(recipe: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_axis")
-def test_what_no_technique_can_bring_about_is_refused_with_what_it_would_take(recipe: str) -> None:
+def test_infeasible_budgets_are_refused_with_what_they_require(recipe: str) -> None:
     error = refused(recipe, "--memory", "100kB")
     assert isinstance(error, InfeasibleError) and "the least is about" in error.what and "--memory" in error.fix
 

@@ -38,7 +38,7 @@ def run(*arguments):
     return CliRunner().invoke(command, list(map(str, arguments)), catch_exceptions=False)
 
 
-def test_json_is_one_document_with_the_tokens_that_generate_gives(folder):
+def test_json_is_one_document_with_the_tokens_of_generate(folder):
     options = ["--prompt", "a word", "--tokens", 12, "--temperature", 0, "--json"]
     answer = json.loads(run(folder, *options).stdout)
     model, _ = import_folder(folder)
@@ -60,7 +60,7 @@ def test_without_a_prompt_the_model_begins_a_document(folder):
     assert answer["prompt"] == "" and 1 <= len(answer["new_tokens"]) <= 5
 
 
-def test_a_prompt_is_neither_cut_nor_filled_and_text_ends_at_any_known_end(folder):
+def test_prompts_stay_whole_and_text_ends_at_any_known_end(folder):
     answer = json.loads(run(folder, "--prompt", "a word and another", "--tokens", 5, "--json").stdout)
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
@@ -73,7 +73,7 @@ def test_a_prompt_is_neither_cut_nor_filled_and_text_ends_at_any_known_end(folde
     assert read_prompt(file, "a")[2] == 0
 
 
-def test_a_model_whose_weights_are_lost_and_a_damaged_tokenizer_are_errors_with_a_fix(folder):
+def test_lost_weights_and_damaged_tokenizers_are_errors(folder):
     weights = load_file(folder / "model.safetensors")
     save_file({name: value * math.nan for name, value in weights.items()}, folder / "model.safetensors")
     with pytest.raises(ThriftyError, match="the model's logits are NaN"):
@@ -83,7 +83,7 @@ def test_a_model_whose_weights_are_lost_and_a_damaged_tokenizer_are_errors_with_
         run(folder)
 
 
-def test_a_prompt_that_is_no_text_and_a_seed_of_more_than_64_bits_are_refused(folder):
+def test_invalid_prompts_and_seeds_are_refused(folder):
     with pytest.raises(UsageError, match=r"--prompt has the character"):
         run(folder, "--prompt", "a\udcff")
     assert "9223372036854775807" in run(folder, "--seed", 2**63).output

@@ -13,7 +13,7 @@ def test_processes_that_ended_are_counted() -> None:
     assert 0.3 < family_seconds() - before < 30
 
 
-def test_a_folder_above_its_share_is_marked_on_fast_and_slow_processors() -> None:
+def test_folders_above_their_share_are_marked_at_any_speed() -> None:
     budgets = {"core": 30.0, "pairs": 60.0, "docs": 1.0}
     for speed in 0.5, 3.0:
         seconds = {"core": 90 * speed, "pairs": 60 * speed, "docs": 1.5 * speed}
@@ -23,7 +23,7 @@ def test_a_folder_above_its_share_is_marked_on_fast_and_slow_processors() -> Non
     assert lines[0].split()[1:7] == ["270", "of", "30", "59%", "of", "33%"]
 
 
-def test_a_run_of_few_folders_is_held_against_their_budgets_alone() -> None:
+def test_a_partial_run_is_compared_with_its_own_budgets() -> None:
     lines = budget_lines({"pairs": 40.0, "collection": 20.0}, {"pairs": 60.0, "collection": 30.0, "techniques": 300.0})
     assert not any(line.endswith("more than its share") for line in lines)
 

@@ -79,7 +79,7 @@ def test_a_check_names_the_layers_as_the_cause(model: Any, techniques: list[str]
 
 
 @pytest.mark.parametrize("allow", ["rounding", "different"])
-def test_estimate_and_plan_offer_it_only_where_results_may_differ(allow: Any) -> None:
+def test_estimate_and_plan_offer_it_only_if_results_may_differ(allow: Any) -> None:
     wide = thrifty.estimate(Classifier(nn.BatchNorm1d(32)), work(over_the_batch)["data"][:64], loss=loss, memory="1GB")
     limit = 0.9 * wide.peak
     fit = thrifty.estimate(

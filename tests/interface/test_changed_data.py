@@ -41,7 +41,7 @@ class InTrainer(BatchSource):
         return Batch({self.field: self.tensors[step][start:stop]}, torch.ones(stop - start))
 
 
-def test_texts_are_as_long_at_each_batch_as_at_each_step_of_the_trainer_over_epochs() -> None:
+def test_text_lengths_follow_the_trainer_over_epochs() -> None:
     chosen, loader = technique("curriculum.sequence_length"), DataLoader(Texts(), batch_size=4)
     changed = thrifty.apply(loader, chosen)
     assert len(changed) == len(loader) and changed.dataset is loader.dataset
@@ -58,7 +58,7 @@ def test_texts_are_as_long_at_each_batch_as_at_each_step_of_the_trainer_over_epo
 @pytest.mark.parametrize(
     ("name", "function"), [("curriculum.resolution", resize), ("curriculum.low_frequency", crop_spectrum)]
 )
-def test_images_are_as_large_at_each_batch_as_at_each_step_of_the_trainer(name: str, function: Any) -> None:
+def test_image_sizes_follow_the_trainer(name: str, function: Any) -> None:
     images = torch.rand(24, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(images, torch.arange(24)), batch_size=4)
     chosen = technique(name)
@@ -72,7 +72,7 @@ def test_images_are_as_large_at_each_batch_as_at_each_step_of_the_trainer(name: 
     assert torch.equal(found[0][0], function(images[:4], side, side))
 
 
-def test_batches_grow_as_in_the_trainer_and_every_example_comes_once_an_epoch() -> None:
+def test_batch_ramp_follows_the_trainer_and_covers_each_epoch() -> None:
     chosen = technique("large_batch.batch_ramp")
     loader = DataLoader(TensorDataset(torch.arange(24)), batch_size=8)
     changed = thrifty.apply(loader, chosen)
@@ -88,7 +88,7 @@ class SizedSource(BatchSource):
     batch = 8
 
 
-def test_a_pruned_dataset_is_a_subset_and_a_pruned_loader_reads_one() -> None:
+def test_pruned_datasets_and_loaders_read_a_subset() -> None:
     kept = thrifty.apply(Texts(), "prune", order="random", keep=0.5)
     assert isinstance(kept, Subset) and len(kept) == 12
     loader = thrifty.apply(DataLoader(Texts(), batch_size=4, shuffle=True), "prune", order="random", keep=0.5)
@@ -164,9 +164,7 @@ def test_a_technique_of_models_is_not_for_data() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_cross_entropy_with_z_loss_adds_the_squared_normalizer_of_each_prediction(
-    reduction: str, weighted: bool
-) -> None:
+def test_z_loss_adds_the_squared_log_normalizer_per_prediction(reduction: str, weighted: bool) -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(6, 5).double().requires_grad_(), torch.tensor([0, 1, -100, 3, 4, 1])
     weight = torch.rand(5).double() if weighted else None

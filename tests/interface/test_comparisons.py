@@ -42,7 +42,7 @@ def test_the_figure_is_saved_in_the_formats_of_papers(
 
 
 @pytest.mark.slow
-def test_functions_that_other_processes_can_import_are_compared_in_those(tmp_path: Path) -> None:
+def test_importable_functions_are_compared_in_other_processes(tmp_path: Path) -> None:
     changes = {"clipped": ["gradients.clip:max_norm=0.1"]}
     result = thrifty.compare(**user_work.objects(), batch=16, budget=12, variants=changes, runs=tmp_path, **QUICK)
     assert "one process" not in str(result) and result.verdicts == {"clipped": "undecided"}

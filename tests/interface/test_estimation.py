@@ -185,7 +185,7 @@ def test_the_peak_of_a_step_is_what_the_allocator_gives_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.NAdam, torch.optim.Adafactor])
-def test_the_state_and_the_step_of_an_optimizer_of_torch_are_counted(optimizer: Any) -> None:
+def test_state_and_step_of_a_torch_optimizer_are_counted(optimizer: Any) -> None:
     model = encoder()
     fit = thrifty.estimate(model, TOKENS[:1, :8], loss=token_loss, optimizer=optimizer)
     assert fit.peak == pytest.approx(measured(model, TOKENS[:1, :8], token_loss, optimizer), rel=0.01)
@@ -232,7 +232,7 @@ def _check_random_model(seed: int, number: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["encoder", "convolutions", "recurrent"])
-def test_a_model_on_the_meta_device_is_estimated_as_one_that_is_there(name: str) -> None:
+def test_a_meta_model_is_estimated_like_a_real_one(name: str) -> None:
     build, batch, loss = CASES[name]
     with torch.device("meta"):
         absent = build()
@@ -254,7 +254,7 @@ def test_nothing_is_allocated_for_a_model_in_memory_or_in_none() -> None:
     assert psutil.Process().memory_info().rss - before < 0.3e9
 
 
-def test_values_that_a_function_reads_as_it_builds_a_model_need_no_weights() -> None:
+def test_a_builder_that_reads_values_requires_no_weights() -> None:
     def build() -> nn.Module:
         rates = torch.linspace(0, 0.1, 3, device="cpu").tolist()
         return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Dropout(rate)) for rate in rates])
@@ -307,7 +307,7 @@ def test_frozen_parameters_have_neither_gradients_nor_moments() -> None:
         assert fit.parts["optimizer"] == pytest.approx(8 * sum(trained), abs=4 * len(trained))
 
 
-def test_an_optimizer_object_counts_for_the_parameters_that_it_has() -> None:
+def test_an_optimizer_object_counts_its_own_parameters() -> None:
     model = encoder()
     few = torch.optim.AdamW(model[2].parameters(), lr=1e-3)
     fit = thrifty.estimate(model, TOKENS, loss=token_loss, optimizer=few)
@@ -326,7 +326,7 @@ def test_a_model_of_transformers_computes_its_own_loss() -> None:
     assert fit.fits and fit.parameters == model.num_parameters()
 
 
-def test_a_config_a_folder_without_weights_and_its_file_are_estimated_alike(tmp_path: Path) -> None:
+def test_config_folder_and_file_have_equal_estimates(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=200

@@ -69,7 +69,7 @@ def test_calls_of_an_example_fit_the_signatures(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_states_the_types_of_what_it_takes_and_returns(name: str) -> None:
+def test_public_functions_annotate_arguments_and_results(name: str) -> None:
     signature = inspect.signature(FUNCTIONS[name])
     kinds = [signature.return_annotation, *(each.annotation for each in signature.parameters.values())]
     assert inspect.Signature.empty not in kinds and signature.return_annotation not in (Any, object)

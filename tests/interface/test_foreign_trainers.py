@@ -33,7 +33,7 @@ def trainer(folder: Path, model: nn.Module, **more: Any) -> Any:
     return transformers.Trainer(model, arguments, train_dataset=ParityOfSums(), **more)
 
 
-def test_in_the_trainer_of_transformers_adamw_gives_the_weights_of_torchs_and_resumes_to_the_same_bits(
+def test_adamw_in_hf_trainer_equals_torch_and_resumes_exactly(
     tmp_path: Path,
 ) -> None:
     theirs = trainer(tmp_path / "theirs", classifier())
@@ -46,7 +46,7 @@ def test_in_the_trainer_of_transformers_adamw_gives_the_weights_of_torchs_and_re
     assert torch.equal(weights(again.model), weights(ours.model))
 
 
-def test_in_the_trainer_of_transformers_lora_and_muon_train_the_adapters_alone(tmp_path: Path) -> None:
+def test_lora_and_muon_in_hf_trainer_train_only_adapters(tmp_path: Path) -> None:
     model = thrifty.apply(classifier(), "lora", rank=4)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     trainer(tmp_path, model, optimizers=(thrifty.optim.Muon(model, lr=1e-2), None)).train()
@@ -55,7 +55,7 @@ def test_in_the_trainer_of_transformers_lora_and_muon_train_the_adapters_alone(t
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Muon"])
-def test_accelerate_prepares_saves_and_resumes_it_to_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_accelerate_resumes_an_optimizer_bit_for_bit(name: str, tmp_path: Path) -> None:
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
     model = classifier()
     optimizer = getattr(thrifty.optim, name)(model, lr=1e-3)
@@ -83,6 +83,6 @@ def test_accelerate_prepares_saves_and_resumes_it_to_the_same_bits(name: str, tm
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", optimizer_names())
-def test_under_fsdp2_it_is_saved_and_restored_by_torchs_distributed_checkpoints(name: str, tmp_path: Path) -> None:
+def test_fsdp2_optimizers_restore_from_distributed_checkpoints(name: str, tmp_path: Path) -> None:
     for found in on_ranks(2, sharded_and_restored, name, tmp_path / "checkpoint"):
         assert max(found.values()) < SPREAD.get(name, 1e-9), found

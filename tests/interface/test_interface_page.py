@@ -25,9 +25,7 @@ WORKS = pytest.mark.parametrize(
 Work = Callable[[], dict[str, Any]]
 
 
-def test_the_whole_trainer_on_ones_own_model_data_loss_and_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_trainer_takes_own_model_data_loss_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train_dataset, test_dataset = user_models.Sequences(64), user_models.Sequences(32, 1)
     seen: list[th.Record] = []

@@ -14,9 +14,7 @@ from thrifty.core.tensor_tracing import StepTrace
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_chunked_cross_entropy_is_that_of_torch_with_its_gradients(
-    reduction: str, z_loss: float, has_bias: bool
-) -> None:
+def test_chunked_cross_entropy_and_gradients_equal_torch(reduction: str, z_loss: float, has_bias: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()  # noqa: E731
     hidden, weight, bias = draw(3, 7, 16), draw(50, 16), draw(50) if has_bias else None
@@ -47,7 +45,7 @@ def loss_and_peak(model: nn.Module, tokens: Tensor) -> tuple[Tensor, float]:
     return loss, peak
 
 
-def test_inside_a_budget_activations_are_less_and_gradients_the_same() -> None:
+def test_activation_budget_saves_memory_and_keeps_gradients() -> None:
     tokens = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(0))
     plain, budgeted = tiny_model(style="gpt"), tiny_model(style="gpt")
     loss, whole = loss_and_peak(plain, tokens)

@@ -39,7 +39,7 @@ def outputs(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_a_merged_model_has_the_plain_names_and_computes_the_same(name: str) -> None:
+def test_a_merged_model_has_plain_names_and_equal_outputs(name: str) -> None:
     model, names, tokens = trained(technique(f"adapters.{name}"))
     expected = outputs(model, tokens)
     assert thrifty.merge(model) is model
@@ -68,7 +68,7 @@ def test_every_adapter_of_the_catalogue_is_merged_or_refused() -> None:
     assert known == {*PLAIN, *LEFT_ON, "visual_prompt"}
 
 
-def test_other_techniques_stay_applied_and_a_copy_is_merged_apart() -> None:
+def test_merge_keeps_other_techniques_and_merges_copies_apart() -> None:
     model, _, tokens = trained("lora", "memory.recompute")
     expected = outputs(model, tokens)
     merged = thrifty.merge(copy.deepcopy(model))
@@ -77,7 +77,7 @@ def test_other_techniques_stay_applied_and_a_copy_is_merged_apart() -> None:
     assert "lora" in repr(thrifty.summary(model)) and torch.equal(outputs(model, tokens), expected)
 
 
-def test_weights_of_torchs_own_attention_and_of_16_bits_are_merged() -> None:
+def test_torch_attention_and_16_bit_weights_are_merged() -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).bfloat16().eval()
     names, x = list(model.state_dict()), torch.randn(2, 5, 16, dtype=torch.bfloat16)

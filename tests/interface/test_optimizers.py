@@ -92,7 +92,7 @@ def test_adamw_and_sgd_under_each_scheduler_are_those_of_torch(
     torch.testing.assert_close(*values, rtol=1e-12, atol=1e-14)
 
 
-def test_an_empty_group_and_a_rate_of_zero_leave_the_rest_as_torch_does() -> None:
+def test_empty_groups_and_zero_rates_act_as_in_torch() -> None:
     values = []
     for kind in (thrifty.optim.AdamW, torch.optim.AdamW):
         model = network()
@@ -108,7 +108,7 @@ def test_an_empty_group_and_a_rate_of_zero_leave_the_rest_as_torch_does() -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_scaler_skips_a_step_that_overflows_as_if_it_had_not_been(name: str) -> None:
+def test_a_gradient_scaler_skips_overflowing_steps(name: str) -> None:
     values = []
     for enabled in (False, True):
         model = network().float()
@@ -128,7 +128,7 @@ def test_a_gradient_scaler_skips_a_step_that_overflows_as_if_it_had_not_been(nam
     assert torch.equal(*values)
 
 
-def test_a_step_compiled_by_torch_is_the_plain_one_and_a_closure_runs_once_with_gradients() -> None:
+def test_compiled_steps_equal_plain_ones_and_closures_run_once() -> None:
     values = []
     for compiled in (False, True):
         model = network()
@@ -176,7 +176,7 @@ def test_a_plateau_lowers_the_rate() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_setting_changed_between_steps_acts_as_one_given_at_the_start(name: str) -> None:
+def test_a_setting_can_change_between_steps(name: str) -> None:
     for field in fields(optimizer_named(name).technique):
         model = network()
         optimizer = make(name, model)
@@ -205,14 +205,14 @@ def test_a_setting_that_needs_another_state_cannot_change() -> None:
         train(model, optimizer, range(2, 3))
 
 
-def test_an_optimizer_that_brings_its_own_schedule_refuses_another() -> None:
+def test_an_optimizer_with_a_schedule_refuses_schedulers() -> None:
     model = network()
     optimizer = make("ScheduleFreeAdamW", model)
     with pytest.raises(UsageError, match="lr cannot change between steps"):
         train(model, optimizer, range(3), schedulers.ExponentialLR(optimizer, 0.9))
 
 
-def test_groups_that_differ_or_join_later_and_gradients_that_are_missing_are_treated_as_by_torch() -> None:
+def test_groups_and_missing_gradients_act_as_in_torch() -> None:
     values = []
     for kind in (thrifty.optim.AdamW, torch.optim.AdamW):
         model = network()
@@ -264,7 +264,7 @@ def test_a_copy_continues_to_the_same_bits(name: str, way: str, tmp_path: Any) -
     ],
     ids=["another technique", "other shapes"],
 )
-def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(other: Callable) -> None:
+def test_another_optimizers_state_is_refused_without_changes(other: Callable) -> None:
     model = network()
     optimizer = thrifty.optim.AdamW(model)
     train(model, optimizer, range(2))
@@ -281,7 +281,7 @@ def test_the_state_of_another_optimizer_is_refused_and_changes_nothing(other: Ca
     train(model, optimizer, range(2, 3))
 
 
-def test_the_state_keeps_number_formats_that_are_not_the_parameters() -> None:
+def test_the_state_keeps_its_own_dtypes() -> None:
     model = nn.Linear(256, 64)
     optimizer = thrifty.apply(thrifty.optim.AdamW(model), "optimizer_state", format="int8")
     for parameter in model.parameters():
@@ -295,7 +295,7 @@ def test_the_state_keeps_number_formats_that_are_not_the_parameters() -> None:
     torch.testing.assert_close(other.state_dict()["state"], state["state"], rtol=0, atol=0)
 
 
-def test_weight_decay_of_a_model_spares_vectors_and_that_of_bare_parameters_does_not() -> None:
+def test_weight_decay_spares_vectors_of_a_model_only() -> None:
     moved = {}
     for how, params in {"model": lambda m: m, "bare": lambda m: m.parameters()}.items():
         model = network()
@@ -308,7 +308,7 @@ def test_weight_decay_of_a_model_spares_vectors_and_that_of_bare_parameters_does
     assert moved == {"model": False, "bare": True}
 
 
-def test_one_that_goes_by_names_refuses_bare_parameters_with_the_fix() -> None:
+def test_name_based_optimizers_refuse_bare_parameters() -> None:
     with pytest.raises(UsageError, match=r"pass the model, or model.named_parameters\(\)"):
         thrifty.optim.Muon(network().parameters())
     thrifty.optim.Muon(network().named_parameters())
@@ -387,7 +387,7 @@ def test_a_parameter_without_a_gradient_is_left_as_it_is(name: str, present: lis
         assert torch.equal(parameter, old) == (parameter.grad is None or not parameter.grad.any())
 
 
-def test_the_rate_of_the_next_step_is_known_before_the_first_one_and_under_a_scheduler() -> None:
+def test_the_next_rate_is_known_before_steps_and_with_schedulers() -> None:
     model = nn.Linear(4, 4)
     optimizer = thrifty.optim.AdamW(model, lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -413,7 +413,7 @@ class UnusualNames(nn.Module):
         self.to_logits = nn.Linear(16, 50)
 
 
-def test_muon_leaves_embeddings_and_heads_of_any_name_to_adamw_and_a_summary_names_both_halves() -> None:
+def test_muon_leaves_embeddings_and_heads_of_any_name_to_adamw() -> None:
     summary = thrifty.summary(thrifty.optim.Muon(UnusualNames()))
     (parts,) = summary.groups
     halves = {key.partition(":")[0]: set(names) for key, names in parts.items()}
@@ -427,7 +427,7 @@ def test_muon_leaves_embeddings_and_heads_of_any_name_to_adamw_and_a_summary_nam
     assert [names for key, names in parts.items() if key.startswith("hidden")] == [("0.weight", "2.weight")]
 
 
-def test_a_summary_of_any_optimizer_has_its_groups_rates_and_added_techniques() -> None:
+def test_optimizer_summaries_have_groups_rates_and_techniques() -> None:
     model = nn.Linear(4, 3)
     groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
     optimizer = thrifty.apply(thrifty.optim.AdamW(groups, lr=0.2), "optimizer_state", format="int8")

@@ -72,7 +72,7 @@ def test_other_data_are_refused_with_their_shapes(tmp_path: Path) -> None:
         trained(maps, thrifty.ResolutionCurriculum(), tmp_path / "maps")
 
 
-def test_texts_of_different_lengths_are_cut_alike_however_a_batch_is_divided() -> None:
+def test_micro_batches_cut_texts_to_equal_lengths() -> None:
     texts = [torch.ones(length, dtype=torch.int64) for length in (20, 90, 20, 300, 30, 100, 40, 250)]
     opened = open_user_data(texts, texts, 8, 0, lambda examples: {"ids": pad_sequence(examples, batch_first=True)})
     source = thrifty.SequenceLengthWarmup(start=16, until=100, phases=4).batches(opened.train)

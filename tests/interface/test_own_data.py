@@ -49,7 +49,7 @@ FORMS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_dataset_of_any_kind_gives_the_batches_of_torchs_collate_function(name: str) -> None:
+def test_every_kind_of_dataset_yields_torchs_collated_batches(name: str) -> None:
     data = opened(FORMS[name]())
     batch = data.train.at(3)
     whole = data.assembled(batch)
@@ -75,7 +75,7 @@ class Encoding(UserDict):
     ],
     ids=["named tuple", "dataclass", "mapping", "nested", "numpy"],
 )
-def test_a_batch_keeps_the_form_that_the_collate_function_gave_it(collate: Any, x: Any) -> None:
+def test_a_batch_keeps_the_form_of_its_collate_function(collate: Any, x: Any) -> None:
     data = opened(ROWS, collate=collate)
     given, wanted = data.assembled(data.train.rows(0, 2, 5)), collate(ROWS[:3])
     assert type(given) is type(wanted) and x(given).shape == (3, 6)
@@ -107,7 +107,7 @@ class Restless(Dataset[Tensor]):
         return {"x": X[index] + float(self.generator.random()), "y": Y[index]}
 
 
-def test_a_dataset_that_differs_from_itself_is_named_and_its_resume_is_called_inexact(tmp_path: Path) -> None:
+def test_an_unstable_dataset_is_named_and_its_resume_inexact(tmp_path: Path) -> None:
     options = {**user_work.objects(), "data": Restless(), "held_out": ROWS, "batch": 8, "runs": tmp_path}
     run = thrifty.train(**options, budget=3, quiet=True)
     words = run.summary["unrepeatable"]
@@ -134,7 +134,7 @@ def test_collating_that_draws_depends_on_no_ranks() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_of_a_data_loader_read_the_batches_that_the_process_itself_reads(workers: int) -> None:
+def test_loader_workers_read_equal_batches(workers: int) -> None:
     dataset = user_work.NoisySums(50)
     loader = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=workers)
     alone, read = opened(dataset).train, opened(loader, dataset).train
@@ -199,7 +199,7 @@ class ForgetfulNumbers(ResumableNumbers):
 
 
 @pytest.mark.parametrize("kind", [Numbers, ResumableNumbers, ForgetfulNumbers])
-def test_an_iterable_dataset_is_read_in_its_order_and_again_from_its_start(kind: type[Numbers]) -> None:
+def test_an_iterable_dataset_is_read_in_order_and_repeated(kind: type[Numbers]) -> None:
     train = opened(kind(), judged=5).train
     batches = [train.at(step) for step in range(6)]
     numbers = torch.cat([batch["y"] for batch in batches])
@@ -221,9 +221,7 @@ def test_a_state_saves_reading_what_was_read() -> None:
 
 
 @pytest.mark.parametrize("kind", [Numbers, ResumableNumbers])
-def test_a_run_on_an_iterable_dataset_resumes_to_the_bits_of_one_that_was_not_stopped(
-    kind: Any, tmp_path: Path
-) -> None:
+def test_runs_on_iterable_datasets_resume_bit_for_bit(kind: Any, tmp_path: Path) -> None:
     options = {**user_work.objects(), "data": kind(50), "held_out": ROWS, "batch": 8, "runs": tmp_path, "quiet": True}
     whole = thrifty.train(**options, budget=12, name="whole")
     part = thrifty.train(**options, budget=12, name="part", observers=[lambda record: record.step < 5])
@@ -285,9 +283,7 @@ class Complex(nn.Module):
         (Complex, "'weight' is complex"),
     ],
 )
-def test_a_model_that_cannot_be_trained_as_it_is_is_refused_with_the_fix(
-    build: Any, words: str, tmp_path: Path
-) -> None:
+def test_untrainable_models_are_refused_with_a_fix(build: Any, words: str, tmp_path: Path) -> None:
     objects = {**user_work.objects(), "model": build, "loss": lambda model, batch: next(model.parameters()).abs().sum()}
     with pytest.raises(UsageError, match=words) as error:
         thrifty.train(**objects, batch=8, budget=2, runs=tmp_path, quiet=True)
@@ -297,7 +293,7 @@ def test_a_model_that_cannot_be_trained_as_it_is_is_refused_with_the_fix(
             thrifty.estimate(build(), X[:8], loss=lambda model, batch: next(model.parameters()).abs().sum())
 
 
-def test_a_model_of_transformers_learns_from_batches_of_its_tokenizers_kind(tmp_path: Path) -> None:
+def test_transformers_models_learn_from_tokenizer_batches(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.BertConfig(
         vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
@@ -322,7 +318,7 @@ def test_a_model_of_transformers_learns_from_batches_of_its_tokenizers_kind(tmp_
 
 
 @pytest.mark.parametrize("is_shuffled", [False, True])
-def test_an_iterable_dataset_of_the_hub_resumes_by_its_state_unless_a_buffer_shuffles_it(is_shuffled: bool) -> None:
+def test_hub_streams_resume_by_state_unless_a_buffer_shuffles(is_shuffled: bool) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"x": X.tolist(), "y": Y.tolist()}).with_format("torch").to_iterable_dataset(2)
     rows = rows.shuffle(seed=1, buffer_size=10) if is_shuffled else rows

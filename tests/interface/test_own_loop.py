@@ -53,7 +53,7 @@ def trained_by_hand(chosen: Technique) -> list[float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_loop_by_hand_has_the_losses_of_the_trainer_or_the_technique_is_refused(name: str) -> None:
+def test_own_loops_have_the_trainers_losses_or_are_refused(name: str) -> None:
     chosen = technique(name, **({"autoencoder": False} if name == "attention.vitcod" else {}))
     if Claim.OPTIMIZER in chosen.claims:
         with pytest.raises(ThriftyError, match=r"optimizer = thrifty\.optim\."):
@@ -85,7 +85,7 @@ def test_ranks_that_apply_it_have_the_weights_of_one_process(name: str, accumula
         assert difference < 1e-12
 
 
-def test_what_ranks_cannot_do_is_refused_and_one_process_has_none() -> None:
+def test_rank_techniques_are_refused_where_they_cannot_work() -> None:
     found = on_ranks(2, refusals_by_hand)[0]
     assert "zero=2" in found["stage 1"] and "before fully_shard" in found["after sharding"]
     assert "compute each layer together" in found["both"] and "already applied" in found["twice"]
@@ -123,7 +123,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Sequential(Block(), Block()), nn.Linear(8, 3))
 
 
-def test_an_earlier_stage_comes_first_and_what_cannot_go_together_is_refused_in_both_orders() -> None:
+def test_stage_order_and_clashes_hold_in_both_orders() -> None:
     model = thrifty.apply(network(), "recompute")
     with pytest.raises(UsageError, match=r"memory\.recompute is applied already") as refused:
         thrifty.apply(model, "lora", rank=2)
@@ -156,7 +156,7 @@ def test_a_model_that_would_not_see_the_change_is_refused(wrapped: Callable[[], 
 
 
 @pytest.mark.parametrize("name", ["lora", "recompute", "mixed", "compress_activations", "offload_activations"])
-def test_a_copy_of_a_changed_model_computes_and_trains_with_its_own_weights(name: str) -> None:
+def test_copies_of_changed_models_use_their_own_weights(name: str) -> None:
     model = thrifty.apply(network(), name, **({"rank": 2} if name == "lora" else {}))
     copied, x = copy.deepcopy(model), torch.randn(4, 8)
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_a_copy_of_a_changed_model_computes_and_trains_with_its_own_weights(name
 
 
 @pytest.mark.parametrize("name", ["n_of_m", "optimal_recompute"])
-def test_a_copy_of_a_model_that_a_technique_is_bound_to_evaluates_and_refuses_to_train(name: str) -> None:
+def test_copies_of_bound_models_evaluate_and_refuse_to_train(name: str) -> None:
     model = network()
     if name == "n_of_m":
         model, _ = thrifty.apply((model, thrifty.optim.AdamW(model)), name, total_steps=STEPS)
@@ -250,7 +250,7 @@ def test_an_activation_budget_leaves_what_was_applied_before() -> None:
     assert torch.equal(model(x), before) and not torch.equal(before, network()(x))
 
 
-def test_a_ramp_of_batches_that_are_always_full_is_named_when_it_is_applied() -> None:
+def test_an_idle_batch_ramp_warns_when_applied() -> None:
     data = TensorDataset(torch.arange(64.0))
     for batch, is_idle in ((8, True), (32, False)):
         with warnings.catch_warnings(record=True) as caught:
@@ -278,9 +278,7 @@ def test_a_mask_without_a_file_is_named_when_it_is_applied() -> None:
         ("static", {}, False),
     ],
 )
-def test_masks_that_never_move_in_the_steps_of_a_loop_are_named_when_they_are_applied(
-    name: str, settings: dict[str, float], is_idle: bool
-) -> None:
+def test_masks_that_never_move_warn_when_applied(name: str, settings: dict[str, float], is_idle: bool) -> None:
     model = plain_run(depth=2, style="gpt").build()
     optimizer = thrifty.optim.AdamW(model)
     with warnings.catch_warnings(record=True) as caught:

@@ -15,7 +15,7 @@ def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def test_techniques_that_refuse_the_model_or_its_batches_are_refused_in_the_plan() -> None:
+def test_plans_list_techniques_that_refuse_model_or_batches() -> None:
     inputs = torch.randn(96, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(inputs, inputs[:, :3].argmax(1))
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3))

@@ -82,7 +82,7 @@ def squares(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean(1)
 
 
-def test_the_name_of_a_function_stands_for_it_and_takes_arguments() -> None:
+def test_a_function_name_builds_the_model_with_arguments() -> None:
     arguments = {"in_features": 6, "out_features": 2}
     named = own(model="torch.nn:Linear", model_arguments=arguments)
     assert named.model.build == "torch.nn:Linear" and named.model.arguments == arguments
@@ -95,7 +95,7 @@ def test_the_name_of_a_function_stands_for_it_and_takes_arguments() -> None:
         replace(named, model=replace(named.model, depth=3))
 
 
-def test_arguments_of_a_partial_function_are_part_of_the_fingerprint() -> None:
+def test_partial_arguments_are_part_of_the_fingerprint() -> None:
     def sources(loss: Any) -> Any:
         return own(loss=loss).python.sources
 
@@ -130,20 +130,20 @@ def test_a_class_that_a_function_uses_is_part_of_the_fingerprint() -> None:
     assert any(name.endswith(":Sizes") for name in own(loss=sized).python.sources)
 
 
-def test_a_builder_that_lacks_an_argument_is_refused_with_those_that_it_takes() -> None:
+def test_wrong_builder_arguments_are_refused_with_known_ones() -> None:
     with pytest.raises(UsageError, match="missing a required argument: 'width'") as error:
         UserObjects(lambda width, depth=2: None).build_model()
     assert "model_arguments={'width': …}" in error.value.fix and "(width, depth=2)" in error.value.what
 
 
-def test_names_of_objects_are_never_redacted_and_secrets_among_arguments_are() -> None:
+def test_object_names_stay_and_secret_arguments_are_redacted() -> None:
     tables = {"model": {"build": "my.tokens:secret"}, "python": {"loss": "token=my:loss", "sources": {"a.token:b": 1}}}
     written = write_recipe(recipe_from_data(tables))
     assert all(name in written for name in ("my.tokens:secret", "token=my:loss", "a.token:b"))
     assert "hunter2" not in write_recipe(own(loss=partial(scaled, factor=1, name="password=hunter2")))
 
 
-def test_the_command_line_is_named_only_where_it_can_name_the_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_are_printed_only_for_objects_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TYPED, "1")
 
     def words(*names: str, **changed: Any) -> str:
@@ -197,7 +197,7 @@ def test_the_command_that_resumes_a_run_can_be_pasted(monkeypatch: pytest.Monkey
     assert shlex.split(thrifty.recipe(name="own").resume_line("my runs/own"))[-1] == "my runs/own"
 
 
-def test_a_technique_is_named_with_its_settings_as_options_and_plans_print_it() -> None:
+def test_plans_print_techniques_as_options_with_settings() -> None:
     chosen = own(techniques=["adamw:lr=3e-3,betas=[0.9,0.99]", "large_batch.gradient_accumulation:micro_batches=2"])
     assert (
         chosen.techniques

@@ -16,7 +16,7 @@ def summary(folder: Path, techniques: str) -> dict[str, Any]:
     return {"folder": str(folder), "status": "finished", "steps": 2, "seconds": 1.0, **figures}
 
 
-def test_a_run_that_measured_its_noise_scale_ends_with_where_larger_batches_stop_paying(tmp_path: Path) -> None:
+def test_a_measured_noise_scale_ends_with_batch_advice(tmp_path: Path) -> None:
     measured = '[[techniques]]\nname = "measure.noise_scale"\n'
     *_, advice, last = ending(summary(tmp_path / "measured", measured))
     assert advice == "gradient noise scale 100 examples (this batch: 8): batches well above it buy little"

@@ -10,7 +10,7 @@ from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 from thrifty.simulators.accelerator.trace_file import save_trace
 
 
-def test_a_simulated_step_has_its_report_and_its_timeline_as_a_chart(tmp_path: Path) -> None:
+def test_a_simulated_step_has_a_report_and_a_chart(tmp_path: Path) -> None:
     step = thrifty.simulate.cluster("gpt1-nano", mesh={"pipeline": 4, "tensor": 2}, batch=8)
     assert 0 < step.report.mfu < 1 and "8 ranks of h100-box" in str(step)
     assert step.figure().save(tmp_path / "step.svg").read_text(encoding="utf-8").startswith("<svg")

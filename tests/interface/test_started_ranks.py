@@ -57,7 +57,7 @@ def test_objects_of_the_script_itself_reach_the_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_that_starts_ranks_as_it_is_imported_is_told_where_to_put_the_call(tmp_path: Path) -> None:
+def test_ranks_started_on_import_are_refused_with_a_fix(tmp_path: Path) -> None:
     done = script(tmp_path, "main()\n")
     assert done.returncode and 'put the call below `if __name__ == "__main__":`' in done.stderr
 
@@ -74,7 +74,7 @@ def test_objects_that_cannot_be_sent_are_refused_by_name(name: str, value: Any, 
 
 
 @pytest.mark.parametrize("file", [None, "<stdin>"])
-def test_functions_of_a_prompt_or_of_standard_input_are_refused_before_a_process_starts(
+def test_functions_of_a_prompt_are_refused_before_ranks_start(
     file: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loss(model: Any, batch: Any) -> None: ...

@@ -22,7 +22,7 @@ def tensors(folder: Path) -> dict[str, Any]:
     return load(folder / "checkpoints").tensors
 
 
-def test_a_loop_that_is_left_early_leaves_a_run_that_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_loop_left_early_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole = [record.loss for record in thrifty.steps(recipe("whole"), runs=tmp_path)]
     first = []
     for record in thrifty.steps(recipe("left"), runs=tmp_path):
@@ -36,13 +36,13 @@ def test_a_loop_that_is_left_early_leaves_a_run_that_resumes_to_the_same_bits(tm
     assert_equal(tensors(tmp_path / "left"), tensors(tmp_path / "whole"))
 
 
-def test_a_run_that_is_returned_resumes_with_the_objects_that_it_was_given(tmp_path: Path) -> None:
+def test_a_returned_run_resumes_with_its_objects(tmp_path: Path) -> None:
     run = thrifty.train(recipe=recipe("asked"), observers=[lambda record: record.step < 3], runs=tmp_path, quiet=True)
     assert run.summary["steps"] == 3 and run.summary["status"] == "interrupted" and run.exit_code == 0
     assert [record.step for record in thrifty.steps(run)] == [4, 5, 6]
 
 
-def test_observers_see_each_step_with_the_evaluation_that_was_due(tmp_path: Path) -> None:
+def test_observers_receive_steps_with_due_evaluations(tmp_path: Path) -> None:
     seen: list[thrifty.Record] = []
     run = thrifty.train(recipe=recipe("seen"), observers=[seen.append], runs=tmp_path, quiet=True)
     assert [record.step for record in seen] == [*range(1, 7)]
@@ -50,7 +50,7 @@ def test_observers_see_each_step_with_the_evaluation_that_was_due(tmp_path: Path
     assert seen[-1].held_out_loss == run.loss and seen[-1].metrics == run.metrics
 
 
-def test_an_evaluation_of_the_users_own_changes_no_bit_of_the_run(tmp_path: Path) -> None:
+def test_a_users_evaluation_changes_no_bit_of_the_run(tmp_path: Path) -> None:
     def evaluate(record: thrifty.Record) -> None:
         record.model.eval()
         with torch.no_grad():
@@ -61,7 +61,7 @@ def test_an_evaluation_of_the_users_own_changes_no_bit_of_the_run(tmp_path: Path
     assert_equal(tensors(tmp_path / "with"), tensors(tmp_path / "without"))
 
 
-def test_what_an_observer_raises_reaches_the_caller_and_the_run_says_so(tmp_path: Path) -> None:
+def test_observer_exceptions_reach_the_caller_and_the_run(tmp_path: Path) -> None:
     def fail(record: thrifty.Record) -> None:
         raise KeyError("mine")
 

@@ -87,7 +87,7 @@ def test_losses_are_those_of_transformers_own_fine_tuning(tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("objective", ["classification", "regression"])
-def test_texts_and_pairs_become_the_tokens_that_transformers_makes_of_them(tmp_path: Path, objective: str) -> None:
+def test_texts_and_pairs_have_the_tokens_of_transformers(tmp_path: Path, objective: str) -> None:
     folder = save_model(tmp_path / "theirs", "bert", AUTO[objective], num_labels=OUTPUTS[objective])
     chosen = recipe(folder, objective)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -145,7 +145,7 @@ def test_metrics_are_those_of_all_held_out_predictions(tmp_path: Path, objective
 
 
 @pytest.mark.parametrize("kind", ["bert", pytest.param("llama", marks=SLOW)])
-def test_an_exported_classifier_names_its_labels_in_a_pipeline_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_exported_classifiers_name_labels_in_pipelines(tmp_path: Path, kind: str) -> None:
     folder = save_model(tmp_path / "theirs", kind, "AutoModel")
     run = thrifty.train(recipe=recipe(folder, "classification"), runs=tmp_path / "runs", quiet=True)
     thrifty.export(run, tmp_path / "exported")
@@ -161,7 +161,7 @@ def test_an_exported_classifier_names_its_labels_in_a_pipeline_of_transformers(t
     assert said == pytest.approx({"negative": float(shares[0]), "positive": float(shares[1])}, abs=1e-5)
 
 
-def test_labels_keep_the_order_and_the_head_of_a_model_that_has_them(tmp_path: Path) -> None:
+def test_labels_keep_the_order_and_head_of_their_model(tmp_path: Path) -> None:
     names = {"0": "positive", "1": "neutral", "2": "negative"}
     folder = save_model(tmp_path / "theirs", "bert", AUTO["classification"], id2label=names, label2id={})
     prepared = prepare_run(recipe(folder, "classification"))
@@ -171,7 +171,7 @@ def test_labels_keep_the_order_and_the_head_of_a_model_that_has_them(tmp_path: P
 
 
 @pytest.mark.parametrize("objective", ["classification", "multi_label_classification"])
-def test_numbered_labels_keep_the_names_of_a_model_that_has_as_many(tmp_path: Path, objective: str) -> None:
+def test_numbered_labels_keep_the_names_of_their_model(tmp_path: Path, objective: str) -> None:
     names = {"0": "negative", "1": "positive"}
     folder = save_model(tmp_path / "theirs", "bert", AUTO["classification"], id2label=names, label2id={})
     chosen = recipe(folder, objective)
@@ -192,7 +192,7 @@ def test_the_usual_names_of_numbered_labels_are_their_numbers(tmp_path: Path) ->
     assert prepare_run(chosen).data.ends.labels == ("0", "1")
 
 
-def test_names_that_are_not_of_numbered_labels_are_not_taken_from_a_model(tmp_path: Path) -> None:
+def test_other_label_names_are_not_taken_from_a_model(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "bert", AUTO["classification"])
     config, chosen = json.loads((folder / "config.json").read_text()), recipe(folder, "classification")
     (folder / "config.json").write_text(json.dumps(config | {"id2label": {"a": "positive", "b": "negative"}}))
@@ -203,7 +203,7 @@ def test_names_that_are_not_of_numbered_labels_are_not_taken_from_a_model(tmp_pa
         prepare_run(chosen)
 
 
-def test_a_head_for_other_labels_is_trained_beside_lora_and_merged_in_an_export(tmp_path: Path) -> None:
+def test_new_heads_train_with_lora_and_are_exported(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "theirs", "bert", "AutoModelForMaskedLM")
     chosen = recipe(folder, "classification", techniques=["lora"])
     run = thrifty.train(recipe=chosen, runs=tmp_path / "runs", quiet=True)
@@ -216,7 +216,7 @@ def test_a_head_for_other_labels_is_trained_beside_lora_and_merged_in_an_export(
     assert transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").num_labels == 2
 
 
-def test_an_export_names_the_class_that_was_trained_and_can_be_trained_again(tmp_path: Path) -> None:
+def test_exports_name_their_class_and_can_be_trained_again(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "theirs", "bert", "AutoModelForSequenceClassification")
     run = thrifty.train(recipe=recipe(folder, "token_classification"), runs=tmp_path / "runs", quiet=True)
     thrifty.export(run, tmp_path / "exported")
@@ -237,7 +237,7 @@ def test_a_preset_of_ours_becomes_a_classifier(tmp_path: Path) -> None:
     assert transformers.pipeline("text-classification", str(tmp_path / "exported"), device="cpu")("great film")
 
 
-def test_datasets_from_python_are_labelled_texts_where_an_objective_is_named(tmp_path: Path) -> None:
+def test_python_datasets_with_an_objective_are_labelled_texts(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     names = datasets.ClassLabel(names=["negative", "positive"])
     rows = [{**row, "label": names.str2int(row["label"])} for row in labelled_texts.reviews()]
@@ -253,7 +253,7 @@ def test_datasets_from_python_are_labelled_texts_where_an_objective_is_named(tmp
     assert prepare_run(mine).data.ends.labels == ("negative", "positive")
 
 
-def test_a_module_of_the_users_own_is_called_with_tokens_and_what_to_keep(tmp_path: Path) -> None:
+def test_own_modules_receive_tokens_and_a_mask(tmp_path: Path) -> None:
     class Bag(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

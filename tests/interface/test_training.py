@@ -44,7 +44,7 @@ def test_a_module_a_dataset_and_a_loss_are_trained_and_judged(tmp_path: Path) ->
     assert run.report().summary["status"] == "finished"
 
 
-def test_a_run_without_metrics_ends_with_its_loss_and_small_sizes_in_their_units(tmp_path: Path) -> None:
+def test_runs_without_metrics_end_with_loss_and_sizes(tmp_path: Path) -> None:
     run = train(tmp_path, metrics={}, budget=3)
     assert f"held-out loss {run.loss:.3f}" in repr(run)
     assert "kB" in repr(thrifty.explain(**user_work.objects(), budget=3, quiet=True))
@@ -52,7 +52,7 @@ def test_a_run_without_metrics_ends_with_its_loss_and_small_sizes_in_their_units
     assert "kB" in repr(thrifty.estimate(user_work.build, batch, loss=user_work.loss))
 
 
-def test_a_run_says_how_many_of_its_own_held_out_examples_are_judged(tmp_path: Path) -> None:
+def test_runs_print_how_many_held_out_examples_are_evaluated(tmp_path: Path) -> None:
     for count, is_said in ((64, False), (80, True)):
         run = train(tmp_path, held_out=user_work.NoisySums(count, 1000), budget=2, name=f"of-{count}")
         records = (run.folder / "records.jsonl").read_text()
@@ -132,9 +132,7 @@ def killed_to_the_end(runs: Path, steps: int, kills: int, ranks: int) -> None:
         pytest.param(20, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_on_a_dataset_that_draws_ends_in_the_same_bits_however_often_it_is_killed(
-    kills: int, ranks: int, tmp_path: Path
-) -> None:
+def test_killed_runs_on_random_datasets_end_bit_identical(kills: int, ranks: int, tmp_path: Path) -> None:
     steps = 60 + 10 * kills
     command = [sys.executable, user_work.__file__, str(tmp_path), "straight", str(steps), str(ranks)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
@@ -145,7 +143,7 @@ def test_a_run_on_a_dataset_that_draws_ends_in_the_same_bits_however_often_it_is
 @pytest.mark.parametrize(
     ("number", "kind"), [(signal.SIGINT, thrifty.RunInterrupted), (signal.SIGTERM, thrifty.RunTerminated)]
 )
-def test_a_signal_ends_the_call_after_a_saved_step_with_the_call_that_resumes_it(
+def test_signals_end_after_a_saved_step_with_a_resume_call(
     number: signal.Signals, kind: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def at_third(record: Any) -> None:
@@ -204,7 +202,7 @@ def test_with_weights_tokens_count_alike_however_a_batch_is_cut() -> None:
     assert losses_by_tokens(16) == pytest.approx(whole, rel=1e-5)
 
 
-def test_the_order_of_examples_depends_on_no_ranks_and_no_workers(tmp_path: Path) -> None:
+def test_example_order_is_independent_of_ranks_and_workers(tmp_path: Path) -> None:
     losses = {}
     loader = DataLoader(user_work.NoisySums(200), batch_size=16, shuffle=True, num_workers=2)
     for name, changed in {"alone": {}, "two": {"ranks": 2}, "workers": {"data": loader}}.items():
@@ -214,7 +212,7 @@ def test_the_order_of_examples_depends_on_no_ranks_and_no_workers(tmp_path: Path
     assert losses["workers"] == losses["alone"]
 
 
-def test_examples_read_twice_are_the_same_and_the_generators_are_left_as_they_were() -> None:
+def test_reading_twice_is_equal_and_keeps_global_generators() -> None:
     data = open_user_data(user_work.NoisySums(200), user_work.NoisySums(60), 16, 0)
     torch.manual_seed(3)
     expected = torch.rand(2)
@@ -258,7 +256,7 @@ def better_until(step: int) -> Any:
 
 
 @pytest.mark.parametrize("lower_is_better", [None, True])
-def test_a_run_stops_early_when_what_is_judged_no_longer_improves(lower_is_better: bool | None, tmp_path: Path) -> None:
+def test_a_run_stops_early_without_improvement(lower_is_better: bool | None, tmp_path: Path) -> None:
     settings = EvaluationSettings(every=2, judge="score", patience=2, lower_is_better=lower_is_better)
     recipe = Recipe("early", evaluation=settings)
     run = train(tmp_path, recipe=recipe, metrics={"score": better_until(3)}, budget=30)
@@ -270,7 +268,7 @@ def test_a_run_stops_early_when_what_is_judged_no_longer_improves(lower_is_bette
         thrifty.resume(run)
 
 
-def test_a_run_that_stops_early_does_so_at_the_same_step_when_it_was_interrupted(tmp_path: Path) -> None:
+def test_early_stopping_is_exact_after_interruption(tmp_path: Path) -> None:
     def validate(model: Any) -> float:
         return float(next(model.parameters()).sum())
 
@@ -296,7 +294,7 @@ def test_a_measure_that_is_not_there_is_refused(changed: dict[str, Any], words: 
         train(tmp_path, **changed)
 
 
-def test_the_model_of_a_run_has_the_adapters_that_no_weight_can_take(tmp_path: Path) -> None:
+def test_a_runs_model_keeps_unmergeable_adapters(tmp_path: Path) -> None:
     work = {name: value for name, value in user_models.language_work().items() if name != "metrics"}
     run = thrifty.train(**work, techniques=["bottleneck"], budget=2, runs=tmp_path, quiet=True)
     plain = {name for name, _ in work["model"]().named_parameters()}
