@@ -1,4 +1,4 @@
-"""Sound recipes pass: combinations of techniques on tiny runs, and recipes of the catalogue made small."""
+"""Sound recipes pass: combinations of techniques on tiny runs, and small catalogue recipes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +40,7 @@ SOUND = [
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("names", SOUND)
-def test_a_sound_combination_passes(names: str) -> None:
+def test_sound_combination_passes(names: str) -> None:
     chosen = names.split()
     verdicts = check_run(lambda: plain_for(*chosen), with_optimizer([technique(name) for name in chosen]))
     assert [verdict for verdict in verdicts if verdict.outcome == "broken"] == []
@@ -48,7 +48,7 @@ def test_a_sound_combination_passes(names: str) -> None:
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
-def test_an_optimizer_that_makes_last_bits_larger_is_no_broken_promise_of_others(style: str) -> None:
+def test_optimizer_that_amplifies_rounding_breaks_no_promise(style: str) -> None:
     chosen = [technique("large_batch.gradient_accumulation"), technique("optimizers.soap", lr=0.01)]
     verdicts = check_run(lambda: plain_run(style=style), chosen, steps=8)
     assert [verdict for verdict in verdicts if verdict.outcome == "broken"] == []
@@ -57,7 +57,7 @@ def test_an_optimizer_that_makes_last_bits_larger_is_no_broken_promise_of_others
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adapters.lora", "large_batch.gradient_accumulation", "memory.activation_budget"])
-def test_a_sound_technique_passes_on_a_model_with_dropout(name: str) -> None:
+def test_sound_technique_passes_with_dropout(name: str) -> None:
     verdicts = check_run(lambda: plain_for(name, style="gpt", dropout=0.3), with_optimizer([technique(name)]))
     assert [verdict for verdict in verdicts if verdict.outcome == "broken"] == []
 
@@ -71,18 +71,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_text(name: str, preset: str) -> Callable[[Path], Recipe]:
-    def made(texts: Path) -> Recipe:
+    def small_recipe(texts: Path) -> Recipe:
         tables = recipe_to_data(RECIPES[name]())
-        for name_of in ("attention", "compile"):  # which take long to start, and are checked by themselves
-            tables["techniques"].pop(name_of, None)
+        for part in ("attention", "compile"):  # slow to start, and tested separately
+            tables["techniques"].pop(part, None)
         tables["model"] = {"preset": preset, "width": 32, "depth": 2, "heads": 2}
         tables["data"] |= {"source": str(texts / "corpus"), "vocabulary": 320, "length": 32, "batch": 8}
         return recipe_from_data(tables)
 
-    return made
+    return small_recipe
 
 
-def answering(texts: Path) -> Recipe:
+def chat_recipe(texts: Path) -> Recipe:
     recipe = on_text("text", "llama-nano")(texts)
     return replace(
         recipe,
@@ -97,20 +97,20 @@ def small_autoencoder(texts: Path) -> Recipe:
     return replace(recipe, model=replace(recipe.model, **sizes))
 
 
-RECIPES_MADE_SMALL: dict[str, Callable[[Path], Recipe]] = {
+SMALL_RECIPES: dict[str, Callable[[Path], Recipe]] = {
     "text": on_text("text", "llama-nano"),
     "masked": on_text("masked", "bert-nano"),
     "spans": on_text("spans", "t5-nano"),
-    "answers": answering,
+    "answers": chat_recipe,
     "vit-digits": lambda texts: tiny_digits(),
     "mae-digits": small_autoencoder,
 }
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", RECIPES_MADE_SMALL)
-def test_a_recipe_of_the_catalogue_passes(name: str, texts: Path) -> None:
-    checked = check(RECIPES_MADE_SMALL[name](texts))
+@pytest.mark.parametrize("name", SMALL_RECIPES)
+def test_catalogue_recipe_passes(name: str, texts: Path) -> None:
+    checked = check(SMALL_RECIPES[name](texts))
     assert checked.broken == () and checked.exit_code == 0
     outcomes = {verdict.promise: verdict.outcome for verdict in checked.verdicts}
     assert outcomes["export"] == "holds"

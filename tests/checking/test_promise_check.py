@@ -1,4 +1,4 @@
-"""What a check measures, tells and refuses."""
+"""Measurements, reports and refusals of a check."""
 
 import json
 import math
@@ -35,7 +35,7 @@ from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 
 
 class Scaled(Technique):
-    """Gradients times a factor, the loss as it was."""
+    """Technique that multiplies gradients by a factor and keeps the loss."""
 
     stage, numerics, tolerance = Stage.CLIP, Numerics.EXACT, 0.0
 
@@ -57,7 +57,7 @@ class ScaledWithin(Scaled):
 
 
 class FromTwelveOn(Technique):
-    """Refuses smaller batches."""
+    """Technique that refuses batches below 12."""
 
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 
@@ -68,26 +68,26 @@ class FromTwelveOn(Technique):
 
 
 def verdict_of(one: Technique) -> PromiseVerdict:
-    found = check_run(plain_run, with_optimizer([one]))
-    (verdict,) = [verdict for verdict in found if verdict.about == one.name]
+    results = check_run(plain_run, with_optimizer([one]))
+    (verdict,) = [verdict for verdict in results if verdict.about == one.name]
     return verdict
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_micro_batches_of_norms_over_the_batch_are_not_the_batch_with_dropout_or_without(dropout: float) -> None:
+def test_micro_batches_with_batch_norm_are_broken(dropout: float) -> None:
     def build() -> nn.Module:
         model = NormalizedModel()
         model.blocks[0].linear = nn.Sequential(nn.Linear(16, 16), nn.Dropout(dropout))
         return model
 
     plain = replace(plain_run(), build=build)
-    found = check_run(lambda: plain, with_optimizer([technique("large_batch.gradient_accumulation")]))
-    outcomes = {verdict.promise: verdict.outcome for verdict in found}
+    results = check_run(lambda: plain, with_optimizer([technique("large_batch.gradient_accumulation")]))
+    outcomes = {verdict.promise: verdict.outcome for verdict in results}
     assert "rounding" not in outcomes and outcomes["one big batch"] == "broken"
 
 
 @pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1 + 1e-6, "broken")])
-def test_what_promises_the_same_values_is_held_to_every_bit(by: float, outcome: str) -> None:
+def test_exact_promise_requires_equal_bits(by: float, outcome: str) -> None:
     verdict = verdict_of(Scaled(by=by))
     assert (verdict.promise, verdict.outcome) == ("exact", outcome)
     if outcome == "broken":
@@ -96,12 +96,12 @@ def test_what_promises_the_same_values_is_held_to_every_bit(by: float, outcome: 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("by", "outcome"), [(1.0, "holds"), (1.001, "holds"), (1.01, "broken"), (0.5, "broken")])
-def test_what_promises_rounding_is_held_to_its_tolerance_in_gradients_too(by: float, outcome: str) -> None:
+def test_rounding_promise_limits_gradient_errors(by: float, outcome: str) -> None:
     verdict = verdict_of(ScaledWithin(by=by))
     assert (verdict.promise, verdict.outcome) == ("rounding", outcome), verdict.measured
 
 
-def test_a_gradient_is_as_far_off_as_its_worst_parameter_and_next_to_none_is_measured_by_all() -> None:
+def test_relative_error_of_the_worst_gradient() -> None:
     wanted = {"large": torch.tensor([3.0, 4.0]), "small": torch.tensor([0.0, 0.0])}
     assert farthest(wanted, wanted) == (0.0, "")
     distance, whose = farthest({"large": torch.tensor([3.0, 3.0]), "small": torch.tensor([0.0, 0.0])}, wanted)
@@ -113,44 +113,44 @@ def test_a_gradient_is_as_far_off_as_its_worst_parameter_and_next_to_none_is_mea
     assert relative(3.0, 4.0) == 0.25 and relative(math.nan, 4.0) == math.inf
 
 
-def test_a_row_without_a_token_that_is_learned_is_found() -> None:
-    share = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
-    batch = Batch({"targets": torch.ones(2, 3, dtype=torch.int64), "share": share}, torch.full((2,), 0.5))
+def test_row_without_a_learned_token_is_broken() -> None:
+    weight = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
+    batch = Batch({"targets": torch.ones(2, 3, dtype=torch.int64), "share": weight}, torch.full((2,), 0.5))
     verdict = labels(ChatAnswers(), batch)
     assert verdict.outcome == "broken" and "1 of 2 examples have no token" in verdict.measured
     assert labels(ChatAnswers(), batch.rows(0, 1)).outcome == "holds"
 
 
-def test_parameters_that_the_plain_run_does_not_use_are_named_and_are_no_fault() -> None:
+def test_unused_parameters_of_the_plain_run_are_named() -> None:
     def with_one_too_many() -> nn.Module:
         model = plain_run().build()
         model.register_parameter("spare", nn.Parameter(torch.ones(3)))
         return model
 
-    found = check_run(lambda: replace(plain_run(), build=with_one_too_many), with_optimizer([]))
-    (flow,) = [verdict for verdict in found if verdict.promise == "gradients arrive"]
+    results = check_run(lambda: replace(plain_run(), build=with_one_too_many), with_optimizer([]))
+    (flow,) = [verdict for verdict in results if verdict.promise == "gradients arrive"]
     assert flow.outcome == "holds" and "1 that the plain run does not use either (spare)" in flow.measured
 
 
-def test_frozen_parameters_are_counted_by_who_froze_them() -> None:
-    found = check_run(plain_run, with_optimizer([technique("adapters.lora")]))
-    (flow,) = [verdict for verdict in found if verdict.promise == "gradients arrive"]
+def test_frozen_parameters_are_counted_by_technique() -> None:
+    results = check_run(plain_run, with_optimizer([technique("adapters.lora")]))
+    (flow,) = [verdict for verdict in results if verdict.promise == "gradients arrive"]
     assert "frozen by adapters.lora" in flow.measured
 
 
-def test_the_recipe_is_made_smaller_and_what_was_cut_is_said() -> None:
+def test_reductions_of_the_recipe_are_reported() -> None:
     checked = check(tiny_digits(), examples=2, steps=3)
     assert checked.cuts == ("3 steps", "an effective batch of 2 examples, not 64")
     assert checked.name == "vit-digits"
 
 
-def test_a_batch_is_large_enough_for_the_techniques_that_share_it() -> None:
+def test_batch_is_large_enough_for_the_techniques() -> None:
     recipe = tiny_digits()
     checked = check(replace(recipe, techniques=(*recipe.techniques, FromTwelveOn())))
     assert "an effective batch of 16 examples, not 64" in checked.cuts
 
 
-def test_meshes_are_checked_on_two_ranks_to_an_axis() -> None:
+def test_mesh_axes_are_reduced_to_two_ranks() -> None:
     recipe = tiny_digits()
     assert smaller_mesh(recipe) == (Mesh(), 1)
     assert smaller_mesh(replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel())))[1] == 2
@@ -159,8 +159,8 @@ def test_meshes_are_checked_on_two_ranks_to_an_axis() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_are_real_processes_unless_somebody_else_starts_them() -> None:
-    """The one test that starts them as a person's check does, with all that importing takes."""
+def test_ranks_run_as_processes_by_default() -> None:
+    """The only test that starts rank processes as a user's check does, with all their imports."""
     recipe = tiny_digits()
     (verdict,) = [
         verdict
@@ -172,11 +172,11 @@ def test_ranks_are_real_processes_unless_somebody_else_starts_them() -> None:
     assert verdict.outcome == "holds" and verdict.measured.startswith("2 ranks against 1")
 
 
-def test_ranks_that_fail_are_a_broken_promise() -> None:
+def test_failing_ranks_are_a_broken_promise() -> None:
     recipe = tiny_digits()
     recipe = replace(recipe, techniques=(*recipe.techniques, ReplicatedDataParallel()))
-    (verdict,) = [one for one in check(recipe, start=lambda *told: "rank 1: gone").verdicts if one.about == "ranks"]
-    assert verdict.measured == "2 ranks cannot do it: rank 1: gone" and verdict.fix == "--without parallelism.replicate"
+    (verdict,) = [one for one in check(recipe, start=lambda *document: "rank 1: gone").verdicts if one.about == "ranks"]
+    assert verdict.measured == "2 ranks fail: rank 1: gone" and verdict.fix == "--without parallelism.replicate"
     left_out = [one for one in check(recipe, ranks=False).verdicts if one.about == "ranks"]
     assert [one.outcome for one in left_out] == ["not applicable"]
 
@@ -193,16 +193,14 @@ def words(tmp_path: Path) -> list[str]:
     return ["text", "--data", str(tmp_path / "corpus"), *settings(), *WITHOUT_FAST]
 
 
-def test_the_command_prints_a_verdict_for_each_promise(words: list[str]) -> None:
-    found = CliRunner().invoke(command, [*words, "--with", "memory.recompute"], env={"COLUMNS": "200"})
-    assert found.exit_code == 0, found.output
-    assert "memory.recompute" in found.stdout and "nothing is broken" in found.stdout
-    assert "⟦" in found.stdout and "4 steps, an effective batch of 4 examples, not 8" in found.stdout
+def test_command_prints_a_verdict_for_each_promise(words: list[str]) -> None:
+    results = CliRunner().invoke(command, [*words, "--with", "memory.recompute"], env={"COLUMNS": "200"})
+    assert results.exit_code == 0, results.output
+    assert "memory.recompute" in results.stdout and "nothing is broken" in results.stdout
+    assert "⟦" in results.stdout and "4 steps, an effective batch of 4 examples, not 8" in results.stdout
 
 
-def test_the_command_gives_json_and_exits_with_4_on_a_broken_promise(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_prints_json_and_exits_with_4_if_broken(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sound = check
 
     def with_a_bug(recipe: object, **options: object) -> object:
@@ -210,8 +208,8 @@ def test_the_command_gives_json_and_exits_with_4_on_a_broken_promise(
         return sound(replace(recipe, techniques=(*recipe.techniques, MeanOfMeans())), **options)  # type: ignore
 
     monkeypatch.setattr(checking, "check", with_a_bug)
-    found = CliRunner().invoke(command, [*words, "--json", "--length", "16"])
-    told = json.loads(found.stdout)
-    assert found.exit_code == told["exit_code"] == 4 and told["holds"] is False
-    assert [one["promise"] for one in told["verdicts"] if one["outcome"] == "broken"] == ["one big batch"]
-    assert "examples of 16 tokens, not 32" in told["cuts"]
+    results = CliRunner().invoke(command, [*words, "--json", "--length", "16"])
+    document = json.loads(results.stdout)
+    assert results.exit_code == document["exit_code"] == 4 and document["holds"] is False
+    assert [one["promise"] for one in document["verdicts"] if one["outcome"] == "broken"] == ["one big batch"]
+    assert "examples of 16 tokens, not 32" in document["cuts"]

@@ -1,1 +1,1 @@
-"""Check whether a combination of techniques keeps its promises."""
+"""Checks that a combination of techniques keeps its promises."""

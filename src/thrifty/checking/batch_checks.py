@@ -1,4 +1,4 @@
-"""Whether the effective batch is what the recipe says: where it comes from, and what is done with it in a step."""
+"""Checks of the effective batch: its examples by step, and its gradient."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,91 +19,92 @@ from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
 
 GRADIENTS = range(Stage.MEASURE, Stage.CLIP)
-"""Stages that say how a gradient is obtained."""
+"""Stages that change how a gradient is computed."""
 SUMMED = 1e-3
-"""How far the order of summation may move a gradient, as a share of itself."""
+"""Allowed relative difference of a gradient from another order of summation."""
 SUMMED_IN_16_BITS = 0.1
 SPREAD = 32.0
 WEIGHTS = 1e-4
-"""How far from 1 the weights of an effective batch may sum up to."""
+"""Allowed difference from 1 of the sum of an effective batch's weights."""
 
 
 def data_order(subject: CheckSubject) -> PromiseVerdict:
-    """Whether the batch of a step depends on nothing but the step: only then is a resumed run given what it would have
-    been given."""
+    """Check that the batch of a step depends on the step alone. Otherwise a resumed run reads other data."""
     promise = "data by step"
     first, again = (subject.composed(subject.alone).source for _ in range(2))
     steps = range(subject.steps)
     wanted = [first.at(step) for step in steps]
-    for step in reversed(steps):  # another order, in a source that has not been asked before
-        for source, how in ((again, "asked first"), (first, "asked again")):
+    for step in reversed(steps):  # another order, also for a source without earlier reads
+        for source, when in ((again, "read first"), (first, "read again")):
             if not _same(source.at(step), wanted[step]):
-                text = f"step {step + 1} is given other examples when {how}, out of order"
-                fix = _blame("batches", subject, "give each step's batch as a function of the step alone")
+                text = f"step {step + 1} has other examples when {when}, out of order"
+                fix = _blame("batches", subject, "make each step's batch a function of the step alone")
                 return broken(promise, "data", text, fix)
     for step, batch in zip(steps, wanted, strict=True):
         total, size = float(batch.weight.sum()), first.size(step)
         if len(batch) != size or abs(total - 1) > WEIGHTS:
-            measured = f"step {step + 1} has {len(batch)} examples of weight {total:.5g} in all, not {size} of weight 1"
-            return broken(promise, "data", measured, _blame("batches", subject, "let weights sum to 1 over a batch"))
+            measured = f"step {step + 1} has {len(batch)} examples of total weight {total:.5g}, not {size} of weight 1"
+            return broken(promise, "data", measured, _blame("batches", subject, "make weights sum to 1 over a batch"))
     return holds(promise, "data", f"{len(steps)} batches, the same in any order; the weights of each sum to 1")
 
 
 def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseVerdict:
-    """Whether a step's gradient is that of the whole effective batch at once, examples weighing differently."""
+    """Check that a step's gradient equals that of the whole effective batch in one pass, for unequal weights."""
     promise, model = "one big batch", _model(state)
     if subject.batch_norms and _is_at_once(run):
         return not_applicable(promise, "gradients", normalized_apart(subject.batch_norms))
     batch, allowed = unequal(run.source, subject), _allowed(run)
-    with _held_still(model, run, batch):
+    with _deterministic(model, run, batch):
         wanted = _gradient(_at_once(run).backward, model, run.objective, batch)
         if _is_at_once(run):
             if run.objective.joint:
                 return not_applicable(promise, "gradients", "examples are compared with each other, in one batch")
-            taken, about = _in_parts(run), "two parts of unequal size"
+            checked, about = _in_parts(run), "two parts of unequal size"
         else:
-            taken, about = _settled(run), "the step"
-        actual = _gradient(taken.backward, model, run.objective, batch)
+            checked, about = _settled(run), "the step"
+        actual = _gradient(checked.backward, model, run.objective, batch)
     text = f"{about}, weights unequal: {_distance(actual, wanted)}; {allowed:g} allowed"
     if _is_near(actual, wanted, allowed):
         return holds(promise, "gradients", text)
     if subject.batch_norms:
-        fix = _blame("backward", subject, "norms of each example, such as GroupNorm and LayerNorm")
+        fix = _blame("backward", subject, "use norms of single examples, such as GroupNorm and LayerNorm")
         return broken(promise, "gradients", f"{text}; {normalized_apart(subject.batch_norms)}", fix)
-    fix = _blame("backward", subject, "sum weighted losses, never average means of micro-batches")
+    fix = _blame("backward", subject, "sum weighted losses, do not average means of micro-batches")
     return broken(promise, "gradients", text, fix)
 
 
 def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> PromiseVerdict:
-    """Whether a run that answers a lack of memory by smaller micro-batches still trains on its effective batch, in that
-    step and in the next."""
+    """Check that a run which reacts to out-of-memory with smaller micro-batches keeps its effective batch.
+
+    The step itself and the next one are checked.
+    """
     promise, model = "batch when memory is short", _model(state)
     if subject.batch_norms:
         return not_applicable(promise, "gradients", normalized_apart(subject.batch_norms))
-    nobody = not_applicable(promise, "gradients", "no technique answers it: the run would end with an error")
+    unhandled = not_applicable(promise, "gradients", "no technique handles it: the run would end with an error")
     batch = unequal(run.source, subject)
     if _is_at_once(run):
-        return nobody
-    with _held_still(model, run, batch):
+        return unhandled
+    with _deterministic(model, run, batch):
         at_once, backward, seen = _at_once(run).backward, _settled(run).backward, MemoryLimitedObjective(run.objective)
         wanted = [_gradient(at_once, model, run.objective, batch) for _ in range(2)]
         _gradient(_settled(run).backward, model, seen, batch)
         try:
             short = _gradient(backward, model, MemoryLimitedObjective(run.objective, seen.largest // 2), batch)
         except torch.OutOfMemoryError:
-            gradients_of(model)  # what was summed until then
-            return nobody
+            gradients_of(model)  # clear the partial sums
+            return unhandled
         after = _gradient(backward, model, run.objective, batch)
-    for actual, should, when in ((short, wanted[0], "when memory is short"), (after, wanted[1], "in the step after")):
+    for actual, should, when in ((short, wanted[0], "when memory is short"), (after, wanted[1], "in the next step")):
         if not _is_near(actual, should, _allowed(run)):
             text = f"{when} the gradient is not that of the {len(batch)} examples: {_distance(actual, should)}"
-            fix = _blame("backward", subject, "go through all rows again in smaller micro-batches")
+            fix = _blame("backward", subject, "repeat all rows in smaller micro-batches")
             return broken(promise, "gradients", text, fix)
-    return holds(promise, "gradients", f"all {len(batch)} examples count when memory is short, and after that")
+    return holds(promise, "gradients", f"all {len(batch)} examples count when memory is short, and in the next step")
 
 
 class MemoryLimitedObjective(WrappedObjective):
-    """Another objective on a device that has memory for so many examples at a time, if `limit` says so."""
+    """Wrapper of an objective that raises OutOfMemoryError for more than `limit` examples at a time."""
 
     def __init__(self, inner: Objective, limit: int | None = None):
         super().__init__(inner)
@@ -111,41 +112,40 @@ class MemoryLimitedObjective(WrappedObjective):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if self.limit is not None and len(batch) > self.limit:
-            raise torch.OutOfMemoryError(f"a check lets no more than {self.limit} examples in at a time")
+            raise torch.OutOfMemoryError(f"this check allows {self.limit} examples at a time")
         self.largest = max(self.largest, len(batch))
         return super().predict(model, batch)
 
 
 def unequal(source: BatchSource, subject: CheckSubject) -> Batch:
-    """The first batch with examples of growing weight, the last `SPREAD` times that of the first, as if it had so many
-    more tokens."""
+    """Return the first batch with growing weights, the last `SPREAD` times the first, as for unequal token counts."""
     batch = source.at(0).to(subject.device)
     weights = batch.weight * torch.logspace(0, 1, len(batch), base=SPREAD, device=batch.weight.device)
     return batch.weighted(weights / weights.sum())
 
 
-Found = tuple[float, dict[str, Tensor]]
+LossAndGradients = tuple[float, dict[str, Tensor]]
 """A loss and the gradient of each parameter."""
 
 
 def _settled(run: Run) -> Run:
-    """The run without what draws the examples or the values that a gradient is made of; it remembers nothing yet."""
+    """Return the run without techniques that sample examples or gradient values, with fresh state."""
     return _of(run, lambda one: one.stage not in DRAWING)
 
 
 def _at_once(run: Run) -> Run:
-    """Of that, what says which function is learned and in what numbers: nothing that takes a batch apart."""
+    """Return the settled run with only techniques that change the function or its precision; none splits a batch."""
     return _of(run, lambda one: one.stage not in (*DRAWING, *GRADIENTS) and one.numerics is Numerics.DIFFERENT)
 
 
-def _of(run: Run, is_kept: Callable[[Technique], bool]) -> Run:
-    return replace(run, techniques=tuple(one for one in run.techniques if is_kept(one)), notes={})
+def _of(run: Run, predicate: Callable[[Technique], bool]) -> Run:
+    return replace(run, techniques=tuple(one for one in run.techniques if predicate(one)), notes={})
 
 
 def _is_at_once(run: Run) -> bool:
-    """Whether nothing of the run touches how gradients are obtained but what belongs to the function."""
-    touching = [one for one in _settled(run).techniques if one.overrides("backward")]
-    return all(one in _at_once(run).techniques for one in touching)
+    """Return True if only techniques that change the function override how gradients are computed."""
+    overriding = [one for one in _settled(run).techniques if one.overrides("backward")]
+    return all(one in _at_once(run).techniques for one in overriding)
 
 
 def _model(state: TrainState) -> nn.Module:
@@ -154,8 +154,8 @@ def _model(state: TrainState) -> nn.Module:
 
 
 @contextmanager
-def _held_still(model: nn.Module, run: Run, batch: Batch) -> Iterator[None]:
-    """The model as it trains, without dropout where there is any."""
+def _deterministic(model: nn.Module, run: Run, batch: Batch) -> Iterator[None]:
+    """Disable dropout inside the block if the model's loss depends on random draws."""
     losses = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -164,13 +164,13 @@ def _held_still(model: nn.Module, run: Run, batch: Batch) -> Iterator[None]:
         yield
 
 
-def _gradient(backward: Backward, model: nn.Module, objective: Objective, batch: Batch) -> Found:
+def _gradient(backward: Backward, model: nn.Module, objective: Objective, batch: Batch) -> LossAndGradients:
     gradients_of(model)
     return float(backward(model, objective, batch).loss), gradients_of(model)
 
 
 class _UnequalParts(Technique):
-    """The effective batch as its first third and the rest, where micro-batches are made."""
+    """Split the effective batch into its first third and the rest, at the stage of micro-batches."""
 
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, SUMMED
 
@@ -192,11 +192,11 @@ def _allowed(run: Run) -> float:
     return SUMMED_IN_16_BITS if any(one.is_low_precision for one in run.techniques) else SUMMED
 
 
-def _is_near(actual: Found, wanted: Found, allowed: float) -> bool:
+def _is_near(actual: LossAndGradients, wanted: LossAndGradients, allowed: float) -> bool:
     return farthest(actual[1], wanted[1])[0] <= allowed and relative(actual[0], wanted[0]) <= allowed
 
 
-def _distance(actual: Found, wanted: Found) -> str:
+def _distance(actual: LossAndGradients, wanted: LossAndGradients) -> str:
     gradient, whose = farthest(actual[1], wanted[1])
     clause = f", that of {whose}" if whose else ""
     return f"{gradient:.1e} of a gradient{clause}, {relative(actual[0], wanted[0]):.1e} of the loss"

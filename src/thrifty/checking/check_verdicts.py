@@ -1,4 +1,4 @@
-"""What a check says of each promise."""
+"""Verdicts of a check on each promise."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -16,14 +16,14 @@ COLOURS = {"holds": "green", "broken": "bold red", "not applicable": "dim"}
 @dataclass(frozen=True)
 class PromiseVerdict:
     promise: str
-    """What was promised, in a word: "exact", "rounding", "gradients reach every parameter" and so on."""
+    """Short name of the promise: "exact", "rounding", "gradients arrive" and so on."""
     about: str
-    """The technique that promised it, or the part of the run."""
+    """Technique that makes the promise, or the part of the run."""
     outcome: Outcome
     measured: str
-    """What was measured against what was promised; for "not applicable" the reason."""
+    """Measured value and its limit; for "not applicable" the reason."""
     fix: str = ""
-    """Of a broken promise: the smallest thing to do."""
+    """Smallest change that restores a broken promise."""
 
 
 def holds(promise: str, about: str, measured: str) -> PromiseVerdict:
@@ -40,14 +40,14 @@ def not_applicable(promise: str, about: str, why: str) -> PromiseVerdict:
 
 @dataclass(frozen=True, repr=False)
 class CheckReport(PrintedResult):
-    """A recipe after its check."""
+    """Result of checking a recipe."""
 
     name: str
     verdicts: tuple[PromiseVerdict, ...]
     cuts: tuple[str, ...]
-    """What of the recipe was made smaller for the check."""
+    """Reductions of the recipe's size for the check."""
     preview: tuple[str, ...]
-    """An example with the tokens that are learned between ⟦ and ⟧, where examples are text."""
+    """Examples of text, with learned tokens between ⟦ and ⟧; empty for other data."""
     seconds: float
 
     @property
@@ -56,7 +56,7 @@ class CheckReport(PrintedResult):
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
-        """0, or that of a broken promise."""
+        """0, or 4 if a promise is broken."""
         return 4 if self.broken else 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class CheckReport(PrintedResult):
             colour = COLOURS[verdict.outcome]
             outcome = f"[{colour}]{verdict.outcome}[/{colour}]"
             table.add_row(escape(verdict.promise), escape(verdict.about), outcome, escape(text))
-        previews = [f"\nwhat is learned of an example stands between ⟦ and ⟧\n{text}" for text in self.preview]
-        said = f"{len(self.broken)} broken" if self.broken else "nothing is broken"
-        last = f"\n{said}; {len(self.verdicts)} promises looked at in {self.seconds:g} s"
+        previews = [f"\nexample, with learned tokens between ⟦ and ⟧\n{text}" for text in self.preview]
+        result = f"{len(self.broken)} broken" if self.broken else "nothing is broken"
+        last = f"\n{result}; {len(self.verdicts)} promises checked in {self.seconds:g} s"
         return lines(f"{self.name}: {', '.join(self.cuts)}\n", table, *previews, last)

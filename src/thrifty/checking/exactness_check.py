@@ -1,7 +1,7 @@
-"""Whether what must not change a run's values leaves them as they are.
+"""Check that techniques which promise unchanged values keep them.
 
-Each technique that promises the values of the plain run (bit for bit, or within rounding) is put on a run by itself
-and held against the same run without it; then all of them together.
+Each technique that promises the plain run's values (bit for bit, or within rounding) is added to a run alone. Its
+results are compared with the same run without it. Then all of them are added together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,10 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[PromiseVerdict]:
-    """A verdict for each technique that promises values, and one for all of them together. `whole` is the run as it is
-    to be, which need not be trained again."""
+    """Yield a verdict for each technique that promises values, and one for all of them together.
+
+    `whole` is the trained run with all techniques, which is not trained again.
+    """
     norms = subject.batch_norms
     promising = [one for one in subject.alone if effective_numerics(one, norms) is not Numerics.DIFFERENT]
     if not promising:
@@ -38,7 +40,7 @@ def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[Promis
 
 
 class _References:
-    """Runs to compare with, each trained once."""
+    """Reference runs, each trained once."""
 
     def __init__(self, subject: CheckSubject, whole: StepObservations):
         self.subject, self.whole = subject, whole
@@ -51,19 +53,19 @@ class _References:
     def verdict(self, chosen: Sequence[Technique]) -> PromiseVerdict:
         about = chosen[0].name if len(chosen) == 1 else "all of these together"
         exact = all(one.numerics is Numerics.EXACT for one in chosen)
-        # each by itself where rounding stays small; together as the recipe has it
+        # alone: a base that keeps rounding small; together: the base of the recipe
         base = self.settled if exact or len(chosen) > 1 else self.rounded
         promise, quiet = "exact" if exact else "rounding", False
         try:
-            reference, drawn = self.reference(base)
-            quiet = drawn and not exact
+            reference, is_random = self.reference(base)
+            quiet = is_random and not exact
             if quiet:
                 reference, _ = self.reference(base, quiet=True)
             observations = self.trained([*base, *chosen], quiet)
         except UsageError as refused:
-            return not_applicable(promise, about, f"it cannot be set apart: {refused.what}")
-        except Exception as error:  # of anybody's technique
-            if quiet:  # which is not how it is to run
+            return not_applicable(promise, about, f"it cannot run alone: {refused.what}")
+        except Exception as error:  # any technique may raise anything
+            if quiet:  # the recipe itself trains with dropout
                 return not_applicable(promise, about, f"it cannot be measured without dropout: {one_line_error(error)}")
             return broken(promise, about, f"the run fails with it: {one_line_error(error)}", _without(chosen))
         if exact:
@@ -80,8 +82,8 @@ class _References:
         )
         if compared.within:
             return holds("rounding", about, compared.text)
-        where = f"; the gradient is that of {compared.whose}" if not compared.gradient_within else ""
-        return broken("rounding", about, compared.text + where, _without(chosen))
+        place = f"; the gradient of {compared.whose}" if not compared.gradient_within else ""
+        return broken("rounding", about, compared.text + place, _without(chosen))
 
     def trained(self, techniques: Sequence[Technique], quiet: bool) -> StepObservations:
         if not quiet and {one.name for one in techniques} == {one.name for one in self.subject.alone}:
@@ -89,7 +91,7 @@ class _References:
         return train_observed(self.subject, techniques, quiet=quiet)[1]
 
     def reference(self, base: Sequence[Technique], quiet: bool = False) -> tuple[StepObservations, bool]:
-        """A run, and whether its loss depends on what is drawn in a step (dropout)."""
+        """Return a run, and True if its loss depends on random draws in a step, such as dropout."""
         key = (*(one.name for one in base), str(quiet))
         if key not in self.known:
             _, trace = train_observed(self.subject, base, quiet=quiet)
@@ -99,21 +101,21 @@ class _References:
 
 
 def _enlarges(one: Technique) -> bool:
-    """Whether a technique makes a last bit that differs into something larger: by few bits, or by a decision."""
+    """Return True if a technique amplifies a difference in the last bit, by low precision or by a decision."""
     return one.is_low_precision or one.overrides("changes", "batches") or one.stage.label == "attention"
 
 
 def _bitwise(
     about: str, actual: StepObservations, wanted: StepObservations, chosen: Sequence[Technique]
 ) -> PromiseVerdict:
-    promised = "bit for bit the run without it was promised"
+    promised = "the promise is the run without it, bit for bit"
     pairs = zip(
         zip(actual.losses, actual.norms, strict=True), zip(wanted.losses, wanted.norms, strict=True), strict=True
     )
     for step, (mine, theirs) in enumerate(pairs, start=1):
-        for what, one, other in zip(("loss", "gradient norm"), mine, theirs, strict=True):
+        for quantity, one, other in zip(("loss", "gradient norm"), mine, theirs, strict=True):
             if one != other:
-                measured = f"{promised}; the {what} of step {step} is {one:.9g} and not {other:.9g}"
+                measured = f"{promised}; the {quantity} of step {step} is {one:.9g}, not {other:.9g}"
                 return broken("exact", about, measured, _without(chosen))
     now, then = actual.tensors(), wanted.tensors()
     for name, tensor in then.items():

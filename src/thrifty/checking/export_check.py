@@ -1,4 +1,4 @@
-"""Whether a trained model computes the same after it was exported and loaded again."""
+"""Check that a trained model computes the same after export and loading."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +20,17 @@ from thrifty.models import build_model_for, export_model, export_own_model, shap
 from thrifty.models.text_generation import eval_mode
 
 NEAR = 1e-4
-"""How far logits may move, as a share of the largest."""
+"""Allowed difference of logits, relative to the largest."""
 NEAR_IN_16_BITS = 2e-2
 
 
 def export_round_trip(
     subject: CheckSubject, recipe: Recipe, ends: ModelSpec, run: Run, state: TrainState, folder: Path
 ) -> PromiseVerdict:
-    """Exports the model of a state into a folder, takes its techniques off for that, and loads it again. The state's
-    model is used up."""
+    """Remove the techniques from a state's model, export it into a folder, load it, and compare logits.
+
+    The state's model cannot be used afterwards.
+    """
     promise, about = "export", "model"
     assert state.model is not None
     model = state.model
@@ -45,9 +47,9 @@ def export_round_trip(
         return not_applicable(promise, about, refused.what)
     try:
         again = _loaded(recipe, ends, folder).to(subject.device)
-    except Exception as error:  # of whatever reads the folder
-        text = f"what was exported cannot be loaded: {one_line_error(error)}"
-        return broken(promise, about, text, "export with the plain architecture: leave out what changes it")
+    except Exception as error:  # any reader of the folder may raise anything
+        text = f"the export cannot be loaded: {one_line_error(error)}"
+        return broken(promise, about, text, "export the plain architecture: leave out techniques that change it")
     after = _logits(again, run, subject)
     distance, allowed = _distance(after, before), NEAR_IN_16_BITS if low else NEAR
     text = f"exported and loaded again, logits are off by {distance:.1e} of the largest ({allowed:g} allowed)"
@@ -69,7 +71,7 @@ def _loaded(recipe: Recipe, ends: ModelSpec, folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def _logits(model: nn.Module, run: Run, subject: CheckSubject) -> Tensor:
-    """What a model says of the first batch, asked by the plain objective, while nothing is dropped."""
+    """Return the logits of the first batch, from the plain objective in evaluation mode."""
     batch = run.source.at(0).to(subject.device)
     with eval_mode(model):
         return run.plain.objective.predict(model, batch).logits.float().cpu()

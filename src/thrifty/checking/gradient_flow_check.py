@@ -1,4 +1,4 @@
-"""Where gradients arrive: which parameters learn, which do not, and why; and what is kept of weights held at zero."""
+"""Check that gradients reach all trained parameters, and that optimizer state is zero under masks."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,11 +16,11 @@ from thrifty.core.technique import Numerics
 from thrifty.optim.weight_masks import SLOT, masks_in
 
 NEEDED = 3
-"""Steps after which a parameter that starts behind one of zeros (LoRA's A behind B) has had its turn."""
+"""Steps after which a parameter multiplied by zeros at first (LoRA's A before B) has a gradient."""
 
 
 def gradient_flow(subject: CheckSubject, trace: StepObservations) -> PromiseVerdict:
-    """Whether every parameter that is to be trained was given a gradient in some step; why others were not."""
+    """Check that every trained parameter has a gradient in some step, and report the reasons for others."""
     starved = {name for name, steps in trace.steps_of.items() if steps >= NEEDED and name not in trace.reached}
     reasons = _frozen(subject, trace.state)
     if starved:
@@ -32,13 +32,13 @@ def gradient_flow(subject: CheckSubject, trace: StepObservations) -> PromiseVerd
             reasons.append(f"{len(masked)} masked out ({_named(masked)})")
         if unused:
             reasons.append(f"{len(unused)} that the plain run does not use either ({_named(unused)})")
-    said = f"{len(trace.reached)} parameters have gradients" + "".join(f"; {reason}" for reason in reasons)
+    summary = f"{len(trace.reached)} parameters have gradients" + "".join(f"; {reason}" for reason in reasons)
     promise, about = "gradients arrive", "parameters"
     if not starved:
-        return holds(promise, about, said)
+        return holds(promise, about, summary)
     suspects = _suspects(subject, starved)
     fix = " or ".join(f"--without {name}" for name in suspects) or "freeze them, or use them in the forward pass"
-    text = f"{len(starved)} to be trained never have one in {subject.steps} steps ({_named(starved)}); {said}"
+    text = f"{len(starved)} trained parameters have no gradient in {subject.steps} steps ({_named(starved)}); {summary}"
     return broken(promise, about, text, fix)
 
 
@@ -48,7 +48,7 @@ def _named(names: set[str]) -> str:
 
 
 def _frozen(subject: CheckSubject, state: TrainState) -> list[str]:
-    """How many parameters are frozen, and by which technique."""
+    """Return the number of frozen parameters for each technique that froze them."""
     assert state.model is not None
     frozen = {name for name, parameter in state.model.named_parameters() if not parameter.requires_grad}
     if not frozen:
@@ -76,12 +76,12 @@ def _without_gradient_in_the_plain_run(subject: CheckSubject) -> set[str]:
 
 
 def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
-    """Techniques without which these parameters have gradients."""
+    """Return the techniques without which these parameters have gradients."""
     suspects = []
     for one in subject.alone:
         if one.numerics is Numerics.DIFFERENT or not (one.overrides("model") or one.overrides("backward")):
             continue
-        with suppress(Exception):  # a run that fails without it tells nothing of it
+        with suppress(Exception):  # a run that fails without the technique proves nothing
             _, trace = train_observed(subject, [other for other in subject.alone if other is not one], steps=NEEDED)
             if starved & trace.reached:
                 suspects.append(one.name)
@@ -89,7 +89,7 @@ def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
 
 
 class ZeroWeightWatcher:
-    """Weights that stay at exactly zero from the first step on, found by looking after each step."""
+    """Weights that stay exactly zero from the first step on, observed after each step."""
 
     def __init__(self) -> None:
         self.zeros: dict[str, Tensor] = {}
@@ -110,7 +110,7 @@ class ZeroWeightWatcher:
         self.looked += 1
 
     def verdict(self, state: TrainState) -> Iterator[PromiseVerdict]:
-        """Whether the optimizer keeps no momentum of what is held at zero; nothing where nothing is."""
+        """Yield a verdict on optimizer state for weights that stay zero; nothing if there are none."""
         assert state.optimizer is not None
         optimizer, worst = state.optimizer, ""
         for slot, tensors in optimizer.slots.items():
@@ -130,4 +130,4 @@ class ZeroWeightWatcher:
         if worst:
             yield broken(promise, about, worst, "mask gradients before the optimizer and its state when masks move")
         else:
-            yield holds(promise, about, f"nothing is kept of {zero_weights:,} weights that stay at zero")
+            yield holds(promise, about, f"no optimizer state for {zero_weights:,} weights that stay at zero")

@@ -1,4 +1,4 @@
-"""Which tokens are learned, counted, and one example to look at."""
+"""Check that examples have learned tokens, and one example for display."""
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -19,32 +19,33 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy
 PROMISE = "something is learned"
 FIX = "see with thrifty data preview which tokens are learned; raise data.length if answers are cut off"
 SHOWN = 600
-"""Characters of an example that are shown."""
+"""Characters of an example to print."""
 
 
 def labels(objective: Objective, batch: Batch) -> PromiseVerdict:
-    """Whether each example of a batch has predictions that count; `objective` is the plain one."""
+    """Check that each example of a batch has predictions that count; `objective` is the plain one."""
     if not isinstance(objective, TokenCrossEntropy):
-        return not_applicable(PROMISE, "labels", "the loss is not one of tokens: every example counts by its weight")
-    targets, shares = objective.targets(batch), objective.shares(batch)
-    counted = torch.ones_like(targets, dtype=torch.bool) if shares is None else shares > 0
-    of_each = counted.sum(1)
-    empty = int(((of_each == 0) & (batch.weight > 0)).sum())
-    text = f"{int(counted.sum()):,} tokens of {len(batch)} examples are learned, {int(of_each.min()):,} or more of each"
+        return not_applicable(PROMISE, "labels", "the loss is not over tokens: every example counts by its weight")
+    targets, weights = objective.targets(batch), objective.shares(batch)
+    counted = torch.ones_like(targets, dtype=torch.bool) if weights is None else weights > 0
+    per_example = counted.sum(1)
+    empty = int(((per_example == 0) & (batch.weight > 0)).sum())
+    least = int(per_example.min())
+    text = f"{int(counted.sum()):,} tokens of {len(batch)} examples are learned, at least {least:,} of each"
     if empty or not bool(counted.any()):
         return broken(PROMISE, "labels", f"{empty} of {len(batch)} examples have no token that is learned", FIX)
     return holds(PROMISE, "labels", text)
 
 
 def format_example(recipe: Recipe, data: RunData, objective: Objective, batch: Batch) -> tuple[str, ...]:
-    """An example as text, what is learned of it between ⟦ and ⟧; nothing where examples are no text."""
+    """Return an example as text, with learned tokens between ⟦ and ⟧; nothing if examples are not text."""
     if not isinstance(data, TextData) or not isinstance(objective, TokenCrossEntropy):
         return ()
     if isinstance(objective, ChatAnswers):
         seen = preview(use_model_tokenizer(recipe.data, recipe.model), objective.chat_learning(), 1, lambda text: None)
         return tuple(_cut(_joined((part.text, part.learned) for part in example)) for example in seen.examples)
-    targets, shares = objective.targets(batch)[0], objective.shares(batch)
-    counted = [True] * len(targets) if shares is None else (shares[0] > 0).tolist()
+    targets, weights = objective.targets(batch)[0], objective.shares(batch)
+    counted = [True] * len(targets) if weights is None else (weights[0] > 0).tolist()
     return (_cut(_runs(targets.tolist(), counted, data.tokenizer.decode)),)
 
 

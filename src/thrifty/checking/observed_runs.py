@@ -1,7 +1,6 @@
-"""What a check trains: a few steps of a composition, watched from outside.
+"""Short training runs that a check observes.
 
-The observer is a technique like any other, around the backward pass of all others, so that nothing of what is checked
-has to know that it is checked.
+The observer is a technique that wraps the backward pass of all others, so that checked code needs no changes.
 """
 
 import math
@@ -27,15 +26,15 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.training.loop import train
 
 DRAWING = (Stage.COMPRESS, Stage.SELECT)
-"""Stages at which a gradient may depend on what was drawn for it."""
+"""Stages that sample examples or gradient values."""
 
 
 @dataclass(frozen=True)
 class CheckSubject:
-    """What is checked: a plain run and its techniques, to be composed for so many steps."""
+    """Subject of a check: a plain run and its techniques, composed for a number of steps."""
 
     open: Callable[[], BaseRun]
-    """The plain run, opened afresh at each call."""
+    """Function that opens the plain run again at each call."""
     techniques: tuple[Technique, ...]
     steps: int
     seed: int = 0
@@ -43,7 +42,7 @@ class CheckSubject:
 
     @property
     def alone(self) -> tuple[Technique, ...]:
-        """The techniques that one process can run; the others divide work among ranks."""
+        """Techniques that one process can run; the others divide work among ranks."""
         return tuple(technique for technique in self.techniques if not technique.divides_ranks)
 
     @property
@@ -61,17 +60,17 @@ class CheckSubject:
 
 @dataclass
 class StepObservations:
-    """What was seen of a run's steps."""
+    """Observations of a run's steps."""
 
     state: TrainState
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     first: dict[str, Tensor] = field(default_factory=dict)
-    """The whole gradient of each parameter in the first step."""
+    """Whole gradient of each parameter in the first step."""
     steps_of: dict[str, int] = field(default_factory=dict)
-    """In how many steps each parameter was to be trained."""
+    """Number of steps in which each parameter was trained."""
     reached: set[str] = field(default_factory=set)
-    """Parameters that had a gradient with a value other than zero in some step."""
+    """Parameters whose gradient was not zero in some step."""
 
     def see(self, model: nn.Module) -> None:
         beginning = not self.steps_of
@@ -91,13 +90,13 @@ class StepObservations:
 
 
 class GradientProbe(Technique):
-    """Lets `see` look at the model after each backward pass, with the gradients of the step."""
+    """Technique that calls `see` with the model after each backward pass, when gradients are complete."""
 
     stage, numerics = Stage.INITIALIZE, Numerics.EXACT
 
     see: Callable[[nn.Module], None]
     quiet: bool = False
-    """Whether dropout is off in those passes."""
+    """True to disable dropout in these passes."""
 
     def backward(self, backward: Backward) -> Backward:
         def watched(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -111,7 +110,7 @@ class GradientProbe(Technique):
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """The model in training without dropout, and as it was afterwards: norms over the batch see the batch."""
+    """Disable dropout inside the block. Batch norms stay in training mode."""
     modes = [(module, module.training) for module in model.modules()]
     for module, mode in modes:
         module.training = mode and getattr(module, "running_mean", None) is not None
@@ -132,9 +131,11 @@ def train_observed(
     nudge: int | None = None,
     at: Callable[[Run, TrainState], None] = lambda run, state: None,
 ) -> tuple[Run, StepObservations]:
-    """Start a run and train it for some steps (None: all); `at` is called with its state before the first step and
-    after each. `nudge` is the seed of a change of gradients in their last bits. Returns the composition without the
-    observer, and the observations."""
+    """Train a run for some steps (None: all). Return the composition without the observer, and the observations.
+
+    `at` is called with the run and its state before the first step and after each. `nudge` is the seed of a change in
+    the last bits of gradients.
+    """
     trace = StepObservations(TrainState())
 
     def see(model: nn.Module) -> None:
@@ -156,7 +157,7 @@ def advance(
     steps: int | None = None,
     at: Callable[[Run, TrainState], None] = lambda run, state: None,
 ) -> None:
-    """Train a state on, until so many steps are finished (None: to the end of the run)."""
+    """Continue training a state until `steps` steps are finished (None: to the end of the run)."""
     with closing(train(run, trace.state, seed)) as records:
         for record in records:
             trace.losses.append(record.loss)
@@ -177,7 +178,7 @@ def nudge_gradients(model: nn.Module, seed: int) -> None:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """The gradient of each parameter that is trained, zero where it has none, in float32; they are taken off."""
+    """Return each trained parameter's gradient in float32, zero if it has none, and clear the gradients."""
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -188,14 +189,16 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def relative(actual: float, wanted: float) -> float:
-    """How far a number is from another one, as a share of that one; infinitely far where either is no number."""
+    """Return the relative difference of a number from the wanted one; infinity if either is NaN."""
     distance = abs(actual - wanted) / max(abs(wanted), 1e-12)
     return math.inf if math.isnan(distance) else distance
 
 
 def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest distance of a gradient from the one it should be, as a share of that one's norm, and whose it is.
-    Of a parameter with next to no gradient the share is that of a thousandth of the norm over all."""
+    """Return the largest relative error of a gradient, by norm, and the name of its parameter.
+
+    For parameters with small gradients, it is relative to a thousandth of the norm over all gradients.
+    """
     floor = 1e-3 * sum(float(tensor.square().sum()) for tensor in wanted.values()) ** 0.5
     worst, whose = 0.0, ""
     for name, tensor in wanted.items():
@@ -210,8 +213,10 @@ def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[floa
 
 
 def one_line_error(error: Exception) -> str:
-    """Return the first line of an error, after its type unless it is a ThriftyError. Raises the error itself if memory
-    ran out, since that breaks no technique's promise."""
+    """Return the first line of an error, after its type unless it is a ThriftyError.
+
+    Raises an out-of-memory error again, since it breaks no technique's promise.
+    """
     if is_out_of_memory(error):
         raise error
     first = (str(error).splitlines() or [""])[0]

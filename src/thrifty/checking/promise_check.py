@@ -1,5 +1,6 @@
-"""`thrifty check`: does a combination of techniques still compute what it promises? Asked of the user's own model and
-data, in a few steps of a small batch.
+"""`thrifty check`: test of a combination of techniques on the user's model and data.
+
+It trains a few steps of a small batch:
 
     from thrifty.checking.promise_check import check
     checked = check(recipe)
@@ -35,7 +36,7 @@ from thrifty.training.run_setup import PreparedRun, prepare_run
 
 STEPS, EXAMPLES = 4, 4
 LEAST = 3
-"""Steps: what starts behind zeros, like LoRA's A behind its B, has a gradient only after some."""
+"""Fewest steps. A parameter multiplied by zeros at first, like LoRA's A before B, has a gradient only after some."""
 
 Say = Callable[[str], None]
 
@@ -50,14 +51,14 @@ def check(
     start: Start | None = None,
     say: Say = lambda text: None,
 ) -> CheckReport:
-    """Check a recipe, made smaller: so many steps, an effective batch of at most so many examples (the next larger one
-    that its techniques take), and examples of `length` tokens where that is given.
+    """Check a recipe at reduced size.
 
-    Without `ranks` no processes are started; `start` starts them
-    another way. `say` is told what is being looked at. Raises UsageError where the recipe could not be trained.
+    `steps` is the number of steps. `examples` limits the effective batch; it grows if the techniques require more.
+    `length` limits the tokens of an example. Without `ranks` no processes are started; `start` replaces how they are
+    started. `say` receives the name of each check. Raises UsageError if the recipe cannot be trained.
     """
     if steps < LEAST:
-        raise UsageError(f"a check of {steps} steps is too short", fix=f"give {LEAST} or more")
+        raise UsageError(f"a check of {steps} steps is too short", fix=f"--steps {LEAST}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise UsageError("a check starts its ranks itself, from one process", fix="start it without torchrun")
     began = time.monotonic()
@@ -88,8 +89,10 @@ def check(
 def check_run(
     open_plain: Callable[[], BaseRun], techniques: Iterable[Technique], steps: int = STEPS, seed: int = 0
 ) -> tuple[PromiseVerdict, ...]:
-    """The same for a plain run that was put together by hand and is opened afresh at each call: all but the verdicts
-    that need a recipe (labels, export, ranks)."""
+    """Return the verdicts for a plain run that `open_plain` opens again at each call.
+
+    Verdicts that require a recipe (labels, export, ranks) are left out.
+    """
     subject = CheckSubject(open_plain, tuple(techniques), steps, seed)
     with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder:
         return tuple(_of_run(subject, Path(folder), lambda text: None))
@@ -99,31 +102,31 @@ Finish = Callable[[Run, TrainState], PromiseVerdict]
 
 
 def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[PromiseVerdict]:
-    """The run as it is to be, then each promise. `finish` may use the trained model up."""
+    """Yield the verdicts of a run: training first, then each promise. `finish` may consume the trained model."""
     unrepeatable = subject.open().source.unrepeatable
-    if unrepeatable:  # all that follows compares runs on the same data
+    if unrepeatable:  # the following checks compare runs on the same data
         subject = replace(subject, open=_remembered(subject.open))
     yield not_applicable("data by step", "data", unrepeatable) if unrepeatable else data_order(subject)
     zero_weights, saving = ZeroWeightWatcher(), StateSaver(folder, subject.steps // 2)
 
-    def look(run: Run, state: TrainState) -> None:
+    def observe(run: Run, state: TrainState) -> None:
         run.verify(state)
         zero_weights.observe(state)
         saving.observe(state)
 
-    say("the run as it is to be")
+    say("training with all techniques")
     try:
-        run, trace = train_observed(subject, subject.alone, at=look)
+        run, trace = train_observed(subject, subject.alone, at=observe)
     except UsageError:
         raise
-    except Exception as error:  # of anybody's technique
+    except Exception as error:  # any technique may raise anything
         promise = "invariants" if isinstance(error, IntegrityError) else "it trains"
         lacking = missing_deterministic_kernel(error)
         fix = lacking.fix if lacking else _blamed(str(error), subject)
         yield broken(promise, "run", one_line_error(lacking or error), fix)
         return
     promising = [one.name for one in subject.alone if type(one).holds is not Technique.holds]
-    text = f"at each of {subject.steps} steps, as {', '.join(promising)} state" if promising else ""
+    text = f"at each of {subject.steps} steps, by {', '.join(promising)}" if promising else ""
     yield holds("invariants", "run", text) if promising else not_applicable("invariants", "run", "no technique has any")
     yield from zero_weights.verdict(trace.state)
     yield gradient_flow(subject, trace)
@@ -131,10 +134,10 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
     yield not_applicable("resume", "checkpoint", unrepeatable) if unrepeatable else check_resume(subject, trace, saving)
     say("with and without each technique that promises the same values")
     yield from exactness(subject, trace)
-    for look_at, promise in ((accumulation, "one big batch"), (out_of_memory, "batch when memory is short")):
+    for check_gradients, promise in ((accumulation, "one big batch"), (out_of_memory, "batch when memory is short")):
         try:
-            yield look_at(subject, run, trace.state)
-        except Exception as error:  # of what the run itself never does, such as training without its dropout
+            yield check_gradients(subject, run, trace.state)
+        except Exception as error:  # from conditions that the run itself never has, such as no dropout
             yield not_applicable(promise, "gradients", f"it cannot be measured: {one_line_error(error)}")
     if finish:
         say("exported and loaded")
@@ -142,7 +145,7 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
 
 
 class _RememberedSource(WrappedSource):
-    """Another source, whose effective batches are read once."""
+    """Wrapper that reads each effective batch of another source once."""
 
     def __init__(self, source: BatchSource):
         self.source, self.batch = source, source.batch
@@ -161,12 +164,12 @@ def _remembered(open_plain: Callable[[], BaseRun]) -> Callable[[], BaseRun]:
 
 def _blamed(text: str, subject: CheckSubject) -> str:
     names = [one.name for one in subject.alone if one.name in text]
-    return f"--without {names[0]}" if names else "leave techniques out one by one: --without NAME"
+    return f"--without {names[0]}" if names else "remove techniques one at a time: --without NAME"
 
 
 def _of_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, wanted: bool, start: Start | None) -> PromiseVerdict:
     if not wanted:
-        return not_applicable(PROMISE, "ranks", "left out as asked")
+        return not_applicable(PROMISE, "ranks", "left out by --no-ranks")
     return across_ranks(subject, recipe, folder, start)
 
 
@@ -177,14 +180,14 @@ def _alone(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
 def _made_smaller(
     recipe: Recipe, steps: int, examples: int, length: int | None
 ) -> tuple[Recipe, PreparedRun, tuple[str, ...]]:
-    """The recipe with the smallest batch from `examples` on that its techniques take, and what was cut of it."""
+    """Return the recipe with the smallest batch of at least `examples` that its techniques take, and the reductions."""
     data = recipe.data
     if length is not None and length < data.length:
         data = replace(data, length=length)
     _, count = smaller_mesh(recipe)
-    size = min(-(-examples // count) * count, data.batch)  # as many for each rank
+    size = min(-(-examples // count) * count, data.batch)  # equally many for each rank
     parts = max((one.micro_batches for one in recipe.techniques), default=1)
-    least = min(2 * count * parts, data.batch)  # of one example there is no variance
+    least = min(2 * count * parts, data.batch)  # one example has no variance
     while True:
         small = replace(recipe, data=replace(data, batch=size))
         try:

@@ -1,7 +1,7 @@
-"""Whether several ranks compute what one process does.
+"""Check that several ranks compute the same as one process.
 
-The ranks are real processes of this machine in a gloo group. Each is told of the recipe by a file and writes down what
-it saw; as a process of its own it is `python -m thrifty.checking.rank_check FOLDER RANK RANKS`.
+The ranks are processes of this machine in a gloo group. Each reads the recipe from a file and writes its observations.
+A rank runs `python -m thrifty.checking.rank_check FOLDER RANK RANKS`.
 """
 
 import json
@@ -34,50 +34,52 @@ from thrifty.training.sent_objects import read_value, write_value
 
 PROMISE, ABOUT = "one rank or several", "ranks"
 SECONDS = 300
-"""How long ranks may take before they are said to hang."""
-RECIPE, OBJECTS, TOLD, STORE = "recipe.toml", "objects", "told.json", "store"
+"""Timeout of the ranks; after it they count as hanging."""
+RECIPE, OBJECTS, OPTIONS, STORE = "recipe.toml", "objects", "told.json", "store"
 
 Start = Callable[[Path, int], str]
-"""Lets so many ranks do `work_as_rank` on a folder; returns what went wrong, "" for nothing."""
+"""Function that runs `work_as_rank` on a folder with so many ranks; it returns an error, or ""."""
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """What the ranks saw: the losses, equal on all, and whole gradients of the first step."""
+    """Observations of the ranks: losses, equal on all, and whole gradients of the first step."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
 
 
 def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
-    """The mesh of a recipe with no axis longer than 2, and how many ranks that is: 1 where nothing is divided."""
+    """Return a recipe's mesh with no axis longer than 2, and its number of ranks; 1 if nothing is divided."""
     mesh = Mesh(**{axis: min(2, getattr(recipe.mesh, axis)) for axis in AXES})
     divides = any(technique.divides_ranks for technique in recipe.techniques)
     return mesh, max(2 if divides else 1, mesh.least_ranks)
 
 
 def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Start | None = None) -> PromiseVerdict:
-    """Trains the recipe's steps over the ranks of its mesh (no axis longer than 2) and in this process without what
-    divides the work, and compares. Raises UsageError where the mesh and the techniques do not go together."""
+    """Train the recipe over the ranks of its mesh (no axis longer than 2), and in one process, and compare.
+
+    Raises UsageError if the mesh and the techniques do not match.
+    """
     mesh, count = smaller_mesh(recipe)
     if count == 1:
         return not_applicable(PROMISE, ABOUT, "the recipe divides nothing among ranks: no mesh, no parallelism.*")
-    kept = tuple(one for one in subject.techniques if one.stage not in DRAWING)
-    recipe = replace(recipe, mesh=mesh, device="cpu", techniques=kept)
+    settled = tuple(one for one in subject.techniques if one.stage not in DRAWING)
+    recipe = replace(recipe, mesh=mesh, device="cpu", techniques=settled)
     mesh_sizes(recipe, count)
-    subject = replace(subject, device=torch.device("cpu"), techniques=kept)
+    subject = replace(subject, device=torch.device("cpu"), techniques=settled)
     _, alone = train_observed(subject, subject.alone)
     _, other = train_observed(subject, subject.alone, steps=1, seed=subject.seed + 1)
-    drawn = other.losses[0] != alone.losses[0]  # each rank drops other values
-    if drawn:
+    is_random = other.losses[0] != alone.losses[0]  # with dropout, each rank drops other values
+    if is_random:
         _, alone = train_observed(subject, subject.alone, quiet=True)
     (folder / RECIPE).write_text(write_recipe(recipe), encoding="utf-8")
     write_value(recipe.objects, folder / OBJECTS)
-    (folder / TOLD).write_text(json.dumps({"steps": subject.steps, "quiet": drawn}))
+    (folder / OPTIONS).write_text(json.dumps({"steps": subject.steps, "quiet": is_random}))
     names = " ".join(f"--without {one.name}" for one in subject.dividing)
     if trouble := (start or start_processes)(folder, count):
-        return broken(PROMISE, ABOUT, f"{count} ranks cannot do it: {trouble}", names)
-    return _compared(subject, read_seen(folder, count), alone, drawn, count, names)
+        return broken(PROMISE, ABOUT, f"{count} ranks fail: {trouble}", names)
+    return _compared(subject, read_seen(folder, count), alone, is_random, count, names)
 
 
 def _compared(
@@ -99,10 +101,10 @@ def _compared(
     if compared.within:
         return holds(PROMISE, ABOUT, text)
     if norms := explain_divided_norms(subject.batch_norms, subject.dividing):
-        return broken(PROMISE, ABOUT, f"{text}; {norms}", f"{fix}; or norms of each example, such as LayerNorm")
+        return broken(PROMISE, ABOUT, f"{text}; {norms}", f"{fix}; or use norms of single examples, such as LayerNorm")
     ratio = _ratio(seen.gradients, alone.first)
     return broken(
-        PROMISE, ABOUT, f"{text}; gradients are {ratio:.2g} times as long, worst {compared.whose or 'none'}", fix
+        PROMISE, ABOUT, f"{text}; gradients are {ratio:.2g} times as long, worst for {compared.whose or 'none'}", fix
     )
 
 
@@ -112,19 +114,19 @@ def _ratio(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 def work_as_rank(folder: Path) -> None:
-    """What one rank does, in a process group that is there already: trains, and writes down what it saw."""
-    told = json.loads((folder / TOLD).read_text())
+    """Train as one rank of an initialized process group, and write the observations."""
+    options = json.loads((folder / OPTIONS).read_text())
     recipe = replace(read_recipe(folder / RECIPE), objects=read_value(folder / OBJECTS))
-    prepared = prepare_run(recipe, steps=told["steps"], quiet=True)
-    subject = CheckSubject(lambda: prepared.run.plain, recipe.techniques, told["steps"], recipe.seed)
-    _, trace = train_observed(subject, recipe.techniques, quiet=told["quiet"])
+    prepared = prepare_run(recipe, steps=options["steps"], quiet=True)
+    subject = CheckSubject(lambda: prepared.run.plain, recipe.techniques, options["steps"], recipe.seed)
+    _, trace = train_observed(subject, recipe.techniques, quiet=options["quiet"])
     rank = dist.get_rank()
     save_file({name: value.contiguous() for name, value in trace.first.items()}, folder / f"{rank}.safetensors")
     (folder / f"{rank}.json").write_text(json.dumps(trace.losses))
 
 
 def read_seen(folder: Path, count: int) -> RankObservation | None:
-    """What all ranks wrote, put together; None where their losses are not the same."""
+    """Return the joined observations of all ranks; None if their losses differ."""
     losses = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
     gradients: dict[str, Tensor] = {}
     for rank in reversed(range(count)):
@@ -133,7 +135,7 @@ def read_seen(folder: Path, count: int) -> RankObservation | None:
 
 
 def start_processes(folder: Path, count: int) -> str:
-    """Ranks as processes of their own, on one thread each."""
+    """Run the ranks as processes with one thread each; return an error, or ""."""
     variables = child_environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     command = [sys.executable, "-m", __name__, str(folder)]
     processes = [
@@ -157,8 +159,8 @@ def _trouble(folder: Path, processes: list[subprocess.Popen]) -> str:
     if not any(code is None or code for code in codes):
         return ""
     for rank in range(len(processes)):
-        if (said := folder / f"{rank}.error").exists():
-            return f"rank {rank}: {said.read_text(encoding='utf-8')}"
+        if (file := folder / f"{rank}.error").exists():
+            return f"rank {rank}: {file.read_text(encoding='utf-8')}"
     if None in codes:
         return f"rank {codes.index(None)} hangs: no end after {SECONDS} s"
     return f"the ranks ended with codes {codes}"
@@ -170,10 +172,10 @@ def _main(folder: Path, rank: int, count: int) -> None:
     try:
         with explain_out_of_memory():
             work_as_rank(folder)
-    except Exception as error:  # told by whoever started the ranks
+    except Exception as error:  # the starting process reports it
         text = error.what if isinstance(error, OutOfMemory) else one_line_error(error)
         (folder / f"{rank}.error").write_text(text, encoding="utf-8")
-        os._exit(1)  # the others wait in a collective and are ended by who started them
+        os._exit(1)  # the other ranks wait in a collective until the starting process kills them
     dist.destroy_process_group()
 
 

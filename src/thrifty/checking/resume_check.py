@@ -1,4 +1,4 @@
-"""Whether a run that is stopped, saved and resumed is the run that was not stopped."""
+"""Check that a stopped, saved and resumed run equals the uninterrupted run."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ from thrifty.training.state_loading import load_state
 
 
 class StateSaver:
-    """Saves a run's state into a folder once, after so many steps."""
+    """Saves a run's state into a folder once, after a given step."""
 
     def __init__(self, folder: Path, step: int):
         self.folder, self.step = folder, step
@@ -28,9 +28,9 @@ class StateSaver:
 
 
 def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSaver) -> PromiseVerdict:
-    """Loads what was saved into a run that is opened and composed afresh, trains it to the end, and compares."""
+    """Load the saved state into a newly composed run, train it to the end, and compare."""
     promise, about = "resume", "checkpoint"
-    # rebuilt from their settings, so that no state of this process is left in them
+    # rebuilt from their settings, so that no state of this process remains in them
     again = replace(subject, techniques=tuple(build(type(one), to_data(one)) for one in subject.techniques))
     run = again.composed(again.alone)
     try:
@@ -39,23 +39,23 @@ def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSav
         load_state(state, stored)
         resumed = StepObservations(state)
         advance(run, resumed, subject.seed)
-    except Exception as error:  # of anybody's technique
-        fix = "make everything that is remembered a function of the run's state"
+    except Exception as error:  # any technique may raise anything
+        fix = "store all memory of techniques in the run's state"
         return broken(promise, about, f"it cannot be resumed: {one_line_error(error)}", fix)
     if difference := _difference(run, resumed, trace, stored.step):
-        fix = "keep what a technique remembers in the run's state, and let data depend on the step alone"
+        fix = "store a technique's memory in the run's state, and make data depend on the step alone"
         return broken(promise, about, f"stopped after step {stored.step} and resumed, {difference}", fix)
-    steps, same = len(trace.losses), f"{len(trace.tensors())} tensors the same"
-    return holds(promise, about, f"stopped after {stored.step} of {steps} steps: {same}")
+    steps, count = len(trace.losses), len(trace.tensors())
+    return holds(promise, about, f"stopped after {stored.step} of {steps} steps: {count} tensors the same")
 
 
 def _difference(run: Run, resumed: StepObservations, trace: StepObservations, step: int) -> str:
     for number, (one, other) in enumerate(zip(resumed.losses, trace.losses[step:], strict=True), start=step + 1):
         if one != other:
-            return f"the loss of step {number} is {one:.9g} and not {other:.9g}"
+            return f"the loss of step {number} is {one:.9g}, not {other:.9g}"
     now, then = resumed.tensors(), trace.tensors()
     if now.keys() != then.keys():
-        return f"the state holds other tensors, such as {sorted(now.keys() ^ then.keys())[0]}"
+        return f"the state has other tensors, such as {sorted(now.keys() ^ then.keys())[0]}"
     for name, tensor in then.items():
         if not torch.equal(now[name], tensor):
             return f"{name} differs after {run.steps} steps"

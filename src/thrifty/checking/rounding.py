@@ -41,19 +41,22 @@ def compare_rounding(
     tolerance: float,
     sensitivity: Callable[[], float],
 ) -> RoundingComparison:
-    """Compare the losses of several steps and the gradients of the first step with a reference run. `tolerance` is
-    relative to the loss; `sensitivity` returns the deviation of `loss_sensitivity` and is only called if needed."""
+    """Compare the losses of several steps and the first step's gradients with a reference run.
+
+    `tolerance` is relative to the loss. `sensitivity` returns the deviation of `loss_sensitivity`; it is called only if
+    needed.
+    """
     first, later = relative(losses[0], wanted.losses[0]), _later(losses, wanted)
     gradient, whose = farthest(dict(gradients), wanted.first)
     most, most_later = min(GRADIENTS * tolerance, MOST), LATER * tolerance
-    by_itself = ""
+    by_sensitivity = ""
     if first <= tolerance and gradient <= most and later > most_later:
         measured = sensitivity()
         most_later = max(most_later, SPREAD * measured)
-        by_itself = f"; by {measured:.1e} where the last bits of gradients change"
+        by_sensitivity = f"; by {measured:.1e} where the last bits of gradients change"
     text = (
         f"off by {first:.1e} of the first loss ({tolerance:g} allowed), {gradient:.1e} of a gradient "
-        f"({most:g} allowed), {later:.1e} of a later loss ({most_later:.2g} allowed{by_itself})"
+        f"({most:g} allowed), {later:.1e} of a later loss ({most_later:.2g} allowed{by_sensitivity})"
     )
     within = first <= tolerance and gradient <= most and later <= most_later
     return RoundingComparison(within, text, whose, gradient <= most)

@@ -1,7 +1,7 @@
-"""The contract of a technique: what a run, a planner and a recipe rely on, asked of one technique by itself.
+"""Contract of a technique: the promises that a run, a planner and a recipe rely on, tested for one technique.
 
-Each function of `PROMISES` returns what is broken, or nothing. What a technique does to values, gradients and resuming
-is asked by `promise_check.check_run`.
+Each function of `PROMISES` returns the fault, or "". `promise_check.check_run` tests the technique's effect on values,
+gradients and resuming.
 """
 
 import copy
@@ -28,20 +28,20 @@ LEARNING_STEPS = 40
 FIXES = {
     "settings": "annotate settings with plain types: rank: int = 8",
     "stage and numerics": "stage, numerics = Stage.…, Numerics.…; tolerance > 0 with Numerics.ROUNDING alone",
-    "claims": "let claims, micro_batches, number_format and recomputation say the same",
-    "seams": "return the argument itself where nothing is to be changed",
-    "parameter names": "add parameters beside those of the plain model, and rename none",
+    "claims": "make claims, micro_batches, number_format and recomputation consistent",
+    "seams": "return the argument itself if nothing changes",
+    "parameter names": "keep the plain model's parameter names, and only add to them",
     "order of techniques": "let a method depend on its argument and the settings alone",
-    "export": "let finish take off what model put on, or raise RefusedError with a fix",
+    "export": "remove in finish what model added, or raise RefusedError with a fix",
     "explanation": "override footprint only for what a traced step cannot show",
     "refusal": "raise RefusedError(what, fix) for a model that it does not fit",
-    "it learns": "look at the loss of each step: thrifty.train(…, techniques=[…])",
+    "it learns": "print the loss of each step: thrifty.train(…, techniques=[…])",
 }
 
 
 @dataclass(frozen=True)
 class ContractSubject:
-    """A technique, others that a run with it has, and the plain run, opened afresh at each call."""
+    """A technique, other techniques for a run with it, and the plain run, opened again at each call."""
 
     technique: Technique
     others: tuple[Technique, ...]
@@ -60,7 +60,7 @@ class ContractSubject:
         return (self.technique, *self.others)
 
     def logits(self, model: nn.Module) -> Tensor:
-        """Predictions of one batch, in evaluation."""
+        """Return the logits of one batch, in evaluation mode."""
         plain = self.open()
         with torch.no_grad():
             batch = plain.objective.examples(plain.source.at(9)).to(self.device)
@@ -71,7 +71,7 @@ def settings(subject: ContractSubject) -> str:
     one, kind = subject.technique, type(subject.technique)
     own = {name for name, hint in vars(kind).get("__annotations__", {}).items() if get_origin(hint) is not ClassVar}
     if missing := sorted(own - {field.name for field in fields(one)}):
-        return f"{', '.join(missing)} of {kind.__name__} is no field"
+        return f"{', '.join(missing)} of {kind.__name__} is not a dataclass field"
     if hash(one) != hash(dataclasses.replace(one)):
         return "two equal values have different hashes"
     for field in fields(one):
@@ -79,9 +79,9 @@ def settings(subject: ContractSubject) -> str:
             setattr(one, field.name, getattr(one, field.name))
         except dataclasses.FrozenInstanceError:
             continue
-        return f"{field.name} can be set after it is made"
+        return f"{field.name} can be assigned after construction"
     if build(kind, to_data(one)) != one:
-        return f"its settings do not come back from plain data: {to_data(one)}"
+        return f"its settings do not survive conversion to plain data: {to_data(one)}"
     return ""
 
 
@@ -92,7 +92,7 @@ def stage_and_numerics(subject: ContractSubject) -> str:
     if (one.tolerance > 0) != (one.numerics is Numerics.ROUNDING):
         return f"its tolerance is {one.tolerance:g} and its numerics are {one.numerics.value}"
     if one.stage in HOW and one.numerics is Numerics.DIFFERENT:
-        return f"stage {one.stage.label} decides how something is computed, and its numerics are different"
+        return f"stage {one.stage.label} changes how something is computed, but its numerics are different"
     return ""
 
 
@@ -102,7 +102,7 @@ def claims(subject: ContractSubject) -> str:
     if (one.micro_batches > 1) != ("micro_batches" in names):
         return f"micro_batches is {one.micro_batches} and {'a' if 'micro_batches' in names else 'no'} setting"
     if Claim.MICRO_BATCHES in one.claims and one.micro_batches == 1:
-        return "it claims micro-batches and makes one"
+        return "it claims micro-batches but uses one"
     if (one.number_format == "float32") != (Claim.PRECISION not in one.claims):
         return f"its number format is {one.number_format}, and it claims {sorted(one.claims)}"
     if (one.recomputation == "none") != (Claim.RECOMPUTATION not in one.claims):
@@ -121,14 +121,14 @@ def seams(subject: ContractSubject) -> str:
         ("backward", run.backward, bare.backward),
     ):
         if mine is not theirs and not one.overrides(seam):
-            return f"{seam} changes what it does not override"
+            return f"{seam} changes although it is not overridden"
     return ""
 
 
 def parameter_names(subject: ContractSubject) -> str:
     changed, plain = _names(subject.composed().build_model()), _names(subject.open().build())
     if lost := sorted(plain - changed):
-        return f"{lost[0]} is gone"
+        return f"{lost[0]} is missing"
     if subject.technique.stage in HOW and (added := sorted(changed - plain)):
         return f"stage {subject.technique.stage.label} adds {added[0]}"
     return ""
@@ -138,7 +138,7 @@ def order_of_techniques(subject: ContractSubject) -> str:
     plain = subject.open()
     same = subject.trained_as(open_plain=lambda: plain)
     one, other = same.composed(subject.techniques), same.composed(subject.techniques[::-1])
-    return "" if one == other else "a run depends on the order in which techniques are given"
+    return "" if one == other else "a run depends on the order in which techniques are listed"
 
 
 def export(subject: ContractSubject) -> str:
@@ -151,14 +151,14 @@ def export(subject: ContractSubject) -> str:
     except RefusedError as refused:
         if not refused.fix:
             return f"it refuses without a fix: {refused.what}"
-        return "" if torch.equal(subject.logits(model), before) else "it refuses, and has changed the model"
+        return "" if torch.equal(subject.logits(model), before) else "it refuses, but has changed the model"
     near = 1e-5 if before.dtype == torch.float32 else 1e-2 * float(before.abs().max())  # weights of 16 bits
     if (difference := float((subject.logits(finished) - before).abs().max())) >= near:
-        return f"the finished model computes something else: by {difference:.2g}"
+        return f"the finished model's logits differ by {difference:.2g}"
     for other in subject.others:
         finished = other.finish(finished)
     if different := sorted(finished.state_dict().keys() ^ rebuilt.state_dict().keys()):
-        return f"the finished model and the plain one do not both have {different[0]}"
+        return f"of the finished and the plain model, only one has {different[0]}"
     return ""
 
 
@@ -166,7 +166,7 @@ def explanation(subject: ContractSubject) -> str:
     run = subject.composed()
     explained = explain(run)
     if [row.technique for row in explained.rows] != [*run.techniques]:
-        return "its explanation has other rows than the run has techniques"
+        return "its explanation does not list the techniques of the run"
     return "" if explained.footprint.memory > 0 and explained.footprint.flops > 0 else "no memory or work is counted"
 
 
@@ -174,7 +174,7 @@ def refusal(subject: ContractSubject) -> str:
     try:
         subject.technique.model(nn.Sequential(nn.Linear(2, 2, bias=False)))
     except UsageError as refused:
-        return "" if refused.what else "it refuses a model in no words"
+        return "" if refused.what else "it refuses a model without a message"
     return ""
 
 
@@ -185,7 +185,7 @@ def it_learns(subject: ContractSubject) -> str:
 
     trace = train_observed(subject.trained_as(LEARNING_STEPS, repeated), subject.techniques)[1]
     first, last = trace.losses[0], trace.losses[-1]
-    return "" if last < first else f"{LEARNING_STEPS} steps on one batch take the loss from {first:.4g} to {last:.4g}"
+    return "" if last < first else f"{LEARNING_STEPS} steps on one batch change the loss from {first:.4g} to {last:.4g}"
 
 
 PROMISES: Mapping[str, Callable[[ContractSubject], str]] = {
@@ -203,7 +203,7 @@ PROMISES: Mapping[str, Callable[[ContractSubject], str]] = {
 
 
 class FirstBatchSource(WrappedSource):
-    """The first batch of another source, at every step: what any algorithm that learns can learn."""
+    """Source that repeats another source's first batch, which any learning algorithm can fit."""
 
     def __init__(self, source: BatchSource):
         self.source, self.batch = source, source.batch
@@ -213,20 +213,20 @@ class FirstBatchSource(WrappedSource):
 
 
 def contract(subject: ContractSubject, without: Sequence[str] = ()) -> Iterator[PromiseVerdict]:
-    """Yield a verdict for each promise; those after a broken stage are left out."""
+    """Yield a verdict for each promise. A broken stage ends the checks."""
     name = subject.technique.name
-    for promise, asked in PROMISES.items():
+    for promise, find_fault in PROMISES.items():
         if promise in without:
             continue
         try:
-            wrong = asked(subject)
+            fault = find_fault(subject)
         except RefusedError as refused:
             yield not_applicable(promise, name, f"it refuses the tiny model: {refused.what}")
             continue
-        except Exception as error:  # of anybody's technique
-            wrong = one_line_error(error)
-        yield broken(promise, name, wrong, FIXES[promise]) if wrong else holds(promise, name, "")
-        if wrong and promise == "stage and numerics":
+        except Exception as error:  # any technique may raise anything
+            fault = one_line_error(error)
+        yield broken(promise, name, fault, FIXES[promise]) if fault else holds(promise, name, "")
+        if fault and promise == "stage and numerics":
             return
 
 
