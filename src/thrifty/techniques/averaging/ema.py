@@ -1,14 +1,15 @@
-"""EMA: an exponential moving average of the weights is evaluated and exported, the weights train on.
+"""EMA (Polyak and Juditsky 1992): evaluate and export an exponential moving average of weights.
 
-Paper     Polyak & Juditsky 1992, Acceleration of Stochastic Approximation by Averaging; the exponential form and its
-          habits in Morales-Brotons et al. 2024, Exponential Moving Average of Weights (arXiv 2411.18704).
-Promise   the noise of the last few 1 / (1 - decay) steps averaged away. Evaluated and exported is the mean; the weights
-          in training are those of the plain run, measured beside it ("trained_loss") and exported by
-          `thrifty export --raw-weights`.
-Cost      one copy of the parameters in float32, and a pass over them at each step.
-Avoid     with a rate that is decayed to zero: little noise is left to average.
-Note      nothing of the weights before `start` is in it: the first weights are copied, and then either the decay warms
-          up as (1 + t) / (10 + t), or the mean is that of Adam's bias correction. Buffers are not averaged.
+Paper       Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging. The exponential form is
+            described by Morales-Brotons et al. 2024, Exponential Moving Average of Weights (arXiv 2411.18704).
+Promise     The average removes the noise of the last 1 / (1 - decay) steps. Training itself is unchanged.
+Use         optimizer = thrifty.apply(optimizer, "ema", decay=0.999)
+            with optimizer.use_eval_weights():
+                held_out_loss = model(**next(iter(loader))).loss
+Start with  `ema:decay=0.999`. Use a smaller decay for runs of fewer than some thousand steps.
+Cost        One copy of the parameters in float32, and one pass over them per step.
+Avoid       Learning rates that decay to zero, which leave little noise to average.
+Does not    Average buffers or weights before `start`.
 """
 
 from typing import Annotated
@@ -23,6 +24,13 @@ from thrifty.optim.weight_average import Beginning, EmaTransform
 
 
 class ExponentialMovingAverage(Technique):
+    """In the trainer the run is evaluated and exported with the average. The trained weights are evaluated too
+    ("trained_loss"), and `thrifty export --raw-weights` exports them.
+
+    The first averaged weights are copied. After that the decay either warms up as (1 + t) / (10 + t), or the average
+    has the bias correction of Adam (`ramp`).
+    """
+
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT
     claims = frozenset({Claim.AVERAGED_WEIGHTS})
 

@@ -1,16 +1,16 @@
-"""Low frequencies first: early steps see images of their low frequencies alone, in as few pixels as these need.
+"""EfficientTrain (Wang et al. 2022): begin with low-pass filtered images of fewer pixels.
 
-Paper     Wang et al. 2022, EfficientTrain (arXiv 2211.09703), section 4: sides of 160, 192 and 224 pixels for 60, 20
-          and 20 % of the run (from memory, not verified).
-Promise   cheaper early steps that lose no information below the new resolution: cutting the middle out of the spectrum
-          is an ideal low-pass and a sampling at its rate, with no aliasing. Evaluation always sees full images.
-Use       loader = thrifty.apply(loader, "low_frequency", total_steps=10_000), counted in batches
-Cost      two Fourier transforms an image on the processor that loads data; with `compile` each size is compiled once.
-Does not  work on batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which are refused; change the
-          model, which must take smaller images: a ViT interpolates its positions.
-Avoid     where edges must stay sharp: an ideal low-pass rings beside them, and values may leave [0, 1].
-Note      the paper's second half, augmentation that grows stronger, is a matter of the data's settings. Sides are
-          multiples of `multiple`: let it be the side of a patch, or a multiple of it.
+Paper       Wang et al. 2022, EfficientTrain (arXiv 2211.09703), section 4: sides of 160, 192 and 224 pixels for 60, 20
+            and 20 % of the run (from memory, unverified).
+Promise     Early steps are cheaper and lose no information below the new resolution, because cropping the spectrum
+            causes no aliasing. Evaluation sees full images.
+Use         small_images = thrifty.apply(image_loader, "low_frequency", total_steps=10_000)
+            loss = vit(**next(iter(small_images)), interpolate_pos_encoding=True).loss
+Start with  `low_frequency:multiple=8`, with the side of a patch or a multiple of it as `multiple`.
+Cost        Two Fourier transforms per image in the process that loads data. With `compile` each size is compiled once.
+Avoid       Images whose edges must stay sharp: an ideal low-pass filter rings near edges, and values may leave [0, 1].
+Does not    Change the model, which must accept smaller images; a ViT interpolates its positions. Batches without images
+            are refused.
 """
 
 from typing import Annotated
@@ -28,6 +28,10 @@ from thrifty.modeling.image_sizes import resized_images
 
 
 class LowFrequencyCurriculum(Technique):
+    """Images are "inputs" of shape (b, c, h, w) or (b, h, w). A loader counts batches as steps. The second half of the
+    paper, augmentation that grows stronger, belongs to the data settings.
+    """
+
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESOLUTION})
 

@@ -1,17 +1,14 @@
-"""Progressive patch size: large patches first, which are few, and smaller ones later.
+"""Progressive patch size (Beyer et al. 2022): train with few large patches, then with smaller ones.
 
-Paper     Beyer et al. 2022, FlexiViT (arXiv 2212.08013), for what becomes of a weight when patches change their size;
-          that a Vision Transformer may begin with large patches is in the survey of Zhuang et al. 2023 (arXiv
-          2302.01107).
-Promise   cheaper early steps: patches of twice the side are a quarter as many. When they become smaller, each gives the
-          token that it gave enlarged, positions are interpolated between those that were learned, and all else goes on.
-          The full images are seen throughout, whatever the size of a patch.
-Cost      the optimizer starts afresh at each change; with `compile` each number of patches is compiled once.
-Does not  touch the blocks, whose weights know nothing of patches.
-Avoid     where details decide early on: curriculum.resolution leaves patches as they are, and blurs the images instead.
-Note      for classifiers and two-tower models of ours, and what is read into them from Hugging Face folders. Sides of
-          images must be multiples of the largest patch. Evaluation before the end is with the patches of that moment;
-          a model that is exported early has patches of the final size.
+Paper       Beyer et al. 2022, FlexiViT (arXiv 2212.08013), for resizing the patch weights. The survey of Zhuang et al.
+            2023 (arXiv 2302.01107) describes training that starts with large patches.
+Promise     Early steps are cheaper: patches of twice the side are a quarter as many. The images keep their full size.
+Use         run = thrifty.train(recipe="vit-digits", techniques=["curriculum.patch_size"], budget="2000 steps")
+Start with  `patch_size:at=[0.5]`. Each further moment in `at` doubles the initial side of the patches.
+Cost        The optimizer state is reset at each change. With `compile` each number of patches is compiled once.
+Avoid       Tasks in which details matter early. curriculum.resolution keeps the patches and shrinks the images instead.
+Does not    Change the weights of the blocks. Only classifiers and two-tower models of this package are supported, with
+            weights from Hugging Face folders too.
 """
 
 from collections.abc import Mapping
@@ -78,6 +75,11 @@ def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
 
 
 class PatchSizeCurriculum(Technique):
+    """When patches become smaller, each new patch yields the token that it yielded enlarged, and the learned positions
+    are interpolated. Sides of images must be multiples of the largest patch. Evaluation before the end uses the
+    current patches; an early export has patches of the final size.
+    """
+
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.PATCH_SIZE})
     clashes: ClassVar[Mapping[Claim, str]] = {

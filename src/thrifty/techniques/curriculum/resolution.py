@@ -1,15 +1,16 @@
-"""Progressive resolution: small images first.
+"""Progressive resolution (Tan and Le 2021): begin training with small images, end with full ones.
 
-Paper     the resizing of Tan & Le 2021, EfficientNetV2 (arXiv 2104.00298), section 4; for Vision Transformers part of
-          AutoProg (Li et al. 2022, arXiv 2203.14509). Schedule in phases, the last fifth of the run at full size.
-Promise   cheaper early steps: an image of half the side is a quarter of the patches. Whatever is finer than a pixel of
-          the small image is averaged out before it is sampled. Evaluation always sees full images.
-Use       loader = thrifty.apply(loader, "resolution", total_steps=10_000), counted in batches
-Cost      with `compile` each size is compiled once.
-Does not  work on batches without images ("inputs" of shape (b, c, h, w) or (b, h, w)), which are refused; change the
-          model, which must take smaller images: a ViT interpolates its positions.
-Avoid     where fine detail is all there is: images of a few pixels.
-Note      sides are multiples of `multiple`: let it be the side of a patch, or a multiple of it.
+Paper       Tan and Le 2021, EfficientNetV2 (arXiv 2104.00298), section 4. For Vision Transformers: AutoProg (Li et al.
+            2022, arXiv 2203.14509).
+Promise     Early steps are cheaper: an image of half the side has a quarter of the patches. Evaluation sees full
+            images.
+Use         small_images = thrifty.apply(image_loader, "resolution", total_steps=10_000)
+            loss = vit(**next(iter(small_images)), interpolate_pos_encoding=True).loss
+Start with  `resolution:start=0.5,until=0.8`, with the side of a patch or a multiple of it as `multiple`.
+Cost        With `compile` each size is compiled once.
+Avoid       Images of a few pixels, where fine detail is all there is.
+Does not    Change the model, which must accept smaller images; a ViT interpolates its positions. Batches without images
+            are refused.
 """
 
 from thrifty.core.batches import BatchSource
@@ -24,6 +25,11 @@ from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
 class ResolutionCurriculum(Technique):
+    """Images are "inputs" of shape (b, c, h, w) or (b, h, w). A loader counts batches as steps. The images are low-pass
+    filtered before they are sampled: detail finer than a pixel of the small image is averaged out. The size grows in
+    `phases` phases, and the last fifth of the run has full images by default.
+    """
+
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESOLUTION})
 

@@ -1,11 +1,13 @@
-"""Sequence-length warm-up: short examples first.
+"""Sequence length warmup (Li et al. 2022): train on short texts first, then on longer ones.
 
-Paper     Li, Zhang & He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084); part of CompoundGrow
-          (Gu et al. 2021, arXiv 2010.12562).
-Promise   cheaper and steadier early steps: attention costs length squared, everything else length.
-Use       loader = thrifty.apply(loader, "sequence_length", total_steps=10_000), counted in batches
-Avoid     when tokens, not seconds, are the budget: early steps see fewer of them.
-Note      lengths rise in equal steps and are multiples of `multiple`, so that few shapes are compiled.
+Paper       Li, Zhang and He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084). Part of CompoundGrow (Gu et al.
+            2021, arXiv 2010.12562).
+Promise     Early steps are cheaper and more stable: attention costs the square of the length, all else the length.
+Use         loader = thrifty.apply(loader, "sequence_length", total_steps=10_000)
+Start with  `sequence_length:start=64,until=0.3`. Lengthen the warmup (`until`) if the loss is unstable.
+Cost        Fewer tokens per step early in the run. With `compile` each length is compiled once.
+Avoid       Budgets in tokens instead of seconds, because early steps see fewer tokens.
+Does not    Change evaluation, which sees full lengths.
 """
 
 from thrifty.core.batches import Batch, BatchSource, MappedSource
@@ -19,6 +21,10 @@ from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
 class SequenceLengthWarmup(Technique):
+    """Lengths grow in equal steps and are multiples of `multiple`, so that few shapes are compiled. A loader counts
+    batches as steps.
+    """
+
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.SEQUENCE_LENGTH})
 

@@ -1,15 +1,14 @@
-"""Drop masked patches: the encoder of a masked autoencoder goes through the visible patches alone.
+"""Masked autoencoder (He et al. 2021): run the encoder on the visible patches only.
 
-Paper     He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (MAE, arXiv 2111.06377), section 3: the
-          encoder sees what is left; mask tokens take the places of the others in front of the decoder.
-Promise   an encoder that goes through 25 % of the patches at a rate of 0.75, and attends among them alone; steps 3
-          times as fast or more, as the paper says of its sizes (unverified) and as `benchmarks/bench_mae.py` finds on a
-          CPU at 12 blocks of width 192, before a decoder of 2 of width 96.
-Does not  change what is learned from: which patches are removed, what the decoder is given and the loss are the
-          objective's. Held-out losses are judged in the same way: an encoder that never saw a blank is shown none.
-Avoid     a heavy decoder, which still goes through all patches; objectives other than masked_reconstruction.
-Note      the positions of patches are added before some are taken away, so each keeps its own. Nothing that is made
-          here depends on the pixels of removed patches, nor does it in the plain run, where they are blank.
+Paper       He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (MAE, arXiv 2111.06377), section 3.
+Promise     At a mask rate of 0.75 the encoder processes 25 % of the patches. The paper reports steps three times as
+            fast or more for its sizes (unverified).
+Use         run = thrifty.train(recipe="mae-digits", techniques=["drop_masked_patches"], budget="2000 steps")
+Start with  `drop_masked_patches` and a mask rate of 0.75 (`objective.rate`).
+Cost        The decoder still processes every patch, so it must be small.
+Avoid       Heavy decoders, and objectives other than masked_reconstruction.
+Does not    Change the objective: removed patches, decoder inputs and the loss stay the same. Evaluation also runs the
+            encoder on visible patches only.
 """
 
 from torch import Tensor, nn
@@ -38,6 +37,11 @@ class VisiblePatchObjective(WrappedObjective):
 
 
 class DropMaskedPatches(Technique):
+    """Positions are added to the patches before some are removed, so each patch keeps its own. Mask tokens replace the
+    removed patches before the decoder. No value depends on the pixels of removed patches; this also holds in the
+    plain run, which sees them blank.
+    """
+
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.ENCODER_INPUT})
 

@@ -1,18 +1,15 @@
-"""Drop patches: in training an image is seen through some of its patches, other ones each time.
+"""PatchDropout (Liu et al. 2022): train on a random subset of the patches of each image.
 
-Paper     Liu et al. 2022, PatchDropout (arXiv 2208.07220), for classifiers; Li et al. 2022, FLIP (arXiv 2212.00794),
-          for images with captions: half of the patches in every configuration that was published.
-Promise   the blocks of the image's tower see 1 - `rate` of the patches, at their own positions, and the class token.
-          Evaluation sees all. Which ones an image is seen through is a function of the example's key alone: the same
-          for any ranks, micro-batches and workers, and after a resume.
-Cost      a step's gradient is of images that are known in part. From `until` on nothing is dropped: the paper's
-          unmasked tuning, without which a model that never saw whole images is judged on them. The paper gives it a
-          hundredth of the rate; here a schedule that falls to zero does the like.
-Does not  leave out cutting patches, norming them and adding positions: that is done for all, a small part of the work.
-Avoid     where the blocks are not most of the work: captions cost what they cost. The memory that is saved buys a
-          larger contrastive batch, which is part of what the paper gains (from memory, not verified).
-Note      for models whose patches come from one convolution with positions added beside it: ours, and those of
-          transformers. A footprint is that of the last step, so with `until` below 1 it is that of whole images.
+Paper       Liu et al. 2022, PatchDropout (arXiv 2208.07220), for classifiers. For images with captions: Li et al. 2022,
+            FLIP (arXiv 2212.00794), with half of the patches in every published configuration.
+Promise     The blocks of the image tower process 1 - `rate` of the patches, at their own positions, and the class
+            token. Evaluation sees all patches.
+Use         run = thrifty.train(recipe="vit-digits", techniques=["drop_patches"], budget="2000 steps")
+Start with  `drop_patches:rate=0.5,until=0.9`. Keep some steps with whole images at the end.
+Cost        Each gradient comes from incomplete images. Steps from `until` on are as slow as without the technique.
+Avoid       Models whose blocks are not most of the work, such as towers with long captions.
+Does not    Skip the patch convolution, its norm and the position addition: they run for all patches, a small part of
+            the work.
 """
 
 from collections.abc import Iterator
@@ -130,6 +127,17 @@ class PatchDropObjective(WrappedObjective):
 
 
 class DropPatches(Technique):
+    """The subset is a function of the example's key alone. It is the same for any number of ranks, micro-batches and
+    workers, and after a resume. From `until` on nothing is dropped: this is the unmasked tuning of the paper,
+    without which a model is evaluated on whole images that it never saw. The paper gives it a hundredth of the
+    learning rate; a schedule that decays to zero has a similar effect here. In FLIP the saved memory buys a larger
+    contrastive batch, part of the gain (from memory, unverified).
+
+    Works for models whose patches come from one convolution and get positions in the same module: models of this
+    package and of transformers. The estimated footprint is that of the last step, with `until` below 1 that of whole
+    images.
+    """
+
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.ENCODER_INPUT})
 

@@ -1,21 +1,15 @@
-"""Gradient-norm sampling: look at more examples than are trained on, and train on those that would move the model.
+"""Importance sampling (Katharopoulos and Fleuret 2018): train on examples with large gradients.
 
-Paper     Katharopoulos & Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942), algorithm 1; for softmax
-          cross-entropy the score is the norm of softmax minus one-hot, which is EL2N (Paul et al. 2021).
-Promise   the same expected gradient with less variance: n of `presample` · n examples are drawn in proportion to weight
-          times score and weighted by one over it, only while the estimated gain pays for the extra forward pass.
-Cost      a forward pass over `presample` as many examples while the gate is open, counted in FLOPs and seconds. All
-          examples that are drawn from the data count as tokens, also those that a closed gate passes over.
-Does not  keep the variance of Adam's second moments: they see the reweighted gradients.
-Avoid     when the forward pass costs as much as what it saves; near the start, where all examples score alike; with an
-          objective that compares the examples of a batch.
-Note      scores are taken with dropout off (the model in evaluation), so that they rank examples and not masks; those
-          of a closed gate come with the training pass, and cost one more product with the head where logits are
-          worked through in chunks (13 % of a small model with 4,096 tokens). Across ranks each draws from its own
-          share, which stays unbiased, and the gate is one for all. For sequences the squared scores of the tokens are
-          summed.
-          With fewer than a handful of examples a rank and step, tau is underestimated while the gate is closed: it
-          cannot exceed the root of their number over all ranks.
+Paper       Katharopoulos and Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942), algorithm 1. For
+            softmax cross-entropy the score is EL2N (Paul et al. 2021), the norm of softmax minus one-hot.
+Promise     The expected gradient is unchanged and its variance smaller: n of `presample` · n examples are sampled by
+            score and reweighted. Sampling is active only while its estimated gain exceeds its cost.
+Use         run = thrifty.train(recipe="vit-digits", techniques=["gradient_norm_sampling"], budget="2000 steps")
+Start with  `gradient_norm_sampling:presample=3`. With many micro-batches set `scoring_batch` to the size of one.
+Cost        A forward pass over `presample` times as many examples while sampling is active. All loaded examples count
+            as tokens.
+Avoid       The start of training, where all examples score alike, and losses that compare the examples of a batch.
+Does not    Keep the variance of Adam's second moments, which see the reweighted gradients.
 """
 
 from dataclasses import replace
@@ -117,6 +111,13 @@ class GradientNormBackward:
 
 
 class GradientNormSampling(Technique):
+    """Scores are computed without dropout, so that they rank examples and not dropout masks. While sampling is inactive
+    they come with the training pass; with chunked logits this costs one more product with the head. Each rank
+    samples from its own examples, which stays unbiased, and all ranks activate sampling together. For sequences the
+    squared scores of the tokens are summed. With few examples per rank and step, tau is underestimated while
+    sampling is inactive: it cannot exceed the root of their number over all ranks.
+    """
+
     stage, numerics = Stage.SELECT, Numerics.DIFFERENT
     claims = frozenset({Claim.SELECTED_EXAMPLES})
 

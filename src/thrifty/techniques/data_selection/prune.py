@@ -1,23 +1,18 @@
-"""Prune: train on a part of the examples, chosen once by scores from a file.
+"""Data pruning (Paul et al. 2021): train on a subset of examples selected by difficulty scores.
 
-Paper     Paul, Ganguli & Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075): keep the hardest. Sorscher et
-          al. 2022, Beyond neural scaling laws (arXiv 2206.14486): keep the hardest where data abound, the easiest where
-          they are scarce, and of every class at least a share (50 % there, unverified).
-Promise   fewer examples for nearly the same model: half of CIFAR-10 without loss by EL2N in the first paper. On 1,300
-          handwritten digits with 5 % of the labels wrong, half of them kept: all 97.0 % right, random half 94.5,
-          hardest half 88.0, hardest but for the top 5 % 98.9 (study data_diet, two seeds, not kept).
-          Held-out losses are of all held-out data.
-Use       dataset = thrifty.apply(dataset, "prune", order="random")
-Cost      scoring, which trains models: `thrifty data score` writes down FLOPs and seconds, `explain` tells them. It
-          pays where several runs use one file. The steps of a run are as many as before, over fewer examples.
-Avoid     "hard" without `drop_hardest` where labels may be wrong, since wrong ones are the hardest; scores by grand at
-          first values, which follow the norm of the input and are no better than chance (Kirsch 2023, arXiv
-          2303.14753).
-Note      order "random" is the control and needs no file. "auto" keeps the hardest where at least `abundant_from`
-          examples of each class (of all, without classes) would be kept on average, otherwise the easiest: a rule of
-          thumb. Where the order turns depends on the task: between 100 and 200 kept of each class in the perceptron of
-          100 inputs of Sorscher et al.; below 65 on the digits. Scores are of one set of examples; of others they are
-          refused. A trained model is used and exported without the file.
+Paper       Paul, Ganguli and Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075), keeps the hardest.
+            Sorscher et al. 2022, Beyond neural scaling laws (arXiv 2206.14486), keeps the easiest if data is scarce,
+            and a share of every class (50 %, unverified).
+Promise     Fewer examples for nearly the same model. The first paper reports half of CIFAR-10 without loss, selected by
+            EL2N.
+Use         texts = thrifty.apply(texts, "prune", order="random")
+            loader = torch.utils.data.DataLoader(texts, batch_size=8, shuffle=True)
+Start with  `prune:order=random,keep=0.5` as the control, then `order=hard` with scores from `thrifty data score`.
+Cost        Scoring trains models; `thrifty data score` reports its FLOPs and seconds. It pays if several runs use one
+            file of scores.
+Avoid       Hard examples without `drop_hardest` if labels may be wrong: wrong labels are the hardest. GraNd at
+            initialization follows the input norm and is no better than random (Kirsch 2023, arXiv 2303.14753).
+Does not    Shorten the run: it has as many steps, over fewer examples. Held-out losses use all held-out data.
 """
 
 from collections.abc import Sequence
@@ -109,6 +104,12 @@ def _read(file: str, sha256: str) -> ExampleScores:
 
 
 class PrunedExamples(Technique):
+    """Order "random" requires no file. "auto" keeps the hardest if on average at least `abundant_from` examples of each
+    class (of all, without classes) are kept, otherwise the easiest. This is a rule of thumb: the turning point
+    depends on the task. Scores belong to one set of examples and are refused for others. A trained model is used and
+    exported without the file.
+    """
+
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 
     scores: str = ""

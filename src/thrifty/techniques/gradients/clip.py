@@ -1,8 +1,12 @@
-"""Clip: scale all gradients together when their joint norm is too large.
+"""Gradient clipping (Pascanu et al. 2013): limit the joint norm of all gradients.
 
-Paper     Pascanu, Mikolov & Bengio 2013, On the difficulty of training recurrent neural networks (arXiv 1211.5063).
-Promise   one odd batch cannot throw the parameters away.
-Cost      one pass over the gradients.
+Paper       Pascanu, Mikolov and Bengio 2013, On the difficulty of training recurrent neural networks (arXiv 1211.5063).
+Promise     A single unusual batch cannot make a large update.
+Use         optimizer = thrifty.apply(optimizer, "clip", max_norm=1.0)
+Start with  `clip:max_norm=1.0`. Lower it if the loss still spikes.
+Cost        One pass over the gradients.
+Avoid       Limits that most steps reach: clipping then normalizes every gradient.
+Does not    Clip each parameter separately; all gradients are scaled by the same factor.
 """
 
 from typing import Annotated

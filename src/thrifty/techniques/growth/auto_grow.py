@@ -1,18 +1,14 @@
-"""Automatic growth: at the end of each stage short trials of many sizes decide how much the model grows.
+"""AutoProg (Li et al. 2022): grow a model in stages, to sizes chosen by short trials.
 
-Paper     Li et al. 2022, Automated Progressive Learning for Efficient Training of Vision Transformers (CVPR,
-          arXiv 2203.14509): AutoProg, sections 3.2 to 3.4.
-Promise   cheaper early stages without a schedule made by hand. `until` is divided into equal stages. At a boundary the
-          model grows to at most twice its depth, and for `search` steps each step trains one of its sub-networks: some
-          of its blocks on shorter texts, or smaller images. Chosen is the size with the lowest loss · time^w. Added
-          blocks start from a decaying average of the weights (MoGrow). The last stage has the full size.
-Cost      a copy of the parameters, for the average. Steps of a search are steps of training.
-Does not  measure time unless asked to: FLOPs are counted from shapes, so that a run is repeated exactly.
-Avoid     for models that grow in width; with few steps a search, whose losses are then mostly noise.
-Note      decisions are written to the run's log with the losses and times they were made of, and replayed on resume.
-          Where w is 0 it is fitted: -d log loss / d log time over the sizes that were tried. Only plain texts and
-          images have a length that is tried; other examples grow in depth alone. Tokens are counted at full length. The
-          paper searches two epochs and has four averages of decays 0.998 to 0.9996, of which this is one.
+Paper       Li et al. 2022, Automated Progressive Learning for Efficient Training of Vision Transformers (CVPR, arXiv
+            2203.14509), sections 3.2 to 3.4.
+Promise     Early stages are cheaper without a hand-made schedule. At each stage boundary, short trials of depths and
+            lengths select the size with the lowest loss · time^w.
+Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.auto_grow"], budget="2000 steps")
+Start with  `auto_grow:stages=4,search=0.02`. Lengthen `search` if the selected sizes look random.
+Cost        A copy of the parameters, for the average. Steps of a search are steps of training.
+Avoid       Models that grow in width, and searches of few steps, whose losses are mostly noise.
+Does not    Measure time by default: FLOPs are counted from shapes, so that a run is reproducible.
 """
 
 import math
@@ -131,6 +127,18 @@ class GrowthSearchBackward:
 
 
 class AutoGrow(Technique):
+    """`until` is divided into equal stages. At a boundary the model grows to at most twice its depth. For `search`
+    steps each step trains one sub-network: some of its blocks on shorter texts or smaller images. Added blocks start
+    from a decaying average of the weights (MoGrow). The last stage has the full size.
+
+    Decisions are logged with the losses and times behind them, and replayed on resume. With `weight=0`, w is fitted: -d
+    log loss / d log time over the tried sizes. Only plain texts and images vary in length; other examples grow in depth
+    alone. Tokens are counted at full length.
+
+    Differs from the paper: it searches for two epochs and has four averages with decays of 0.998 to 0.9996; here there
+    is one.
+    """
+
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.DEPTH, Claim.SEQUENCE_LENGTH, Claim.RESOLUTION})
     clashes: ClassVar[Mapping[Claim, str]] = {

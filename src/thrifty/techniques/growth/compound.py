@@ -1,17 +1,14 @@
-"""Compound growth: start shallow, narrow and short, and grow in all three.
+"""CompoundGrow (Gu et al. 2021): grow depth, feed-forward width and text length during training.
 
-Paper     Gu et al. 2021, On the Transformer Growth for Progressive BERT Training (arXiv 2010.12562): depth by stacking,
-          width of the feed-forward networks by sharing, length by pooling embeddings. Width here is doubled as in
-          Net2Net (Chen et al. 2016, arXiv 1511.05641): new units copy old ones, and what they write is divided.
-Promise   cheaper early steps in three ways at once. Growing wider keeps the function, within 1e-6; growing taller and
-          longer does not.
-Cost      with `compile` each structure and length is compiled once.
-Avoid     for long runs: what was measured of stacking alone shrinks with the budget, and compound growth was not
-          measured here.
-Note      "truncate" cuts texts off. "pool" feeds means of neighbouring embeddings to the blocks in training and asks
-          for the token behind each group; evaluation, and a model that is exported early, sees single tokens, which it
-          has not been trained on. The paper finds pooling the better one. Copies of a unit that write equal shares
-          would stay equal for ever, Adam or not: the shares are made unlike by noise that cancels (`spread`).
+Paper       Gu et al. 2021, On the Transformer Growth for Progressive BERT Training (arXiv 2010.12562). Width is doubled
+            as in Net2Net (Chen et al. 2016, arXiv 1511.05641).
+Promise     Early steps are cheaper in three dimensions. Growth in width preserves the function within 1e-6; growth in
+            depth and length does not.
+Use         run = thrifty.train("llama-nano", "my.txt", techniques=["growth.compound"], budget="2000 steps")
+Start with  `compound:depth=4,width=2,length=2`. Set `length=1` for images.
+Cost        With `compile` each structure and length is compiled once.
+Avoid       Long runs: the gain of stacking, one of its parts, shrinks with the budget.
+Does not    Work in your own training loop or with the trained weights of a model.
 """
 
 from collections.abc import Mapping
@@ -50,6 +47,15 @@ def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
 
 
 class CompoundGrowth(Technique):
+    """Depth grows by stacking and length by truncation, or by pooled embeddings (`shorten=pool`). In width, new units
+    copy old ones and their outgoing weights are divided. Copies with equal weights would stay equal with any
+    optimizer, so noise that cancels makes them unlike (`spread`).
+
+    "truncate" shortens the texts. "pool" feeds means of neighboring embeddings to the blocks in training, and predicts
+    the token after each group. Evaluation, and a model that is exported early, then see single tokens, on which they
+    were not trained. The paper finds pooling better.
+    """
+
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.DEPTH, Claim.WIDTH, Claim.SEQUENCE_LENGTH})
     clashes: ClassVar[Mapping[Claim, str]] = {

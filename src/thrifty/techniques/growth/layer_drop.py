@@ -1,20 +1,15 @@
-"""Progressive layer dropping: in each step some blocks are left out, more of them the deeper and the later.
+"""Progressive layer dropping (Zhang and He 2020): skip random blocks, more in deep layers and late.
 
-Paper     Zhang & He 2020, Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping
-          (arXiv 2010.13369), section 4.
-Promise   fewer blocks a step: in the long run (3 L - 1) / 4 of L with theta = 0.5. Block l of L (counted from 1) is
-          kept with probability p = 1 - l / L · (1 - theta(t)), theta(t) falling from 1 to `theta`; what each branch of
-          a kept block adds to the stream is multiplied by 1 / p, so that its expectation, given what the branch sees,
-          is what the whole model adds. Dropped blocks are not computed. Evaluation sees all blocks, with no factor.
-Cost      a step's gradient is noisier. A block that is dropped has a gradient of zero: moments and decay go on.
-Avoid     when compute is the budget: at equal block-steps 8 blocks of width 64 gained nothing (1.865 against 1.856 nats
-          at a constant rate and 2.042 against 1.965 with a decayed one in 800 steps, 1.425 against 1.423 in 4000). Not
-          for post-norm models, whose blocks are not the identity when their branches give nothing, nor for those with a
-          norm behind each branch (Gemma 2, OLMo 2), which undoes the factor: they are refused.
-Note      the gates of a step are a function of (seed, step, block), the same for all ranks, micro-batches and
-          recomputed passes. The code that was published with the paper draws block l with p_l and multiplies by
-          1 / p_(l+1), the next block's: up to 1.083 times too much in 12 blocks. DeepSpeed counts blocks from 0, so
-          that the first is never dropped (`keep_first_block`). A footprint is that of a step that keeps all blocks.
+Paper       Zhang and He 2020, Accelerating Training of Transformer-Based Language Models with Progressive Layer
+            Dropping (arXiv 2010.13369), section 4.
+Promise     With theta = 0.5 a step computes (3 L - 1) / 4 of L blocks in the long run. Kept branches are rescaled, so
+            that the expected output of a branch is unchanged.
+Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.layer_drop"], budget="2000 steps")
+Start with  `layer_drop:theta=0.5`. Raise theta if the loss is worse at equal steps.
+Cost        Gradients are noisier. A dropped block has a gradient of zero, while its moments and weight decay continue.
+Avoid       Fixed compute budgets. Post-norm models and models with a norm after each branch (Gemma 2, OLMo 2) are
+            refused.
+Does not    Drop blocks in evaluation, which uses all blocks without rescaling.
 """
 
 import math
@@ -113,6 +108,18 @@ def add_factor(writer: nn.Module, like: Tensor) -> None:
 
 
 class LayerDrop(Technique):
+    """Block l of L (counted from 1) is kept with probability p = 1 - l / L · (1 - theta(t)), where theta(t) falls from
+    1 to `theta`. The output of each branch of a kept block is multiplied by 1 / p. The decisions of a step are a
+    function of (seed, step, block), the same for all ranks, micro-batches and recomputed passes. The estimated
+    footprint is that of a step that keeps all blocks.
+
+    In post-norm models a block whose branches return zero is not the identity. A norm after the branch undoes the
+    factor.
+
+    Differs from the published code: it samples block l with p_l and multiplies by 1 / p_(l+1), up to 1.083 times too
+    much in 12 blocks. DeepSpeed counts blocks from 0, so that the first is never dropped (`keep_first_block`).
+    """
+
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.DROPPED_BLOCKS})
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -1,16 +1,13 @@
-"""Progressive stacking: train a shallow model, copy its blocks on top of themselves, go on.
+"""Progressive stacking (Gong et al. 2019): train a shallow model, then duplicate its blocks.
 
-Paper     Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML); schedule of two doublings at
-          12.5 % and 30 % of the run after Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
-Promise   cheaper early steps. In the order ABCABC block l of the old model starts blocks l and l + n of the new one, in
-          the order AABBCC blocks 2 l and 2 l + 1. With start = "zeroed" the copies write nothing into the stream at
-          first: the model computes after a growth what it computed before, within 1e-6.
-Avoid     for long runs: against a baseline whose rate is decayed to the budget the gain shrinks (0.256 nats at 800
-          steps, 0.038 at 4000 in a run of 8 blocks of width 64) and No Train No Gain finds none at scale.
-Note      the optimizer starts afresh after each growth, the learning rate goes on (the paper's way). It may instead be
-          copied with the block, or its second moments may start from their mean over the layer that was copied
-          ("mean"). What is never done is to set moments to zero and let their age go on: the first update is then
-          (1 - beta1) / sqrt(1 - beta2) = 3.16 times as large as a step of Adam should be.
+Paper       Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML). The schedule of two
+            doublings, at 12.5 % and 30 % of the run, is Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
+Promise     Early steps are cheaper. With `start=zeroed` the function is preserved within 1e-6 when the model grows.
+Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.stacking"], budget="2000 steps")
+Start with  `stacking:at=[0.125,0.3],start=zeroed`. Use `order=AABBCC` to duplicate each block in place.
+Cost        With `compile` each depth is compiled once. The optimizer state is reset at each growth by default.
+Avoid       Long runs: No Train No Gain reports no gain over a baseline with a decayed learning rate.
+Does not    Reset the learning rate schedule. It starts from random weights, not from a trained model.
 """
 
 from collections.abc import Mapping
@@ -44,6 +41,14 @@ def written_by(model: nn.Module) -> set[str]:
 
 
 class ProgressiveStacking(Technique):
+    """In the order ABCABC block l of the old model initializes blocks l and l + n of the new one; in the order AABBCC,
+    blocks 2 l and 2 l + 1. With start = "zeroed" the added blocks initially write nothing into the residual stream.
+
+    `moments` resets the optimizer state after a growth (the paper), copies it with the block, or copies it with second
+    moments at their mean over the layer ("mean"). Moments are never zeroed while their age continues: the first update
+    would then be (1 - beta1) / sqrt(1 - beta2) = 3.16 times as large as a step of Adam.
+    """
+
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.DEPTH})
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_START: "a run starts with the first blocks alone"}
