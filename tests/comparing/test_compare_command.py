@@ -49,7 +49,7 @@ def test_help_is_asked_for_as_of_any_verb() -> None:
 def test_what_is_printed_has_the_verdict_the_rungs_and_the_trials() -> None:
     result = typed(*SWAP, "--seeds", "8", "--budget", "40steps")
     for words in ("equal seconds in training steps, 8 paired seeds", "each at the best of 3 learning rates",
-                  "lion: worse: held-out loss higher by", "FLOPs a step", "time to the baseline's loss",
+                  "lion: worse: held-out loss higher by", "FLOPs per step", "time to the baseline's loss",
                   "Learning rates tried", "runs/vit-digits-comparison/report.html"):  # fmt: skip
         assert words in result.stdout, words
     assert "[28/28]" in result.stderr

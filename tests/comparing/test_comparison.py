@@ -348,13 +348,13 @@ def test_a_metric_that_is_judged_is_what_tables_and_charts_show(tmp_path: Path) 
     start = Simulated(effect=lambda recipe: -0.2 * is_arm(recipe), spread=0.001)  # a lower loss, a higher accuracy
     content = compare(pair, replace(SHORT, trials=2), tmp_path / "race", workers=[start])
     result = ComparisonResult(content)
-    assert result.verdicts == {"batch 16": "better"} and "judged by held-out accuracy" in repr(result)
+    assert result.verdicts == {"batch 16": "better"} and "compared by held-out accuracy" in repr(result)
     head, baseline, variant = str(result.table()).strip().splitlines()[-3:]
     assert "held-out accuracy" in str(result.table()) and "+0.0397" in variant, (head, baseline)
     (differences, caption, _), (curves, _, drawn) = charts(content)
-    assert differences == "Differences" and "Right of the line a variant is better" in caption
+    assert differences == "Differences" and "Right of the line, a variant is better" in caption
     assert curves == "Held-out accuracy over time" and '"loss": 1.0' in drawn.to_json(indent=None)
     low, high = (found_difference(content, "batch 16")[end] for end in ("low", "high"))  # type: ignore[index]
     assert 0 < low < high  # type: ignore[operator]
     page = (tmp_path / "race" / "report.html").read_text()
-    assert "held-out accuracy less the baseline" in page and "The verdict is made of accuracy alone" in page
+    assert "held-out accuracy minus baseline" in page and "The verdict is based on accuracy only" in page

@@ -129,10 +129,10 @@ def test_the_list_follows_runs_that_begin_and_keeps_the_focus(browser, serve, ru
 
 def test_an_empty_list_shows_the_first_run_as_it_begins(browser, serve, run_folder):
     browser.open(serve().address)
-    browser.until("document.querySelector('#rows').textContent.includes('There is no run')")
+    browser.until("document.querySelector('#rows').textContent.includes('No run in this folder')")
     run_folder("first", steps=5)
     browser.until("document.querySelector('#rows a')?.textContent == 'first'")
-    assert not browser.value("document.querySelector('main').textContent.includes('There is no run')")
+    assert not browser.value("document.querySelector('main').textContent.includes('No run in this folder')")
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_an_open_page_asks_for_the_new_address_after_a_restart_of_the_board(brow
     with board("0") as address:
         browser.open(address + "run?name=kjv")
         charts_are_drawn(browser)
-    browser.until("document.querySelector('#link').textContent.includes('does not answer')")
+    browser.until("document.querySelector('#link').textContent.includes('does not respond')")
     with (folder / "records.jsonl").open("a") as file:
         file.write('{"kind": "step", "step": 4321, "loss": 1.0}\n')
     port = re.search(r":(\d+)/", address).group(1)

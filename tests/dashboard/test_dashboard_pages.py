@@ -14,7 +14,7 @@ ATTACK = "</td><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
 def text(site, path, **query):
-    answer = site.answer(path, query)
+    answer = site.respond(path, query)
     assert answer.status == 200, (path, answer.body)
     return answer.body.decode()
 
@@ -64,7 +64,7 @@ def test_numbers_of_a_run_that_is_still_being_read_are_not_shown(site, run_folde
         index.tail.chunk = 1 << 12
         index._restarts -= 1  # forget, and begin again in small pieces
         index.tail.offset = 0
-    monkeypatch.setattr("thrifty.dashboard.board_site.PATIENCE", 0.0)
+    monkeypatch.setattr("thrifty.dashboard.board_site.READ_SECONDS", 0.0)
     first = told(site, "api/run", name="kjv")
     assert first["share"] < 1 and first["parts"].keys() == {"state"} and "figures" not in first
     last = first
@@ -83,7 +83,7 @@ def test_nothing_outside_the_listed_folders_can_be_asked_for(site, run_folder, r
         place.mkdir()
         (place / "recipe.toml").write_text('about = "secret place"')
         (place / "report.html").write_text("secret place")
-    answer = site.answer(path, {"name": name})
+    answer = site.respond(path, {"name": name})
     assert answer.status == 404 and b"secret place" not in answer.body
 
 
@@ -121,7 +121,7 @@ def test_runs_of_a_comparison_are_listed_below_it(site, runs, run_folder, tmp_pa
 
 def test_an_offline_page_is_shown_in_a_sandbox_where_only_our_scripts_run(site, run_folder):
     (run_folder() / "report.html").write_text("<script>anything</script>")
-    policy = site.answer("page", {"name": "kjv"}).policy
+    policy = site.respond("page", {"name": "kjv"}).policy
     assert policy.startswith("sandbox allow-scripts; default-src 'none'")
     (allowed,) = re.findall(r"script-src ([^;]*)", policy)
     assert all(source.startswith("'sha256-") for source in allowed.split())
@@ -130,7 +130,7 @@ def test_an_offline_page_is_shown_in_a_sandbox_where_only_our_scripts_run(site, 
 def test_a_file_too_large_is_not_sent(site, run_folder, monkeypatch):
     (run_folder() / "report.html").write_text("x" * 1000)
     monkeypatch.setattr("thrifty.dashboard.board_site.LARGEST_PAGE", 999)
-    assert site.answer("page", {"name": "kjv"}).status == 404
+    assert site.respond("page", {"name": "kjv"}).status == 404
 
 
 def test_a_damaged_folder_still_has_a_page(site, run_folder, monkeypatch):
@@ -204,9 +204,9 @@ def test_every_own_technique_has_a_card_with_a_title_and_a_promise():
 
 
 def test_an_empty_or_missing_folder_is_said(site, runs):
-    assert "There is no run" in text(site, "")
+    assert "No run in this folder" in text(site, "")
     runs.rmdir()
-    assert "There is no run" in text(site, "") and "No kept results" in text(site, "studies")
+    assert "No run in this folder" in text(site, "") and "No saved results" in text(site, "studies")
 
 
 def test_a_name_or_a_word_that_is_no_text_hides_itself_alone(site, run_folder, runs):
@@ -230,4 +230,4 @@ def test_a_table_of_results_says_what_it_leaves_out():
 def test_a_study_that_cannot_be_read_says_so(site, runs):
     (runs / "sweep").mkdir()
     (runs / "sweep" / "study.json").write_text("{")
-    assert "nothing that can be shown" in text(site, "folder", name="sweep")
+    assert "This result has no tables" in text(site, "folder", name="sweep")

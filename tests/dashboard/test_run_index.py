@@ -53,8 +53,8 @@ def test_only_what_was_added_is_read_again(run_folder, monkeypatch):
     index = RunIndex(folder)
     index.advance(10.0)
     taken = []
-    take = index._take
-    monkeypatch.setattr(index, "_take", lambda line: (taken.append(line), take(line)))
+    take = index._add
+    monkeypatch.setattr(index, "_add", lambda line: (taken.append(line), take(line)))
     before = index.version
     index.advance(10.0)
     assert not taken and index.version == before
@@ -95,7 +95,7 @@ def test_damaged_lines_are_left_out_and_counted(run_folder):
         file.write(b'{"kind": "step", "step": 1e300}\n' + b"[" * 100_000 + b"\n")
     index = RunIndex(folder)
     index.advance(10.0)
-    assert index.record().damage == ("records.jsonl: 4 unreadable lines were left out.",)
+    assert index.record().damage == ("records.jsonl: 4 unreadable lines were skipped.",)
     assert index.record().last_step == 31
 
 

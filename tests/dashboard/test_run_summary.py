@@ -36,7 +36,7 @@ def test_a_finished_run_shows_its_last_numbers(run_folder):
     [
         ("interrupted", "interrupted", "by a signal"),
         ("stopped", "stopped", "by an error"),
-        ("running", KILLED, "its process ended without a word"),
+        ("running", KILLED, "its process ended without writing a status"),
     ],
 )
 def test_a_run_that_nobody_holds_has_stopped_and_says_why(run_folder, status, state, reason):

@@ -126,7 +126,7 @@ def test_an_address_with_too_many_fields_is_a_bad_request(serve):
 
 def test_a_port_that_is_taken_is_a_usage_error(serve, site):
     server = serve()
-    with pytest.raises(UsageError, match=r"(?s)cannot be used.*port=…"):
+    with pytest.raises(UsageError, match=r"(?s)is not available.*port=…"):
         BoardServer(site, TOKEN, server.server_port)
 
 

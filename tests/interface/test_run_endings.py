@@ -19,7 +19,7 @@ def summary(folder: Path, techniques: str) -> dict[str, Any]:
 def test_a_measured_noise_scale_ends_with_batch_advice(tmp_path: Path) -> None:
     measured = '[[techniques]]\nname = "measure.noise_scale"\n'
     *_, advice, last = ending(summary(tmp_path / "measured", measured))
-    assert advice == "gradient noise scale 100 examples (this batch: 8): batches well above it buy little"
+    assert advice == "gradient noise scale 100 examples (this batch: 8): much larger batches gain little"
     assert last.startswith("run folder")
 
 

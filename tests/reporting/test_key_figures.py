@@ -18,8 +18,8 @@ def test_the_verdict_gives_loss_and_entropy_in_nats_and_bits(write_run):
     key = key_figures(read_run(folder))
     assert key.bits_per_byte(3.0) == pytest.approx(3 / math.log(2) / 4)
     assert verdict(key) == (
-        "On held-out text the model needs 3.00 nats per token (1.08 bits per byte), 3.00 below the unigram entropy "
-        "of 6.00 (2.16); its perplexity is 20.1."
+        "The held-out loss is 3.00 nats per token (1.08 bits per byte), 3.00 below the unigram entropy "
+        "of 6.00 (2.16); the perplexity is 20.1."
     )
 
 
@@ -27,7 +27,7 @@ def test_a_model_no_better_than_frequencies_is_said_to_have_learned_nothing_yet(
     folder = write_run()
     summary = json.loads((folder / "summary.json").read_text()) | {"held_out_loss": 6.5}
     (folder / "summary.json").write_text(json.dumps(summary))
-    assert "no better than the unigram entropy" in verdict(key_figures(read_run(folder)))
+    assert "not below the unigram entropy" in verdict(key_figures(read_run(folder)))
 
 
 def test_memory_error_is_relative_to_what_was_measured(write_run):
@@ -41,7 +41,7 @@ def test_the_noise_scale_is_the_last_that_was_noted_and_comes_with_the_batch(wri
     records = [{"kind": "step", "step": step, "loss": 3.0, "notes": note} for step, note in enumerate(notes, start=1)]
     key = key_figures(read_run(write_run(records=records)))
     assert (key.noise_scale, key.batch) == (310.4, 32)
-    assert batch_advice(key) == ("gradient noise scale 310 examples (this batch: 32): batches well above it buy little")
+    assert batch_advice(key) == ("gradient noise scale 310 examples (this batch: 32): much larger batches gain little")
     assert batch_advice(key_figures(read_run(write_run("other", steps=20)))) is None
 
 
@@ -84,6 +84,6 @@ def test_a_finished_run_on_a_budget_in_seconds_says_how_much_of_it_was_used(writ
     summary = json.loads((folder / "summary.json").read_text()) | {"status": "finished", "seconds": 122.0}
     (folder / "summary.json").write_text(json.dumps(summary))
     said = verdict(key_figures(read_run(folder)))
-    assert said.endswith(" Training took 2 min 02 s of the 3 min 00 s of its budget.")
+    assert said.endswith(" Training took 2 min 02 s of its budget of 3 min 00 s.")
     (folder / "summary.json").write_text(json.dumps(summary | {"status": "interrupted"}))
     assert "of its budget" not in verdict(key_figures(read_run(folder)))

@@ -20,7 +20,7 @@ def test_json_is_one_document_with_the_key_numbers(write_run, tmp_path, monkeypa
 def test_without_json_the_verdict_and_the_path_are_printed(write_run):
     folder = write_run(steps=60)
     lines = CliRunner().invoke(command, [str(folder)]).stdout.splitlines()
-    assert lines[0].startswith("kjv: On held-out text") and lines[1] == str(folder / "report.html")
+    assert lines[0].startswith("kjv: The held-out loss is") and lines[1] == str(folder / "report.html")
 
 
 def test_a_folder_of_something_else_is_a_usage_error(tmp_path):

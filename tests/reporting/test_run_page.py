@@ -201,7 +201,7 @@ def test_a_measured_noise_scale_has_a_tile_and_a_curve(write_run):
         return record | {"notes": {"noise_scale": 2.0 * record["step"]}} if record["kind"] == "step" else record
 
     reader = Reader(page_alone(with_changed_records(write_run(steps=120), noted)))
-    assert "Gradient noise scale" in reader.text and "batches well above it buy little" in reader.text
+    assert "Gradient noise scale" in reader.text and "much larger batches gain little" in reader.text
     assert "240" in reader.text and set(json.loads(reader.json)["specs"]) == CHARTS | {"noise_scale"}
 
 

@@ -35,7 +35,7 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said(write_run):
     lines[6] = '["not", "a", "record"]'
     (folder / "records.jsonl").write_text("\n".join(lines) + "\n")
     (sentence,) = read_run(folder).damage
-    assert "2 unreadable lines" in sentence and "the first is 5" in sentence
+    assert "2 unreadable lines" in sentence and "the first is line 5" in sentence
 
 
 def test_several_notices_of_one_step_are_all_kept(write_run):

@@ -32,7 +32,7 @@ def test_the_process_of_a_run_is_in_its_summary_and_on_its_line(tmp_path: Path) 
     (remark,) = (
         remark for label, _, remark in tiles(key_figures(read_run(tmp_path / "text"))) if label == "Peak memory"
     )
-    assert re.fullmatch(r"growth of the process, to [\d.]+ [MG]B; tensors are predicted to take [\d.]+ [kMG]B", remark)
+    assert re.fullmatch(r"growth of the process, to [\d.]+ [MG]B; predicted for tensors: [\d.]+ [kMG]B", remark)
     assert key_figures(read_run(tmp_path / "text")).memory_error is None  # tensors are not compared with a process
 
 

@@ -1,1 +1,1 @@
-"""A live page over run folders, read-only and on this machine alone; what trains knows nothing of it."""
+"""Live pages over run folders, read-only and local. Training code does not depend on it."""

@@ -1,4 +1,4 @@
-"""The pages of the board as text, and the parts of them that are sent again when they change."""
+"""Pages of the board as text, and their parts that are updated live."""
 
 import functools
 from collections.abc import Sequence
@@ -26,18 +26,18 @@ SORTS = {
     "rate": ("Per second", lambda row: row.tokens_per_second or 0.0, True),
     "updated": ("Updated", lambda row: row.updated, True),
 }
-"""Columns by which runs can be sorted: title, key, and whether the greatest comes first."""
+"""Sortable columns of runs: title, key, and True for descending order."""
 UNSORTED = "updated"
-"""The palette's colour of each series."""
+"""Default sort column."""
 
 
 def page(name: str, **values: Any) -> str:
-    """A whole page from its template."""
+    """Return a complete page from its template."""
     return _environment().get_template(f"{name}.html").render(**values)
 
 
 def part(template: str, name: str, *values: Any) -> str:
-    """What a macro of a template makes of some values: a part of a page."""
+    """Return a part of a page: the output of a template's macro for these values."""
     return getattr(_environment().get_template(template).module, name)(*values)
 
 
@@ -47,7 +47,7 @@ def sorted_rows(rows: Sequence[RunListRow], by: str) -> list[RunListRow]:
 
 
 def run_parts(record: RunRecord, key: KeyFigures) -> dict[str, str]:
-    """The parts of a run's page that change while it goes on, by their names."""
+    """Return the parts of a run's page that change during the run, by name."""
     return {
         "verdict": part("run_parts.html", "sentence", verdict(key)),
         "damage": part("run_parts.html", "damage", record.damage),
@@ -58,7 +58,7 @@ def run_parts(record: RunRecord, key: KeyFigures) -> dict[str, str]:
 
 
 def style() -> str:
-    """All that the pages look like: the report's style, the palette, and what only the board has."""
+    """Return the style sheet: the style of reports, the palettes, and the board's own rules."""
     colours = ["".join(f"--{name}: {colour}; " for name, colour in palette.items()) for palette in (LIGHT, DARK)]
     light, dark = f":root {{ {colours[0]}}}", f":root {{ {colours[1]}}}"
     dark = f"@media screen and (prefers-color-scheme: dark) {{ {dark} }}"
@@ -70,14 +70,14 @@ def script() -> str:
 
 
 def sparkline(points: Sequence[CurvePoint]) -> str:
-    """An SVG path through the points in a box of 100 x 24; nothing for fewer than two."""
+    """Return an SVG path through the points in a box of 100 x 24; empty for fewer than two points."""
     if len(points) < 2:
         return ""
     first, last = points[0].step, points[-1].step
     low, high = min(point.value for point in points), max(point.value for point in points)
     wide, tall = last - first or 1, high - low or 1.0
-    places = [(100 * (point.step - first) / wide, 23 - 22 * (point.value - low) / tall) for point in points]
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+    coordinates = [(100 * (point.step - first) / wide, 23 - 22 * (point.value - low) / tall) for point in points]
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in coordinates)
 
 
 def clock(seconds: float) -> str:
@@ -90,7 +90,7 @@ def _last_if_missing(value: float | None) -> float:
 
 @functools.cache
 def _environment() -> jinja2.Environment:
-    made = environment("thrifty.dashboard")
-    made.globals |= {"sparkline": sparkline, "sorts": SORTS}
-    made.filters |= {"significant": significant, "scaled": scaled, "whole": whole, "clock": clock}
-    return made
+    templates = environment("thrifty.dashboard")
+    templates.globals |= {"sparkline": sparkline, "sorts": SORTS}
+    templates.filters |= {"significant": significant, "scaled": scaled, "whole": whole, "clock": clock}
+    return templates

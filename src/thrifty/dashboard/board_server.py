@@ -1,4 +1,4 @@
-"""The board's server: on this machine alone, for who knows the token, and for reading only."""
+"""Server of the board: local, read-only, and only for requests with the token."""
 
 import secrets
 import socketserver
@@ -16,15 +16,15 @@ from thrifty.dashboard.board_site import BoardSite
 from thrifty.dashboard.page_responses import OWN_POLICY, PageResponse
 
 HOST = "127.0.0.1"
-SILENCE = 30.0
-"""Seconds after which a connection on which nothing is asked is closed."""
+IDLE_TIMEOUT = 30.0
+"""Seconds after which an idle connection is closed."""
 MOST_CONNECTIONS = 64
-"""At a time; a browser opens six."""
+"""Maximum number of connections at a time; a browser opens six."""
 MOST_FIELDS = 8
-"""Fields in the query of an address."""
+"""Maximum number of fields in a query."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 OURS = ("same-origin", "none")
-"""Where a browser says that a request comes from: a page of the board, or the person."""
+"""Allowed values of Sec-Fetch-Site: a page of the board, or the user."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -39,7 +39,7 @@ def new_token() -> str:
 
 
 class BoardServer(ThreadingHTTPServer):
-    """Serves a site under http://127.0.0.1:PORT/TOKEN/. Raises `UsageError` where the port is taken."""
+    """Server of a site under http://127.0.0.1:PORT/TOKEN/. Raise `UsageError` if the port is in use."""
 
     daemon_threads = True
 
@@ -49,12 +49,12 @@ class BoardServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            fix = "give another --port, or --port 0 for any that is free"
-            raise UsageError(f"port {port} cannot be used: {error.strerror}", fix) from error
+            fix = "choose another --port, or --port 0 for any free port"
+            raise UsageError(f"port {port} is not available: {error.strerror}", fix) from error
         self.hosts = (f"{HOST}:{self.server_port}", f"localhost:{self.server_port}")
 
     def server_bind(self) -> None:
-        # as HTTPServer's, without asking a name server for the name of this machine
+        # as in HTTPServer, but without a DNS lookup of this machine's name
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
 
@@ -63,7 +63,7 @@ class BoardServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Close a connection beyond `MOST_CONNECTIONS` at once, each of which would take a thread."""
+        """Close connections beyond `MOST_CONNECTIONS` at once, because each takes a thread."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError):
                 request.sendall(FULL)
@@ -82,84 +82,87 @@ class BoardServer(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that goes away in the middle of an answer is no news."""
+        """Ignore a browser that disconnects during a response."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "thrifty", ""
-    timeout = SILENCE
+    timeout = IDLE_TIMEOUT
     server: BoardServer
 
     def do_GET(self) -> None:
-        self._send(self._answer())
+        self._send(self._respond())
 
     do_HEAD = do_GET
 
     def _refuse_method(self) -> None:
-        self.close_connection = True  # a body may follow that nobody reads
+        self.close_connection = True  # a request body may follow that nobody reads
         refused = self._refused()
-        self._send(
-            refused or _plain(HTTPStatus.METHOD_NOT_ALLOWED, "The board is for reading only."), Allow="GET, HEAD"
-        )
+        self._send(refused or _plain(HTTPStatus.METHOD_NOT_ALLOWED, "The board is read-only."), Allow="GET, HEAD")
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse_method
 
-    def _answer(self) -> PageResponse:
+    def _respond(self) -> PageResponse:
         refused = self._refused()
         if refused is not None:
             return refused
-        _, path, query = self._asked()
+        _, path, query = self._address_parts()
         try:
-            asked = {name: values[-1] for name, values in parse_qs(query, max_num_fields=MOST_FIELDS).items()}
+            fields = {name: values[-1] for name, values in parse_qs(query, max_num_fields=MOST_FIELDS).items()}
         except ValueError:
-            return _plain(HTTPStatus.BAD_REQUEST, f"An address has at most {MOST_FIELDS} fields.")
+            return _plain(HTTPStatus.BAD_REQUEST, f"A query may have at most {MOST_FIELDS} fields.")
         try:
-            return self.server.site.answer(path, asked)
-        except Exception as error:  # a page that fails must not take the others with it
-            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, f"This page could not be made: {type(error).__name__}.")
+            return self.server.site.respond(path, fields)
+        except Exception as error:  # an error in one page must not stop the server
+            return _plain(HTTPStatus.INTERNAL_SERVER_ERROR, f"This page failed: {type(error).__name__}.")
 
     def _refused(self) -> PageResponse | None:
-        """403 unless the request is for this host, by no other site's page but to open the first one, and knows the
-        token."""
+        """Return 403 unless host, origin and token are valid.
+
+        The request must name this host. It must come from a page of the board or from the user; another page may only
+        open the start page.
+        """
         hosts = self.headers.get_all("Host") or []
         origins = self.headers.get_all("Origin") or []
-        named = len(hosts) == 1 and hosts[0].lower() in self.server.hosts
-        own = all(origin == f"http://{hosts[0].lower()}" for origin in origins) if named else False
-        token, path, _ = self._asked()
-        opened = not path and self.headers.get("Sec-Fetch-Dest") == "document"  # by the page that leads here
-        asked_by_us = opened or self.headers.get("Sec-Fetch-Site", "none") in OURS
-        known = compare_digest(token.encode(), self.server.token.encode())
-        if named and own and asked_by_us and known:
+        is_our_host = len(hosts) == 1 and hosts[0].lower() in self.server.hosts
+        is_same_origin = all(origin == f"http://{hosts[0].lower()}" for origin in origins) if is_our_host else False
+        token, path, _ = self._address_parts()
+        opens_start_page = not path and self.headers.get("Sec-Fetch-Dest") == "document"  # a link on another page
+        is_allowed_site = opens_start_page or self.headers.get("Sec-Fetch-Site", "none") in OURS
+        has_token = compare_digest(token.encode(), self.server.token.encode())
+        if is_our_host and is_same_origin and is_allowed_site and has_token:
             return None
-        return _plain(HTTPStatus.FORBIDDEN, "Open the address that the board printed when it was started.")
+        return _plain(HTTPStatus.FORBIDDEN, "Open the address that the board printed at its start.")
 
-    def _asked(self) -> tuple[str, str, str]:
-        """The token, the path behind it, and the query; empty where the address has none, or no slash after it, on
-        which the links of the pages build."""
+    def _address_parts(self) -> tuple[str, str, str]:
+        """Return token, path and query of the address.
+
+        All are empty if there is no token or no slash after it, since the links of the pages are relative.
+        """
         address, _, query = self.path.partition("?")
         token, slash, path = unquote(address).removeprefix("/").partition("/")
         return (token, path, query) if slash else ("", "", "")
 
-    def _send(self, answer: PageResponse, **more: str) -> None:
-        keeping = "private, max-age=86400" if answer.lasting else "no-store"
+    def _send(self, response: PageResponse, **more: str) -> None:
+        caching = "private, max-age=86400" if response.lasting else "no-store"
         headers: Mapping[str, str] = {
-            "Content-Type": answer.kind,
-            "Content-Length": str(len(answer.body)),
-            "Cache-Control": keeping,
-            "Content-Security-Policy": answer.policy,
+            "Content-Type": response.kind,
+            "Content-Length": str(len(response.body)),
+            "Cache-Control": caching,
+            "Content-Security-Policy": response.policy,
             **HEADERS,
             **more,
         }
-        self.send_response(answer.status)
+        self.send_response(response.status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(answer.body)
+            self.wfile.write(response.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: an address has the token in it."""
+        """Log nothing, because the address contains the token."""
 
 
 def _plain(status: HTTPStatus, text: str) -> PageResponse:

@@ -1,4 +1,4 @@
-"""What the board answers: a path and its query to a page, a part of one, or nothing. Sockets are `server`'s."""
+"""Site of the board: maps a path and its query to a page, a part of a page, or 404. Independent of sockets."""
 
 import hashlib
 import json
@@ -29,22 +29,22 @@ from thrifty.reporting.run_state import RUNNING
 from thrifty.reporting.run_tables import environment, predicted_parts, settings
 
 LARGEST_PAGE = 64 << 20
-"""Bytes of an offline page that is shown."""
-PATIENCE = 0.4
-"""Seconds that one answer spends on reading records; a long run is read over several."""
+"""Maximum bytes of an offline page that is shown."""
+READ_SECONDS = 0.4
+"""Seconds that one response spends on reading records; a long run takes several responses."""
 FRESH = 60.0
-"""Seconds since the last record within which a run counts as moving whatever its lock says."""
+"""Seconds since the last record within which a run counts as active, whatever its lock says."""
 SIMULATIONS = ("cluster", "hardware")
-"""Folders of results that hold simulations."""
+"""Folders of results that contain simulations."""
 SCRIPT = "text/javascript; charset=utf-8"
-Listed = tuple[str, str, str, str, str]
-"""Of a study or a comparison: name, address, about, outcome, and the address of its offline page or nothing."""
+ListedResult = tuple[str, str, str, str, str]
+"""Name, address, description, outcome, and address of the offline page (or "") of a study or comparison."""
 TechniqueEvidence = tuple[Mapping[str, str], Sequence[str]]
 """Verdicts by aspect, and one line for each measurement."""
 
 
 class BoardSite:
-    """The pages over a folder of runs and one of kept results.
+    """Site over a folder of runs and a folder of saved results.
 
     `profiles` returns the profile of each technique (`technique_cards.card_from`), which may take seconds. `evidence`
     returns the verdicts on a technique by aspect, and one line for each measurement.
@@ -60,7 +60,7 @@ class BoardSite:
         self.watch, self.results, self.files = RunWatcher(runs), results, CachedFiles()
         self.profiles, self.evidence = profiles, evidence
         self._cards: dict[str, TechniqueCard] = {}
-        self._telling = Lock()
+        self._cards_lock = Lock()
         self._routes: dict[str, Callable[[Query], PageResponse | None]] = {
             "": self.runs_page,
             "run": self.run_page,
@@ -79,14 +79,14 @@ class BoardSite:
         }
 
     def warm(self) -> None:
-        """Prepares what takes a second the first time, beside whatever is asked meanwhile."""
+        """Prepare slow parts in a background thread."""
         Thread(
             target=lambda: (vega_bundle(), specification(ChartTheme(), ("smoothed",))),
             daemon=True,
         ).start()
 
-    def answer(self, path: str, query: Query) -> PageResponse:
-        """`path` without the token. 404 for anything that is not there."""
+    def respond(self, path: str, query: Query) -> PageResponse:
+        """Return the response for a path without the token; 404 if there is none."""
         route = self._routes.get(path)
         response = route(query) if route else None
         return response or PageResponse(b"There is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
@@ -98,8 +98,8 @@ class BoardSite:
     def runs_now(self, query: Query) -> PageResponse:
         rows = board_pages.sorted_rows(self.watch.rows(), _sort(query))
         parts = {name: board_pages.part("run_list_parts.html", name, rows) for name in ("rows", "count")}
-        moving = any(_moves(row) for row in rows)
-        return changed_parts({"moving": moving, "share": 1.0}, query, _digest(parts), lambda: {"parts": parts})
+        active = any(_moves(row) for row in rows)
+        return changed_parts({"moving": active, "share": 1.0}, query, _digest(parts), lambda: {"parts": parts})
 
     def run_page(self, query: Query) -> PageResponse | None:
         entry = self._entry(query, "run")
@@ -125,13 +125,13 @@ class BoardSite:
         if entry is None:
             return None
         row = self.watch.row(entry)
-        with self.watch.index(entry, PATIENCE) as index:
+        with self.watch.index(entry, READ_SECONDS) as index:
             share = index.share
             version = f"{index.version}-{share == 1}-{row.state}"
 
-            def told() -> dict[str, Any]:
+            def update() -> dict[str, Any]:
                 parts = {"state": board_pages.part("run_parts.html", "head", row)}
-                if share < 1:  # what is said of a whole run is not said of the part that has been read
+                if share < 1:  # key figures of a partly read run would be wrong
                     return {"parts": parts}
                 record = index.record()
                 key = key_figures(record, index.curves)
@@ -141,20 +141,20 @@ class BoardSite:
                     "figures": [figure_data(each) for each in figures(record, key, index.curves)],
                 }
 
-            return changed_parts({"moving": _moves(row), "share": share}, query, version, told)
+            return changed_parts({"moving": _moves(row), "share": share}, query, version, update)
 
     def studies_page(self, query: Query) -> PageResponse:
-        made = [self._made(entry) for entry in self.watch.entries() if entry.kind != "run"]
-        kept: dict[str, list[Listed]] = {}
+        local = [self._listed_folder(entry) for entry in self.watch.entries() if entry.kind != "run"]
+        saved: dict[str, list[ListedResult]] = {}
         for each in saved_results(self.results, self.files):
             if each.group not in SIMULATIONS:
                 row = (each.name.removeprefix(f"{each.group}/"), _at("result", each.name), each.about, each.outcome, "")
-                kept.setdefault(each.group, []).append(row)
-        # what was judged comes before what was only timed
-        groups = sorted(kept.items(), key=lambda group: (group[0] == "benchmarks", group[0]))
-        return self._page("studies", "studies", made=made, groups=groups)
+                saved.setdefault(each.group, []).append(row)
+        # results with verdicts come before timings
+        groups = sorted(saved.items(), key=lambda group: (group[0] == "benchmarks", group[0]))
+        return self._page("studies", "studies", local=local, groups=groups)
 
-    def _made(self, entry: RunListing) -> Listed:
+    def _listed_folder(self, entry: RunListing) -> ListedResult:
         data = redact(self.files.json_object(entry.path / f"{entry.kind}.json"))
         offline = _at("page", entry.name) if (entry.path / "report.html").is_file() else ""
         return entry.name, _at("folder", entry.name), str(data.get("about") or entry.kind), outcome(data), offline
@@ -163,22 +163,24 @@ class BoardSite:
         entry = self._entry(query, "study", "comparison", "lottery")
         if entry is None:
             return None
-        name, _, about, _, offline = self._made(entry)
+        name, _, about, _, offline = self._listed_folder(entry)
         shown = tables(redact(self.files.json_object(entry.path / f"{entry.kind}.json")))
-        told = "" if about == entry.kind else about
-        return self._tables(name, entry.kind, told, [("", shown)], offline=offline, here="studies")
+        description = "" if about == entry.kind else about
+        return self._tables(name, entry.kind, description, [("", shown)], offline=offline, here="studies")
 
     def result_page(self, query: Query) -> PageResponse | None:
-        kept = next((each for each in saved_results(self.results, self.files) if each.name == query.get("name")), None)
-        if kept is None:
+        result = next(
+            (each for each in saved_results(self.results, self.files) if each.name == query.get("name")), None
+        )
+        if result is None:
             return None
-        here = "simulations" if kept.group in SIMULATIONS else "studies"
-        return self._tables(kept.name, kept.group, kept.about, [("", tables(kept.data))], here=here)
+        here = "simulations" if result.group in SIMULATIONS else "studies"
+        return self._tables(result.name, result.group, result.about, [("", tables(result.data))], here=here)
 
     def simulations_page(self, query: Query) -> PageResponse:
-        kept = [each for each in saved_results(self.results, self.files) if each.group in SIMULATIONS]
-        groups = [(each.name, tables(each.data)) for each in kept]
-        return self._tables("Simulations", "of hardware that is not here", "", groups, here="simulations")
+        results = [each for each in saved_results(self.results, self.files) if each.group in SIMULATIONS]
+        groups = [(each.name, tables(each.data)) for each in results]
+        return self._tables("Simulations", "of other hardware", "", groups, here="simulations")
 
     def techniques_page(self, query: Query) -> PageResponse:
         return self._page("techniques", "techniques", cards=list(self.cards().values()))
@@ -193,7 +195,7 @@ class BoardSite:
         return self._page("technique", "techniques", card=card, verdicts=verdicts, evidence=evidence, used=used)
 
     def offline_page(self, query: Query) -> PageResponse | None:
-        """A page as it lies in a folder, in a sandbox: of its scripts only ours run, and they fetch nothing."""
+        """Return a page stored in a folder, sandboxed: only the scripts of reports run, and they load nothing."""
         entry = self._entry(query)
         page = entry.path / "report.html" if entry else None
         if page is None or not page.is_file() or page.stat().st_size > LARGEST_PAGE:
@@ -201,7 +203,7 @@ class BoardSite:
         return PageResponse(page.read_bytes(), policy=f"sandbox allow-scripts; {scripts_policy()}")
 
     def cards(self) -> dict[str, TechniqueCard]:
-        with self._telling:
+        with self._cards_lock:
             if not self._cards:
                 self._cards = {card.name: card for card in map(card_from, self.profiles())}
             return self._cards
@@ -211,13 +213,13 @@ class BoardSite:
         return entry if entry and (not kinds or entry.kind in kinds) else None
 
     def _page(self, template: str, here: str, **values: Any) -> PageResponse:
-        places = {"folder": self.watch.runs, "results": self.results}
-        return PageResponse(board_pages.page(template, here=here, **places, **values).encode(errors="replace"))
+        folders = {"folder": self.watch.runs, "results": self.results}
+        return PageResponse(board_pages.page(template, here=here, **folders, **values).encode(errors="replace"))
 
     def _tables(self, title: str, kind: str, about: str, groups: Any, here: str, offline: str = "") -> PageResponse:
-        empty = f"There are none in {self.results}."
-        told = {"title": title, "kind": kind, "about": about, "offline": offline, "empty": empty}
-        return self._page("tables", here, groups=groups, **told)
+        empty = f"No simulations in {self.results}."
+        values = {"title": title, "kind": kind, "about": about, "offline": offline, "empty": empty}
+        return self._page("tables", here, groups=groups, **values)
 
 
 def _digest(parts: Mapping[str, str]) -> str:
@@ -229,8 +231,8 @@ def _moves(row: RunListRow) -> bool:
 
 
 def _sort(query: Query) -> str:
-    asked = query.get("sort", "")
-    return asked if asked in board_pages.SORTS else board_pages.UNSORTED
+    column = query.get("sort", "")
+    return column if column in board_pages.SORTS else board_pages.UNSORTED
 
 
 def _at(page: str, name: str) -> str:

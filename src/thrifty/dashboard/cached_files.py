@@ -1,4 +1,4 @@
-"""Small files of run folders and results, read again only when they have changed, and never more than is sensible."""
+"""Cache of small parsed files of run folders and results; a file is reread only after a change."""
 
 import json
 import stat
@@ -10,14 +10,14 @@ from typing import Any
 from thrifty.reporting.run_record import mapping
 
 LARGEST = 8 << 20
-"""Bytes of a file that is read as a whole; a larger one counts as unreadable."""
+"""Maximum bytes of a file; a larger one counts as unreadable."""
 
 
 class CachedFiles:
-    """Parsed files by path. What is missing, too large or not what it should be is None."""
+    """Parsed files by path; None if a file is missing, too large or invalid."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[tuple[int, int], Any]] = {}
+        self._parsed: dict[Path, tuple[tuple[int, int], Any]] = {}
 
     def json(self, path: Path) -> Any:
         return self._read(path, json.loads)
@@ -34,10 +34,10 @@ class CachedFiles:
             if not stat.S_ISREG(status.st_mode):
                 return None
             mark = status.st_mtime_ns, status.st_size
-            known = self._known.get(path)
-            if known is None or known[0] != mark:
+            entry = self._parsed.get(path)
+            if entry is None or entry[0] != mark:
                 value = parse(path.read_bytes()) if status.st_size <= LARGEST else None
-                self._known[path] = known = mark, value
-            return known[1]
+                self._parsed[path] = entry = mark, value
+            return entry[1]
         except (OSError, ValueError, RecursionError):
             return None

@@ -1,4 +1,4 @@
-"""Answers, and what a page that is open is told when it asks again."""
+"""Responses of the board, and JSON updates for open pages."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ OWN_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Of the board's own pages: scripts are files of its own, and nothing is asked of anybody else. Vega sets styles."""
+"""Content security policy of the board's own pages: own scripts, no external requests. Vega sets inline styles."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,19 @@ class PageResponse:
     status: HTTPStatus = HTTPStatus.OK
     policy: str = OWN_POLICY
     lasting: bool = False
-    """Whether a browser may keep it."""
+    """True if a browser may cache the response."""
 
 
-def changed_parts(told: dict[str, Any], query: Query, version: str, more: Callable[[], dict[str, Any]]) -> PageResponse:
-    """What changes with every question, and the rest where the asker has another version of it."""
-    told |= {"version": version, **({"same": True} if query.get("have") == version else more())}
-    return PageResponse(json.dumps(told, allow_nan=False).encode(), "application/json")
+def changed_parts(
+    update: dict[str, Any], query: Query, version: str, more: Callable[[], dict[str, Any]]
+) -> PageResponse:
+    """Return the values that change with every request, and the rest if the page has another version."""
+    update |= {"version": version, **({"same": True} if query.get("have") == version else more())}
+    return PageResponse(json.dumps(update, allow_nan=False).encode(), "application/json")
 
 
 def figure_data(figure: ChartFigure) -> dict[str, Any]:
-    """A chart for the script of the page."""
+    """Return a chart as data for the page's script."""
     return {
         "id": figure.id,
         "title": figure.title,
@@ -47,5 +49,5 @@ def figure_data(figure: ChartFigure) -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """A third of the bytes of a list of objects with the same keys."""
+    """Return columns instead of rows, which takes a third of the bytes."""
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}

@@ -1,4 +1,4 @@
-"""The records of one run, read once and then only where they were added to."""
+"""Index of one run's records, which reads only appended lines."""
 
 import time
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ SMALL_FILES = ("recipe.toml", "origins.json", "environment.json", "explanation.j
 
 
 class RunIndex:
-    """What the page of a run needs of its records. Not for several threads at once."""
+    """Records of a run for its page. Not thread-safe."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -30,7 +30,7 @@ class RunIndex:
         self._restarts = self.tail.restarts
 
     def advance(self, seconds: float) -> None:
-        """Reads what was added, for about so many seconds at most."""
+        """Read appended records for at most about this many seconds."""
         end = time.monotonic() + seconds
         self._is_whole = False
         while not self._is_whole:
@@ -38,19 +38,19 @@ class RunIndex:
             if self.tail.restarts != self._restarts:
                 self._forget()
             for line in lines:
-                self._take(line)
+                self._add(line)
             self._is_whole = not lines
             if time.monotonic() > end:
                 break
 
     @property
     def share(self) -> float:
-        """Of the records, how much has been read; 1 only when all whole lines have been."""
+        """Fraction of the records that has been read; 1 only after all complete lines."""
         return 1.0 if self._is_whole else min(self.tail.offset / max(1, self.tail.size), 0.999)
 
     @property
     def version(self) -> str:
-        """Changes when anything of the run that a page shows does."""
+        """Version that changes with every file that the page shows."""
         files = [self.tail.offset, self.tail.restarts]
         for name in SMALL_FILES:
             try:
@@ -60,12 +60,12 @@ class RunIndex:
         return "-".join(map(str, files))
 
     def record(self) -> RunRecord:
-        """Return the run with its events, and of its steps the number of the last; `curves` have the values."""
+        """Return the run with its events and its last step only; `curves` has the values."""
         rows = [{"kind": "step", "step": step} for step in self.curves.steps.steps[-1:]]
         record = read_run(self.folder, [*rows, *sorted(self.events.values(), key=lambda event: event["step"])])
         return replace(record, damage=(*record.damage, *self._damage()))
 
-    def _take(self, line: bytes) -> None:
+    def _add(self, line: bytes) -> None:
         record = parse_record(line)
         if record is None:
             self.unreadable += bool(line.strip())
@@ -74,12 +74,12 @@ class RunIndex:
         if kind in ("step", "evaluation"):
             self.curves.put(record)
         elif kind in EVENTS:
-            same = (kind, record["step"], str(record.get("text")), str(record.get("technique")))
-            self.events.pop(same, None)
-            self.events[same] = record
+            key = (kind, record["step"], str(record.get("text")), str(record.get("technique")))
+            self.events.pop(key, None)
+            self.events[key] = record
             if len(self.events) > MOST_EVENTS:
                 del self.events[next(iter(self.events))]
 
     def _damage(self) -> list[str]:
-        lost = self.unreadable + self.tail.left_out
-        return [f"records.jsonl: {lost} unreadable lines were left out."] if lost else []
+        skipped = self.unreadable + self.tail.left_out
+        return [f"records.jsonl: {skipped} unreadable lines were skipped."] if skipped else []

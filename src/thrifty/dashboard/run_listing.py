@@ -1,4 +1,4 @@
-"""What lies under the folder of runs: runs, and the studies, comparisons and lotteries that consist of runs."""
+"""Listing of the run folders, and of the studies, comparisons and lotteries that consist of runs."""
 
 import os
 from collections.abc import Iterator
@@ -8,25 +8,25 @@ from pathlib import Path
 from thrifty.reporting.run_record import is_run_folder
 
 DEEPEST = 3
-"""Runs of a comparison lie in folders of its own."""
+"""Maximum folder depth: runs of a comparison are in subfolders."""
 MOST = 5_000
-"""Folders that are looked at."""
+"""Maximum number of folders listed."""
 KINDS = {"study.json": "study", "comparison.json": "comparison", "lottery.json": "lottery"}
-"""What a folder is by the file in it that says so."""
+"""Kind of a folder by the file in it."""
 
 
 @dataclass(frozen=True)
 class RunListing:
-    """A folder worth showing. `name` is its path below the folder of runs, with slashes: how a page asks for it."""
+    """A listed folder. `name` is its path below the folder of runs, with slashes, and identifies it in a query."""
 
     name: str
     path: Path
     kind: str
-    """run, study, comparison or lottery."""
+    """Kind: run, study, comparison or lottery."""
 
 
 def entries(runs: Path) -> list[RunListing]:
-    """All of them. Only these can be asked for, so no request reaches a file that is not in one of them."""
+    """Return all listed folders. Only these can be requested, so no request reaches other files."""
     listings = []
     for count, (name, path) in enumerate(_folders(runs, "", DEEPEST)):
         if count == MOST:
@@ -40,7 +40,7 @@ def entries(runs: Path) -> list[RunListing]:
 
 
 def _is_shown(name: str) -> bool:
-    """Not what is hidden, nor a name that no page can hold: one that is not text."""
+    """True for names that are not hidden and that a page can show as text."""
     return not name.startswith(".") and name.isprintable()
 
 

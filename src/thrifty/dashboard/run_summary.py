@@ -1,4 +1,4 @@
-"""A run at a glance, for the list: from the end of its records and a few places in between, whatever their length."""
+"""Summary of a run for the list, from the end of its records and a few samples, at constant cost."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,17 +16,17 @@ from thrifty.reporting.run_record import mappings, number, parse_record
 from thrifty.reporting.run_state import run_state
 
 FROM_END = 1 << 16
-"""Bytes at the end of the records; what lies before them is not read, however much it is."""
+"""Bytes at the end of the records that are read; anything before is skipped."""
 SAMPLES = 64
 AROUND = 1 << 12
-"""Bytes that are read where the loss is sampled."""
+"""Bytes read at each loss sample."""
 RECENT = 50
-"""Steps over which tokens per second are taken."""
+"""Number of steps over which tokens per second are averaged."""
 
 
 @dataclass(frozen=True)
 class RunListRow:
-    """Of the list. Losses as the objective has them, `updated` in seconds since 1970; None for what is not known."""
+    """Row of the run list. Losses are in the objective's unit, `updated` in seconds since 1970; None if unknown."""
 
     name: str
     about: str
@@ -41,11 +41,11 @@ class RunListRow:
     tokens_per_second: float | None
     updated: float
     sparkline: tuple[CurvePoint, ...]
-    """The training loss at some steps, sampled: a short spike between them is not seen."""
+    """Training loss at sampled steps; short spikes between them are missed."""
 
 
 class RunSummary:
-    """Follows one run. Not for several threads at once."""
+    """Incremental summary of one run. Not thread-safe."""
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder = name, folder
@@ -61,7 +61,7 @@ class RunSummary:
         self._restarts = self.tail.restarts
 
     def refresh(self) -> RunListRow:
-        """The run now. Raises nothing for files that are missing or damaged."""
+        """Return the current row of the run. Missing or damaged files raise nothing."""
         self._follow()
         recipe = rename_recipe(self.files.toml(self.folder / "recipe.toml"))
         summary = self.files.json_object(self.folder / "summary.json")
@@ -73,7 +73,7 @@ class RunSummary:
         return RunListRow(
             name=self.name,
             about=redact_text(str(recipe.get("about", ""))),
-            recipe=redact_text(_in_short(recipe)),
+            recipe=redact_text(_model_and_data(recipe)),
             techniques=tuple(redact_text(rename_techniques(str(each.get("name", "")))) for each in named),
             state=state.name,
             reason=state.reason,
@@ -89,7 +89,7 @@ class RunSummary:
     def _follow(self) -> None:
         lines = [b""]
         while lines:
-            if self.tail.size - self.tail.offset > FROM_END:  # at the first look, and after nobody looked for long
+            if self.tail.size - self.tail.offset > FROM_END:  # at the first refresh, or after a long pause
                 self.tail.skip_to(self.tail.size - FROM_END)
                 self._forget()
             lines = self.tail.read()
@@ -121,7 +121,8 @@ class RunSummary:
 
 
 def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
-    """The training loss at evenly spread places of the records, by step; of a small file all of it, thinned."""
+    """Return the training loss at evenly spaced positions of the records by step; a small file is read fully and
+    thinned."""
     curves = StepColumns(["loss"])
     if not file.is_file():
         return []
@@ -130,8 +131,8 @@ def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
             if size <= SAMPLES * AROUND:
                 _put_losses(curves, opened.read(SAMPLES * AROUND))
             else:
-                for place in range(SAMPLES):
-                    opened.seek(place * (size - AROUND) // (SAMPLES - 1))
+                for sample in range(SAMPLES):
+                    opened.seek(sample * (size - AROUND) // (SAMPLES - 1))
                     _put_losses(curves, opened.read(AROUND), most=1)
     except OSError:
         return []
@@ -139,7 +140,7 @@ def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
 
 
 def _put_losses(curves: StepColumns, content: bytes, most: int | None = None) -> None:
-    """Put the losses of the first `most` steps of a piece of the records, all by default."""
+    """Add the losses of the first `most` steps in a part of the records; all by default."""
     count = 0
     for line in content.split(b"\n"):
         record = parse_record(line) if line.startswith(b"{") else None
@@ -150,8 +151,8 @@ def _put_losses(curves: StepColumns, content: bytes, most: int | None = None) ->
                 break
 
 
-def _in_short(recipe: Mapping[str, Any]) -> str:
-    """The model and the data of a recipe."""
+def _model_and_data(recipe: Mapping[str, Any]) -> str:
+    """Return the model and the data of a recipe as text."""
     model, data = recipe.get("model"), recipe.get("data")
     parts = [
         part.get(name)
@@ -162,7 +163,7 @@ def _in_short(recipe: Mapping[str, Any]) -> str:
 
 
 def _steps(recipe: Mapping[str, Any]) -> int | None:
-    """How many steps the run is to make, where its budget is in steps."""
+    """Return the number of steps of the budget, or None if it is not in steps."""
     budget = recipe.get("budget")
     steps = number(budget.get("steps")) if isinstance(budget, dict) else None
     return int(steps) if steps else None

@@ -1,4 +1,4 @@
-"""Kept results: JSON files under results/, by the folder they lie in, as tables."""
+"""Saved results: JSON files under results/, by folder, as tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,30 +12,30 @@ from thrifty.reporting.run_record import mapping, mappings, number
 from thrifty.reporting.run_tables import TextTable
 
 MOST = 2_000
-"""Files that are listed."""
+"""Maximum number of files listed."""
 COLUMNS, ROWS = 14, 400
-"""Of a table, at most."""
+"""Maximum numbers of columns and rows of a table."""
 DEEPEST = 3
-"""Commas in the caption of a table whose objects still get tables of their own."""
+"""Maximum nesting of objects that have tables of their own, counted by commas in the caption."""
 Labelled = Sequence[tuple[str, Mapping[str, Any]]]
 FACTS = ("cpu", "gpu", "device", "cores", "torch", "python", "thrifty", "started")
 
 
 @dataclass(frozen=True)
 class SavedResult:
-    """One file of results. `name`, by which a page asks for it, is its path below the folder of results, unended."""
+    """One file of results. `name`, which identifies it in a query, is its path below the folder without suffix."""
 
     name: str
     group: str
-    """studies, cluster, hardware, benchmarks, comparisons, …: the first folder on the way to it."""
+    """First folder of its path: studies, cluster, hardware, benchmarks, comparisons, …."""
     about: str
     outcome: str
-    """In a few words, see `outcome`."""
+    """Short text, see `outcome`."""
     data: Mapping[str, Any]
 
 
 def saved_results(folder: Path, files: CachedFiles) -> list[SavedResult]:
-    """All that can be read, in the order of their names."""
+    """Return all readable results, ordered by name."""
     results = []
     for path in sorted(folder.glob("**/*.json"))[:MOST]:
         name = path.relative_to(folder).with_suffix("").as_posix()
@@ -47,13 +47,15 @@ def saved_results(folder: Path, files: CachedFiles) -> list[SavedResult]:
 
 
 def tables(data: Mapping[str, Any]) -> list[TextTable]:
-    """Whatever a file of results holds, as tables: of a study its means and what was expected; of anything else the
-    lists and mappings of like things in it, at most a few hundred rows of each."""
+    """Return the tables of a results file.
+
+    For a study these are expectations and means, for other files their lists and mappings of similar objects.
+    """
     study = "summary" in data and "definition" in data
-    made = list(_study(data)) if study else list(_found(data, ""))
+    found_tables = list(_study(data)) if study else list(_generic_tables(data, ""))
     facts = mapping(data.get("environment")) or data
     rows = [(name, _cell(facts[name])) for name in FACTS if facts.get(name) is not None]
-    return [*made, TextTable("Measured on", ("What", "Value"), rows)] if rows else made
+    return [*found_tables, TextTable("Measured on", ("Fact", "Value"), rows)] if rows else found_tables
 
 
 def _study(data: Mapping[str, Any]) -> Iterator[TextTable]:
@@ -67,12 +69,12 @@ def _study(data: Mapping[str, Any]) -> Iterator[TextTable]:
             )
             for each in expected
         ]
-        yield TextTable("What was expected", ("Expectation", "Outcome", "Held in"), rows)
+        yield TextTable("Expectations", ("Expectation", "Verdict", "Holds in"), rows)
     numbers = {case: values for case, values in mapping(data["summary"]).items() if isinstance(values, dict)}
     every = list(dict.fromkeys(name for values in numbers.values() for name in values))
     names = every[:COLUMNS]
     rows = [[case, *(_estimate(values.get(name)) for name in names)] for case, values in list(numbers.items())[:ROWS]]
-    note = f"Means over seeds, ± half of the 95 % interval. {_left_out(every[COLUMNS:], len(numbers))}".strip()
+    note = f"Means over seeds, ± half-width of the 95 % interval. {_left_out(every[COLUMNS:], len(numbers))}".strip()
     yield TextTable("Means by case", ["Case", *names], rows, frozenset(range(1, len(names) + 1)), note)
 
 
@@ -85,11 +87,11 @@ def _estimate(estimate: Any) -> str:
     return significant(mean) if half is None else f"{significant(mean)} ± {significant(half)}"
 
 
-def _found(data: Mapping[str, Any], path: str) -> Iterator[TextTable]:
-    """Lists of objects and objects of objects become tables; deeper ones tables of their own."""
+def _generic_tables(data: Mapping[str, Any], path: str) -> Iterator[TextTable]:
+    """Yield a table for each list of objects and object of objects; deeper ones have tables of their own."""
     single = [(name, _cell(value)) for name, value in data.items() if not _is_deep(value) and name not in FACTS]
     if single:
-        yield TextTable(path or "Numbers", ("What", "Value"), single[:ROWS], note=_left_out((), len(single)))
+        yield TextTable(path or "Values", ("Name", "Value"), single[:ROWS], note=_left_out((), len(single)))
     for name, value in data.items():
         caption = f"{path}, {name}" if path else name
         inner = list(value.items()) if isinstance(value, dict) else list(enumerate(_list(value), start=1))
@@ -97,30 +99,30 @@ def _found(data: Mapping[str, Any], path: str) -> Iterator[TextTable]:
         if name in ("environment", "definition"):
             continue
         if not objects:
-            yield from _found(value, caption) if isinstance(value, dict) else ()
+            yield from _generic_tables(value, caption) if isinstance(value, dict) else ()
             continue
         is_deep = len(objects) < len(inner) or any(_is_deep(each) for _, row in objects for each in row.values())
         if is_deep and isinstance(value, dict) and path.count(",") < DEEPEST:
-            yield from _found(value, caption)
+            yield from _generic_tables(value, caption)
         else:
             yield _rows(caption, objects, labelled=isinstance(value, dict))
 
 
 def _rows(caption: str, objects: Labelled, labelled: bool) -> TextTable:
-    """A row for each object, of what has no more objects in it."""
-    named = list(dict.fromkeys(column for _, row in objects for column in row))
-    columns = [column for column in named if not any(_is_deep(row.get(column)) for _, row in objects)][:COLUMNS]
+    """Return a table with a row per object; columns with nested objects are left out."""
+    names = list(dict.fromkeys(column for _, row in objects for column in row))
+    columns = [column for column in names if not any(_is_deep(row.get(column)) for _, row in objects)][:COLUMNS]
     rows = [
         [*([label] if labelled else []), *(_cell(row.get(column)) for column in columns)]
         for label, row in objects[:ROWS]
     ]
     numeric = {place for place, column in enumerate(columns, start=labelled) if _is_numeric(objects, column)}
-    note = _left_out([column for column in named if column not in columns], len(objects))
+    note = _left_out([column for column in names if column not in columns], len(objects))
     return TextTable(caption, [*([""] if labelled else []), *columns], rows, frozenset(numeric), note)
 
 
 def _left_out(columns: Sequence[str], rows: int) -> str:
-    """What a table does not show, in words."""
+    """Return a sentence on columns and rows that a table leaves out."""
     left = [", ".join(columns)] if columns else []
     left += [f"{rows - ROWS:,} more rows"] if rows > ROWS else []
     return f"Not shown: {'; '.join(left)}." if left else ""
@@ -135,12 +137,12 @@ def _is_numeric(objects: Labelled, column: str) -> bool:
 
 
 def outcome(data: Mapping[str, Any]) -> str:
-    """Of a study how many of its expectations hold, of a comparison the verdict on each arm, of others their status."""
+    """Return a study's count of expectations that hold, a comparison's verdicts, or the status of other results."""
     verdicts = [each.get("verdict") for each in mappings(data.get("expectations"))]
     if verdicts:
         return f"{verdicts.count('holds')} of {len(verdicts)} expectations hold"
-    judged = mapping(mapping(data.get("outcome")).get("arms"))
-    words = {label: mapping(mapping(arm).get("verdict")).get("verdict") for label, arm in judged.items()}
+    variants = mapping(mapping(data.get("outcome")).get("arms"))
+    words = {label: mapping(mapping(variant).get("verdict")).get("verdict") for label, variant in variants.items()}
     return "; ".join(f"{label}: {word}" for label, word in words.items() if word) or str(data.get("status", ""))
 
 

@@ -1,1 +1,1 @@
-"""From a run folder to one offline page and a few pictures; reads files only, never the training process."""
+"""Reports: one offline page and chart images from a run folder. Reads files only, never the training process."""

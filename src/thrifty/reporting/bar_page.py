@@ -1,26 +1,26 @@
-"""Simulations as one offline page in the look of reports: bars and tables, no script, and nothing that is fetched."""
+"""Offline page for simulations: bars and tables in the style of reports, without scripts or external resources."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, RIGHT = 960, 250, 110
-"""Pixels of a chart, of the names before its bars, and of the figures behind them."""
+"""Widths in pixels of a chart, of the row names, and of the values after the bars."""
 BAR, GAP = 13, 10
 COLOURS = ("train", "held-out", "trained")
-"""Of the palette, for up to three series."""
+"""Palette colours of up to three series."""
 
 
 @dataclass(frozen=True)
 class StackedBar:
-    """Parts one behind the other, each fainter than the one before, and what stands behind them."""
+    """Bar of consecutive parts, each fainter than the previous one, with a text after it."""
 
     parts: tuple[float, ...]
     text: str
 
 
 def page(title: str, about: str, body: Sequence[str]) -> str:
-    """A whole page of sections that are HTML already; `title` and `about` are text."""
+    """Return a complete page of HTML sections; `title` and `about` are plain text."""
     from thrifty.reporting.page_templates import template
 
     return template("simulation.html").render(title=title, about=about, sections="".join(body))
@@ -34,13 +34,13 @@ def paragraph(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def figure(title: str, unit: str, drawn: str, legend: str = "") -> str:
+def figure(title: str, unit: str, svg: str, legend: str = "") -> str:
     caption = f'<h3>{escape(title)} <span class="unit">{escape(unit)}</span></h3>{legend}'
-    return f'<figure class="wide"><figcaption>{caption}</figcaption><div class="chart">{drawn}</div></figure>'
+    return f'<figure class="wide"><figcaption>{caption}</figcaption><div class="chart">{svg}</div></figure>'
 
 
 def legend(series: Sequence[str]) -> str:
-    """Nothing for a single series."""
+    """Return a legend, or nothing for a single series."""
     if len(series) < 2:
         return ""
     keys = [
@@ -51,8 +51,7 @@ def legend(series: Sequence[str]) -> str:
 
 
 def bars(title: str, rows: Sequence[tuple[str, Mapping[str, StackedBar]]], series: Sequence[str]) -> str:
-    """An SVG with a group of horizontal bars for each row, one for each of the `series` that it has. All share one
-    scale, from 0 to the longest."""
+    """Return an SVG with a group of horizontal bars per row, one bar per series on a common scale from 0."""
     longest = max((sum(bar.parts) for _, group in rows for bar in group.values()), default=0.0) or 1.0
     height = sum(len(group) * (BAR + 2) + GAP for _, group in rows)
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}" font-size="12">']
@@ -76,13 +75,13 @@ def bars(title: str, rows: Sequence[tuple[str, Mapping[str, StackedBar]]], serie
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str]) -> str:
-    """All cells as text; columns of `numbers` stand right."""
+    """Return an HTML table of texts; columns in `numbers` are right-aligned."""
 
     def cells(kind: str, row: Sequence[str]) -> str:
         scope, number = ' scope="col"' if kind == "th" else "", ' class="number"'
         return "".join(
-            f"<{kind}{scope}{number if columns[place] in numbers else ''}>{escape(cell)}</{kind}>"
-            for place, cell in enumerate(row)
+            f"<{kind}{scope}{number if columns[index] in numbers else ''}>{escape(cell)}</{kind}>"
+            for index, cell in enumerate(row)
         )
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)

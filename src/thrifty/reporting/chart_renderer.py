@@ -1,4 +1,4 @@
-"""Vega-Lite charts as SVG, as PNG, and as the script that draws them in a page: the work of the extra `charts`."""
+"""Renderer of Vega-Lite charts: SVG, PNG, PDF, and the script for live pages. Requires the extra `charts`."""
 
 import functools
 from collections.abc import Mapping
@@ -13,30 +13,30 @@ INSTALL = "pip install 'thrifty[charts]'"
 
 
 def render_svg(spec: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a chart as SVG; without the extra, an SVG that says what to install, so that a page loses nothing else."""
+    """Return a chart as SVG; without the extra, an SVG with the install command, so that the rest of the page works."""
     try:
         convert = _converter()
     except UsageError:
-        text = f'<text x="8" y="20" font-family="sans-serif">This chart needs {INSTALL}</text>'
+        text = f'<text x="8" y="20" font-family="sans-serif">This chart requires {INSTALL}</text>'
         return f'<svg xmlns="http://www.w3.org/2000/svg" width="480" height="32">{text}</svg>'
     return convert.vegalite_to_svg(spec, vl_version=VEGA_LITE, config=config, allowed_base_urls=[])
 
 
 def render_png(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-    """Return a chart as PNG; raises UsageError without the extra."""
+    """Return a chart as PNG. Raise UsageError without the extra."""
     return _converter().vegalite_to_png(spec, vl_version=VEGA_LITE, config=config, scale=2, allowed_base_urls=[])
 
 
 def render_pdf(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-    """Return a chart as PDF; raises UsageError without the extra."""
+    """Return a chart as PDF. Raise UsageError without the extra."""
     return _converter().vegalite_to_pdf(spec, vl_version=VEGA_LITE, config=config, allowed_base_urls=[])
 
 
 @functools.cache
 def vega_bundle() -> str:
-    """Return Vega, Vega-Lite and vega-embed in one script that fetches nothing; the first call takes a second or two.
+    """Return Vega, Vega-Lite and vega-embed as one self-contained script; the first call takes a second or two.
 
-    Raises UsageError without the extra.
+    Raise UsageError without the extra.
     """
     return _converter().javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
 
@@ -45,5 +45,5 @@ def _converter() -> Any:
     try:
         import vl_convert
     except ImportError:
-        raise UsageError("charts need the package vl-convert-python, which is not installed", fix=INSTALL) from None
+        raise UsageError("charts require the package vl-convert-python, which is not installed", fix=INSTALL) from None
     return vl_convert

@@ -1,7 +1,7 @@
-"""Colours of the page and of its charts, for light and dark, and the look of a chart made from them.
+"""Colours of pages and charts, for light and dark mode, and the Vega-Lite config made from them.
 
-Curves use the colours of Okabe and Ito (2008, Color Universal Design), which people with any colour vision can tell
-apart; which of them depends on the ground, so that every curve keeps a contrast of 3:1 and all text 4.5:1 (WCAG AA).
+Curves use the colours of Okabe and Ito (2008, Color Universal Design), which are distinguishable with any colour
+vision. Each mode has its own shades: contrast is at least 3:1 for curves and 4.5:1 for text (WCAG AA).
 """
 
 from collections.abc import Callable
@@ -42,12 +42,12 @@ FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-se
 
 
 def css_variable(name: str) -> str:
-    """A colour the page resolves, so that charts follow a change of scheme, and print, without being drawn again."""
+    """Return a CSS variable, so that charts follow a change of colour scheme without being redrawn."""
     return f"var(--{name})"
 
 
 def chart_look(colour: Callable[[str], str], font: str = FONT) -> dict[str, Any]:
-    """A Vega-Lite `config`. `colour` turns the name of a colour into what the renderer understands."""
+    """Return a Vega-Lite `config`; `colour` maps a colour name to a value for the renderer."""
     text = {"labelColor": colour("muted"), "titleColor": colour("muted"), "labelFontSize": 12, "titleFontSize": 12}
     plain = {"titleFontWeight": "normal", "labelFont": font, "titleFont": font}
     return {

@@ -1,4 +1,4 @@
-"""The charts of a comparison: differences of pairs, and losses over time; as SVG whose colours the page resolves."""
+"""Charts of a comparison as SVG with CSS colours: paired differences, and losses over time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,34 +10,34 @@ from thrifty.reporting.color_theme import chart_look, css_variable
 
 BASELINE = "baseline"
 SERIES = ("control", "train", "held-out", "trained", "bad")
-"""Colours of the palette, the baseline's first; more arms begin again, with dashes."""
+"""Palette colours, the baseline's first; further variants repeat them with dashes."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
 Comparison = Mapping[str, Any]
-"""What stands in comparison.json."""
+"""Content of comparison.json."""
 
 
 def charts(data: Comparison) -> list[tuple[str, str, alt.LayerChart]]:
-    """Title, words for who does not see it, and the chart."""
+    """Return title, text alternative and chart of each figure."""
     done = [entry for entry in data["runs"] if "seed" in entry and entry["status"] == "finished"]
     return [chart for chart in [_differences(data, done), _curves(data, done)] if chart is not None]
 
 
 def judged_of(data: Comparison) -> str:
-    """Return the measure on held-out data that decides: "loss" or the name of a metric."""
+    """Return the held-out metric of the verdict: "loss" or the name of another metric."""
     return data["definition"]["arms"][BASELINE].get("evaluation", {}).get("judge", "loss")
 
 
 def judged_value(measured: Mapping[str, Any], judged: str) -> float | None:
-    """Return the judged measure of a run, or of the means of a variant."""
+    """Return this metric for a run, or for the means of a variant."""
     return measured["held_out_loss"] if judged == "loss" else measured["measured"].get(judged)
 
 
 def found_difference(data: Comparison, label: str) -> Mapping[str, float | None] | None:
-    """Return the mean difference of a variant to the baseline with its interval ("low", "high"), if there is one."""
+    """Return the mean difference of a variant to the baseline with its interval ("low", "high"), if available."""
     found = data["outcome"]["arms"][label].get("verdict", {}).get("found")
     if found is None or _is_lower_better(data):
         return found
-    ends = {"low": found["high"], "high": found["low"]}  # a verdict has lower for better
+    ends = {"low": found["high"], "high": found["low"]}  # in a verdict lower is always better
     return {name: value and -value for name, value in {"mean": found["mean"], **ends}.items()}
 
 
@@ -62,7 +62,7 @@ def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[s
     y = alt.Y("arm:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(style="reference").encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=pairs)).mark_circle(size=45, color=css_variable("faint"), opacity=1)
-    x = alt.X("difference:Q", title=f"held-out {judged} less the baseline's, pair by pair", axis=alt.Axis(tickCount=6))
+    x = alt.X("difference:Q", title=f"held-out {judged} minus baseline, per pair", axis=alt.Axis(tickCount=6))
     layers = [zero, dots.encode(x=x, y=y)]
     if means:
         base = alt.Chart(alt.Data(values=means)).encode(y=y)
@@ -70,7 +70,7 @@ def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[s
         layers.append(base.mark_tick(thickness=3, size=18, color=css_variable("train")).encode(x="mean:Q"))
     chart = alt.layer(*layers).properties(width=640, height=alt.Step(46))
     better = "Left" if _is_lower_better(data) else "Right"
-    caption = f"Dots are pairs; the bar is the interval of their mean. {better} of the line a variant is better."
+    caption = f"Dots are pairs; the bar is the interval of their mean. {better} of the line, a variant is better."
     return "Differences", caption, chart
 
 
@@ -96,11 +96,11 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, s
         strokeDash=alt.StrokeDash("arm:N", scale=alt.Scale(domain=labels, range=dashes), legend=None),
         detail="run:N",
     )  # fmt: skip
-    return f"Held-out {judged} over time", "A line for each run.", alt.layer(lines).properties(width=640, height=300)
+    return f"Held-out {judged} over time", "One line per run.", alt.layer(lines).properties(width=640, height=300)
 
 
 def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
-    """The axis of losses ends where the steep beginning does not press all else flat."""
+    """Return a scale that cuts off the steep beginning of a loss curve."""
     losses = sorted(point["loss"] for point in points)
     most = {"domainMax": losses[int(0.9 * (len(losses) - 1))]} if judged == "loss" else {}
     return alt.Scale(zero=False, **most)
@@ -108,5 +108,5 @@ def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
 
 def svg(chart: alt.LayerChart) -> str:
     spec = {key: part for key, part in chart.to_dict().items() if key != "$schema"}
-    look = chart_look(css_variable, font="sans-serif")  # known here and there, so that room is left for labels
+    look = chart_look(css_variable, font="sans-serif")  # a font that both sides know, so that labels get enough space
     return render_svg({**spec, "background": None}, look)

@@ -1,5 +1,5 @@
-"""The page of a comparison, from its comparison.json: one HTML file that needs nothing but a browser and runs no
-script; its charts are drawn into it and take the page's colours."""
+"""Page of a comparison from its comparison.json: one self-contained HTML file without scripts, with inline SVG
+charts."""
 
 import json
 import shlex
@@ -16,12 +16,12 @@ from thrifty.reporting.page_templates import template
 
 FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
 UNEQUAL = 0.05
-"""From here on a budget that was to be equal is said not to have been, and no finding that it could explain is."""
+"""Relative deviation from the equal budget above which the page prints a caution."""
 OUTCOMES = {"better": "holds", "worse": "fails"}
 
 
 def write_comparison_page(folder: Path) -> Path:
-    """Writes report.html beside comparison.json and returns its path; also while the comparison goes on."""
+    """Write report.html next to comparison.json and return its path; works during the comparison too."""
     data = rename_comparison(redact(json.loads((folder / "comparison.json").read_text(encoding="utf-8"))))
     page = folder / "report.html"
     AtomicFiles().swap_text(page, render(data))
@@ -29,8 +29,7 @@ def write_comparison_page(folder: Path) -> Path:
 
 
 def render(data: Comparison) -> str:
-    """The page as text. The same comparison gives the same page."""
-    terms = data["definition"]["terms"]
+    """Return the page as text; it is deterministic."""
     devices = sorted({entry["device"] for entry in data["runs"] if "device" in entry})
     facts = {**data["environment"], "device": ", ".join(devices)}
     return template("comparison.html").render(
@@ -38,7 +37,6 @@ def render(data: Comparison) -> str:
         status=data["status"],
         error=data.get("error", ""),
         about=about(data),
-        terms=terms,
         verdicts=[(word, f"{label}: {said}", OUTCOMES.get(word, "")) for label, word, said in verdicts(data)],
         cautions=cautions(data),
         charts=[(title, caption, svg(chart)) for title, caption, chart in charts(data)],
@@ -50,19 +48,23 @@ def render(data: Comparison) -> str:
 
 
 def about(data: Comparison) -> str:
-    """What was compared, in a sentence."""
-    terms, variants = data["definition"]["terms"], len(data["definition"]["arms"]) - 1
+    """Return a sentence that describes the comparison."""
+    protocol, variants = data["definition"]["terms"], len(data["definition"]["arms"]) - 1
     equal = {"flops": "counted FLOPs", "time": "seconds in training steps", "tokens": _unit(data)}.get(
-        terms["equal"], terms["equal"]
+        protocol["equal"], protocol["equal"]
     )
-    tried = f"each at the best of {terms['trials']} learning rates" if terms["trials"] > 1 else "rates not tuned"
+    tried = (
+        f"each at the best of {protocol['trials']} learning rates"
+        if protocol["trials"] > 1
+        else "learning rates not tuned"
+    )
     others = "one variant" if variants == 1 else f"{variants} variants"
-    judged = "" if judged_of(data) == "loss" else f", judged by held-out {judged_of(data)}"
-    return f"A baseline and {others} at equal {equal}, {terms['seeds']} paired seeds, {tried}{judged}."
+    judged = "" if judged_of(data) == "loss" else f", compared by held-out {judged_of(data)}"
+    return f"A baseline and {others} at equal {equal}, {protocol['seeds']} paired seeds, {tried}{judged}."
 
 
 def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
-    """Each variant's label, the word, and the sentence."""
+    """Return label, verdict and sentence of each variant."""
     outcomes = data.get("outcome", {}).get("arms", {})
     return [
         (label, variant["verdict"]["verdict"], variant["verdict"]["sentence"])
@@ -72,30 +74,30 @@ def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
 
 
 def cautions(data: Comparison) -> list[str]:
-    """What a reader should know before believing a verdict."""
-    variants, terms = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
-    equal = {"flops": "FLOPs", "time": "seconds", "tokens": _unit(data)}.get(terms["equal"], terms["equal"])
-    said = [*data.get("cautions", [])]
-    said += [
-        f"{label} used {significant(variant['used'])} times the baseline's {equal}, which were to be equal"
+    """Return cautions that limit the verdicts."""
+    variants, protocol = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
+    equal = {"flops": "FLOPs", "time": "seconds", "tokens": _unit(data)}.get(protocol["equal"], protocol["equal"])
+    warnings = [*data.get("cautions", [])]
+    warnings += [
+        f"{label} used {significant(variant['used'])} times the {equal} of the baseline, although the budget was equal"
         for label, variant in variants.items()
         if variant.get("used") and abs(variant["used"] - 1) > UNEQUAL
     ]
-    said += [
-        f"the FLOPs of {label} change over its run, and are counted for its last steps"
+    warnings += [
+        f"the FLOPs of {label} change over its run; they are counted for its last steps"
         for label, each in data.get("budgets", {}).items()
         if each["step"]["flops_vary"]
     ]
     machines = sorted({f"{entry['cpu']}, {entry['device']}" for entry in data["runs"] if "cpu" in entry})
     if len(machines) > 1:
-        said.append(f"its runs were made on unlike machines, of which times are mixed: {'; '.join(machines)}")
+        warnings.append(f"its runs used different machines, so times are mixed: {'; '.join(machines)}")
     if edge := [label for label, sweep in data.get("rates", {}).items() if sweep["at_edge"]]:
-        said.append(f"the best learning rate was at the edge of those tried for: {', '.join(edge)}")
-    return said
+        warnings.append(f"the best learning rate was at the edge of the grid for: {', '.join(edge)}")
+    return warnings
 
 
 def tables(data: Comparison) -> list[tuple[str, str, list[str], list[list[str]]]]:
-    """Title, a note, the head and the rows of every table; one without rows has nothing to say yet."""
+    """Return title, note, header and rows of every table; a table without rows has no data yet."""
     return [_rungs(data), _used(data), _measured(data), _rates(data), _planned(data), _runs(data)]
 
 
@@ -103,7 +105,7 @@ def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     variants = data.get("outcome", {}).get("arms", {})
     head = [
         "variant",
-        "FLOPs a step",
+        "FLOPs per step",
         "FLOP/s",
         "of peak",
         "step time",
@@ -121,18 +123,18 @@ def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
             (duration(variant["step_time"]), _of(variants, label, lambda one: one["step_time"])),
             (_time_to_quality(variant), ""),
             (scaled(variant["peak_memory"], "B"), _of(variants, label, lambda one: one["peak_memory"])),
-            ("not measurable here" if variant["joules"] is None else scaled(variant["joules"], "J"), ""),
+            ("not measurable" if variant["joules"] is None else scaled(variant["joules"], "J"), ""),
         ]
         rows.append([label, *(f"{value} {ratio}".strip() for value, ratio in cells)])
     note = (
-        "What a gain is made of: the work asked for, how fast the machine does it, what a step takes, and the time to "
-        "the loss that the baseline ended at. In brackets: as a multiple of the baseline's."
+        "Components of a gain: FLOPs per step, FLOP rate of the machine, step time, and the time to the baseline's "
+        "final loss. In brackets: ratio to the baseline."
     )
     return "From FLOPs to time to quality", note, head, rows
 
 
 def _of(variants: Mapping[str, Any], label: str, value: Any) -> str:
-    """A ratio to the baseline in brackets; nothing where one of them does not say."""
+    """Return the ratio to the baseline in brackets; empty if one of the values is missing."""
     if label == BASELINE:
         return ""
     try:
@@ -170,14 +172,14 @@ def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for label, variant in variants.items()
     ]
     note = (
-        "Means over seeds of what each variant used, whatever was to be equal. Seconds are of steps under way; with "
-        "starts they include compiling, and elapsed is from start to end, evaluations and saving included."
+        "Means over seeds of the resources that each variant used. Seconds are training steps only; with starts they "
+        "include compilation. Elapsed is from start to end, with evaluations and saving."
     )
-    return "What was used", note, head, rows
+    return "Resources used", note, head, rows
 
 
 def _unit(data: Comparison) -> str:
-    """Unit of examples, such as tokens or images."""
+    """Return the unit of examples, such as tokens or images."""
     return next((entry["judged_on"].get("unit", "tokens") for entry in data["runs"] if "judged_on" in entry), "tokens")
 
 
@@ -188,10 +190,10 @@ def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for label, variant in variants.items()
         for name in variant["measured"]
     ]
-    head = ["variant", "what", "mean", "less the baseline's"]
+    head = ["variant", "metric", "mean", "minus baseline"]
     judged = judged_of(data)
-    note = "No verdict is made of these." if judged == "loss" else f"The verdict is made of {judged} alone."
-    return "Measured beside the loss", note, head, rows
+    note = "No verdict is based on these." if judged == "loss" else f"The verdict is based on {judged} only."
+    return "Additional metrics", note, head, rows
 
 
 def _difference(variant: Mapping[str, Any], name: str) -> str:
@@ -211,12 +213,17 @@ def _rates(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
                 for trial in sweep["trials"]
             ),
             f"{sweep['lr']:.3g}",
-            "at the edge: a wider search may find better" if sweep["at_edge"] else "inside",
+            "at the edge: a wider search may find a better rate" if sweep["at_edge"] else "inside",
         ]
         for label, sweep in data.get("rates", {}).items()
     ]
-    note = "The same number of trials for each variant, at its whole budget, on a seed that is not compared."
-    return "Learning rates tried", note, ["variant", f"rate: held-out {judged_of(data)}", "taken", "of the grid"], rows
+    note = "Each variant has the same number of trials, at its full budget, on a seed outside the comparison."
+    return (
+        "Learning rates tried",
+        note,
+        ["variant", f"rate: held-out {judged_of(data)}", "selected", "position in the grid"],
+        rows,
+    )
 
 
 def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
@@ -230,8 +237,8 @@ def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         ]
         for label, each in data.get("budgets", {}).items()
     ]
-    note = "From pilots of a few steps in turn; schedules are decayed to the end of each variant's own budget."
-    return "Budgets", note, ["variant", "steps", "step time", f"{_unit(data)} a step", "FLOPs a step"], rows
+    note = "From pilot runs of a few alternating steps. Schedules decay to the end of each variant's own budget."
+    return "Budgets", note, ["variant", "steps", "step time", f"{_unit(data)} per step", "FLOPs per step"], rows
 
 
 def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
@@ -247,5 +254,5 @@ def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for entry in data["runs"]
     ]
     failed = sum(entry["status"] == "failed" for entry in data["runs"])
-    head = ["run", "variant", "how it ended", "held-out loss", "seconds in steps", "what it said"]
+    head = ["run", "variant", "status", "held-out loss", "seconds in steps", "error"]
     return "All runs", f"{len(rows)} runs, {failed} of them failed.", head, rows

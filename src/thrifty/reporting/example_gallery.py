@@ -1,4 +1,4 @@
-"""Training examples as cards: a picture or a text, and what is known of it."""
+"""Cards of training examples: an image or a text with its score and label."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from thrifty.reporting.run_tables import TextTable
 
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
 LONGEST = 400
-"""Characters of a text that are shown."""
+"""Maximum number of characters shown of a text."""
 
 
 @dataclass(frozen=True)
@@ -25,68 +25,68 @@ class ExampleCard:
 
 @dataclass(frozen=True)
 class CardRow:
-    """Pictures that belong side by side."""
+    """Images shown side by side."""
 
     title: str
     pictures: tuple[tuple[str, str], ...]
-    """What each is, and its address."""
+    """Title and data URL of each image."""
     remark: str = ""
 
 
 def card(example: Mapping[str, Any], title: str = "", remarks: tuple[str, ...] = ()) -> ExampleCard:
-    """An example as `data.run_data.ExamplePreview` spells it; what cannot be a picture is none."""
+    """Make a card from an example in the form of `data.run_data.ExamplePreview`; an invalid image is dropped."""
     picture, text, file = (str(example.get(name) or "") for name in ("picture", "text", "file"))
-    which = whole(number(example.get("number")))
-    where = redact_text(file) if file else f"example {which}"
+    index = whole(number(example.get("number")))
+    source = redact_text(file) if file else f"example {index}"
     return ExampleCard(
-        title=title or redact_text(str(example.get("label") or "")) or f"example {which}",
+        title=title or redact_text(str(example.get("label") or "")) or f"example {index}",
         picture=picture if _PICTURE.fullmatch(picture) else "",
         text=redact_text(text[:LONGEST] + ("…" if len(text) > LONGEST else "")),
-        remarks=(*remarks, where),
+        remarks=(*remarks, source),
     )
 
 
 def sentence(selection: Mapping[str, Any]) -> str:
-    """How many examples are kept, in words."""
-    kept, there = (whole(number(selection.get(name))) for name in ("kept", "examples"))
+    """Return a sentence on the number of kept examples."""
+    kept, total = (whole(number(selection.get(name))) for name in ("kept", "examples"))
     return (
-        f"{kept} of {there} training examples are kept. Of each kind those with the highest and the lowest scores are "
-        "shown, where there are scores."
+        f"{kept} of {total} training examples are kept. If there are scores, each kind shows the examples with the "
+        "highest and the lowest scores."
     )
 
 
 def kept_by_label(selection: Mapping[str, Any]) -> TextTable:
-    """How many examples of each label a run is trained on."""
+    """Return a table of the training examples kept, by label."""
     rows = []
     for row in selection.get("labels") or ():
         if isinstance(row, list) and len(row) == 3:
-            label, there, kept = redact_text(str(row[0])), number(row[1]), number(row[2])
-            share = percent(kept / there) if kept is not None and there else percent(None)
-            rows.append((label, whole(there), whole(kept), share))
+            label, total, kept = redact_text(str(row[0])), number(row[1]), number(row[2])
+            share = percent(kept / total) if kept is not None and total else percent(None)
+            rows.append((label, whole(total), whole(kept), share))
     return TextTable("Examples kept, by label", ("Label", "All", "Kept", "Share"), rows, frozenset((1, 2, 3)))
 
 
 def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[ExampleCard]]]:
-    """The examples that a run's folder shows, by what became of them."""
-    made = []
+    """Return the examples shown in the run's folder, grouped by selection."""
+    shown = []
     for name, examples in mapping(selection.get("shown")).items():
         cards = [card(each, remarks=_scored(each)) for each in mappings(examples)]
         if cards:
-            made.append((redact_text(str(name)), cards))
-    return made
+            shown.append((redact_text(str(name)), cards))
+    return shown
 
 
 def seen(pictures: Mapping[str, Any]) -> str:
-    """What the pictures of a run's predictions show, in words."""
+    """Return a sentence that describes the images of a run's predictions."""
     step, about = whole(number(pictures.get("step"))), redact_text(str(pictures.get("about") or ""))
     return f"{about} Held-out examples after step {step}.".strip()
 
 
 def rows(pictures: Mapping[str, Any]) -> list[CardRow]:
-    """The pictures of a run's predictions, those of an example in a row."""
+    """Return the images of a run's predictions, one row per example."""
     shown = pictures.get("shown")
-    made = []
-    for place, each in enumerate(shown if isinstance(shown, list) else (), start=1):
+    rows = []
+    for index, each in enumerate(shown if isinstance(shown, list) else (), start=1):
         images = [
             (redact_text(str(name)), str(address))
             for name, address in mapping(mapping(each).get("pictures")).items()
@@ -94,8 +94,8 @@ def rows(pictures: Mapping[str, Any]) -> list[CardRow]:
         ]
         if images:
             loss = number(each.get("loss"))
-            made.append(CardRow(f"Example {place}", tuple(images), "" if loss is None else f"loss {significant(loss)}"))
-    return made
+            rows.append(CardRow(f"Example {index}", tuple(images), "" if loss is None else f"loss {significant(loss)}"))
+    return rows
 
 
 def _scored(example: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,20 +1,19 @@
-"""Reading a file that another process appends lines to: each line once, and only what is new."""
+"""Reader of a file to which another process appends lines; each line is read once."""
 
 import os
 import stat
 from pathlib import Path
 
 CHUNK = 4 << 20
-"""Bytes."""
+"""Maximum bytes of one read."""
 _MARK = 256
 
 
 class FileTail:
-    """The whole lines of a growing file. A line that is still being written is left for later.
+    """The complete lines of a growing file; an incomplete last line is read later.
 
-    A file that was cut below what has been read, or replaced by another, is read from its beginning; `restarts` counts
-    how often. At most `chunk` bytes are read at once; lines longer than that are left out and counted in `left_out`. A
-    first `offset` is where a line begins.
+    A truncated or replaced file is read from its beginning; `restarts` counts these. One read takes at most `chunk`
+    bytes; longer lines are skipped and counted in `left_out`. An initial `offset` must be the beginning of a line.
     """
 
     def __init__(self, file: Path, offset: int = 0, *, chunk: int = CHUNK):
@@ -23,11 +22,11 @@ class FileTail:
         self._mid_line = self._overlong = False
         self._identity: tuple[int, int] | None = None
         self._mark = b""
-        """How the file begins, since the number of a removed file is given to new ones."""
+        """First bytes of the file, because a new file may reuse the inode number of a removed one."""
 
     @property
     def size(self) -> int:
-        """Bytes of the file now; 0 if there is none."""
+        """Current size of the file in bytes; 0 if it is missing."""
         try:
             status = self.file.stat()
         except OSError:
@@ -35,7 +34,7 @@ class FileTail:
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def read(self) -> list[bytes]:
-        """The next whole lines, without their ends; none if nothing whole was added."""
+        """Return the next complete lines without line ends; empty if there are none."""
         if not self.file.is_file():  # a pipe or a device would never end
             return []
         try:
@@ -57,18 +56,18 @@ class FileTail:
                     return lines
 
     def skip_to(self, offset: int) -> None:
-        """Passes over what comes before, and over the rest of the line that `offset` may lie in."""
+        """Skip to `offset`, and to the end of the line that contains it."""
         self.offset, self._mid_line = offset, offset > 0
 
     def _lines(self, content: bytes) -> list[bytes]:
         lines = content.split(b"\n")
-        if self._mid_line or self._overlong:  # the rest of a line whose beginning was not taken
+        if self._mid_line or self._overlong:  # the rest of a line whose beginning was skipped
             lines = lines[1:]
             self._mid_line = self._overlong = False
         return lines
 
     def _follow(self, descriptor: int) -> None:
-        """Start again where the file is not the one that was read before."""
+        """Restart at the beginning if the file was replaced or truncated."""
         status = os.fstat(descriptor)
         identity, mark = (status.st_dev, status.st_ino), os.pread(descriptor, _MARK, 0)
         known = self._identity in (None, identity) and mark.startswith(self._mark)

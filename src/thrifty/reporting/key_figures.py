@@ -1,4 +1,4 @@
-"""What a run came to: its numbers, its state, and one sentence on whether the model learned."""
+"""Key figures of a run, its state, and a sentence on the learning outcome."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,10 @@ from thrifty.reporting.run_state import KILLED
 
 @dataclass(frozen=True)
 class KeyFigures:
-    """Losses in nats per token, memory in bytes, time in seconds; None for what the folder does not say (yet)."""
+    """Key figures. Memory is in bytes, time in seconds; None if the folder has no value yet.
+
+    Losses are in nats per token, or in the unit that `nats` names.
+    """
 
     status: str
     steps: int
@@ -29,28 +32,28 @@ class KeyFigures:
     """Median over steps, like flops_per_second."""
     flops_per_second: float | None
     peak_flops_per_second: float | None
-    """What this machine reaches in matrix multiplication alone, as measured."""
+    """Measured peak of matrix multiplication on this machine."""
     peak_memory: float | None
     process_memory: float | None
-    """Bytes that the process held before the model was built, on a processor."""
+    """Memory of the process before the model was built, in bytes (CPU only)."""
     predicted_memory: float | None
     noise_scale: float | None
-    """Examples per step above which larger batches buy little, as last measured."""
+    """Latest gradient noise scale, in examples; much larger batches gain little."""
     batch: float | None
-    """Examples per step, as the recipe has it."""
+    """Examples per step of the recipe."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Shares that were last measured on held-out data beside the loss, such as the accuracy."""
+    """Latest held-out metrics besides the loss, such as the accuracy, as fractions."""
     label_entropy: float | None = None
-    """Nats per image for who answers by how frequent labels are."""
+    """Entropy of the label frequencies in nats per image."""
     unit: str = "tokens"
     """Unit of examples, such as tokens or images."""
     loss_in: str = "nats"
     budget_seconds: float | None = None
-    """The budget, if it is one in seconds."""
+    """Budget in seconds, if the recipe has one."""
 
     @property
     def nats(self) -> str:
-        """What a loss is in."""
+        """Unit of the loss."""
         if self.loss_in != "nats":
             return self.loss_in
         return "nats per token" if self.unit == "tokens" else f"nats per {self.unit.removesuffix('s')}"
@@ -61,8 +64,10 @@ class KeyFigures:
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the prediction: negative when too little memory was predicted. None on a processor, where
-        the growth of the process was measured, and tensors were predicted."""
+        """Relative error of the prediction, negative if too little memory was predicted.
+
+        None on a CPU, where the growth of the process is measured but the size of tensors is predicted.
+        """
         ratio = None if self.process_memory else _ratio(self.predicted_memory, self.peak_memory)
         return None if ratio is None else ratio - 1
 
@@ -71,12 +76,12 @@ class KeyFigures:
         return None if self.held_out_loss is None else math.exp(min(self.held_out_loss, 700.0))
 
     def bits_per_byte(self, loss: float | None) -> float | None:
-        """Nats per token as bits per byte of text, which does not depend on the tokenizer."""
+        """Convert nats per token to bits per byte of text, which does not depend on the tokenizer."""
         return None if loss is None else _ratio(loss / math.log(2), self.bytes_per_token)
 
 
 def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigures:
-    """A resumed run may have gone past its summary; then the records say where it is now."""
+    """Return the key figures of a run; if it was resumed past its summary, the records take precedence."""
     curves = curves or curves_of(record)
     summary, steps, evaluations = record.summary, curves.steps, curves.evaluations
     is_current = bool(summary) and record.last_step <= (number(summary.get("steps")) or 0)
@@ -113,11 +118,13 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
 
 
 def verdict(key: KeyFigures) -> str:
-    """One sentence: held-out loss against what frequencies of single tokens would give. Another one says how much of
-    its budget in seconds a finished run used, or that a run was killed."""
+    """Return a sentence that compares the held-out loss with the unigram or label entropy.
+
+    A second sentence states the used budget in seconds of a finished run, or that the run was killed.
+    """
     used = ""
     if key.status == "finished" and key.budget_seconds and key.seconds is not None:
-        used = f" Training took {duration(key.seconds)} of the {duration(key.budget_seconds)} of its budget."
+        used = f" Training took {duration(key.seconds)} of its budget of {duration(key.budget_seconds)}."
     if key.status == KILLED:
         used = f" Its process was killed after step {key.steps:,}; `thrifty resume` continues the run."
     return _verdict_on_loss(key) + used
@@ -128,43 +135,43 @@ def _verdict_on_loss(key: KeyFigures) -> str:
         return _verdict_on_labels(key)
     loss, entropy = key.held_out_loss, key.unigram_entropy
     if loss is None:
-        seen = f"; the last training loss is {significant(key.loss)} nats per token" if key.loss is not None else ""
-        return f"Nothing has been measured on held-out text yet{seen}."
+        training = f"; the last training loss is {significant(key.loss)} nats per token" if key.loss is not None else ""
+        return f"Nothing has been measured on held-out text yet{training}."
     bits = key.bits_per_byte(loss)
     in_bits = f" ({significant(bits)} bits per byte)" if bits is not None else ""
-    opening = f"On held-out text the model needs {significant(loss)} nats per token{in_bits}"
-    ending = f"its perplexity is {significant(key.perplexity)}."
+    opening = f"The held-out loss is {significant(loss)} nats per token{in_bits}"
+    ending = f"the perplexity is {significant(key.perplexity)}."
     if entropy is None:
         return f"{opening}; {ending}"
     entropy_bits = key.bits_per_byte(entropy)
     unigram = significant(entropy) + (f" ({significant(entropy_bits)})" if entropy_bits is not None else "")
     if loss >= entropy:
-        return f"{opening}, no better than the unigram entropy of {unigram}: it has learned nothing from context yet."
+        return f"{opening}, not below the unigram entropy of {unigram}: the model has not learned from context yet."
     return f"{opening}, {significant(entropy - loss)} below the unigram entropy of {unigram}; {ending}"
 
 
 def _verdict_on_labels(key: KeyFigures) -> str:
-    """The same against how frequent labels are."""
+    """Return a sentence that compares the held-out loss with the entropy of label frequencies."""
     loss, entropy = key.held_out_loss, key.label_entropy
     if loss is None:
-        seen = f"; the last training loss is {significant(key.loss)} {key.nats}" if key.loss is not None else ""
-        return f"Nothing has been measured on held-out {key.unit} yet{seen}."
+        training = f"; the last training loss is {significant(key.loss)} {key.nats}" if key.loss is not None else ""
+        return f"Nothing has been measured on held-out {key.unit} yet{training}."
     shares = "".join(f", {name} {significant(value, 4)}" for name, value in key.measured.items())
     loss_in = key.nats if key.loss_in == "nats" else f"({key.nats})"
-    opening = f"On held-out {key.unit} the model's loss is {significant(loss)} {loss_in}{shares}"
+    opening = f"The loss on held-out {key.unit} is {significant(loss)} {loss_in}{shares}"
     if entropy is None:
         return f"{opening}."
     if loss >= entropy:
-        return f"{opening}; the frequencies of labels alone give {significant(entropy)}: it has learned nothing yet."
-    return f"{opening}; the frequencies of labels alone give {significant(entropy)}."
+        return f"{opening}, not below the label entropy of {significant(entropy)}: the model has not learned yet."
+    return f"{opening}; the label entropy is {significant(entropy)}."
 
 
 def batch_advice(key: KeyFigures) -> str | None:
-    """One sentence on where larger batches stop paying; None where that was not measured."""
+    """Return a sentence on the batch size above which larger batches gain little; None if not measured."""
     if key.noise_scale is None:
         return None
     batch = f" (this batch: {key.batch:,.0f})" if key.batch else ""
-    return f"gradient noise scale {significant(key.noise_scale)} examples{batch}: batches well above it buy little"
+    return f"gradient noise scale {significant(key.noise_scale)} examples{batch}: much larger batches gain little"
 
 
 def _measured(names: Any, evaluations: StepColumns) -> dict[str, float]:

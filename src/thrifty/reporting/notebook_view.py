@@ -1,6 +1,6 @@
-"""Notebook view of a run: one piece of HTML with pictures in it, which needs no script and fetches nothing.
+"""Notebook view of a run: HTML with embedded images, without scripts or external resources.
 
-A run read by `read_run` of this module shows itself in a notebook.
+Importing this module gives `RunRecord` its notebook representation.
 """
 
 import base64
@@ -19,20 +19,20 @@ PICTURES = ("loss", "memory")
 
 
 def run_html(record: RunRecord) -> str:
-    """Verdict, loss, memory and key numbers of a run as it is now."""
+    """Return HTML of a run's current verdict, loss, memory and key numbers."""
     key = key_figures(record)
-    drawn = [figure for figure in figures(record, key) if figure.id in PICTURES]
-    addresses = ["data:image/png;base64," + base64.b64encode(picture(figure)).decode() for figure in drawn]
-    pictures = list(zip(addresses, [f"{figure.title}. {figure.summary}" for figure in drawn], strict=True))
-    numbers = TextTable("Key numbers", ("What", "Value", ""), tiles(key))
+    charts = [figure for figure in figures(record, key) if figure.id in PICTURES]
+    addresses = ["data:image/png;base64," + base64.b64encode(picture(figure)).decode() for figure in charts]
+    pictures = list(zip(addresses, [f"{figure.title}. {figure.summary}" for figure in charts], strict=True))
+    numbers = TextTable("Key numbers", ("Figure", "Value", ""), tiles(key))
     return piece(f"{record.name}: {key.status}", [verdict(key), *record.damage], [numbers], pictures)
 
 
 def piece(
     title: str, sentences: Sequence[str], tables: Sequence[TextTable], pictures: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """HTML for a notebook; `pictures` are addresses that hold a picture, with what it says in words."""
+    """Return HTML for a notebook; `pictures` are data URLs with their text alternatives."""
     return template("notebook.html").render(title=title, sentences=sentences, tables=tables, pictures=pictures)
 
 
-RunRecord._repr_html_ = run_html  # the reader below knows nothing of charts
+RunRecord._repr_html_ = run_html  # set here, because the reader module must not import charts

@@ -1,4 +1,4 @@
-"""Templates of pages: what is put into one is escaped, and a name that it does not know is an error."""
+"""Templates of pages: inserted values are escaped, and an unknown name is an error."""
 
 import functools
 from importlib import resources
@@ -8,18 +8,20 @@ import jinja2
 from thrifty.reporting.color_theme import DARK, LIGHT
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""Of a page that fetches nothing and runs no script."""
+"""Content security policy of a page without scripts or external resources."""
 
 
 def environment(*packages: str) -> jinja2.Environment:
-    """Over the folders `assets` of packages and of the report; of two templates of one name that of the first package
-    counts. All know what `page.html` asks for: the two palettes, the style and the policy of a page without scripts."""
+    """Return an environment over the `assets` folders of these packages and of reports; the first match wins.
+
+    Its globals are those of `page.html`: both palettes, the style, and the policy of a page without scripts.
+    """
     loader = jinja2.ChoiceLoader(
         [jinja2.PackageLoader(package, "assets") for package in (*packages, "thrifty.reporting")]
     )
-    made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    made.globals |= {"light": LIGHT, "dark": DARK, "style": asset("report.css"), "policy": POLICY}
-    return made
+    templates = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    templates.globals |= {"light": LIGHT, "dark": DARK, "style": asset("report.css"), "policy": POLICY}
+    return templates
 
 
 @functools.cache

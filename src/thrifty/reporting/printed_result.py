@@ -12,12 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 160
-"""Characters of a line where there is no terminal: enough for tables."""
+"""Line width in characters without a terminal: enough for tables."""
 HTML = '<pre style="white-space: pre; overflow-x: auto">{code}</pre>'
 
 
 class PrintedResult:
-    """A result that prints itself as text and tables, and has the same content as plain data."""
+    """A result that prints as text and tables, and converts to plain data."""
 
     exit_code = 0
     """Exit code of the command that returns it."""
@@ -26,7 +26,7 @@ class PrintedResult:
         raise NotImplementedError
 
     def as_dict(self) -> Any:
-        """Return the content as plain data, which JSON can hold."""
+        """Return the content as plain, JSON-compatible data."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -63,26 +63,26 @@ class ResultTable(PrintedResult):
 
 
 def open_table(*columns: str) -> Table:
-    """Make a table without lines around its cells."""
+    """Return an empty table without cell borders."""
     return Table(*columns, box=None, pad_edge=False)
 
 
 def number_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Make a table whose first column stands left and whose others stand right."""
+    """Return a table with a left-aligned first column and right-aligned other columns."""
     table = open_table()
-    for place, column in enumerate(head):
-        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    for index, column in enumerate(head):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
     return table
 
 
 def lines(*parts: RenderableType) -> Group:
-    """Put texts and tables below one another; a text is printed as it is, without markup."""
+    """Stack texts and tables vertically; texts are printed without markup."""
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
 
 
 def print_to_terminal(result: PrintedResult) -> None:
-    """Print a result with the colours and the width of the terminal; wide enough for tables where there is none."""
+    """Print a result in the terminal's colours and width, or at a width for tables if there is no terminal."""
     width = None if sys.stdout.isatty() else WIDTH
     Console(highlight=False, width=width).print(result, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""Records of a run as charts: Vega-Lite with named data, so that a live page changes the data and draws nothing anew.
+"""Charts of a run's records: Vega-Lite with named data, so that a live page updates the data without redrawing.
 
-Colours come later, from `color_theme.chart_look`.
+`color_theme.chart_look` adds the colours.
 """
 
 import functools
@@ -19,36 +19,36 @@ from thrifty.reporting.run_tables import CHART_ROWS, TextTable, curve_table
 
 Rows = list[dict[str, Any]]
 EACH_POINTS, LINE_POINTS = 600, 300
-"""Most drawn points of a curve: of each step's values, and of the line over them."""
+"""Maximum number of points of a curve: per-step values, and the line over them."""
 CHANGE_LINES, NAMED_CHANGES = 60, 4
 SMOOTHED_FROM = 40
-"""Shorter curves are drawn as they are."""
+"""Minimum number of points for smoothing; shorter curves are drawn unchanged."""
 SERIES = {
     "each": "each step",
     "smoothed": "smoothed",
     "held_out": "held-out",
     "trained": "held-out, weights in training",
 }
-"""Series by the name of their data, in the order of the palette's category colours."""
+"""Series by data name, in the order of the palette's category colours."""
 NO_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 @dataclass(frozen=True)
 class ChartFigure:
-    """One chart with the words around it: `data` (rows by name) change with every step, `spec` seldom."""
+    """A chart with its title, text alternative and table. `data` (rows by name) changes every step, `spec` rarely."""
 
     id: str
     title: str
     unit: str
     summary: str
-    """A sentence or two for those who do not see the chart."""
+    """Text alternative of the chart, in one or two sentences."""
     spec: Mapping[str, Any]
     data: Mapping[str, Rows]
     table: TextTable
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The chart in Vega-Lite with its data."""
+        """Complete Vega-Lite chart with its data."""
         return {**self.spec, "datasets": self.data}
 
 
@@ -66,7 +66,7 @@ class ChartTheme:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Curves of one quantity, to be drawn together."""
+    """Curves of one quantity, drawn in one chart."""
 
     id: str
     title: str
@@ -75,7 +75,7 @@ class _Plot:
     look: ChartTheme = field(default_factory=ChartTheme)
     held_out: Curve = NO_CURVE
     trained: Curve = NO_CURVE
-    """Held-out losses of the weights in training, where an average of them is what is judged."""
+    """Held-out losses of the weights in training, if an average of them is evaluated."""
     references: Sequence[tuple[float, str]] = ()
     changes: Sequence[Mapping[str, Any]] = ()
     remark: str = ""
@@ -83,7 +83,7 @@ class _Plot:
 
 
 def figures(record: RunRecord, key: KeyFigures, curves: RunCurves | None = None) -> list[ChartFigure]:
-    """Return the charts for which there are records, most important first; `curves` by default those of the record."""
+    """Return the charts with records, most important first; `curves` defaults to those of the record."""
     curves = curves or curves_of(record)
     steps, evaluations = curves.steps, curves.evaluations
     metrics = [name for name in key.measured if name in evaluations.columns]
@@ -97,7 +97,7 @@ def figures(record: RunRecord, key: KeyFigures, curves: RunCurves | None = None)
         _Plot("learning_rate", "Learning rate", "", steps.curve("learning_rate"), of_rates, smoothing=False),
         _noise_scale(steps.curve(NOTED)),
     ]
-    return [_drawn(plot) for plot in plots if len(plot.curve) or len(plot.held_out)]
+    return [_figure(plot) for plot in plots if len(plot.curve) or len(plot.held_out)]
 
 
 def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFigures) -> _Plot:
@@ -116,16 +116,18 @@ def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFig
 
 
 def _memory(curve: Curve, key: KeyFigures) -> _Plot:
-    """Memory in use with the predicted peak and the measured one; during a run, the highest in use so far. On a
-    processor what was measured is the growth of the process, more than the tensors that were predicted."""
+    """Return the memory plot with the predicted and the measured peak, or the highest value so far.
+
+    On a CPU the measurement is the growth of the process, which exceeds the predicted tensors.
+    """
     highest = float(curve.values.max()) if len(curve) else None
     measured = ("measured peak", key.peak_memory) if key.peak_memory is not None else ("highest so far", highest)
     predicted = "predicted peak of tensors" if key.process_memory else "predicted peak", key.predicted_memory
     known = [(label, value) for label, value in (predicted, measured) if value]
     size, prefix = prefix_for(max([highest or 0.0, *(value for _, value in known)]))
     references = [(value / size, f"{label} {scaled(value, 'B')}") for label, value in known]
-    shown, look = Curve(curve.steps, curve.values / size), ChartTheme(from_zero=True)
-    return _Plot("memory", "Memory", f"{prefix}B", shown, look, references=references, smoothing=False)
+    scaled_curve, look = Curve(curve.steps, curve.values / size), ChartTheme(from_zero=True)
+    return _Plot("memory", "Memory", f"{prefix}B", scaled_curve, look, references=references, smoothing=False)
 
 
 def _throughput(curve: Curve, key: KeyFigures) -> _Plot:
@@ -134,7 +136,7 @@ def _throughput(curve: Curve, key: KeyFigures) -> _Plot:
 
 
 def _gradient_norm(curve: Curve) -> _Plot:
-    """Gradient norms, on a logarithmic scale where one is far above the others."""
+    """Return the plot of gradient norms, with a logarithmic scale if one is far above the others."""
     values = curve.values
     spiky = len(values) > 0 and values.min() > 0 and values.max() > 20 * np.median(values)
     unit, scale = ("logarithmic scale", "log") if spiky else ("", "linear")
@@ -147,7 +149,7 @@ def _noise_scale(curve: Curve) -> _Plot:
     return _Plot(NOTED, "Gradient noise scale", "examples", curve, ChartTheme(scale="log"))
 
 
-def _drawn(plot: _Plot) -> ChartFigure:
+def _figure(plot: _Plot) -> ChartFigure:
     curve, smoothing = plot.curve, plot.smoothing and len(plot.curve) >= SMOOTHED_FROM
     thinned = curve.thin(EACH_POINTS if smoothing else LINE_POINTS)
     changes = [
@@ -173,14 +175,14 @@ def _drawn(plot: _Plot) -> ChartFigure:
 
 
 def _summary(plot: _Plot, thinned: Sequence[CurvePoint]) -> str:
-    """A curve in sentences; its ends and its extremes are enough of it."""
+    """Return the text alternative of a curve: its ends, its extremes, and the reference lines."""
     sentences = [f"{plot.title} has no values yet."]
     if thinned:
         low, high = min(point.value for point in thinned), max(point.value for point in thinned)
         first, last = thinned[0], thinned[-1]
         sentences = [
-            f"{plot.title} goes from {significant(first.value)} at step {first.step:,} to {significant(last.value)} at "
-            f"step {last.step:,}; lowest {significant(low)}, highest {significant(high)}."
+            f"{plot.title} starts at {significant(first.value)} at step {first.step:,} and ends at "
+            f"{significant(last.value)} at step {last.step:,}; lowest {significant(low)}, highest {significant(high)}."
         ]
     evaluated = {"Held-out loss of the weights in training": plot.trained, "Held-out loss": plot.held_out}
     sentences += [f"{words} ends at {significant(curve.last)}." for words, curve in evaluated.items() if len(curve)]
@@ -190,7 +192,7 @@ def _summary(plot: _Plot, thinned: Sequence[CurvePoint]) -> str:
 
 @functools.cache
 def specification(look: ChartTheme, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the Vega-Lite of a chart of these data, without them; Vega warns of a scale over data that are empty."""
+    """Return the Vega-Lite spec of a chart without its data; it omits empty series, about which Vega warns."""
     shown = [series for name, series in SERIES.items() if name in names]
     legend = alt.Legend(values=shown, title=None, orient="top") if len(shown) > 1 else None
     colour = alt.Color("series:N", scale=alt.Scale(domain=list(SERIES.values())), legend=legend)
@@ -219,7 +221,7 @@ def specification(look: ChartTheme, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _hover_points(chart: alt.Chart) -> alt.Chart:
-    """Points that answer to the pointer."""
+    """Add points that show a tooltip on hover."""
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", fields=["step"], empty=False)
     return (
         chart.mark_circle(style="hover", aria=False)
@@ -238,7 +240,7 @@ def _evaluations(chart: alt.Chart, series: str) -> alt.Chart:
 
 
 def _reference(chart: alt.Chart, below: bool) -> list[alt.Chart]:
-    """Dashed lines across the chart with their names at the right end, above or below the line."""
+    """Return dashed lines across the chart, with their names at the right end, above or below the line."""
     lines = chart.encode(y="value:Q")
     rule = lines.mark_rule(style="reference", aria=False)
     end = lines.encode(x=alt.value("width"), text="label:N")

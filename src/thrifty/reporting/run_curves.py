@@ -1,6 +1,6 @@
-"""Curves of a run: from one value per step to what an eye or a table can take in, without hiding a spike.
+"""Curves of a run: one value per step, thinned or smoothed for charts and tables without hiding spikes.
 
-A curve grows with the run, and is drawn again without being read again; a hundred thousand steps take milliseconds.
+A curve grows with the run without rereading; a hundred thousand steps take milliseconds.
 """
 
 from array import array
@@ -21,7 +21,7 @@ STEP_FIELDS = (
     "seconds", NOTED,
 )  # fmt: skip
 MEASURES = 64
-"""Most columns of evaluations: the losses, and what is measured in addition to them."""
+"""Maximum number of evaluation columns: losses and other metrics."""
 
 
 class CurvePoint(NamedTuple):
@@ -31,7 +31,7 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True)
 class CurveSpan:
-    """A stretch of steps and what the curve did there."""
+    """A range of steps with the mean and the extremes of the curve."""
 
     first: int
     last: int
@@ -41,41 +41,41 @@ class CurveSpan:
 
 
 class StepColumns:
-    """Columns of numbers by step. Of a step that comes twice, as after a resume, the later one counts."""
+    """Columns of values by step. If a step occurs twice, as after a resume, the later record counts."""
 
     def __init__(self, fields: Sequence[str]):
         self.steps = array("q")
         self.columns = {field: array("d") for field in fields}
 
     def put(self, step: int, record: Mapping[str, Any]) -> None:
-        """The fields of one record; what is missing or not a finite number is a gap."""
+        """Add the fields of one record; a missing or non-finite value is a gap."""
         steps = self.steps
         is_next = not steps or step > steps[-1]
-        place = len(steps) if is_next else bisect_left(steps, step)
-        is_again = not is_next and steps[place] == step
+        index = len(steps) if is_next else bisect_left(steps, step)
+        is_again = not is_next and steps[index] == step
         if not is_again:
-            steps.insert(place, step)
+            steps.insert(index, step)
         for field, column in self.columns.items():
             value = number(record.get(field))
             if is_again:
-                column[place] = np.nan if value is None else value
+                column[index] = np.nan if value is None else value
             else:
-                column.insert(place, np.nan if value is None else value)
+                column.insert(index, np.nan if value is None else value)
 
     def add(self, field: str) -> None:
-        """Another column, of gaps so far."""
+        """Add a column that contains only gaps so far."""
         self.columns[field] = array("d", [np.nan]) * len(self.steps)
 
     def curve(self, field: str) -> "Curve":
-        """The points of a field that are not gaps, as they are now."""
-        # copies: an array that is looked at cannot grow
+        """Return a copy of the points of a field, without gaps."""
+        # copies, because an array with an exported buffer cannot grow
         steps, values = np.array(self.steps, np.int64), np.array(self.columns[field], np.float64)
-        there = np.isfinite(values)
-        return Curve(steps[there], values[there])
+        is_finite = np.isfinite(values)
+        return Curve(steps[is_finite], values[is_finite])
 
 
 class RunCurves:
-    """All curves of a run, of its steps and of its evaluations."""
+    """All curves of a run, over its steps and its evaluations."""
 
     def __init__(self) -> None:
         self.steps, self.evaluations = StepColumns(STEP_FIELDS), StepColumns(["loss", "trained_loss"])
@@ -95,7 +95,7 @@ class RunCurves:
 
 
 def curves_of(record: RunRecord) -> RunCurves:
-    """Return the curves of a run that was read as a whole."""
+    """Return the curves of a completely read run."""
     curves = RunCurves()
     for each in (*record.steps, *record.evaluations):
         curves.put(each)
@@ -112,30 +112,30 @@ class Curve:
         return len(self.steps)
 
     def thin(self, limit: int) -> list[CurvePoint]:
-        """Return at most `limit` points with both ends and the lowest and highest of every stretch among them.
+        """Return at most `limit` points, with both ends and the extremes of every stretch.
 
         limit: at least 4.
         """
         if len(self) <= limit:
             return self.points
-        kept = {0, len(self) - 1}
+        selected = {0, len(self) - 1}
         for first, end in _stretches(len(self), (limit - 2) // 2):
             stretch = self.values[first:end]
-            kept |= {first + int(stretch.argmin()), first + int(stretch.argmax())}
-        return self._points(sorted(kept))
+            selected |= {first + int(stretch.argmin()), first + int(stretch.argmax())}
+        return self._points(sorted(selected))
 
     def smooth(self, limit: int, share: float = 1 / 60) -> list[CurvePoint]:
-        """Return `limit` points, evenly spread, of a centred moving mean over about twice `share` of the run.
+        """Return `limit` evenly spaced points of a centred moving mean over about twice `share` of the run.
 
-        Centred, because an exponential average would draw the loss later than it fell.
+        A centred mean has no lag; an exponential average would show the loss falling too late.
         """
-        places = np.unique(np.linspace(0, len(self) - 1, min(limit, len(self))).round().astype(np.int64))
+        indices = np.unique(np.linspace(0, len(self) - 1, min(limit, len(self))).round().astype(np.int64))
         reach, smoothed = int(len(self) * share), []
-        for place in places:
-            half = min(reach, place)  # the window shrinks towards the steep beginning
-            # a sum of its own: differences of running sums are nothing but rounding after one enormous value
-            mean = self.values[place - half : place + half + 1].mean()
-            smoothed.append(CurvePoint(int(self.steps[place]), float(mean)))
+        for index in indices:
+            half = min(reach, index)  # the window shrinks towards the steep beginning
+            # a direct sum: after one huge value, differences of running sums are only rounding errors
+            mean = self.values[index - half : index + half + 1].mean()
+            smoothed.append(CurvePoint(int(self.steps[index]), float(mean)))
         return smoothed
 
     @property
@@ -151,20 +151,20 @@ class Curve:
         return float(np.median(self.values)) if len(self) else None
 
     def spans(self, limit: int) -> list[CurveSpan]:
-        """The curve cut into at most `limit` stretches of equally many points."""
-        made = []
+        """Return the curve as at most `limit` stretches with equally many points."""
+        spans = []
         for first, end in _stretches(len(self), min(limit, len(self))):
             stretch = self.values[first:end]
             ends = int(self.steps[first]), int(self.steps[end - 1])
-            made.append(CurveSpan(*ends, float(stretch.mean()), float(stretch.min()), float(stretch.max())))
-        return made
+            spans.append(CurveSpan(*ends, float(stretch.mean()), float(stretch.min()), float(stretch.max())))
+        return spans
 
     @property
     def points(self) -> list[CurvePoint]:
         return self._points(range(len(self)))
 
-    def _points(self, places: Sequence[int]) -> list[CurvePoint]:
-        return [CurvePoint(int(self.steps[place]), float(self.values[place])) for place in places]
+    def _points(self, indices: Sequence[int]) -> list[CurvePoint]:
+        return [CurvePoint(int(self.steps[index]), float(self.values[index])) for index in indices]
 
 
 def _stretches(length: int, count: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing but a browser, and its charts as pictures in plots/."""
+"""Report of a run: one self-contained HTML file, and its charts as images in plots/."""
 
 import base64
 import hashlib
@@ -28,27 +28,27 @@ SECTIONS = [
 
 
 def write_report(folder: Path) -> Path:
-    """Writes report.html and plots/*.png into a run folder and returns the path of the page.
+    """Write report.html and plots/*.png into a run folder and return the path of the page.
 
-    Works while the run goes on and with files missing. Raises `UsageError` when `folder` is not a run folder, or holds
-    a symbolic link.
+    Works during the run and with missing files. Raise `UsageError` if `folder` is not a run folder, or contains a
+    symbolic link.
     """
     return write_page(read_run(folder))
 
 
 def write_page(record: RunRecord) -> Path:
-    drawn = figures(record, key_figures(record))
+    charts = figures(record, key_figures(record))
     page, plots = record.folder / "report.html", record.folder / "plots"
     refuse_links(record.folder)
-    AtomicFiles().swap_text(page, render(record, drawn))
+    AtomicFiles().swap_text(page, render(record, charts))
     plots.mkdir(exist_ok=True)
-    for figure in drawn:
+    for figure in charts:
         AtomicFiles().swap(plots / f"{figure.id}.png", picture(figure))
     return page
 
 
-def render(record: RunRecord, drawn: Sequence[ChartFigure]) -> str:
-    """The page as text. The same record gives the same page."""
+def render(record: RunRecord, charts: Sequence[ChartFigure]) -> str:
+    """Return the page as text; it is deterministic."""
     key = key_figures(record)
     vega, script = vega_bundle(), script_of_reports()
     predictions = example_gallery.rows(record.pictures)
@@ -59,7 +59,7 @@ def render(record: RunRecord, drawn: Sequence[ChartFigure]) -> str:
         verdict=verdict(key),
         sections=[section for section in SECTIONS if section[0] not in absent],
         tiles=run_tables.tiles(key),
-        figures=drawn,
+        figures=charts,
         techniques=run_tables.techniques(record, key),
         parts=run_tables.predicted_parts(record),
         seen=example_gallery.seen(record.pictures),
@@ -72,7 +72,7 @@ def render(record: RunRecord, drawn: Sequence[ChartFigure]) -> str:
         environment=run_tables.environment(record),
         repeat=repeat_command(record),
         command=original_command(record),
-        charts=_charts_json(drawn),
+        charts=_charts_json(charts),
         policy=_policy([vega, script]),
         vega=vega,
         script=script,
@@ -80,7 +80,7 @@ def render(record: RunRecord, drawn: Sequence[ChartFigure]) -> str:
 
 
 def picture(figure: ChartFigure) -> bytes:
-    """A chart as PNG on white."""
+    """Return a chart as PNG on a white background."""
     wide = {"width": 880, "height": 400, "padding": 20, "background": LIGHT["surface"]}
     unit = f", {figure.unit}" if figure.unit else ""
     title = {"text": f"{figure.title}{unit}", "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
@@ -98,14 +98,14 @@ def original_command(record: RunRecord) -> str:
     return shlex.join(map(str, command)) if isinstance(command, list) else str(command or "")
 
 
-def _charts_json(drawn: Sequence[ChartFigure]) -> str:
-    specs = {figure.id: figure.whole for figure in drawn}
+def _charts_json(charts: Sequence[ChartFigure]) -> str:
+    specs = {figure.id: figure.whole for figure in charts}
     text = json.dumps({"config": chart_look(css_variable), "specs": specs}, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 
 def scripts_policy() -> str:
-    """The policy of pages whose scripts are the ones that pages here have, whoever wrote the file."""
+    """Return the content security policy that allows exactly the scripts of reports, whoever wrote the page."""
     return _policy([vega_bundle(), script_of_reports()])
 
 
@@ -114,7 +114,7 @@ def script_of_reports() -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Nothing may be fetched, and no script may run but these: also when text of a run gets past the escaping."""
+    """Return a policy that allows these scripts only and no requests, even if text of a run escapes the escaping."""
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     sources = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"

@@ -1,4 +1,4 @@
-"""Reading a run folder: everything the report shows, as one value, with secrets already taken out."""
+"""Reader of a run folder: all data of the report as one value, with secrets redacted."""
 
 import json
 import math
@@ -17,15 +17,15 @@ from thrifty.reporting.run_state import RunState, run_state
 
 EVENTS = ("change", "checkpoint", "notice")
 RUN_FILES = ("recipe.toml", "records.jsonl", "checkpoints/LATEST")
-"""Any of these in a folder makes it a run's."""
+"""Files that identify a run folder; one of them suffices."""
 LARGEST = 64 << 20
 LARGEST_STEP = 2**53
-"""Bytes of a file beside the records that is read."""
+"""Maximum bytes of a file other than the records, and maximum step."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run folder holds. A file that is missing is empty here; one that cannot be read is also in `damage`."""
+    """Content of a run folder. Missing files are empty; unreadable ones are also listed in `damage`."""
 
     folder: Path
     recipe_text: str
@@ -39,11 +39,11 @@ class RunRecord:
     events: tuple[Mapping[str, Any], ...]
     """Changes, checkpoints and notices by step."""
     damage: tuple[str, ...]
-    """Sentences about what could not be read."""
+    """Sentences about unreadable files."""
     selection: Mapping[str, Any] = field(default_factory=dict)
-    """Selected examples of a pruned run, for `example_gallery.py`. Not redacted yet, since pictures are text."""
+    """Selected examples of a pruned run, for `example_gallery.py`. Not redacted yet, since images are text."""
     pictures: Mapping[str, Any] = field(default_factory=dict)
-    """What can be seen of a model's predictions, likewise."""
+    """Images of a model's predictions, not redacted either."""
     state: RunState = field(default_factory=RunState)
 
     @property
@@ -56,9 +56,9 @@ class RunRecord:
 
 
 def find_run(run: str | Path) -> Path:
-    """The folder of a run given as a path or as a name under ./runs.
+    """Return the folder of a run, given as a path or as a name under ./runs.
 
-    Raises `UsageError` when there is no such run folder.
+    Raise `UsageError` if there is no such run folder.
     """
     candidates = [Path(run), Path("runs") / run]
     for folder in candidates:
@@ -67,13 +67,13 @@ def find_run(run: str | Path) -> Path:
     existing = next((folder for folder in candidates if folder.exists()), None)
     if existing is not None:
         raise UsageError(
-            f"{existing} is not a run folder: it holds none of {', '.join(RUN_FILES)}",
-            fix="give the folder that `thrifty train` made, such as runs/NAME",
+            f"{existing} is not a run folder: it has none of {', '.join(RUN_FILES)}",
+            fix="choose a folder that `thrifty train` made, such as runs/NAME",
         )
     names = [folder.name for folder in Path("runs").glob("*") if is_run_folder(folder)]
     raise UsageError(
         f"there is no run {str(run)!r}, neither as a folder nor under runs/",
-        fix=did_you_mean(str(run), names) if names else "train one first: thrifty train",
+        fix=did_you_mean(str(run), names) if names else "train one first: thrifty train text",
     )
 
 
@@ -82,9 +82,9 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -> RunRecord:
-    """Raises `UsageError` when `folder` is not a run folder.
+    """Read a run folder. Raise `UsageError` if `folder` is not one.
 
-    `records` stand for what records.jsonl holds, where somebody has read that already.
+    `records` replace the content of records.jsonl if the caller has read it already.
     """
     folder = find_run(str(folder)).resolve()
     damage: list[str] = []
@@ -113,22 +113,22 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """A JSON object, or an empty one for anything else."""
+    """Return a JSON object, or an empty one for any other value."""
     return value if isinstance(value, Mapping) else {}
 
 
 def mappings(value: Any) -> list[Mapping[str, Any]]:
-    """The objects in a JSON list; none in anything else."""
+    """Return the objects in a JSON list; an empty list for any other value."""
     return [inner for inner in value if isinstance(inner, Mapping)] if isinstance(value, list) else []
 
 
 def number(value: Any) -> float | None:
-    """A finite number, or None for anything else: a skipped step has no finite loss."""
+    """Return a finite number, or None for any other value: a skipped step has no finite loss."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         result = float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return None
     return result if math.isfinite(result) else None
 
@@ -162,31 +162,33 @@ def _read_object(path: Path, damage: list[str]) -> dict[str, Any]:
         damage.append(f"{path.name} is not valid JSON ({error}).")
         return {}
     if not isinstance(value, dict):
-        damage.append(f"{path.name} does not hold a JSON object.")
+        damage.append(f"{path.name} is not a JSON object.")
         return {}
     return value
 
 
 def _read_records(path: Path, damage: list[str]) -> list[dict[str, Any]]:
-    """The records by step; of several with one kind and step, the last written one."""
+    """Return the records by step; of several with equal kind and step, the last one."""
     latest: dict[tuple[str, float, str, str], dict[str, Any]] = {}
     unreadable: list[int] = []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     for position, line in enumerate(lines, start=1):
         record = parse_record(line)
         if record is not None:
-            # a step can bring several notices, so their text is part of what makes two lines the same
+            # one step can have several notices, so the text is part of the key
             same = (record["kind"], record["step"], str(record.get("text")), str(record.get("technique")))
             latest[same] = record
-        elif line.strip() and position < len(lines):  # the last line may be half written
+        elif line.strip() and position < len(lines):  # the last line may be incomplete
             unreadable.append(position)
     if unreadable:
-        damage.append(f"records.jsonl: {len(unreadable)} unreadable lines were left out, the first is {unreadable[0]}.")
+        damage.append(
+            f"records.jsonl: {len(unreadable)} unreadable lines were skipped, the first is line {unreadable[0]}."
+        )
     return sorted(latest.values(), key=lambda record: record["step"])
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """One line of records.jsonl; None where it is no record."""
+    """Parse one line of records.jsonl; None if it is no record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

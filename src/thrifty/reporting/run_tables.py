@@ -1,4 +1,4 @@
-"""The tables of the report: what is in the record, as rows of plain text."""
+"""Tables of the report: records as rows of plain text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from thrifty.reporting.run_record import RunRecord, mapping, mappings, number
 
 CHART_ROWS = 24
 TIMELINE_ROWS = 300
-TOLD = ("name", "stage", "numerics", "settings", "touched")
+TECHNIQUE_FIELDS = ("name", "stage", "numerics", "settings", "touched")
 """Fields of a technique that the report copies from the record."""
 COMPONENTS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporary")
 
@@ -22,17 +22,17 @@ class TextTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numeric: frozenset[int] = frozenset()
-    """Columns of numbers, set to the right."""
+    """Indices of right-aligned number columns."""
     note: str = ""
 
 
 def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
-    """Label, value and a remark for each key number."""
+    """Return label, value and remark of each key figure."""
     best = f"best {significant(key.best_held_out_loss)}" if key.best_held_out_loss is not None else "none measured yet"
     peak = f"of {scaled(key.peak_flops_per_second, 'FLOP/s')} measured"
     bits = key.bits_per_byte(key.held_out_loss)
     pace = key.seconds / key.steps if key.seconds is not None and key.steps else None
-    noise = [("Gradient noise scale", significant(key.noise_scale), "examples: batches well above it buy little")]
+    noise = [("Gradient noise scale", significant(key.noise_scale), "examples: much larger batches gain little")]
     of_text = [("Bits per byte", significant(bits), f"perplexity {significant(key.perplexity)}")]
     last = "at the last evaluation"
     metrics = [(f"Held-out {name}", significant(value, 4), last) for name, value in key.measured.items()]
@@ -55,11 +55,11 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
 
 
 def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
-    columns = ("Technique", "Stage", "Numerics", "Settings", "What it touched", "Memory, predicted", "FLOPs per step")
+    columns = ("Technique", "Stage", "Numerics", "Settings", "Modules changed", "Predicted memory", "FLOPs per step")
     rows = []
     for technique in mappings(record.explanation.get("techniques")):
         before, after = mapping(technique.get("before")), mapping(technique.get("after"))
-        name, stage, *others = (_text(technique.get(key)) for key in TOLD)
+        name, stage, *others = (_text(technique.get(key)) for key in TECHNIQUE_FIELDS)
         changes = _change(before, after, "memory", "B"), _change(before, after, "flops", "FLOP")
         rows.append((name, stage.replace("_", " "), *others, *changes))
     note = f"Whole run: {scaled(key.peak_memory, 'B')} at the peak; {_memory_remark(key)}."
@@ -67,10 +67,10 @@ def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
 
 
 def predicted_parts(record: RunRecord) -> TextTable:
-    """Where the predicted memory goes."""
+    """Return the predicted memory by part."""
     parts = [(part, number(mapping(record.explanation.get("footprint")).get(part))) for part in COMPONENTS]
     rows = [(part, scaled(size, "B")) for part, size in parts if size is not None]
-    note = "Full gradients exist only once the activations are gone, so the peak is less than the sum."
+    note = "All gradients exist only after the activations are freed, so the peak is below the sum."
     return TextTable("Predicted memory by part", ("Part", "Bytes"), rows, frozenset({1}), note)
 
 
@@ -78,8 +78,8 @@ def timeline(record: RunRecord) -> TextTable:
     rows = [(whole(event["step"]), event["kind"], _event(event)) for event in record.events]
     note = ""
     if len(rows) > TIMELINE_ROWS:
-        note = f"The last {TIMELINE_ROWS:,} of {len(rows):,}; all of them are in records.jsonl."
-    columns, shown = ("Step", "Kind", "What"), rows[-TIMELINE_ROWS:]
+        note = f"The last {TIMELINE_ROWS:,} of {len(rows):,}; records.jsonl has all."
+    columns, shown = ("Step", "Kind", "Event"), rows[-TIMELINE_ROWS:]
     return TextTable("Notices, changes and checkpoints", columns, shown, frozenset({0}), note)
 
 
@@ -89,11 +89,11 @@ def environment(record: RunRecord) -> TextTable:
         for name, value in record.environment.items()
         if name != "command"
     ]
-    return TextTable("Where the run took place", ("What", "Value"), rows)
+    return TextTable("Environment of the run", ("Fact", "Value"), rows)
 
 
 def settings(record: RunRecord) -> TextTable:
-    """Every value of the resolved recipe and where it came from."""
+    """Return every value of the resolved recipe with its origin."""
     rows = [(path, value, _text(record.origins.get(path, "default"))) for path, value in _leaves(record.recipe)]
     return TextTable("The resolved recipe", ("Setting", "Value", "Origin"), rows)
 
@@ -126,7 +126,7 @@ def _memory_remark(key: KeyFigures) -> str:
     predicted = scaled(key.predicted_memory, "B")
     if key.process_memory and key.peak_memory:
         whole = scaled(key.process_memory + key.peak_memory, "B")
-        return f"growth of the process, to {whole}; tensors are predicted to take {predicted}"
+        return f"growth of the process, to {whole}; predicted for tensors: {predicted}"
     return f"predicted {predicted}" + ("" if key.memory_error is None else f", {_error(key)}")
 
 
@@ -159,7 +159,7 @@ def _last_within(points: Sequence[CurvePoint], first: int, last: int) -> str:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted paths and values of a recipe; the entries of a list count from 0."""
+    """Yield dotted paths and values of a recipe; list entries are numbered from 0."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))
@@ -171,7 +171,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Any JSON value in words."""
+    """Return any JSON value as text."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} = {_text(inner)}" for key, inner in value.items()) or MISSING
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""A chart on its own, for a paper or a slide: SVG, PNG or PDF on white."""
+"""Standalone chart for papers and slides: SVG, PNG or PDF on a white background."""
 
 import json
 import re
@@ -14,18 +14,20 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 class SavedChart:
-    """A Vega-Lite chart that can be saved; a notebook shows it."""
+    """A Vega-Lite chart that can be saved and shown in a notebook."""
 
     def __init__(self, spec: Mapping[str, Any]):
-        colours = re.sub(r"var\(--([\w-]+)\)", lambda found: LIGHT[found[1]], json.dumps(spec))
+        colours = re.sub(r"var\(--([\w-]+)\)", lambda match: LIGHT[match[1]], json.dumps(spec))
         self.spec: dict[str, Any] = {**json.loads(colours), "background": LIGHT["surface"], "padding": 12}
         self.look = chart_look(LIGHT.__getitem__, font="sans-serif")
 
     def save(self, file: str | Path) -> Path:
-        """Write the chart as .svg, .png or .pdf. Raises UsageError for another ending, or without the extra charts."""
+        """Write the chart as .svg, .png or .pdf. Raise UsageError for another suffix, or without the extra `charts`."""
         path = Path(file)
         if path.suffix not in FORMATS:
-            raise UsageError(f"{path} is none of {', '.join(FORMATS)}", fix=f"name it {path.with_suffix('.pdf')}")
+            raise UsageError(
+                f"{str(path)!r} ends in none of {', '.join(FORMATS)}", fix=f"name it {path.with_suffix('.pdf')}"
+            )
         if path.suffix == ".svg":
             path.write_text(self._repr_svg_(), encoding="utf-8")
         else:

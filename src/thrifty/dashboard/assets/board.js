@@ -1,16 +1,16 @@
 "use strict";
 (() => {
-  const EVERY = 1000, RESTING = 5000; // milliseconds between two questions while something moves, and while nothing does
+  const EVERY = 1000, RESTING = 5000; // milliseconds between two requests while a run is active, and otherwise
   const body = document.body, link = document.getElementById("link");
-  const loaded = new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve)); // all scripts are here
-  const views = new Map(); // by figure: its element, the text of its spec, and what Vega shows there
+  const loaded = new Promise((resolve) => document.addEventListener("DOMContentLoaded", resolve)); // all scripts have loaded
+  const views = new Map(); // by figure: its element, the text of its spec, and the Vega view
 
-  // What has changed replaces what was there; focus returns to the same link, or stays on the region that scrolls.
+  // Replace the content of an element; keep the focused link, and the scroll position of each region.
   const put = (id, html) => {
     const place = document.getElementById(id);
     if (!place) return;
-    const held = place.contains(document.activeElement) ? document.activeElement.closest("a, [role=region]") : null;
-    const key = held && (held.getAttribute("href") || held.getAttribute("aria-label"));
+    const focused = place.contains(document.activeElement) ? document.activeElement.closest("a, [role=region]") : null;
+    const key = focused && (focused.getAttribute("href") || focused.getAttribute("aria-label"));
     const offsets = [...place.querySelectorAll("[role=region]")].map((region) => region.scrollTop);
     place.innerHTML = html;
     [...place.querySelectorAll("[role=region]")].forEach((region, index) => (region.scrollTop = offsets[index] || 0));
@@ -33,7 +33,7 @@
   };
 
   const filter = document.getElementById("filter");
-  const sift = () => {
+  const applyFilter = () => {
     if (!filter) return;
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     const rows = [...document.querySelectorAll("tr[data-name]")];
@@ -43,10 +43,10 @@
   };
   if (filter) {
     filter.closest(".filter").hidden = false;
-    filter.addEventListener("input", sift);
+    filter.addEventListener("input", applyFilter);
   }
 
-  // Columns of equal length as the rows that Vega takes.
+  // Convert columns of equal length to rows for Vega.
   const rowsOf = (columns) => {
     const names = Object.keys(columns);
     return names.length ? columns[names[0]].map((_, index) => Object.fromEntries(names.map((name) => [name, columns[name][index]]))) : [];
@@ -79,67 +79,67 @@
       for (const [name, rows] of Object.entries(data)) known.shown.view.data(name, rows);
       await known.shown.view.runAsync();
     }
-    chart.setAttribute("aria-label", figure.summary); // drawing gives it one of its own
+    chart.setAttribute("aria-label", figure.summary); // drawing replaces the label
   };
 
   let seen = "";
-  const show = async (told) => {
-    if (told.same) return;
-    for (const [id, html] of Object.entries(told.parts || {})) put(id, html);
+  const show = async (update) => {
+    if (update.same) return;
+    for (const [id, html] of Object.entries(update.parts || {})) put(id, html);
     const reading = document.getElementById("reading");
-    if (reading) reading.textContent = told.share < 1 ? `Reading the records: ${Math.floor(100 * told.share)} %` : "";
-    if (told.figures) {
+    if (reading) reading.textContent = update.share < 1 ? `Reading the records: ${Math.floor(100 * update.share)} %` : "";
+    if (update.figures) {
       const config = JSON.parse(body.dataset.look);
       const options = { mode: "vega-lite", config, renderer: "svg", actions: false, ast: true, tooltip: { theme: "page" } };
       await loaded;
-      for (const figure of told.figures) await draw(figure, options);
+      for (const figure of update.figures) await draw(figure, options);
       for (const [id, { element, shown }] of views) {
-        if (told.figures.some((figure) => figure.id === id)) continue;
+        if (update.figures.some((figure) => figure.id === id)) continue;
         shown?.finalize();
         element.remove();
         views.delete(id);
       }
     }
-    seen = told.version;
-    sift();
+    seen = update.version;
+    applyFilter();
     ages();
   };
 
-  const GONE = "this page is no longer there: open the address that the board printed";
-  const fetched = async () => {
+  const GONE = "this page no longer exists: open the address that the board printed";
+  const fetchUpdate = async () => {
     const joined = body.dataset.live.includes("?") ? "&" : "?";
-    let answer;
+    let response;
     try {
-      answer = await fetch(`${body.dataset.live}${joined}have=${encodeURIComponent(seen)}`, { cache: "no-store" });
+      response = await fetch(`${body.dataset.live}${joined}have=${encodeURIComponent(seen)}`, { cache: "no-store" });
     } catch {
-      throw new Error("the board does not answer; trying again");
+      throw new Error("the board does not respond; trying again");
     }
-    if (!answer.ok) throw new Error(answer.status === 403 || answer.status === 404 ? GONE : `the board answered ${answer.status}`);
-    return answer.json();
+    if (!response.ok) throw new Error(response.status === 403 || response.status === 404 ? GONE : `the board returned status ${response.status}`);
+    return response.json();
   };
 
-  let timer, asking = false;
-  const ask = async () => {
-    if (document.hidden || asking) return;
-    asking = true;
+  let timer, busy = false;
+  const poll = async () => {
+    if (document.hidden || busy) return;
+    busy = true;
     let wait = EVERY;
     try {
-      const told = await fetched();
-      await show(told);
-      link.textContent = told.moving ? "live" : "up to date";
+      const update = await fetchUpdate();
+      await show(update);
+      link.textContent = update.moving ? "live" : "up to date";
       link.classList.remove("lost");
-      wait = told.share < 1 ? 0 : told.moving ? EVERY : RESTING;
+      wait = update.share < 1 ? 0 : update.moving ? EVERY : RESTING;
     } catch (error) {
       link.textContent = error.message;
       link.classList.add("lost");
     }
-    asking = false;
+    busy = false;
     clearTimeout(timer);
-    timer = setTimeout(ask, wait);
+    timer = setTimeout(poll, wait);
   };
   if (body.dataset.live) {
-    ask();
-    document.addEventListener("visibilitychange", ask);
+    poll();
+    document.addEventListener("visibilitychange", poll);
   }
 
   ages();

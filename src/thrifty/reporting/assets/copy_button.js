@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  // A button behind each text that is meant to be taken elsewhere.
+  // Add a copy button after each copyable text.
   const copy = async (pre, button) => {
     try {
       await navigator.clipboard.writeText(pre.textContent);
