@@ -102,7 +102,7 @@ def test_tokens_ask_for_the_model_that_suits_them() -> None:
     ("words", "says"),
     [
         (("size",), "the compute to plan for is not given"),
-        (("size", "--flops", "1e18", "--hours", "2"), "--flops and --hours are both given"),
+        (("size", "--flops", "1e18", "--hours", "2"), "--flops and --hours exclude each other"),
         (("size", "--flops", "-1e18"), "--flops is -1e+18"),
         (("size", "--flops", "nan"), "--flops is nan"),
         (("size", "--flops", "1"), "no law speaks of so little"),

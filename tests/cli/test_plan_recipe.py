@@ -153,7 +153,7 @@ def test_probed_plans_print_and_store_earlier_errors(recipe: str, monkeypatch: p
     written = read_recipe(Path("probed.toml"))
     assert written.budget.seconds == pytest.approx(3.6)
     kept = run_ledger.forecast_file(recipe_to_data(written))
-    disturbed = "step times are upper bounds, and are not kept" in result.stdout
+    disturbed = "step times are upper bounds and are discarded" in result.stdout
     assert json.loads(kept.read_text()).keys() == ({"memory"} if disturbed else {"memory", "step"})
 
 
@@ -274,16 +274,16 @@ def test_infeasible_budgets_are_refused_with_what_they_require(recipe: str) -> N
         (("text", "--cluster", "h100-box", "--out", "x.toml", "--export", "script"), "plans of one device", "--out"),
         (
             ("text", "--cluster", "h100-box", "--probed-candidates", "2"),
-            "--probed-candidates is for plans of this machine",
+            "--probed-candidates applies to plans of this machine",
             "leave",
         ),
         (
             ("text", "--cluster", "h100-box", "--probe-seconds", "3"),
-            "--probe-seconds is for plans of this machine",
+            "--probe-seconds applies to plans of this machine",
             "leave",
         ),
-        (("text", "--cluster", "h100-box", "--no-probe"), "--no-probe is for plans of this machine", "leave"),
-        (("text", "--cluster", "h100-box", "--disk", "1GB"), "--disk is for plans of one device", "leave it out"),
+        (("text", "--cluster", "h100-box", "--no-probe"), "--no-probe applies to plans of this machine", "leave"),
+        (("text", "--cluster", "h100-box", "--disk", "1GB"), "--disk applies to plans of one device", "leave out"),
         (
             ("text", "--model", "json:dumps", "--out", "x.toml", "--export", "script"),
             "'json:dumps' is your own model",
@@ -293,9 +293,9 @@ def test_infeasible_budgets_are_refused_with_what_they_require(recipe: str) -> N
         (("text", "--disk", "much"), "--disk 'much' is no size", "400MB"),
         (("text", "--memory", "much"), "--memory 'much' is no size", "400MB"),
         (("text", "--hours", "0"), "--hours is 0", "positive"),
-        (("text", "--tokens", "1", "--flops", "1"), "--tokens and --flops are both given", "one of them"),
+        (("text", "--tokens", "1", "--flops", "1"), "--tokens and --flops exclude each other", "one of them"),
         (("text", "--export", "script"), "--export requires --out", "--out plan.toml"),
-        (("text", "--mesh", "tensor=2"), "a plan looks for one", "--ranks 2 for this machine"),
+        (("text", "--mesh", "tensor=2"), "a plan chooses one", "--ranks 2 for this machine"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(words: tuple[str, ...], what: str, fix: str) -> None:

@@ -124,7 +124,7 @@ def test_options_that_mean_nothing_are_refused(desk: CommandLine, scored: dict[s
     for words, told in (
         (["look", "images", "--scores", "scores.safetensors", "--size", "8"], "--size means nothing with --scores"),
         (["look", "images", "--keep-fraction", "0.5"], "--keep-fraction means nothing without --scores"),
-        (["prune", "scores.safetensors", "--recipe", "vit-digits"], "--recipe is the recipe that --write writes"),
+        (["prune", "scores.safetensors", "--recipe", "vit-digits"], "--recipe applies only with --write"),
         (["prune", "scores.safetensors", "--keep-fraction", "2"], "keep must be"),
         (["prune", "nothing"], "there is no scores file"),
         (["score", "vit-digits", "--steps", "soon"], "is neither a number of steps"),

@@ -127,7 +127,7 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
         (lambda: DataLoader(Texts(), 4), "resolution", "batches of images"),
         (lambda: iter([(torch.rand(2, 3, 16, 16), torch.rand(2, 1, 16, 16))]), "resolution", "maps of their size"),
         (lambda: iter([torch.zeros(2, 3, 16, 16).byte()]), "resolution", "not floats"),
-        (lambda: DataLoader(Stream(), 4), "batch_ramp", "only a DataLoader"),
+        (lambda: DataLoader(Stream(), 4), "batch_ramp", "requires a DataLoader"),
         (lambda: iter([]), "prune", "can be read once only"),
     ],
 )  # fmt: skip
@@ -140,7 +140,7 @@ def test_batches_that_a_technique_does_not_fit_are_refused(data: Any, name: str,
 
 def test_the_same_is_not_changed_twice_and_other_things_are() -> None:
     loader = thrifty.apply(DataLoader(Texts(), 4), "sequence_length", total_steps=STEPS)
-    with pytest.raises(UsageError, match="change the same"):
+    with pytest.raises(UsageError, match="make the same change"):
         thrifty.apply(loader, "sequence_length", total_steps=STEPS)
     ramp = thrifty.apply(DataLoader(Texts(), 8), "batch_ramp", total_steps=STEPS, start=0.25, multiple=2)
     both = [*thrifty.apply(ramp, "sequence_length", total_steps=STEPS, start=8)]

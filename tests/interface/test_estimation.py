@@ -391,14 +391,14 @@ def test_the_process_holds_what_is_stated() -> None:
         ({"loss": lambda model, batch: None}, "is a NoneType"),
         ({"model": lambda: encoder().requires_grad_(False)}, "has no gradient"),
         ({"model": 3}, "no module"),
-        ({"model": "gpt-nan"}, "is no preset, and no folder"),
+        ({"model": "gpt-nan"}, "neither a preset nor a folder"),
         ({"model": "clip-nano", "loss": None, "batch": 2}, "needs data"),
         ({"memory": "many"}, "is no size"),
         ({"memory": -1}, "is no size"),
         ({"optimizer": "lora"}, "is no optimizer"),
         ({"optimizer": torch.optim.LBFGS}, "closure"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"allow": "some"}, "none of the promises"),
+        ({"allow": "some"}, "is unknown"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused_with_the_fix(

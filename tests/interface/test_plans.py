@@ -28,5 +28,5 @@ def test_plans_list_techniques_that_refuse_model_or_batches() -> None:
 
 @pytest.mark.parametrize("probing", [{"probe": True}, {"probe": False}, {"seconds": 9.0}, {"probed_candidates": 4}])
 def test_a_plan_for_a_cluster_refuses_settings_of_probes(probing: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="steps on a cluster are simulated, and none is run"):
+    with pytest.raises(UsageError, match="steps on a cluster are simulated"):
         thrifty.plan("text", cluster="h100-box", **probing)

@@ -77,7 +77,7 @@ def trace(
     """
     path, source = Path(out), str(source)
     if path.exists():
-        raise UsageError(f"{path} exists already", fix="give another --out, or remove it")
+        raise UsageError(f"{str(path)!r} exists already", fix="another --out, or remove the file")
     if source in PATTERNS:
         sizes = [length or 128] * examples
         recorded = synthetic_trace(source, density, layers, heads, width=width, lengths=sizes, seed=seed)
@@ -115,7 +115,9 @@ def _recorded(
         run = run_folder(source)
     except UsageError as error:
         near = did_you_mean(source, [*PRESETS, *PATTERNS])
-        raise UsageError(f"{source} is no run, model folder, preset, pattern or .npy file", fix=near) from error
+        raise UsageError(
+            f"{source!r} is neither a run nor a model folder, preset, pattern or .npy file", fix=near
+        ) from error
     return _of_run(run, examples, objects)
 
 
@@ -129,12 +131,14 @@ def _of_run(run: Path, examples: int, objects: UserObjects) -> AttentionTrace:
 
 def _of_folder(folder: Path, examples: int, length: int | None, data: Path | None) -> AttentionTrace:
     if data is None or not data.is_file():
-        raise UsageError(f"{folder} is a model, which must be given text", fix="--data FILE")
+        raise UsageError(f"{str(folder)!r} is a model folder, which requires text", fix="--data FILE")
     model, tokenizer, context = load_for_sampling(folder, UserObjects())
     each = trim_to_context(length, context, folder.name)
     tokens = torch.tensor(read_tokenizer(tokenizer).encode(data.read_text(encoding="utf-8")))
     if len(tokens) < each:
-        raise UsageError(f"{data} has {len(tokens)} tokens, fewer than an example of {each}", fix="a smaller --length")
+        raise UsageError(
+            f"{str(data)!r} has {len(tokens)} tokens, fewer than an example of {each}", fix="a smaller --length"
+        )
     rows = tokens[: len(tokens) // each * each].unflatten(0, (-1, each))[:examples]
     return record_attention(model, [rows], provenance={"folder": folder.name, "data": data.name}, name=folder.name)
 
@@ -144,7 +148,7 @@ def trim_to_context(length: int | None, context: int | None, model: str) -> int:
     than the context.
     """
     if context is not None and (length or 0) > context:
-        raise UsageError(f"{model} reads {context} tokens, not {length}", fix=f"--length {context}")
+        raise UsageError(f"{model!r} has a context of {context} tokens, fewer than {length}", fix=f"--length {context}")
     return length or min(128, context or 128)
 
 
@@ -161,6 +165,6 @@ def _of_preset(name: str, examples: int, length: int | None, seed: int) -> Atten
         tokens = torch.randint(shape.vocabulary, (examples, each), generator=generator)
         inputs = (tokens, tokens) if task == "sequence_to_sequence" else (tokens,)
     else:
-        raise RefusedError(f"there is no telling what {name} is given", fix="train it, and give the run")
+        raise RefusedError(f"the preset {name!r} has no random inputs", fix="train it, and trace the run")
     about = {"preset": name, "values": f"random, seed {seed}", "data": "random"}
     return record_attention(model, [inputs], lambda model, inputs: model(*inputs), about, name)

@@ -30,8 +30,8 @@ def board(
     """
     folder, kept = Path(runs), Path(results)
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}", fix="name the folder of your runs: --runs DIR")
-    # code of others runs only when its technique is named
+        raise UsageError(f"there is no folder {str(folder)!r}", fix="name the folder of your runs: --runs DIR")
+    # third-party code runs only if its technique is named
     names = techniques.own_names()
     site = BoardSite(
         folder,
@@ -41,7 +41,7 @@ def board(
     )
     with BoardServer(site, new_token(), port) as server, ExitStack() as stack:
         site.warm()
-        print(f"{server.address}\nreads {folder}; Ctrl-C ends it", flush=True)
+        print(f"{server.address}\nreads {folder}; Ctrl-C stops it", flush=True)
         if open_browser:
             stack.enter_context(_opened(server.address))
         server.serve_forever()

@@ -94,7 +94,7 @@ class ChangedLoader:
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in rows.items())
             raise RefusedError(
                 f"{self.technique.name}: tensors of a batch have different numbers of rows: {shapes}",
-                fix="let the loader return a row for each example, such as one label for each text",
+                fix="return one row per example from the loader, such as one label for each text",
             )
         self._read.current = Batch(rows, torch.full((count,), 1 / max(count, 1)))
         changed = self._changed.at(number).fields
@@ -136,7 +136,7 @@ def change_data(data: Any, technique: Technique) -> Any:
     while isinstance(each, ChangedLoader):
         if each.technique.claims & technique.claims or each.technique.name == technique.name:
             raise UsageError(
-                f"{each.technique.name} and {technique.name} change the same of a batch", fix="apply one of them"
+                f"{each.technique.name} and {technique.name} make the same change of a batch", fix="apply one of them"
             )
         each = each.loader
     read = LoaderBatches(data)
@@ -152,7 +152,7 @@ def change_data(data: Any, technique: Technique) -> Any:
         return DataLoader(chosen, shuffle=shuffle, **settings, **_settings(data))
     if isinstance(data, Sequence) or not isinstance(data, Iterable):
         raise UsageError(
-            f"{technique.name} changes batches, and a {type(data).__name__} has examples",
+            f"{technique.name} changes batches, but a {type(data).__name__!r} yields examples",
             fix=f"loader = thrifty.apply(DataLoader(dataset, batch_size=…), {technique.name!r})",
         )
     return ChangedLoader(data, technique, read, changed)
@@ -162,7 +162,7 @@ def _rebuilt(data: Any, technique: Technique, sampler: Callable[[DataLoader], Ra
     is_plain = type(data) is DataLoader and type(data.batch_sampler) is BatchSampler
     if not is_plain or isinstance(data.dataset, IterableDataset):
         raise UsageError(
-            f"{technique.name} changes the size of batches, and only a DataLoader with a batch_size has one",
+            f"{technique.name} changes the batch size, which requires a DataLoader with a batch_size",
             fix=f"thrifty.apply(DataLoader(dataset, batch_size=…), {technique.name!r})",
         )
     return DataLoader(data.dataset, batch_sampler=sampler(data), **_settings(data))  # type: ignore[arg-type]

@@ -80,14 +80,17 @@ class ClusterSimulation(PrintedResult):
             f"90 % interval: {duration(steps[0])} to {duration(steps[1])} a step, MFU {percent(mfu[0])} to "
             f"{percent(mfu[1])}, {scaled(rate[0])} to {scaled(rate[1])} tokens/s (from {report.rates.basis})\n"
         )
-        told = [head, number_table(["step", "seconds", "share"], [*rows, ["total", duration(report.step_seconds), ""]])]
-        told += [rates, self._memory()]
+        printed = [
+            head,
+            number_table(["step", "seconds", "share"], [*rows, ["total", duration(report.step_seconds), ""]]),
+        ]
+        printed += [rates, self._memory()]
         if not report.fits:
-            told.append(f"\nDOES NOT FIT: rank {report.fullest.rank} has {scaled(report.fullest.limit, 'B')}")
+            printed.append(f"\nDOES NOT FIT: rank {report.fullest.rank} has {scaled(report.fullest.limit, 'B')}")
         if run := self.published:
             off = published_row(run, report)["off"]
-            told.append(f"\n{run.paper}, {run.table}: {run.measure} {run.measured:.4g}, {off:+.1%} off")
-        return lines(*told)
+            printed.append(f"\n{run.paper}, {run.table}: {run.measure} {run.measured:.4g}, {off:+.1%} off")
+        return lines(*printed)
 
     def _memory(self) -> RenderableType:
         memory = self.report.memory

@@ -60,9 +60,9 @@ class ComparisonResult(PrintedResult):
         judged, rows = judged_of(self.content), []
         for label, variant in self.content.get("outcome", {}).get("arms", {}).items():
             verdict = variant.get("verdict", {})
-            found = found_difference(self.content, label) or {}
-            ends = "" if found.get("low") is None else f" ({found['low']:+.3g} to {found['high']:+.3g})"
-            gap = f"{found['mean']:+.3g}{ends}" if found else MISSING
+            difference = found_difference(self.content, label) or {}
+            ends = "" if difference.get("low") is None else f" ({difference['low']:+.3g} to {difference['high']:+.3g})"
+            gap = f"{difference['mean']:+.3g}{ends}" if difference else MISSING
             loss, step = significant(judged_value(variant, judged), 4), duration(variant["step_time"])
             rows.append([label, verdict.get("verdict", "baseline"), loss, gap, step])
         head = ("variant", "verdict", f"held-out {judged}", "less the baseline's (95 %)", "step time")
@@ -72,23 +72,23 @@ class ComparisonResult(PrintedResult):
         """Return the chart of all pairs and of all loss curves. Raises UsageError before the first pair."""
         drawn = [chart.properties(title=title) for title, _, chart in charts(self.content)]
         if not drawn:
-            raise UsageError("no pair of runs is finished", fix="resume the comparison by the same call")
+            raise UsageError("no pair of runs has finished", fix="resume the comparison by the same call")
         return SavedChart(alt.vconcat(*drawn).to_dict())
 
     def __rich__(self) -> RenderableType:
         result = self.content
-        told: list[RenderableType] = [about(result)]
+        printed: list[RenderableType] = [about(result)]
         for title, _, head, rows in tables(result)[:4]:
             if rows:
-                told += [f"\n{title}", ResultTable(head, rows)]
-        told.append("")
-        told += [f"{label}: {sentence}" for label, _, sentence in verdicts(result)]
-        told += [f"caution: {caution}" for caution in cautions(result)]
+                printed += [f"\n{title}", ResultTable(head, rows)]
+        printed.append("")
+        printed += [f"{label}: {sentence}" for label, _, sentence in verdicts(result)]
+        printed += [f"caution: {caution}" for caution in cautions(result)]
         failed = [entry for entry in result["runs"] if entry["status"] == "failed"]
-        told += [f"failed: {entry['run']} ({entry['arm']}): {entry['error']}" for entry in failed]
+        printed += [f"failed: {entry['run']} ({entry['arm']}): {entry['error']}" for entry in failed]
         if result["status"] == "interrupted":
-            told.append(f"interrupted; the same {spelled('command', 'call')} resumes it")
-        return lines(*told, f"{result['folder']}/report.html")
+            printed.append(f"interrupted; the same {spelled('command', 'call')} resumes it")
+        return lines(*printed, f"{result['folder']}/report.html")
 
 
 def compare(
@@ -157,5 +157,5 @@ def _able(
     """Return launchers that can start these variants: this process for objects that cannot be sent."""
     if all(can_be_sent(variant.recipe.objects) for variant in variants):
         return launchers
-    say("objects from Python cannot be sent to other processes: all runs are made in this one, one after another")
+    say("objects from Python cannot be sent to other processes: all runs use this process, one after another")
     return [SameProcess()]

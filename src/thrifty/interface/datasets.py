@@ -44,12 +44,12 @@ class KnownSources(PrintedResult):
         return {"cache": str(cache_folder()), "entries": [_described(each) for each in self.entries]}
 
     def __rich__(self) -> RenderableType:
-        told = []
+        printed = []
         for each in self.entries:
             state = "here" if each.present else f"thrifty data get {each.name}"
-            told.append(f"{each.name:<14} {each.kind:<6} {each.size / 1e6:>6.1f} MB  {state}")
-            told.append(f"    {each.about}\n    licence: {each.licence}")
-        return lines(*told, f"\ncache: {cache_folder()}")
+            printed.append(f"{each.name:<14} {each.kind:<6} {each.size / 1e6:>6.1f} MB  {state}")
+            printed.append(f"    {each.about}\n    licence: {each.licence}")
+        return lines(*printed, f"\ncache: {cache_folder()}")
 
 
 def known() -> KnownSources:
@@ -227,7 +227,7 @@ def prune(
         print(thrifty.datasets.prune("scores.safetensors", keep_fraction=0.3).technique)
     """
     if recipe is not None and write is None:
-        raise UsageError("--recipe is the recipe that --write writes", fix="--write pruned.toml")
+        raise UsageError("--recipe applies only with --write", fix="--write pruned.toml")
     settings = {"keep": keep_fraction, "order": order, "drop_hardest": drop_hardest, "min_class_share": min_class_share}
     chosen, table = choice_by(Path(scores), **settings), read_scores(Path(scores))
     kept = chosen.kept(table.scores, table.labels)
@@ -267,7 +267,7 @@ def review(
     data = open_scored(table, str(source), progress(quiet))
     target = Path(out or Path(scores).with_suffix(".html"))
     if target.exists():
-        raise UsageError(f"{target} exists already", fix="give another --out, or remove it")
+        raise UsageError(f"{target} exists already", fix="another --out, or remove the file")
     chosen = choice_by(Path(scores), **settings) if is_chosen else None
     target.write_text(page(table, data, str(source), chosen), encoding="utf-8")
     return ReviewPage(target, table, tuple(suspicious(table).tolist()))

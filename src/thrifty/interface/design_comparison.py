@@ -37,13 +37,12 @@ COSTS = ("softmax kept", "output error")
 RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "dense rate", "in and out",
                   "energy, modules", "energy, actions", "area")  # fmt: skip
 ABOUT_MASKS = (
-    "What the masks keep, and what that costs. Thresholds, and ViTCoD's average maps, are found on the very examples "
-    "that are judged here; detectors that a paper trains are untrained. Masks of every layer are found from "
-    "what the model computes with all pairs."
+    "Density and cost of the masks. Thresholds and ViTCoD's average maps are computed on the evaluated examples. "
+    "Detectors that a paper trains are untrained. Masks of every layer come from the model with all pairs."
 )
 ABOUT_HERE = (
-    "Simulated is the accelerator; here is this machine now: all pairs by torch's attention (causal where the trace "
-    "is), the pairs of the masks by scipy on one thread. Ratios of the two are no paper's."
+    "Simulated times are the accelerator's; measured times are this machine's: all pairs with torch's attention "
+    "(causal if the trace is), masked pairs with scipy on one thread. No paper publishes their ratio."
 )
 
 
@@ -117,7 +116,7 @@ class DesignComparison(PrintedResult):
             for result in results
             for name, time in result.stations.items()
         ]
-        told: list[RenderableType] = [
+        sentences: list[RenderableType] = [
             f"{trace.name}: {len(trace.layers)} layers, {trace.units} heads, density {trace.density:.3f}\n",
             number_table(RESULT_COLUMNS, [result_cells(result) for result in results]),
             "",
@@ -126,17 +125,19 @@ class DesignComparison(PrintedResult):
             *remarks(self),
         ]
         if self.has_mask_costs:
-            told += [f"\n{ABOUT_MASKS}", number_table(*mask_cells(self))]
+            sentences += [f"\n{ABOUT_MASKS}", number_table(*mask_cells(self))]
         if self.here:
-            told += [f"\n{ABOUT_HERE}", number_table(*measured_cells(self))]
+            sentences += [f"\n{ABOUT_HERE}", number_table(*measured_cells(self))]
         if self.baseline is not None:
             other = next(case.result for case in self.cases if case.design == self.baseline)
-            told.append(f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times utilisation "
-                        "over its own:")  # fmt: skip
-            told.append(_factors(results, other))
+            sentences.append(
+                f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times "
+                "utilisation relative to it:"
+            )
+            sentences.append(_factors(results, other))
         if self.all_tables:
-            told += [f"\nThe same actions by each table ({', '.join(table_names())}):", _energies(results)]
-        return lines(*told)
+            sentences += [f"\nThe same actions by each table ({', '.join(table_names())}):", _energies(results)]
+        return lines(*sentences)
 
 
 def _factors(results: Sequence[SimulationResult], other: SimulationResult) -> Table:
@@ -173,28 +174,28 @@ def result_cells(result: SimulationResult) -> list[str]:
 
 def remarks(comparison: DesignComparison) -> list[str]:
     """Return the conditions of the figures, one sentence each."""
-    told = [
+    sentences = [
         "Modules are priced as published, without an outer memory; actions, with it, by "
         f"{comparison.cases[0].result.row()['energy_table']}. Sizes of different nodes do not compare."
     ]
     without = [case.design for case in comparison.cases if "dram" not in case.result.machine.memories]
     if 0 < len(without) < len(comparison.cases):
         named = ", ".join(dict.fromkeys(without))
-        told.append(
-            f"{named}: no outer memory, so its accesses are in no energy; --equal-resources bandwidth=… gives all one"
+        sentences.append(
+            f"{named}: no outer memory, so energies exclude its accesses; --equal-resources bandwidth=… adds one to all"
         )
     for case in comparison.cases:
         if case.trace.provenance.get("within allowed") == "no":
             allowed = case.trace.provenance["error allowed"]
-            told.append(f"{case.result.machine.name}: no threshold of its filter gets within an error of {allowed}")
-    told += [note for case in comparison.cases for note in case.result.notes]
+            sentences.append(f"{case.result.machine.name}: no threshold of its filter keeps the error below {allowed}")
+    sentences += [note for case in comparison.cases for note in case.result.notes]
     for case in comparison.cases:
         if case.result.machine.grade in "SM":
-            told.append(f"{case.design} is not verified: {case.result.machine.source}")
+            sentences.append(f"{case.design} is not verified: {case.result.machine.source}")
         for energy in case.result.energies:
             if energy.unpriced:
-                told.append(f"{case.design}: {energy.table} has no price for {', '.join(energy.unpriced)}")
-    return list(dict.fromkeys(told))
+                sentences.append(f"{case.design}: {energy.table} has no price for {', '.join(energy.unpriced)}")
+    return list(dict.fromkeys(sentences))
 
 
 def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
@@ -302,7 +303,9 @@ def held_out_losses(run: Any, traces: Sequence[AttentionTrace], objects: UserObj
     folder = run_folder(run)
     traced = traces[0].provenance.get("run")
     if traced != folder.name or "examples" not in traces[0].provenance:
-        raise UsageError(f"the trace is of {traced or 'no run'}, not of {folder.name}", fix=f"thrifty trace {folder}")
+        raise UsageError(
+            f"the trace is of {traced or 'no run'!r}, not of {folder.name!r}", fix=f"thrifty trace {folder}"
+        )
     model, recipe = load_trained_model(folder, plain=False, objects=objects)
     objective, opened = open_examples(recipe)
     count = int(traces[0].provenance["examples"])
@@ -316,7 +319,7 @@ def held_out_losses(run: Any, traces: Sequence[AttentionTrace], objects: UserObj
             losses.append(loss())
     if not math.isclose(own, losses[0], rel_tol=1e-3):
         raise RefusedError(
-            f"the loss of {folder.name} is {own:.4f}, and {losses[0]:.4f} by softmax over the pairs of its attention",
-            fix="trace a run whose attention is no more than that",
+            f"the loss of {folder.name!r} is {own:.4f}, but {losses[0]:.4f} with plain softmax attention",
+            fix="trace a run with plain softmax attention",
         )
     return losses

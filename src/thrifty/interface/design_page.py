@@ -59,14 +59,14 @@ def _figure(
     title: str,
     unit: str,
     values: Callable[[DesignCase], Values],
-    told: Callable[[float], str],
+    format_value: Callable[[float], str],
 ) -> str:
     """Return a chart with a group of bars for each row of each design, and its values in a folded table."""
     rows: dict[str, dict[str, StackedBar]] = {}
     for case in comparison.cases:
         for name, parts in values(case).items():
             label = f"{case.design} · {name}" if name else case.design
-            rows.setdefault(label, {})[case.filter] = StackedBar(parts, told(parts[0]))
+            rows.setdefault(label, {})[case.filter] = StackedBar(parts, format_value(parts[0]))
     if not rows:
         return ""
     drawn = bars(title, sorted(rows.items(), key=lambda row: _place(comparison, row[0])), comparison.filters)

@@ -59,11 +59,11 @@ class MachineReport(PrintedResult):
             _titled("Measured: median (slowest to fastest repeat)", _rate_rows(self.machine)),
             _titled("Software", _software_rows(self.machine, self.trial)),
         ]
-        told = [Text.from_markup("\n[green]Nothing is missing.[/green]")] if not self.findings else []
+        printed = [Text.from_markup("\n[green]Nothing is missing.[/green]")] if not self.findings else []
         for finding in self.findings:
             mark = "[red]cannot train[/red]" if finding.fatal else "[yellow]note[/yellow]"
-            told.append(Text.from_markup(f"\n{mark}  {escape(finding.what)}\n      {escape(finding.fix)}"))
-        return lines(*tables, *told, *map(str, self.sparse))
+            printed.append(Text.from_markup(f"\n{mark}  {escape(finding.what)}\n      {escape(finding.fix)}"))
+        return lines(*tables, *printed, *map(str, self.sparse))
 
 
 def doctor(*, quick: bool = False, compile: bool = False, sparse: Sequence[tuple[int, int]] = ()) -> MachineReport:
@@ -107,11 +107,11 @@ def _fatal(machine: MachineInfo, writable: bool) -> Iterator[DoctorFinding]:
         yield DoctorFinding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True)
     if not writable:
         what = "no run folder can be written under ./runs"
-        yield DoctorFinding(what, "work in a folder you may write to", fatal=True)
+        yield DoctorFinding(what, "change to a writable folder", fatal=True)
 
 
 def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> Iterator[DoctorFinding]:
-    needs = "the techniques `compile` and `attention.tiled` need it on a CPU"
+    needs = "the techniques `compile` and `attention.tiled` require it on a CPU"
     if machine.compiler is None:
         fix = "install g++ (Debian: apt-get install g++), or set CXX to yours"
         yield DoctorFinding(f"no C++ compiler: {needs}", fix)
@@ -126,17 +126,17 @@ def _resources(machine: MachineInfo) -> Iterator[DoctorFinding]:
     if not machine.gpus and _gain(machine) < NO_GAIN:
         yield DoctorFinding(
             f"bfloat16 products run at {_gain(machine):.2f} times the float32 rate on this CPU",
-            "leave out `precision.mixed`: it gains nothing here",
+            "leave out `precision.mixed`, which is not faster here",
         )
     if any(rate.median < rate.high / 2 for rate in machine.matmul.values()):
         yield DoctorFinding(
-            "the same matrix product takes more than twice as long at times: other programs use these cores",
-            "measure again when the machine is quiet; until then training is slowed down as much",
+            "repeats of one matrix product differ by more than a factor of two: other programs use these cores",
+            "measure again on a quiet machine; training is slower until then",
         )
     if machine.core_quota is not None and machine.core_quota < machine.logical_cores:
         yield DoctorFinding(
             f"{machine.logical_cores} cores are visible, but the control group grants {machine.core_quota:g}",
-            f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads only wait for each other",
+            f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads do not run faster",
         )
     if machine.memory_available < LITTLE_MEMORY:
         available = scaled(machine.memory_available, "B")

@@ -61,7 +61,7 @@ def estimated_run(
     count = batch if isinstance(batch, int) else None
     is_own_batch = batch is not None and count is None
     if count is not None and count < 1:
-        raise UsageError(f"a batch of {count} examples has none", fix="batch=8")
+        raise UsageError(f"the batch has {count} examples, fewer than 1", fix="batch=8")
     if isinstance(model, str) and is_function_name(model):
         model = import_function(model)
     if isinstance(model, str | Path):
@@ -70,7 +70,7 @@ def estimated_run(
         return _of_config(model, batch if is_own_batch else None, loss, count, length)
     if not callable(model):
         raise UsageError(
-            f"{model!r:.80} is no module and no function that builds one",
+            f"{model!r:.80} is neither a module nor a function that builds one",
             fix="pass the module itself, a preset, a folder with config.json or a config of transformers",
         )
     if data is not None and not is_own_batch:
@@ -95,7 +95,7 @@ def _of_name(
     run = _of_config(_config_of(folder), batch, loss, count, length)
     if data is None:
         return run
-    unread = f"{str(data)!r} is not read: {folder} has no weights, and so no tokens of its own"
+    unread = f"{str(data)!r} is not read: {folder} has no weights and no tokenizer"
     return replace(run, notes=(*run.notes, unread))
 
 
@@ -107,21 +107,21 @@ def _of_batch(
     notes: tuple[str, ...] = (),
 ) -> EstimatedRun:
     if batch is None:
-        raise UsageError("there is no batch to run the model on", fix="estimate(model, batch, loss=loss), or data=")
+        raise UsageError("the model has no batch to run on", fix="estimate(model, batch, loss=loss), or data=")
     if isinstance(loss, str):
         raise UsageError(
-            f"the objective {loss!r} has batches of its own", fix="pass data= and not a batch, or a function"
+            f"the objective {loss!r} builds its own batches", fix="data=… instead of a batch, or a loss function"
         )
     if loss is None and not isinstance(_plain(batch), Mapping):
         raise UsageError(
-            f"there is no loss, and a batch is a {type(batch).__name__}, not keyword arguments of the model",
+            f"without a loss, a batch is keyword arguments of the model, not a {type(batch).__name__!r}",
             fix="pass loss=, a function of (model, batch)",
         )
     leaves, structure = tree_flatten(_plain(batch))
     tensors = {str(place): leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     first = next((leaf for leaf in tensors.values() if leaf.ndim), None)
     if first is None or not len(first):
-        what = "no tensor with a row for each example" if first is None else "no examples"
+        what = "no tensor with one row per example" if first is None else "no examples"
         raise UsageError(f"the batch has {what}", fix="pass tensors of shape (examples, …), in dicts, lists or tuples")
     rows = {name: _present(leaf) for name, leaf in tensors.items() if leaf.ndim and len(leaf) == len(first)}
     constant = [rows.get(str(place), leaf) for place, leaf in enumerate(leaves)]
@@ -161,7 +161,7 @@ def _model_folder(model: str | Path) -> Path | None:
 def _preset(model: str | Path) -> str:
     if str(model) not in PRESETS:
         raise UsageError(
-            f"{str(model)!r} is no preset, and no folder with config.json", fix=did_you_mean(str(model), PRESETS)
+            f"{str(model)!r} is neither a preset nor a folder with config.json", fix=did_you_mean(str(model), PRESETS)
         )
     return str(model)
 
@@ -192,7 +192,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "models of a config need the package transformers, which is not installed",
+            "models of a config require the package transformers, which is not installed",
             fix="pip install 'thrifty[huggingface]'",
         ) from error
     return transformers
@@ -215,7 +215,7 @@ def _of_config(
         kind = next((k for k in (getattr(transformers, a) for a in AUTO) if type(config) in k._model_mapping), None)
     if kind is None:
         raise UsageError(
-            f"no model of transformers that computes a loss has a {type(config).__name__}", fix="pass the model"
+            f"no model of transformers with a loss has the config {type(config).__name__!r}", fix="pass the model"
         )
     build = partial(kind._from_config if name else kind.from_config, config)
     if batch is not None:
@@ -229,7 +229,10 @@ def _of_config(
         labels = torch.zeros(count, dtype=torch.long)
         return _of_batch(build, {"pixel_values": images, "labels": labels}, loss, notes=(f"{given} of {side}",))
     if not hasattr(text, "vocab_size"):
-        raise UsageError(f"a {type(config).__name__} takes neither text nor images", fix="pass a batch of the model's")
+        raise UsageError(
+            f"{type(config).__name__!r} is a config of a model without text or image inputs",
+            fix="pass a batch of the model's",
+        )
     most = getattr(text, "max_position_embeddings", None) or LENGTH
     size = length or min(LENGTH, most)
     tokens = torch.randint(text.vocab_size, (count, size), generator=torch.Generator().manual_seed(0))
@@ -282,5 +285,5 @@ def _of_preset(name: str, count: int | None, length: int | None) -> EstimatedRun
         given = f"{count} random examples of {size} tokens"
     else:
         raise UsageError(f"{name} learns {task}, which needs data", fix=f'estimate({name!r}, data="…", batch={count})')
-    held = storage_bytes(plain.objective.examples(source.at(0)).fields.values())
-    return EstimatedRun(plain, held, notes=(f"a batch of {given}",))
+    batch_bytes = storage_bytes(plain.objective.examples(source.at(0)).fields.values())
+    return EstimatedRun(plain, batch_bytes, notes=(f"a batch of {given}",))

@@ -112,7 +112,7 @@ class StepEstimate(PrintedResult):
             verdict.append(f"the whole process is expected to hold {low} to {high}")
         if not self.options:
             return lines(head, *parts, *verdict, *self.notes)
-        table = open_table("what makes it fit", "peak", "time of a step", "numerics")
+        table = open_table("change that makes it fit", "peak", "time of a step", "numerics")
         for option in self.options:
             table.add_row(option.label, write_size(option.peak), f"{option.relative_time:.2f}", option.numerics)
         return lines(head, *parts, *verdict, *self.notes, table)
@@ -168,13 +168,13 @@ def estimate(
         with _own_errors(run):
             refuse_indices_without_row(run.plain, [run.plain.source.at(0)])
             explanation = explain(compose(run.plain, chosen, STEPS, place))
-        footprint, held = explanation.footprint, run.batch_bytes
-        peak = footprint.memory + held
+        footprint, batch_bytes = explanation.footprint, run.batch_bytes
+        peak = footprint.memory + batch_bytes
         if peak * RESERVE > limit:
             options, late = _options(run, chosen, limit / RESERVE, numerics, place)
     return StepEstimate(
         peak,
-        {**_parts(footprint), "batch": held},
+        {**_parts(footprint), "batch": batch_bytes},
         footprint.flops,
         explanation.parameters,
         limit,
@@ -196,7 +196,7 @@ def _own_errors(run: EstimatedRun) -> Iterator[None]:
         shapes = ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in batch)
         raise UsageError(
             f"the step does not run on a batch of {shapes}: {reason_of(error)}",
-            fix="call loss(model, batch).mean().backward() yourself, and mend what it raises",
+            fix="call loss(model, batch).mean().backward() yourself, and fix what it raises",
         ) from error
 
 
@@ -226,14 +226,14 @@ def _numerics(allow: str) -> Numerics:
     try:
         return Numerics(allow)
     except ValueError:
-        raise UsageError(f"allow={allow!r} is none of the promises", fix='"exact", "rounding" or "different"') from None
+        raise UsageError(f"allow={allow!r} is unknown", fix='"exact", "rounding" or "different"') from None
 
 
 def _bytes(memory: str | float) -> float:
     if isinstance(memory, str):
         return read_size(memory, "memory")
     if not memory > 0:
-        raise UsageError(f"memory={memory!r} is no size", fix='memory="24GB", or a number of bytes')
+        raise UsageError(f"memory={memory!r} is not a size", fix='memory="24GB", or a number of bytes')
     return float(memory)
 
 
@@ -310,16 +310,16 @@ def _options(
         plain, recipe.techniques, STEPS, ways, room, 1.0, device=device, allowance=lambda step: COUNTING
     )
     search.look_at_singles()
-    found = [
+    options = [
         EstimatedOption(way.label, way.techniques, search.alone(way).memory, search.relative(way), way.numerics.value)
         for way in _cheapest_of_micro_batches([way for way in search.singles if search.singles[way].memory <= room])
     ]
-    if not found:
+    if not options:
         try:
             search.run()
         except InfeasibleError:
             return (), _late(search)
-        found = [
+        options = [
             EstimatedOption(
                 each.label,
                 tuple(t for t in each.techniques if t not in recipe.techniques),
@@ -329,7 +329,7 @@ def _options(
             )
             for each in search.tried
         ]
-    fitting = [replace(option, peak=option.peak + run.batch_bytes) for option in found if option.peak <= room]
+    fitting = [replace(option, peak=option.peak + run.batch_bytes) for option in options if option.peak <= room]
     return tuple(sorted(fitting, key=lambda option: option.relative_time)), _late(search)
 
 

@@ -68,12 +68,12 @@ class RecipeExplanation(PrintedResult):
         facts = self.as_dict()
         total = facts["footprint"]
         parts = ", ".join(f"{name} {write_size(total[name])}" for name in PARTS)
-        told = [f"{self.recipe}: {facts['parameters']:,} parameters, {_in_words(facts['data'])}\n"]
-        told += [f"refused {name}: {reason.partition(': ')[2]}" for name, reason in self.refused.items()]
+        printed = [f"{self.recipe}: {facts['parameters']:,} parameters, {_in_words(facts['data'])}\n"]
+        printed += [f"refused {name}: {reason.partition(': ')[2]}" for name, reason in self.refused.items()]
         below = [f"\npredicted peak {write_size(total['memory'])}: {parts}, temporary {write_size(total['temporary'])}"]
         if self.process:
-            whole, held = write_size(total["memory"] + self.process), write_size(self.process)
-            before = f"it holds {held} before it builds the model, and memory that steps free may stay"
+            whole, process = write_size(total["memory"] + self.process), write_size(self.process)
+            before = f"the process holds {process} before it builds the model, and memory that steps free may stay"
             below.append(f"with the process at least {whole}: {before}")
         if self.ranks:
             below += _rank_lines(facts)
@@ -82,7 +82,7 @@ class RecipeExplanation(PrintedResult):
         if self.origins:
             below += ["\nvalues that are not defaults"]
             below += [f"  {path}  from {origin}" for path, origin in self.origins.items()]
-        return lines(*told, _table(facts), *below)
+        return lines(*printed, _table(facts), *below)
 
 
 def explain(
@@ -176,10 +176,10 @@ def _in_words(data: Mapping[str, Any]) -> str:
 
 def _rank_lines(facts: Mapping[str, Any]) -> list[str]:
     along = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items() if size > 1)
-    told = [f"\neach of the ranks of {along} sends {write_size(facts['footprint']['traffic'])} a step, and keeps"]
+    printed = [f"\neach of the ranks of {along} sends {write_size(facts['footprint']['traffic'])} a step, and keeps"]
     for stage in facts["stages"]:
         first, last = stage["ranks"][0], stage["ranks"][-1]
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
         kept = ", ".join(f"{name} {write_size(stage[name])}" for name in ("parameters", "gradients", "optimizer"))
-        told.append(f"  {ranks}: {kept}")
-    return told
+        printed.append(f"  {ranks}: {kept}")
+    return printed

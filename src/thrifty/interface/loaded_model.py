@@ -53,13 +53,13 @@ def read_prompt(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int]
     end = next((end for end in ends if end is not None), None)
     start = tokenizer.encode(prompt).ids or ([] if end is None else [end])
     if not start:
-        raise UsageError("the tokenizer has no token to begin a document with", fix="give a --prompt")
+        raise UsageError("the tokenizer has no token that begins a document", fix="give a --prompt")
     return tokenizer, start, end
 
 
 def read_question(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int], int]:
     """Return the tokenizer, the tokens of a question up to its answer, and the token that ends answers."""
     if not prompt:
-        raise UsageError("there is no question", fix="give a --prompt")
+        raise UsageError("the question is empty", fix="give a --prompt")
     chat = read_chat_tokenizer(tokenizer_json)
     return chat.inner, chat.prompt([{"role": "user", "content": prompt}]), chat.end_of_turn

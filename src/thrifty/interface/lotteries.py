@@ -34,12 +34,12 @@ class LotteryResult(PrintedResult):
 
     def __rich__(self) -> RenderableType:
         kinds = list(dict.fromkeys(kind for each in self.rounds for kind in each["runs"]))
-        told = [f"{'round':>5}  {'density':>8}" + "".join(f"  {kind:>12}" for kind in kinds)]
+        printed = [f"{'round':>5}  {'density':>8}" + "".join(f"  {kind:>12}" for kind in kinds)]
         for each in self.rounds:
             losses = [each["runs"].get(kind, {}).get("held_out_loss") for kind in kinds]
             shown = ["" if loss is None else f"{loss:.4f}" for loss in losses]
-            told.append(f"{each['round']:>5}  {each['density']:>8.4f}" + "".join(f"  {loss:>12}" for loss in shown))
-        return lines(*told, f"held-out losses; all of it in {self.folder}/lottery.json")
+            printed.append(f"{each['round']:>5}  {each['density']:>8.4f}" + "".join(f"  {loss:>12}" for loss in shown))
+        return lines(*printed, f"held-out losses; all results in {self.folder}/lottery.json")
 
 
 def lottery(

@@ -14,8 +14,8 @@ from thrifty.simulators.accelerator.simulation_result import SimulationResult
 from thrifty.simulators.accelerator.spgemm_workload import SpgemmProduct
 
 ABOUT = (
-    "\nSimulated is the accelerator; here is this machine's processor now, by scipy (row by row, one thread) and\n"
-    "by numpy, zeros and all. Ratios of the two are not the paper's, which timed libraries and processors of 2017."
+    "\nSimulated times are the accelerator's; measured times are this machine's CPU with scipy (row by row, one\n"
+    "thread) and dense numpy. The paper's ratios are to libraries and processors of 2017."
 )
 
 

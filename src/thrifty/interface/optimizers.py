@@ -12,8 +12,8 @@ from thrifty.core.technique import Technique
 
 @cache
 def _optimizers() -> dict[str, type[Technique]]:
-    found = (techniques.find(name) for name in techniques.own_names() if name.startswith("optimizers."))
-    return {each.__name__: each for each in found if Claim.OPTIMIZER in each.claims}
+    kinds = (techniques.find(name) for name in techniques.own_names() if name.startswith("optimizers."))
+    return {each.__name__: each for each in kinds if Claim.OPTIMIZER in each.claims}
 
 
 def optimizer_names() -> list[str]:

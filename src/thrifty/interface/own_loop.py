@@ -79,7 +79,7 @@ def apply(
     is_data = model is None and optimizer is None
     if (is_data and not (isinstance(target, Iterable) or hasattr(target, "__getitem__"))) or isinstance(target, str):
         raise UsageError(
-            f"thrifty.apply takes a model, an optimizer, a pair of both or data, and {type(target).__name__!r} is none",
+            f"thrifty.apply takes a model, an optimizer, a pair of both or data, not {type(target).__name__!r}",
             fix=f"thrifty.apply(model, {chosen.name!r})",
         )
     if model is not None and optimizer is not None:
@@ -149,8 +149,8 @@ def _refuse_trainer_only(chosen: Technique) -> None:
         return
     if trainer_only:
         raise NeedsTrainer(
-            f"{chosen.name} changes {' and '.join(SEAMS[seam] for seam in trainer_only)}, which a loop of your own "
-            "does not hand over",
+            f"{chosen.name} changes {' and '.join(SEAMS[seam] for seam in trainer_only)}, which your own loop "
+            "does not pass to techniques",
             fix=f"thrifty.train(model=…, data=…, techniques=[{chosen.name!r}])",
         )
 
@@ -187,12 +187,12 @@ def _refuse_together(chosen: Technique, model: nn.Module | None, optimizer: Opti
             for claim, reason in one.clashes.items():
                 if claim in another.claims:
                     raise UsageError(
-                        f"{one.name} and {another.name} cannot go together: {reason}", fix="apply one of them"
+                        f"{one.name} and {another.name} cannot be combined: {reason}", fix="apply one of them"
                     )
     for other in before if chosen.overrides("model", "change_forward") else ():
         if chosen.stage < other.stage:
             raise UsageError(
-                f"{other.name} is applied already, and must see what {chosen.name} makes of the model",
+                f"{other.name} is already applied, but acts after {chosen.name}",
                 fix=f"apply {chosen.name} first",
             )
 
@@ -208,7 +208,7 @@ def _refuse_wrapped(model: nn.Module, chosen: Technique) -> None:
     for name, is_wrapped in wrappers.items():
         if is_wrapped:
             raise UsageError(
-                f"{chosen.name}: the model is in {name} already, which would not see the change",
+                f"{chosen.name}: the model is already wrapped in {name}, which would not include the change",
                 fix=f"apply it before {name}",
             )
 
@@ -216,7 +216,7 @@ def _refuse_wrapped(model: nn.Module, chosen: Technique) -> None:
 def _add_to(optimizer: Optimizer | None, chosen: Technique) -> None:
     if not isinstance(optimizer, TechniqueOptimizer):
         raise UsageError(
-            f"{chosen.name} changes the update, and {type(optimizer).__name__} of torch has no place for that",
+            f"{chosen.name} changes the update, and {type(optimizer).__name__} of torch cannot take that",
             fix="use an optimizer of thrifty.optim, such as thrifty.optim.AdamW(model, lr=1e-3)",
         )
     optimizer.add(chosen)
@@ -225,7 +225,7 @@ def _add_to(optimizer: Optimizer | None, chosen: Technique) -> None:
 def _change(model: nn.Module, chosen: Technique) -> None:
     if any(map(is_lazy, model.parameters())):
         raise UsageError(
-            f"{chosen.name}: the model has lazy layers without weights", fix="run a batch through the model before"
+            f"{chosen.name}: the model has lazy layers without weights", fix="run one batch through the model first"
         )
     applied = APPLIED.get(model) or ()
     with collect_notes() as notes:
@@ -320,4 +320,4 @@ def _amount(budget: str | float) -> float:
         return read_size(budget, "budget")
     else:
         return float(budget)
-    raise UsageError(f"the budget {budget!r} is no amount", fix='"50%", "2GB" or 0.5')
+    raise UsageError(f"the budget {budget!r} is not an amount", fix='"50%", "2GB" or 0.5')

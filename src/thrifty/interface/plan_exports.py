@@ -22,7 +22,7 @@ def export_recipe(recipe: "Recipe", steps: int, trainer: str, path: Path) -> Pat
 
     refuse_unknown("there is no export to", trainer, [*CONFIGURATIONS, SCRIPT])
     if path.exists():
-        raise RefusedError(f"{path} is there already", fix="remove it, or give --out another name")
+        raise RefusedError(f"{str(path)!r} exists already", fix="remove it, or name another --out")
     prepared = prepare_run(recipe, steps=steps, quiet=True)
     run = PortableRecipe.of(recipe, prepared.run.techniques, steps, prepared.run.device.type)
     if trainer == SCRIPT:
@@ -53,7 +53,7 @@ def _write_script(prepared: "PreparedRun", run: "PortableRecipe", folder: Path) 
     source = prepared.run.plain.source
     if prepared.recipe.objective.name != "next_token" or not isinstance(source, PackedTokens):
         raise RefusedError(
-            f"script: {prepared.recipe.objective.name} on {prepared.recipe.data.source} is not plain text read forward",
+            f"script: {prepared.recipe.objective.name} on {prepared.recipe.data.source} is not next_token on text",
             fix="leave out --export script; the other exports work",
         )
     functions = (

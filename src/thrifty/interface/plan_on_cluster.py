@@ -37,7 +37,7 @@ def plan_on_cluster(
     from thrifty.training.run_setup import prepare_run
 
     if recipe.mesh.least_ranks > 1:
-        raise UsageError("the recipe has a mesh, and --cluster looks for one", fix="leave the mesh out")
+        raise UsageError("the recipe has a mesh, but --cluster chooses one", fix="leave the mesh out")
     cluster = read_cluster(place)
     cluster = cluster if ranks is None else cluster.of(ranks)
     prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
@@ -92,7 +92,7 @@ def format_cluster_plan(plan: ClusterPlan) -> list[str]:
 
 def cluster_plan_parts(plan: ClusterPlan) -> list[RenderableType]:
     """Return a plan for a cluster as lines and tables."""
-    table = open_table("", "what fits, from the fastest by simulation", "memory", "step", "tokens/s")
+    table = open_table("", "layouts that fit, the fastest by simulation first", "memory", "step", "tokens/s")
     for placed in (plan.chosen, *plan.alternatives):
         mark = "→" if placed is plan.chosen else ""
         memory, seconds = scaled(placed.footprint.memory, "B"), placed.layout.seconds

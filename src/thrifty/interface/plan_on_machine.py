@@ -56,7 +56,7 @@ def plan_on_machine(
     began = time.monotonic()
     if recipe.mesh.least_ranks > 1:
         raise UsageError(
-            "the recipe has a mesh, and a plan looks for one",
+            "the recipe has a mesh, but a plan chooses one",
             fix=f"leave out the mesh: --ranks {recipe.mesh.least_ranks} for this machine, --cluster for another",
         )
     if ranks > 1:
@@ -106,10 +106,12 @@ def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
 
     there = torch.cuda.device_count()
     if device.type == "cuda" and ranks > there:
-        raise UsageError(f"--ranks {ranks}, and this machine has {there} GPUs", fix=f"--ranks {there}, or --cluster")
+        raise UsageError(
+            f"--ranks {ranks} is more than the {there} GPUs of this machine", fix=f"--ranks {there}, or --cluster"
+        )
     if allow is Numerics.EXACT:
         raise UsageError(
-            "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"
+            "several ranks sum in another order than one, which --allow exact forbids", fix="--allow rounding"
         )
 
 

@@ -31,7 +31,7 @@ def plan_parts(plan: Plan) -> list[RenderableType]:
 def format_plan(plan: Plan) -> list[str]:
     """Return the changes and the forecast, one per line."""
     forecast = plan.forecast
-    changes = ", ".join(way.label for way in plan.chosen.ways) or "nothing: the recipe as it is"
+    changes = ", ".join(way.label for way in plan.chosen.ways) or "nothing: the recipe stays as it is"
     name, share = forecast.memory_is
     most = f"most of those are {name}, {percent(share, 0)}"
     memory, step = _between(forecast.memory, _bytes), _between(forecast.step, duration)
@@ -43,7 +43,7 @@ def format_plan(plan: Plan) -> list[str]:
         step += f"; {percent(of_time, 0)} of it {part}{_disturbed(forecast)}{_past(plan.past['step'])}"
     else:
         memory += f" in tensors at the peak; {most}"
-        step += "; not run: by FLOPs and a share of this machine's peak"
+        step += "; not run: from FLOPs and a fraction of this machine's peak"
     if forecast.process:
         whole = _bytes(forecast.process + forecast.memory.value)
         memory += f"; the process {whole}, with {_bytes(forecast.process)} from before the model is built"
@@ -67,13 +67,13 @@ def format_plan(plan: Plan) -> list[str]:
 def _disturbed(forecast: Forecast) -> str:
     if not forecast.others:
         return ""
-    took = f"other work took {forecast.others:.1f} of {forecast.cores} cores"
-    return f"; measured while {took}: step times are upper bounds, and are not kept"
+    took = f"other processes used {forecast.others:.1f} of {forecast.cores} cores"
+    return f"; measured while {took}: step times are upper bounds and are discarded"
 
 
 def _past(record: PredictionRecord) -> str:
     if record.error is None:
-        return "; no earlier run to judge such forecasts by"
+        return "; no earlier run to compare such forecasts with"
     return f"; over {len(record.ratios)} earlier runs they were {percent(record.error)} off in the median"
 
 
@@ -85,9 +85,7 @@ def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 def _alternatives(plan: Plan) -> Table:
     rate = f"{plan.forecast.unit}/s"
-    table = open_table(
-        "", "what was tried, from the fastest", "memory of the process", "step", rate, "time to the budget"
-    )
+    table = open_table("", "candidates, the fastest first", "memory of the process", "step", rate, "time to the budget")
     for candidate, forecast in plan.alternatives:
         mark = "→" if candidate.ways == plan.chosen.ways else ""
         step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)

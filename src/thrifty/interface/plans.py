@@ -76,10 +76,10 @@ class RecipePlan(PrintedResult):
         """Write the recipe as TOML, after its forecast as a comment. Raises UsageError if the file exists."""
         path = Path(file)
         if path.exists():
-            raise UsageError(f"{path} is there already", fix="name another file, or remove it")
-        told = format_cluster_plan(self.plan) if isinstance(self.plan, ClusterPlan) else format_plan(self.plan)
+            raise UsageError(f"{str(path)!r} exists already", fix="name another file, or remove it")
+        printed = format_cluster_plan(self.plan) if isinstance(self.plan, ClusterPlan) else format_plan(self.plan)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(comment_lines(told) + "\n" + write_recipe(self.recipe), encoding="utf-8")
+        path.write_text(comment_lines(printed) + "\n" + write_recipe(self.recipe), encoding="utf-8")
         self.written.append(path)
         return path
 
@@ -156,7 +156,7 @@ def plan(
         if amount is not None:
             check_amount(f"--{name}", amount)
     if tokens is not None and flops is not None:
-        raise UsageError("--tokens and --flops are both given", fix="give one of them")
+        raise UsageError("--tokens and --flops exclude each other", fix="pass one of them")
     wanted = PlanRequest(
         allow=Numerics(allow),
         memory=_bytes(memory, "--memory"),
@@ -166,8 +166,13 @@ def plan(
         flops=flops,
         price=price_per_hour,
     )
-    asked = {"probe": probe, "probe_seconds": probe_seconds, "probed_candidates": probed_candidates, "seconds": seconds}
-    probing: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    limits = {
+        "probe": probe,
+        "probe_seconds": probe_seconds,
+        "probed_candidates": probed_candidates,
+        "seconds": seconds,
+    }
+    probing: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
     if cluster is not None:
         _refuse_on_cluster(probing, wanted)
     with units_of(cluster):
@@ -183,13 +188,11 @@ def _refuse_on_cluster(probing: Mapping[str, Any], wanted: PlanRequest) -> None:
         name, value = next(iter(probing.items()))
         option = "--no-probe" if value is False else f"--{name.replace('_', '-')}"
         raise UsageError(
-            f"{option} is for plans of this machine: steps on a cluster are simulated, and none is run",
+            f"{option} applies to plans of this machine only: steps on a cluster are simulated",
             fix=f"leave {option} out",
         )
     if not isinf(wanted.disk):
-        raise UsageError(
-            "--disk is for plans of one device", fix="leave it out: a cluster is planned without its disks"
-        )
+        raise UsageError("--disk applies to plans of one device only", fix="leave out --disk")
 
 
 def units_of(cluster: str | None) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 
-def main(asked: Path) -> None:
+def main(job_file: Path) -> None:
     from thrifty.core.errors import ThriftyError
     from thrifty.core.out_of_memory import explain_out_of_memory
     from thrifty.core.ranks import rank
@@ -19,19 +19,19 @@ def main(asked: Path) -> None:
         with process_group():
             try:
                 with explain_out_of_memory():
-                    timing = _timed(asked)
-            except Exception as error:  # told before the other ranks find out that this one is lost
+                    timing = _timed(job_file)
+            except Exception as error:  # reported before other ranks lose this one
                 what = error.what if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
-                write_probe_answer(asked, {"refused": what or type(error).__name__})
+                write_probe_answer(job_file, {"refused": what or type(error).__name__})
                 raise
             if rank() == 0:
-                write_probe_answer(asked, timing)
+                write_probe_answer(job_file, timing)
     except ThriftyError as error:
-        write_probe_answer(asked, {"refused": error.what})
+        write_probe_answer(job_file, {"refused": error.what})
         sys.exit(error.what)
 
 
-def _timed(asked: Path) -> dict:
+def _timed(job_file: Path) -> dict:
     from thrifty.planning.probe_jobs import objects_file
     from thrifty.planning.step_timing import time_steps
     from thrifty.recipes.recipe_toml import recipe_from_data
@@ -40,7 +40,7 @@ def _timed(asked: Path) -> dict:
     from thrifty.training.run_setup import prepare_run
     from thrifty.training.sent_objects import read_value
 
-    job, objects = json.loads(asked.read_text(encoding="utf-8")), read_value(objects_file(asked))
+    job, objects = json.loads(job_file.read_text(encoding="utf-8")), read_value(objects_file(job_file))
     recipe = replace(recipe_from_data(job["recipe"] | {"name": "probe"}), objects=objects)
     prepared = prepare_run(recipe, steps=job["steps"], quiet=True)
     held_out = list(prepared.data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))

@@ -143,7 +143,7 @@ def recipe(
         if held_out is None:
             split = "train, held_out = torch.utils.data.random_split(data, [0.9, 0.1])"
             raise UsageError(
-                "data of your own need held-out data to be judged by",
+                "your own data require held-out data for evaluation",
                 fix=spelled(
                     "--held-out package.module:name, of a second dataset", f"{split}; pass data=train, held_out=…"
                 ),

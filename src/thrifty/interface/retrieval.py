@@ -55,12 +55,12 @@ class RetrievalResult(PrintedResult):
         return {**counts, "retrieval": dict(self.recalls), "by_chance": dict(self.chance), **zero_shot}
 
     def __rich__(self) -> RenderableType:
-        told = [f"{self.pairs:,} held-out pairs with {self.different_captions:,} different captions"]
-        told += [f"{name:14s} {share:7.1%}   chance {self.chance[name]:.1%}" for name, share in self.recalls.items()]
+        printed = [f"{self.pairs:,} held-out pairs with {self.different_captions:,} different captions"]
+        printed += [f"{name:14s} {share:7.1%}   chance {self.chance[name]:.1%}" for name, share in self.recalls.items()]
         if zero := self.zero_shot:
-            right = f"{zero['accuracy']:.1%} of {zero['images']:,} images told right by the names of their"
-            told += [f"{self.classes}: {right} ", f"{zero['labels']} labels; chance {1 / zero['labels']:.1%}"]
-        return lines(*told)
+            right = f"{zero['accuracy']:.1%} of {zero['images']:,} images classified correctly among"
+            printed += [f"{self.classes}: {right} ", f"{zero['labels']} labels; chance {1 / zero['labels']:.1%}"]
+        return lines(*printed)
 
 
 def retrieve(
@@ -87,13 +87,13 @@ def retrieve(
         print(thrifty.retrieve("runs/flip-emoji").recalls)
     """
     if prompts and not classes:
-        raise UsageError("--prompt is given and no images to tell apart", fix="--classes SOURCE, such as cifar10")
+        raise UsageError("--prompt requires images to classify", fix="--classes SOURCE, such as cifar10")
     path = run_folder(run)
     trained, recipe = load_trained_model(path, step, raw_weights, objects=own_model(run, model))
     if not isinstance(trained, ContrastiveModel):
         raise UsageError(
-            f"the model of {path} learned {recipe.objective.name} and does not compare images with captions",
-            fix="name a run whose objective was contrastive, such as one of the recipe flip-emoji",
+            f"the run {str(path)!r} has the objective {recipe.objective.name!r}, not contrastive",
+            fix="name a contrastive run, such as one of the recipe flip-emoji",
         )
     device = choose_device(recipe.device)
     data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]
@@ -116,13 +116,13 @@ def _zero_shot(
     """Classify held-out images by the names of their labels, preprocessed as the model's training images."""
     own = data.ends.images
     if wrong := [prompt for prompt in prompts if prompt.count("{}") != 1]:
-        raise UsageError(f"the prompt {wrong[0]!r} has no one place for a label", fix='--prompt "a picture of {}"')
+        raise UsageError(f"the prompt {wrong[0]!r} has not one {{}} for the label", fix='--prompt "a picture of {}"')
     settings = DataSettings(source=source, batch=1, size=own.side, held_out=0.5)
     images = open_images(settings, recipe.seed, own.side, progress())
     if images.ends.channels != own.channels:
         raise UsageError(
             f"the images of {source} have {images.ends.channels} channels and those of the run {own.channels}",
-            fix="name images with as many",
+            fix="name images with the same number of channels",
         )
     # of a folder all images are as new to the model as those that a known set keeps to test on
     parts = [*images.parts.values()] if Path(source).expanduser().is_dir() else [images.parts[DataSplit.HELD_OUT]]

@@ -22,26 +22,26 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     measured = "".join(f", {name} {significant(value, 4)}" for name, value in summary.get("held_out", {}).items())
     evaluated = summary.get("evaluated_step", summary["steps"])
     held_out = "held-out loss" + (f" after step {evaluated:,}" if evaluated not in (None, summary["steps"]) else "")
-    told = [f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training{budget}"]
+    printed = [f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training{budget}"]
     if loss is not None and unigram is not None:
         size = summary["bytes_per_token"]
         bits = f" ({loss / math.log(2) / size:.2f} bits/byte)" if size else ""
-        told.append(f"{held_out} {loss:.3f} nats/token{bits}; unigram entropy {unigram:.3f} nats/token")
+        printed.append(f"{held_out} {loss:.3f} nats/token{bits}; unigram entropy {unigram:.3f} nats/token")
         if summary.get("held_out_loss_at_start") is not None:
-            told.append(f"before the first step it was {summary['held_out_loss_at_start']:.3f} nats/token")
+            printed.append(f"before the first step it was {summary['held_out_loss_at_start']:.3f} nats/token")
     if loss is not None and summary.get("label_entropy") is not None:
         frequencies = f"by the labels' frequencies {summary['label_entropy']:.3f}"
-        told.append(f"{held_out} {loss:.3f} nats{measured}; {frequencies}")
+        printed.append(f"{held_out} {loss:.3f} nats{measured}; {frequencies}")
     elif loss is not None and unigram is None:
         unit = f", {summary['loss_in']}" if "loss_in" in summary else " nats"
-        told.append(f"{held_out} {loss:.3f}{unit}{measured}")
+        printed.append(f"{held_out} {loss:.3f}{unit}{measured}")
     if "unrepeatable" in summary:
-        told.append(summary["unrepeatable"])
+        printed.append(summary["unrepeatable"])
     if advice := _batch_advice(Path(summary["folder"])):
-        told.append(advice)
+        printed.append(advice)
     if summary["status"] == "interrupted":
-        told.append(f"resume by: {summary['resume']}")
-    return [*told, f"run folder {summary['folder']}"]
+        printed.append(f"resume by: {summary['resume']}")
+    return [*printed, f"run folder {summary['folder']}"]
 
 
 def _batch_advice(folder: Path) -> str | None:

@@ -70,8 +70,8 @@ def recommend_size(
     amounts = {"--flops": flops, "--hours": hours, "--tokens": tokens}
     quantities = {name: amount for name, amount in amounts.items() if amount is not None}
     if len(quantities) != 1:
-        what = " and ".join(quantities) + " are both given" if quantities else "the compute to plan for is not given"
-        raise UsageError(what, fix="give one of --flops 1e18, --hours 8 or --tokens 1e9")
+        what = " and ".join(quantities) + " exclude each other" if quantities else "there is no compute budget"
+        raise UsageError(what, fix="one of --flops 1e18, --hours 8 or --tokens 1e9")
     for name, amount in quantities.items():
         check_amount(name, amount)
     machine = None
@@ -150,8 +150,8 @@ def _fitted(
 
 def _read(runs: Sequence[Any], table: Path | None) -> list[TrainedRun]:
     if bool(runs) == (table is not None):
-        what = "both runs and a table are given" if runs else "there is nothing to fit"
-        raise UsageError(what, fix="name run folders, or give --csv FILE with the columns parameters,tokens,loss")
+        what = "runs and a table exclude each other" if runs else "there are no runs to fit"
+        raise UsageError(what, fix="name run folders, or pass --csv FILE with the columns parameters,tokens,loss")
     return runs_from_table(table) if table is not None else runs_from_folders([run_folder(run) for run in runs])
 
 
@@ -168,48 +168,48 @@ def _nearest_preset(parameters: float) -> dict[str, Any]:
 
 
 def _size_parts(facts: dict[str, Any]) -> list[RenderableType]:
-    told: list[RenderableType] = []
+    printed: list[RenderableType] = []
     if machine := facts["machine"]:
         peak, sustained = (scaled(machine[name], "FLOP/s") for name in ("peak", "sustained"))
-        told.append(
+        printed.append(
             f"{machine['device']}: {peak} of {machine['dtype']} products measured, {machine['utilisation']:g} of it "
             f"assumed for training (--utilisation): {sustained}; "
             f"{facts['given']['hours']:g} h are {_power(facts['flops'])} FLOP\n"
         )
-    told.append(_table(facts["rows"]))
-    told.append("")
+    printed.append(_table(facts["rows"]))
+    printed.append("")
     for row in facts["rows"]:
-        told.append(f"{row['name']}: {row['source']}; {row['evidence']}")
+        printed.append(f"{row['name']}: {row['source']}; {row['evidence']}")
     origins = dict.fromkeys(row["uncertainty"] for row in facts["rows"] if row["uncertainty"])
-    told.append("\n(95 %): " + "; ".join(origins))
-    told += _extrapolation(facts["rows"], facts["fitted_flops"])
-    told.append("the constants hold for the text and the tokenizer of their runs: fit your own with `thrifty plan fit`")
+    printed.append("\n(95 %): " + "; ".join(origins))
+    printed += _extrapolation(facts["rows"], facts["fitted_flops"])
+    printed.append("the constants hold for the text and tokenizer of their runs: fit your own with `thrifty plan fit`")
     preset, ratio = facts["nearest_preset"], facts["nearest_preset"]["ratio"]
     apart = (
         f"{significant(max(ratio, 1 / ratio))} times {'larger' if ratio > 1 else 'smaller'} than {preset['for']} says"
     )
-    told.append(f"nearest preset: {preset['name']} with {scaled(preset['parameters'])} parameters, {apart}")
-    return told
+    printed.append(f"nearest preset: {preset['name']} with {scaled(preset['parameters'])} parameters, {apart}")
+    return printed
 
 
 def _fit_parts(facts: dict[str, Any]) -> list[RenderableType]:
-    told: list[RenderableType] = []
-    told.append(
+    printed: list[RenderableType] = []
+    printed.append(
         f"{facts['runs']} runs of {_span(facts['parameters'], scaled)} parameters and "
         f"{_span(facts['fitted_flops'], _power)} FLOP; {facts['agreeing']} of {facts['starts']} starts ended at the "
         f"minimum; median error {percent(facts['median_residual'], 2)}\n"
     )
     for name, value in facts["constants"].items():
         title = "exponent of N" if name == "size_exponent" else name
-        told.append(f"{title:<14} {significant(value, 4):>10}  {_span(facts['intervals'][name], significant)}")
-    told.append(f"\n(95 %): {facts['resamples']} fits to runs drawn again with replacement")
+        printed.append(f"{title:<14} {significant(value, 4):>10}  {_span(facts['intervals'][name], significant)}")
+    printed.append(f"\n(95 %): {facts['resamples']} fits to runs resampled with replacement")
     if facts["without_optimum"]:
-        told.append(f"{percent(facts['without_optimum'])} of them have no best size")
+        printed.append(f"{percent(facts['without_optimum'])} of them have no best size")
     if facts["sizing"]:
-        told.append("")
-        told.append(_table([facts["sizing"]]))
-        told += _extrapolation([facts["sizing"]], facts["fitted_flops"])
-    return told
+        printed.append("")
+        printed.append(_table([facts["sizing"]]))
+        printed += _extrapolation([facts["sizing"]], facts["fitted_flops"])
+    return printed
 
 
 def _table(rows: list[dict[str, Any]]) -> RenderableType:

@@ -68,17 +68,17 @@ class SelectedExamples(PrintedResult):
 
     def __rich__(self) -> RenderableType:
         rows = [*self.labels, *([LabelCount("all", self.examples, self.kept)] if self.is_labelled else [])]
-        told = [f"{'':24}{'all':>10}{'kept':>10}{'left out':>10}"]
-        told += [
+        printed = [f"{'':24}{'all':>10}{'kept':>10}{'left out':>10}"]
+        printed += [
             f"{row.label or 'examples':<24}{row.there:>10,}{row.kept:>10,}{row.there - row.kept:>10,}" for row in rows
         ]
         if self.technique.drop_hardest:
             hardest = round(self.technique.drop_hardest * self.examples)
-            told.append(f"of these left out as the very hardest: {hardest:,}")
+            printed.append(f"dropped as the very hardest: {hardest:,}")
         tables = {"techniques": {"data_selection": {"prune": changed_settings(self.technique)}}}
-        told += ["", "on the command line:", f"  --with {format_option(self.technique)}", "", "in a recipe:"]
-        told += [f"  {line}" for line in tomli_w.dumps(tables).splitlines()]
-        return lines(*told, *([f"\nwritten: thrifty train {self.written}"] if self.written else []))
+        printed += ["", "on the command line:", f"  --with {format_option(self.technique)}", "", "in a recipe:"]
+        printed += [f"  {line}" for line in tomli_w.dumps(tables).splitlines()]
+        return lines(*printed, *([f"\nwritten: thrifty train {self.written}"] if self.written else []))
 
 
 @dataclass(frozen=True, repr=False)
@@ -95,11 +95,11 @@ class ReviewPage(PrintedResult):
         return {"page": str(self.page), **counts, "first": list(self.doubted[:100])}
 
     def __rich__(self) -> RenderableType:
-        told = [f"{self.page}: {len(self.scores):,} examples by {self.scores.facts.method}"]
+        printed = [f"{self.page}: {len(self.scores):,} examples by {self.scores.facts.method}"]
         if self.scores.guesses is not None:
             count = f"{len(self.doubted):,}"
-            told.append(f"the runs believe another label of {count} of them; the surest come first on the page")
-        return lines(*told)
+            printed.append(f"the runs predict another label for {count} of them, the most certain first on the page")
+        return lines(*printed)
 
 
 def choice_by(scores: Path, **settings: Any) -> PrunedExamples:

@@ -51,7 +51,7 @@ class ConversationPreview(PrintedResult):
             f"{seen.source}   {counts}; learned: {whole(seen.learned)}, {percent(seen.learned / seen.tokens)}"
         ]
         if seen.cut:
-            rows.append(f"{percent(seen.cut)} of the conversations are cut")
+            rows.append(f"{percent(seen.cut)} of the conversations are truncated")
         for number, example in enumerate(seen.examples, start=1):
             spans = [(f"⟦{each.text}⟧", "bold green") if each.learned else each.text for each in example]
             rows += [*_title(number), Text.assemble(*spans)]
@@ -73,7 +73,7 @@ def _text_counts(seen: TextSummary) -> list[str]:
         f"bytes per token  {significant(seen.bytes_per_token)}",
         f"unigram entropy  {significant(seen.unigram_entropy)} nats per token",
         f"duplicates       {percent(seen.duplicates)} of the documents",
-        f"kept in          {seen.folder}",
+        f"stored in        {seen.folder}",
     ]
 
 

@@ -73,7 +73,7 @@ def study(
     made = replace(made, seeds=seeds) if seeds else made
     if save_result and cases:
         raise UsageError(
-            "--save-result writes a whole study, --cases measures a part of one", fix="leave one of them out"
+            "--save-result requires a whole study, but --cases measures a part", fix="leave one of them out"
         )
     if save_result:
         saved_study.refuse_existing_study(Path(save_result))

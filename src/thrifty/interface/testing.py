@@ -90,7 +90,7 @@ def _plain_run() -> BaseRun:
 
 def _own_loop(one: Technique) -> PromiseVerdict:
     """Compare the losses of a user's loop with those of the trainer."""
-    promise, plain = "a loop by hand", _plain_run()
+    promise, plain = "own loop", _plain_run()
     model = plain.build().train()
     optimizer = AdamW(lr=3e-3) if Claim.OPTIMIZER not in one.claims else one
     try:

@@ -96,7 +96,7 @@ class RunInterrupted(KeyboardInterrupt):
     """
 
     def __init__(self, run: RunResult):
-        super().__init__(f"saved after step {run.summary['steps']:,}; resume by {run.summary['resume']}")
+        super().__init__(f"saved after step {run.summary['steps']:,}; resume it with {run.summary['resume']}")
         self.run = run
 
 
@@ -253,7 +253,7 @@ def steps(
     there = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks not in (1, there):
         raise UsageError(
-            f"the loop of thrifty.steps runs in this process, and {ranks} ranks are {ranks} processes",
+            f"thrifty.steps runs in this process, but {ranks} ranks require {ranks} processes",
             fix=f"torchrun --nproc-per-node {ranks} script.py, or thrifty.train(…, ranks={ranks}, observers=[…])",
         )
     if isinstance(run, RunResult) or (isinstance(run, str | Path) and is_run_folder(Path(run))):

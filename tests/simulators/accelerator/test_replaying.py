@@ -106,7 +106,7 @@ def test_attention_other_than_softmax_is_refused(
     monkeypatch.setattr(f"{here}.load_trained_model", lambda *a, **k: (Two(tiled), None))
     assert held_out_losses(Path("mine"), [trace]) == pytest.approx([spread(MODEL(X))])
     monkeypatch.setattr(f"{here}.load_trained_model", lambda *a, **k: (Two(lambda *x: 2 * tiled(*x)), None))
-    with pytest.raises(RefusedError, match="by softmax over the pairs of its attention"):
+    with pytest.raises(RefusedError, match="with plain softmax attention"):
         held_out_losses(Path("mine"), [trace])
 
 
