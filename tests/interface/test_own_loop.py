@@ -256,7 +256,7 @@ def test_an_idle_batch_ramp_warns_when_applied() -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             thrifty.apply(DataLoader(data, batch_size=batch), "batch_ramp", total_steps=100)
-        assert [f"batches of {batch} are never smaller" in str(each.message) for each in caught] == [True] * is_idle
+        assert [f"the batch is {batch} at every step" in str(each.message) for each in caught] == [True] * is_idle
 
 
 def test_a_mask_without_a_file_is_named_when_it_is_applied() -> None:

@@ -122,7 +122,7 @@ def test_an_attention_that_cannot_be_taken_apart_is_refused(config: object) -> N
     settings.vocab_size, settings.num_hidden_layers, settings.num_attention_heads = VOCABULARY, 1, HEADS
     settings.num_key_value_heads = HEADS
     model = transformers.AutoModelForCausalLM.from_config(settings)
-    with pytest.raises(RefusedError, match=r"cannot be told which part of .* makes queries, keys or values"):
+    with pytest.raises(RefusedError, match=r"parts of .* that compute queries, keys and values are unknown"):
         matrices(branches_of(model)[0])
 
 

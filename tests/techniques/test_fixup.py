@@ -183,7 +183,7 @@ def test_t_fixup_takes_a_fused_matrix_apart() -> None:
 def test_t_fixup_of_a_decoder_alone_takes_the_encoders_factor_and_says_so() -> None:
     with collect_notes() as notes:
         model = TFixup().model(gpt(4, tied=False))
-    assert f"blocks takes the encoder's factor, {0.67 * 4**-0.25:.3g}" in notes
+    assert f"blocks uses the encoder's factor, {0.67 * 4**-0.25:.3g}" in notes
     assert_uniform(model.blocks[0].mlp.up.weight, xavier(32, 64) * 0.67 * 4**-0.25)
     assert_normal(model.embedding.token.weight, 32**-0.5 * 36**-0.25)
     assert_uniform(model.head.weight, xavier(32, VOCABULARY))

@@ -53,7 +53,7 @@ RUNS = {(kind, name) for kind in KINDS for name in ALL} | {
     (kind, name) for kind in ("low-rank attention", "one key for all heads, fused") for name in NEEDS_NO_PARTS
 }
 REFUSES = {("experts", name): "in no residual branch" for name in ALL} | {
-    (kind, name): "cannot be told which part"
+    (kind, name): "keys and values are unknown"
     for kind in ("low-rank attention", "one key for all heads, fused")
     for name in ("fixup", "t_fixup")
 }
@@ -270,9 +270,9 @@ def test_skip_init_multiplies_the_end_of_each_branch() -> None:
 def test_skip_init_starts_at_zero_or_at_most_at_the_root_of_the_depth() -> None:
     assert largest_start(16) == 0.25
     SkipInit(initial_value=0.5).model(gpt(4))
-    with pytest.raises(RefusedError, match=r"a start of 0\.6 is more than 1 / sqrt\(4 blocks\)") as refused:
+    with pytest.raises(RefusedError, match=r"initial_value 0\.6 is more than 1 / sqrt\(4 blocks\)") as refused:
         SkipInit(initial_value=0.6).model(gpt(4))
-    assert refused.value.fix == "start at 0.5 or less"
+    assert refused.value.fix == "--set techniques.initializations.skip_init.initial_value=0.5 or less"
 
 
 # --- LayerScale -------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ OF_TEXT = {
     "data_selection.drop_masked_patches": "no masked autoencoder",
     "data_selection.drop_masked_tokens": "take a BERT",
     "growth.compound": "use it on plain text",
-    "large_batch.gradient_cache": "a second forward pass would be for nothing",
+    "large_batch.gradient_cache": "need no second forward pass",
     "curriculum.sequence_length": "use it on plain text",
 }
 """What has no place on images, and what it says."""

@@ -1,7 +1,7 @@
-"""The catalogue. One file is one technique, its path is its name, and this folder is the registry.
+"""Registry of techniques: each file is a technique, and its path is its name.
 
-Third parties add techniques through the entry-point group `thrifty.techniques` (the entry's name is the technique's),
-or by naming a folder of the same layout in $THRIFTY_TECHNIQUES. Their code is imported only when a technique is named.
+Third parties register techniques in the entry-point group `thrifty.techniques`, under the technique's name. They may
+also list a folder of the same layout in $THRIFTY_TECHNIQUES. Their code is imported only when a technique is named.
 """
 
 import importlib
@@ -47,7 +47,7 @@ ALIASES = {
     "zero": "parallelism.shard",
     "zero_offload": "memory.offload_optimizer",
 }
-"""Customary names. The last part of a name stands for it, too, where no other technique has the same."""
+"""Names in common use. The last part of a full name is accepted too if no other technique has the same."""
 HINTS = {
     "1f1b": "parallelism.pipeline",
     "bf16": "precision.mixed:format=bfloat16",
@@ -57,12 +57,12 @@ HINTS = {
     "gpipe": "parallelism.pipeline:schedule=gpipe",
     "qlora": "adapters.lora",
     "rslora": "adapters.lora:rank_stabilized=true",
-    "swa": "averaging.latest",  # LAWA averages the latest weights, stochastic weight averaging all of them
+    "swa": "averaging.latest",  # LAWA averages the latest weights, SWA all of them
     "zero1": "parallelism.shard:zero=1",
     "zero2": "parallelism.shard:zero=2",
     "zero3": "parallelism.shard:zero=3",
 }
-"""Names of what is near to a technique, or is one with a setting: they are answered, and not resolved."""
+"""Suggestions for names of related methods and of settings. The names themselves are refused."""
 
 _OWN = list(__path__)
 for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
@@ -82,38 +82,38 @@ def _walk(paths: list[str], prefix: str = "") -> list[str]:
 
 
 def own_names() -> list[str]:
-    """The techniques of this package, whose code is nobody else's."""
+    """Return the names of the techniques of this package, without third parties'."""
     return _walk(_OWN)
 
 
 def source_file(name: str) -> Path | None:
-    """The Python file of a technique; None where there is none, as of one that an entry point names."""
+    """Return the Python file of a technique; None for one of an entry point."""
     files = (Path(folder, *name.split(".")).with_suffix(".py") for folder in __path__)
     return next((file for file in files if file.exists()), None)
 
 
 def third_party() -> dict[str, EntryPoint]:
-    """Entry points by the name of their technique, not loaded; a name that exists here is not theirs to take."""
+    """Return unloaded entry points by technique name, without names that this package already has."""
     own = set(_walk(list(__path__)))
     return {entry.name: entry for entry in _installed() if entry.name not in own}
 
 
 @cache
 def _installed() -> EntryPoints:
-    """What is installed does not change while a process runs, and takes long to ask."""
+    """Return the installed entry points. The result is cached, since reading it is slow and it does not change."""
     return entry_points(group="thrifty.techniques")
 
 
 def names() -> list[str]:
-    """Every technique by name, sorted; nothing of anybody's is imported for this."""
+    """Return the names of all techniques, sorted, without importing any."""
     return sorted(set(_walk(list(__path__))) | third_party().keys())
 
 
 @cache
 def full_name(word: str) -> str:
-    """Resolve a full name, a customary one (`fsdp`), or the last part of a name that only one technique has (`lion`).
+    """Return the full name for a full name, an alias (`fsdp`) or an unambiguous last part (`lion`).
 
-    Raises UsageError with the nearest name, or with all of those that the word may mean.
+    Raise UsageError with the nearest name, or with all candidates if the word is ambiguous.
     """
     known = names()
     if word in known or word in ALIASES:
@@ -138,7 +138,7 @@ def split_settings(words: str) -> tuple[str, str]:
 
 @cache
 def find(name: str) -> type[Technique]:
-    """The technique class of a name that `full_name` resolves; raises UsageError where it does not."""
+    """Return the technique class of a name, as `full_name` resolves it. Raise UsageError for an unknown name."""
     name = full_name(name)
     if name not in _walk(list(__path__)):
         technique = _imported(name, third_party()[name].load)
@@ -155,12 +155,12 @@ def find(name: str) -> type[Technique]:
         if inspect.isclass(value) and issubclass(value, Technique) and value.__module__ == module.__name__
     ]
     if len(own) != 1:
-        raise UsageError(f"{module.__file__} must hold exactly one technique, it holds {len(own)}")
+        raise UsageError(f"{module.__file__} defines {len(own)} techniques, and must define exactly one")
     return own[0]
 
 
 def _imported(name: str, load: Callable[[], Any]) -> Any:
-    """Raises UsageError where the code of others fails."""
+    """Return the result of `load`. Raise UsageError if the code of a third party fails."""
     try:
         return load()
     except Exception as error:
@@ -168,4 +168,4 @@ def _imported(name: str, load: Callable[[], Any]) -> Any:
             raise
         where = source_file(name) or third_party()[name].value
         what = f"the technique {name!r} cannot be imported: {type(error).__name__}: {error}"
-        raise UsageError(what, fix=f"mend {where}, or leave {name} out") from error
+        raise UsageError(what, fix=f"correct {where}, or leave {name} out") from error

@@ -29,9 +29,9 @@ class CompiledBlocks(Technique):
     claims = frozenset({Claim.COMPILED_BLOCKS})
 
     backend: str = "inductor"
-    """Of torch.compile; "aot_eager" traces without generating code."""
+    """Backend of torch.compile; "aot_eager" traces without generating code."""
     dynamic: bool = False
-    """One compilation for all shapes instead of one for each."""
+    """True if one compilation serves all shapes, instead of one each."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -42,7 +42,7 @@ class CompiledBlocks(Technique):
         if device == "cpu" and self.backend == "inductor" and not can_compile():
             raise RefusedError(
                 "there is no C++ compiler, or no Python headers, on this machine",
-                fix="install one (Debian: apt-get install g++ python3-dev) or use --without compile",
+                fix="apt-get install g++ python3-dev (Debian), or --without compile",
             )
         stacks = find_stacks(model)
         for name, blocks in stacks.items():

@@ -37,28 +37,36 @@ from thrifty.techniques.initializations._branch_matrices import draw_xavier, mat
 
 
 def depth_factor(branches: int, matrices: int) -> float:
-    """L^(-1 / (2m - 2)) for L residual branches and m matrices in this one; 1 for a branch of a single matrix, which
-    is the last and starts at 0."""
+    """Return L^(-1 / (2m - 2)) for L residual branches and m matrices in this one.
+
+    Return 1 for a branch of a single matrix, which starts at 0.
+    """
     return branches ** (-1 / (2 * matrices - 2)) if matrices > 1 else 1.0
 
 
 def branches_in_path(stacks: Mapping[str, Blocks], depths: Mapping[str, int]) -> dict[str, int]:
-    """For each stack the number L of branches on the way through the model, which goes through so many of its blocks:
-    those of all stacks where one attends to another, its own where stacks are apart."""
+    """Return the number L of branches on the path through the model, by stack.
+
+    If one stack attends to another, L counts the branches of all stacks; otherwise each stack counts its own. `depths`
+    is the number of blocks of each stack in the path.
+    """
     counts = {stack: sum(map(len, blocks)) * depths[stack] // len(blocks) for stack, blocks in stacks.items()}
     return dict.fromkeys(counts, sum(counts.values())) if are_joined(stacks) else counts
 
 
 def are_joined(stacks: Mapping[str, Blocks]) -> bool:
-    """Whether the stacks are one path: there is one of them, or one attends to another, or each is half of the blocks,
-    as where attentions stand in one list and mlps in another."""
+    """Return whether the stacks form one path.
+
+    They do if there is only one, if one attends to another, or if each has half of every block, as with attentions in
+    one list and MLPs in another.
+    """
     halves = all(len(blocks[0]) == 1 for blocks in stacks.values())
     return len(stacks) == 1 or halves or any(is_decoder(blocks) for blocks in stacks.values())
 
 
 @torch.no_grad()
 def draw(branch: ResidualBranch, branches: int, seed: int) -> None:
-    """First values of one branch of a model with L = `branches`: scaled matrices, zeros at its end and in biases."""
+    """Initialize a branch of a model with L = `branches`: scaled matrices, zeros in its last matrix and its biases."""
     factors = matrices(branch)
     scale = depth_factor(branches, len(factors))
     draw_xavier(factors[:-1], seed, scale)
@@ -69,8 +77,7 @@ def draw(branch: ResidualBranch, branches: int, seed: int) -> None:
 
 
 def add_scalars(branch: ResidualBranch) -> None:
-    """A scalar before each layer that is called, one after each inner layer of an mlp, where its activation follows,
-    and a multiplier at the end."""
+    """Add a scalar before each layer, one after each inner layer of an MLP, and a multiplier at the end."""
     for layer in {id(layer): layer for layer in (*branch.inner.values(), branch.writer)}.values():
         layer.shift = _scalar(branch, 0.0)
         layer.register_forward_pre_hook(_shift_input, with_kwargs=True)
@@ -86,7 +93,7 @@ def add_shift_after(module: nn.Module, scalar: nn.Parameter) -> None:
 
 
 def is_scalar(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is one of those that `add_scalars` made."""
+    """Return whether `add_scalars` made a parameter."""
     return name.rpartition(".")[2] in ("gain", "shift", "shift_after") and parameter.numel() == 1
 
 
@@ -96,9 +103,9 @@ def _scalar(branch: ResidualBranch, value: float) -> nn.Parameter:
 
 def _shift_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = 3 if isinstance(module, nn.MultiheadAttention) else 1  # query, key and value
-    moved = tuple(x + module.shift.to(x.dtype) for x in args[:inputs])
+    positional = tuple(x + module.shift.to(x.dtype) for x in args[:inputs])
     named = {k: x + module.shift.to(x.dtype) for k, x in kwargs.items() if k in ("input", "query", "key", "value")}
-    return (*moved, *args[inputs:]), kwargs | named
+    return (*positional, *args[inputs:]), kwargs | named
 
 
 def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -123,18 +130,18 @@ class Fixup(NormFreeTechnique):
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen",
-        Claim.TRAINED_START: "the weights of its blocks are redrawn",
+        Claim.FROZEN_BASE_WEIGHTS: "it reinitializes the weights that adapters keep frozen",
+        Claim.TRAINED_START: "the weights of its blocks are reinitialized",
     }
 
     scalar_rate: Fraction = 0.1
-    """Learning rate of the scalars, as a share of that of the weights."""
+    """Learning rate of the scalars, relative to that of the weights."""
     multiplier: Rate = 0.0
-    """What all embeddings are multiplied by on their way in; 0 lets the stream start with a root mean square of 1."""
+    """Factor of all embeddings; 0 chooses it so that the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
+    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
     seed: int = 0
-    """Of the first values, together with each parameter's name."""
+    """Seed of the initialization, together with each parameter's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_branches(model, self.where)
@@ -147,7 +154,7 @@ class Fixup(NormFreeTechnique):
         if are_joined(stacks):
             _start_head_at_zero(model)
         else:
-            add_note("stacks that are apart have no head of logits in common; none starts at 0")
+            add_note("separate stacks share no head of logits; no head starts at 0")
         size_stream(model, self.multiplier)
         for name, norm in bypass_norms(model).matched.items():
             if not any(is_under(name, stack) for stack in stacks) and "embed" not in name.lower():
@@ -162,7 +169,7 @@ class Fixup(NormFreeTechnique):
 def _start_head_at_zero(model: nn.Module) -> None:
     named_head = find_head(model)
     if named_head is None:
-        add_note("no head was found; none starts at 0")
+        add_note("the model has no head that could start at 0")
     elif is_tied(named_head[1], token_tables(model)):
         add_note(f"{named_head[0]} is tied to the embedding and keeps its values")
     else:

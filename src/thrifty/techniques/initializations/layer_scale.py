@@ -27,13 +27,13 @@ from thrifty.modeling.residual_checks import refuse_undone_gains
 
 
 def initial_gain(depth: int) -> float:
-    """The paper's start for a model of `depth` blocks (section 3.2)."""
+    """Return the paper's initial gain for a model of `depth` blocks (section 3.2)."""
     return 0.1 if depth <= 18 else 1e-5 if depth <= 24 else 1e-6
 
 
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
-    """Multiply every gain into the weight and bias before it, and take it off."""
+    """Multiply every gain into the weight and bias before it, and remove it."""
     for _, module in GAIN_HOOK.noted(model):
         last = module.out_proj if isinstance(module, nn.MultiheadAttention) else module
         last.weight.mul_(module.gain if is_transposed(last) else module.gain[:, None])
@@ -54,17 +54,17 @@ class LayerScale(Technique):
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESIDUAL_GAINS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "its gains would stay as small as they start",
-        Claim.TRAINED_START: "the output of each branch would shrink to where the gains start",
+        Claim.FROZEN_BASE_WEIGHTS: "its gains would keep their small initial values",
+        Claim.TRAINED_START: "the output of each branch would shrink to the initial gains",
     }
 
     initial_value: Rate = 0.0
-    """First value of every gain; 0 takes the paper's value for the model's depth."""
+    """Initial value of every gain; 0 uses the paper's value for the model's depth."""
     where: str = ""
-    """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
+    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        refuse_undone_gains(model, self.where, "it would undo every gain in front of it")
+        refuse_undone_gains(model, self.where, "it would undo every gain before it")
         stacks = find_branches(model, self.where)
         for stack, depth in depths(model, stacks).items():
             blocks, start = stacks[stack], self.initial_value or initial_gain(depth)

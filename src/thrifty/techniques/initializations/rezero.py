@@ -26,7 +26,7 @@ from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
 def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"]) -> list[nn.Parameter]:
-    """A residual weight (1,) of zero for each branch of one block: one for all of them, or one each."""
+    """Return a residual weight (1,) of zero for each branch of a block, shared by all of them or one each."""
 
     def zero(like: Tensor) -> nn.Parameter:
         return nn.Parameter(torch.zeros(1, device=like.device))
@@ -48,11 +48,11 @@ class ReZero(NormFreeTechnique):
     }
 
     shared: Literal["block", "branch"] = "block"
-    """Whether the branches of a block share one α or have one each."""
+    """Scope of an α: all branches of a block, or one branch."""
     multiplier: Rate = 0.0
-    """What all embeddings are multiplied by on their way in; 0 lets the stream start with a root mean square of 1."""
+    """Factor of all embeddings; 0 chooses it so that the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
+    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0

@@ -29,7 +29,7 @@ from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
 def largest_start(blocks: int) -> float:
-    """The largest first value with which the sum of all branches stays of the size of the stream: 1 / sqrt(blocks)."""
+    """Return 1 / sqrt(blocks), the largest initial value that keeps the sum of all branches as large as the stream."""
     return 1 / math.sqrt(blocks)
 
 
@@ -40,16 +40,16 @@ class SkipInit(NormFreeTechnique):
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "its scalars would stay as small as they start",
-        Claim.TRAINED_START: "each block would start next to the identity",
+        Claim.FROZEN_BASE_WEIGHTS: "its scalars would keep their small initial values",
+        Claim.TRAINED_START: "each block would start near the identity",
     }
 
     initial_value: Rate = 0.0
-    """First value of every scalar, at most 1 / sqrt(blocks)."""
+    """Initial value of every scalar, at most 1 / sqrt(blocks)."""
     multiplier: Rate = 0.0
-    """What all embeddings are multiplied by on their way in; 0 lets the stream start with a root mean square of 1."""
+    """Factor of all embeddings; 0 chooses it so that the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
+    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0
@@ -57,8 +57,8 @@ class SkipInit(NormFreeTechnique):
         for stack, depth in depths(model, stacks).items():
             if self.initial_value > largest_start(depth):
                 raise RefusedError(
-                    f"a start of {self.initial_value:g} is more than 1 / sqrt({depth} blocks)",
-                    fix=f"start at {largest_start(depth):.3g} or less",
+                    f"initial_value {self.initial_value:g} is more than 1 / sqrt({depth} blocks)",
+                    fix=f"--set techniques.{self.name}.initial_value={largest_start(depth):.3g} or less",
                 )
             for branch in (branch for branches in stacks[stack] for branch in branches):
                 start = torch.full((1,), self.initial_value, device=branch.last.weight.device)

@@ -29,45 +29,45 @@ from thrifty.techniques.initializations._branch_matrices import draw_xavier, mat
 
 
 def encoder_factor(depth: int) -> float:
-    """What value, output and mlp matrices of an encoder of N blocks are multiplied by: 0.67 N^(-1/4)."""
+    """Return 0.67 N^(-1/4), the factor of value, output and MLP matrices in an encoder of N blocks."""
     return 0.67 * depth**-0.25
 
 
 def decoder_factor(depth: int) -> float:
-    """The same for a decoder of M blocks, and for the embedding in front of a stack: (9M)^(-1/4)."""
+    """Return (9M)^(-1/4), the factor in a decoder of M blocks, and of the embedding before a stack."""
     return (9 * depth) ** -0.25
 
 
 @torch.no_grad()
 def draw(model: nn.Module, stacks: Mapping[str, Blocks], seed: int) -> None:
-    """First values of every matrix and token table; biases of what is drawn become zero."""
-    deep = depths(model, stacks)
+    """Initialize every matrix and token table, and set the biases of these layers to zero."""
+    depth_of = depths(model, stacks)
     for stack, blocks in stacks.items():
         rule, scale = ("decoder", decoder_factor) if is_decoder(blocks) else ("encoder", encoder_factor)
-        add_note(f"{stack or 'the model'} takes the {rule}'s factor, {scale(deep[stack]):.3g}")
+        add_note(f"{stack or 'the model'} uses the {rule}'s factor, {scale(depth_of[stack]):.3g}")
         for branch in (branch for branches in blocks for branch in branches):
-            draw_xavier(matrices(branch), seed, scale(deep[stack]), unscaled=("query", "key"))
+            draw_xavier(matrices(branch), seed, scale(depth_of[stack]), unscaled=("query", "key"))
     draw_xavier(outer_matrices(model), seed)
     for layer in weight_layers(model).values():
         for bias in biases(layer):
             bias.zero_()
-    drawn: set[int] = set()
+    initialized: set[int] = set()
     for name, table in token_tables(model).items():
-        if id(table.weight) not in drawn:
-            drawn.add(id(table.weight))
-            std = table.embedding_dim**-0.5 * decoder_factor(deep[stack_after(name, stacks)])
+        if id(table.weight) not in initialized:
+            initialized.add(id(table.weight))
+            std = table.embedding_dim**-0.5 * decoder_factor(depth_of[stack_after(name, stacks)])
             table.weight.normal_(0.0, std, generator=keyed_generator(f"{seed}/{name}.weight", table.weight))
 
 
 def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
-    """Multiply what the token tables give: by `multiplier`, or for 0 by sqrt(width) where the model does not itself."""
+    """Multiply token embeddings by `multiplier`; for 0 by sqrt(width), unless the model does so itself."""
     for name, table in token_tables(model).items():
         if multiplier == 0.0 and own_multiplier(model, table) != 1.0:
-            add_note(f"the model itself multiplies what {name} gives")
+            add_note(f"the model itself multiplies the output of {name}")
             continue
         factor = multiplier or table.embedding_dim**0.5
         multiply(table, factor)
-        add_note(f"what {name} gives is multiplied by {factor:.4g}")
+        add_note(f"the output of {name} is multiplied by {factor:.4g}")
 
 
 class TFixup(NormFreeTechnique):
@@ -82,16 +82,16 @@ class TFixup(NormFreeTechnique):
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "it redraws the weights that adapters keep frozen",
-        Claim.TRAINED_START: "all weights but positions are redrawn",
+        Claim.FROZEN_BASE_WEIGHTS: "it reinitializes the weights that adapters keep frozen",
+        Claim.TRAINED_START: "all weights but positions are reinitialized",
     }
 
     multiplier: Rate = 0.0
-    """What token embeddings are multiplied by on their way in; 0 is sqrt(width) unless the model does so itself."""
+    """Factor of token embeddings; 0 is sqrt(width), unless the model multiplies them itself."""
     where: str = ""
-    """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
+    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
     seed: int = 0
-    """Of the first values, together with each parameter's name."""
+    """Seed of the initialization, together with each parameter's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_branches(model, self.where)

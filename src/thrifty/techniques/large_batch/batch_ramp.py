@@ -27,8 +27,11 @@ Shape = Literal["doubling", "linear"]
 
 
 def size_at(step: int, start: float, full: int, until: int, multiple: int, shape: Shape) -> int:
-    """Examples in the effective batch of this step: from `start` to `full` over `until` steps, in multiples of
-    `multiple`. "doubling" takes equally long for every doubling, "linear" adds one multiple after the other."""
+    """Return the effective batch of a step in examples: from `start` to `full` over `until` steps.
+
+    Sizes below `full` are multiples of `multiple`. "doubling" takes equally many steps for each doubling, "linear" for
+    each added multiple.
+    """
     if step >= until:
         return full
     first = min(max(round(start / multiple), 1) * multiple, full)
@@ -46,14 +49,14 @@ class BatchRamp(Technique):
     claims = frozenset({Claim.BATCH_SIZE})
 
     start: Fraction = 0.125
-    """The first batch, as a share of the full one."""
+    """First batch, as a fraction of the full one."""
     until: StepOrFraction = 0.3
-    """When the batch is full."""
+    """Step from which the batch is full."""
     shape: Shape = "doubling"
     multiple: Positive = 8
-    """Sizes below the full one are multiples of this; the number of ranks must divide it."""
+    """Divisor of all sizes below the full batch, and a multiple of the number of ranks."""
     batch: EffectiveBatch = 0
-    """The full batch; 0 for the run's own effective batch."""
+    """Full batch; 0 is the run's effective batch."""
 
     def sizes(self, full: int) -> list[int]:
         """Return the size of each batch up to the first full one."""
@@ -61,8 +64,8 @@ class BatchRamp(Technique):
         return [size_at(step, self.start * full, full, until, self.multiple, self.shape) for step in range(until + 1)]
 
     def idle_in(self, steps: int) -> str:
-        ramps = not self.batch or min(self.sizes(self.batch)[:steps]) < self.batch
-        return "" if ramps else f"batches of {self.batch} are never smaller"
+        changes = not self.batch or min(self.sizes(self.batch)[:steps]) < self.batch
+        return "" if changes else f"the batch is {self.batch} at every step"
 
     def batches(self, source: BatchSource) -> BatchSource:
         return source.with_batch_size(self.sizes(self.batch or source.batch))

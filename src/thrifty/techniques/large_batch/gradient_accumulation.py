@@ -28,7 +28,7 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def accumulated(backward: Backward, micro_batches: int) -> Backward:
-    """A backward pass in `micro_batches` parts of equal size, the last one possibly smaller."""
+    """Return a backward pass over `micro_batches` parts of equal size; the last part may be smaller."""
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // micro_batches)
@@ -50,13 +50,13 @@ class GradientAccumulation(Technique):
     claims = frozenset({Claim.MICRO_BATCHES})
 
     micro_batches: Positive = 4
-    """Micro-batches per step."""
+    """Number of micro-batches per step."""
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
             raise RefusedError(
-                "an example's loss depends on all of the batch, and would know a micro-batch alone",
-                fix="--with large_batch.gradient_cache in its place: the same gradient in as little memory",
+                "a loss that compares all examples of a batch cannot be computed on micro-batches",
+                fix="--with large_batch.gradient_cache in its place",
             )
         return objective
 

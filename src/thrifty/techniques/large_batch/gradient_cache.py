@@ -32,7 +32,7 @@ from thrifty.core.written_buffers import BufferSnapshot
 
 
 class VectorGradientObjective(WrappedObjective):
-    """Another objective, whose losses have the gradient at the vectors that is given, whatever else they are."""
+    """A wrapped objective whose losses have `gradient` as their gradient with respect to the vectors."""
 
     def __init__(self, inner: Objective, gradient: Tensor):
         super().__init__(inner)
@@ -43,11 +43,13 @@ class VectorGradientObjective(WrappedObjective):
         return (prediction.hidden.to(self.gradient.dtype) * self.gradient).flatten(1).sum(1)
 
 
-def vectors_of(
+def predict_vectors(
     model: nn.Module, objective: Objective, parts: list[Batch]
 ) -> tuple[Prediction, list[tuple[GeneratorStates, BufferSnapshot]]]:
-    """The prediction of several micro-batches as one, without gradients, and the generators and buffers that they
-    began with."""
+    """Predict several micro-batches without gradients.
+
+    Return the joined prediction, and the states of generators and buffers before each micro-batch.
+    """
     states, hidden = [], []
     with torch.no_grad():
         for part in parts:
@@ -60,15 +62,15 @@ def vectors_of(
 
 
 def cached(backward: Backward, micro_batches: int) -> Backward:
-    """A backward pass of a joint loss in `micro_batches` parts of equal size, the last one possibly smaller."""
+    """Return a backward pass of a joint loss over `micro_batches` equal parts; the last part may be smaller."""
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // micro_batches)
         split = [batch.rows(start, start + rows) for start in range(0, len(batch), rows)]
-        prediction, states = vectors_of(model, objective, split)
+        prediction, states = predict_vectors(model, objective, split)
         assert prediction.hidden is not None
-        accurate = torch.promote_types(prediction.hidden.dtype, torch.float32)
-        vectors = prediction.hidden.to(accurate).requires_grad_()
+        precise = torch.promote_types(prediction.hidden.dtype, torch.float32)
+        vectors = prediction.hidden.to(precise).requires_grad_()
         losses = objective.losses(replace(prediction, hidden=vectors), batch)
         loss = (losses * batch.weight).sum()
         (gradient,) = torch.autograd.grad(loss, vectors)
@@ -76,7 +78,7 @@ def cached(backward: Backward, micro_batches: int) -> Backward:
         for index, (part, (generators, buffers)) in enumerate(zip(split, states, strict=True)):
             generators.put_back()
             own = VectorGradientObjective(objective, gradient[index * rows : (index + 1) * rows])
-            # the weights are in the gradient already
+            # the gradient already includes the example weights
             unweighted = replace(
                 part.weighted(torch.ones_like(part.weight)), last=batch.last and index == len(split) - 1
             )
@@ -95,18 +97,18 @@ class GradientCache(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.SELECTED_EXAMPLES: "examples that are compared with each other have no scores of their own",
-        Claim.AUXILIARY_LOSSES: "only what follows from the vectors has a gradient, and such a loss would be lost",
-        Claim.HALF_BATCH_GRADIENTS: "two halves of a batch do not make up the gradient of a joint loss",
+        Claim.SELECTED_EXAMPLES: "examples of a joint loss have no scores of their own",
+        Claim.AUXILIARY_LOSSES: "only losses computed from the vectors have a gradient, so that auxiliary losses would be lost",
+        Claim.HALF_BATCH_GRADIENTS: "the gradient of a joint loss is not the sum over two halves of the batch",
     }
 
     micro_batches: Positive = 4
-    """Micro-batches per step."""
+    """Number of micro-batches per step."""
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.joint:
             raise RefusedError(
-                "each example's loss depends on that example alone, and a second forward pass would be for nothing",
+                "losses of single examples need no second forward pass",
                 fix="--with large_batch.gradient_accumulation in its place",
             )
         return objective

@@ -24,14 +24,16 @@ Rule = Literal["square_root", "linear"]
 
 
 def scaled_rate(batch: int, base_batch: int, rule: Rule) -> float:
-    """By what a rate that is right for `base_batch` examples a step is multiplied for `batch` examples."""
-    times = batch / base_batch
-    return times if rule == "linear" else times**0.5
+    """Return the factor from the learning rate at `base_batch` examples per step to the rate at `batch` examples."""
+    ratio = batch / base_batch
+    return ratio if rule == "linear" else ratio**0.5
 
 
 def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
-    """The factor before update `step`: 1 at step 0, `factor` from step `warmup` on, linear in between. A factor below 1
-    holds from the start: a rate that is too high is nothing to begin with."""
+    """Return the factor before update `step`: 1 at step 0, `factor` from step `warmup` on, linear in between.
+
+    A factor below 1 applies from step 0, since a higher rate would be too high.
+    """
     if factor <= 1 or step >= warmup:
         return factor
     return 1 + (factor - 1) * step / warmup
@@ -45,11 +47,11 @@ class ScaleLearningRate(Technique):
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
 
     base_batch: Positive = 32
-    """Examples per step for which the optimizer's rate was chosen."""
+    """Examples per step for which the learning rate was tuned."""
     rule: Rule = "square_root"
     warmup: StepOrFraction = 0.05
     batch: EffectiveBatch = 0
-    """Examples per step of this run; 0 for its own effective batch."""
+    """Examples per step of this run; 0 is its effective batch."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         factor, warmup = scaled_rate(self.batch, self.base_batch, self.rule), int(self.warmup)

@@ -25,8 +25,10 @@ from thrifty.modeling.module_surgery import wrap_forward
 
 
 class ZLossObjective(WrappedObjective):
-    """Another objective plus coefficient · mean of log(normaliser)² over the example's predictions, each counted as in
-    the loss itself."""
+    """A wrapped objective plus coefficient · mean of log(normalizer)² over the predictions of an example.
+
+    Predictions have the same weights as in the loss.
+    """
 
     def __init__(self, inner: Objective, coefficient: float):
         super().__init__(inner)
@@ -41,9 +43,9 @@ class ZLossObjective(WrappedObjective):
 def _with_z_loss(
     coefficient: float, criterion: nn.CrossEntropyLoss, inner: Callable[..., Tensor], logits: Tensor, target: Tensor
 ) -> Tensor:
-    """torch's cross-entropy of logits (b, v, …) plus the term for each prediction, reduced as the loss is."""
+    """Return the cross-entropy of logits (b, v, …) plus the z-loss of each prediction, with the same reduction."""
     squares = logits.logsumexp(min(1, logits.ndim - 1)).square()
-    if target.is_floating_point():  # probabilities of classes: none is ignored
+    if target.is_floating_point():  # class probabilities: no class is ignored
         weights = torch.ones_like(squares)
     else:
         weights = (target != criterion.ignore_index).to(squares.dtype)
@@ -67,7 +69,7 @@ class ZLoss(Technique):
     def change_forward(self, model: nn.Module) -> None:
         if not isinstance(model, nn.CrossEntropyLoss):
             raise NeedsTrainer(
-                f"{self.name} changes the loss, and a {type(model).__name__} is none",
+                f"{self.name} changes a loss, and {type(model).__name__!r} is no torch.nn.CrossEntropyLoss",
                 fix=f"criterion = thrifty.apply(nn.CrossEntropyLoss(), {self.name!r}), or "
                 f"thrifty.losses.chunked_cross_entropy(…, z_loss={self.coefficient:g})",
             )
@@ -76,11 +78,10 @@ class ZLoss(Technique):
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
             raise RefusedError(
-                "a loss of several examples together has no normaliser of each", fix=f"--without {self.name}"
+                "a loss of several examples together has no normalizer for each",
+                fix=f"--without {self.name}",
             )
         plain = type(objective.baseline)
         if plain.normalizers is Objective.normalizers:
-            raise RefusedError(
-                f"{plain.__name__} has no softmax whose normaliser could drift", fix=f"--without {self.name}"
-            )
+            raise RefusedError(f"the objective {plain.__name__!r} has no softmax", fix=f"--without {self.name}")
         return ZLossObjective(objective, self.coefficient)

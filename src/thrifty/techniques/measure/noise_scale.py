@@ -32,14 +32,14 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import global_norm
 
 MOST = 10.0
-"""By how many times the usual squared gradient that of one batch counts at most."""
+"""Upper limit of a squared gradient norm, relative to its running average."""
 
 
 def signal_and_noise(small: float, big: float, small_batch: float, big_batch: float) -> tuple[float, float]:
-    """Unbiased estimates of |G|², the squared norm of the true gradient, and of tr Σ, the variance of one example's.
+    """Return unbiased estimates of |G|², the squared norm of the true gradient, and tr Σ, its variance per example.
 
-    `small` and `big` are the squared norms of mean gradients over batches of two sizes, each of which has the
-    expectation |G|² + tr Σ / batch (McCandlish et al. 2018, appendix A.1).
+    `small` and `big` are squared norms of mean gradients over batches of two sizes. Each has the expectation
+    |G|² + tr Σ / batch (McCandlish et al. 2018, appendix A.1).
     """
     signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     noise = (small - big) / (1 / small_batch - 1 / big_batch)
@@ -47,8 +47,10 @@ def signal_and_noise(small: float, big: float, small_batch: float, big_batch: fl
 
 
 def clamp_signal_and_noise(signal: float, noise: float, batch: float, usual: float) -> tuple[float, float]:
-    """Signal and noise of a batch, both less in proportion where together they make its squared gradient,
-    signal + noise / batch, more than `MOST` times the usual one."""
+    """Return signal and noise, scaled down so that signal + noise / batch is at most `MOST` times the `usual` value.
+
+    signal + noise / batch is the squared norm of the batch's gradient.
+    """
     factor = min(1.0, MOST * usual / size) if (size := signal + noise / batch) > 0 else 1.0
     return factor * signal, factor * noise
 
@@ -56,26 +58,27 @@ def clamp_signal_and_noise(signal: float, noise: float, batch: float, usual: flo
 def measured_in_halves(
     backward: Backward, model: nn.Module, objective: Objective, batch: Batch, times: int = 1
 ) -> tuple[BackwardResult, tuple[float, float]]:
-    """A backward pass over each half of the batch, and what the norms of their gradients tell; the gradients left are
-    those of the whole. `times` is how many ranks have as many examples each.
+    """Run the backward pass over each half of the batch; return its result with signal and noise.
 
-    The small batch is a half; where one has an example more, their harmonic mean, which keeps the estimates unbiased.
+    The gradients afterwards are those of the whole batch. `times` is the number of ranks, which have equally many
+    examples. The small batch is a half. If the halves differ by one example, it is their harmonic mean, which keeps the
+    estimates unbiased.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole, half = len(batch), len(batch) // 2
     first = backward(model, objective, batch.rows(0, half))
-    kept = [parameter.grad for parameter in parameters]
+    first_gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     second = backward(model, objective, batch.rows(half, whole))
-    halves = (half, kept), (whole - half, [parameter.grad for parameter in parameters])
+    halves = (half, first_gradients), (whole - half, [parameter.grad for parameter in parameters])
     small = sum(squared_norm(gradients) * (whole / rows) ** 2 for rows, gradients in halves) / 2
-    for parameter, gradient in zip(parameters, kept, strict=True):
+    for parameter, gradient in zip(parameters, first_gradients, strict=True):
         if gradient is not None:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
     big = squared_norm([parameter.grad for parameter in parameters])
     small_batch = 2 / (1 / half + 1 / (whole - half))
-    # gradients of a scaled loss are that of the mean times what the weights sum to
+    # gradients of a weighted loss are the mean gradient times the sum of the weights
     total = times * float(mean_over_ranks(batch.weight.sum()))
     signal, noise = signal_and_noise(small, big, times * small_batch, times * whole)
     return first + second, (signal / total**2, noise / total**2)
@@ -86,8 +89,11 @@ def squared_norm(gradients: Sequence[Tensor | None]) -> float:
 
 
 class NoiseScaleBackward:
-    """A backward pass that is measured now and then. `state` holds how often it was called and both running
-    averages; they start at zero alike, so that their ratio needs no correction."""
+    """A backward pass that measures signal and noise every `every` calls.
+
+    `state` has the number of calls and both running averages. Both start at zero, so that their ratio needs no
+    correction.
+    """
 
     def __init__(self, inner: Backward, every: int, momentum: float):
         self.inner, self.every, self.momentum = inner, every, momentum
@@ -99,7 +105,10 @@ class NoiseScaleBackward:
         if not is_due:
             return self.inner(model, objective, batch)
         if len(batch) < 2:
-            raise RefusedError("one example on a rank cannot be halved", fix="choose a larger data.batch")
+            raise RefusedError(
+                f"a batch of {len(batch)} example per rank cannot be halved",
+                fix="--set data.batch=8, or any larger batch",
+            )
         outcome, (signal, noise) = measured_in_halves(self.inner, model, objective, batch, axis("data").size)
         if math.isfinite(signal) and math.isfinite(noise):  # the loop skips a step without finite gradients
             examples = axis("data").size * len(batch)
@@ -112,7 +121,7 @@ class NoiseScaleBackward:
         return replace(outcome, notes=outcome.notes | notes)
 
     def usual(self, batch: int) -> float:
-        """The squared gradient of a batch by what was measured before this call; 0 where nothing was."""
+        """Return the squared gradient norm of a batch that earlier measurements predict; 0 before the first one."""
         measured = -(-(int(self.state["calls"]) - 1) // self.every)
         share = 1 - self.momentum**measured  # the averages start at zero
         return (float(self.state["signal"]) + float(self.state["noise"]) / batch) / share if share > 0 else 0.0
@@ -132,14 +141,14 @@ class NoiseScale(Technique):
     claims = frozenset({Claim.HALF_BATCH_GRADIENTS})
 
     every: Positive = 4
-    """Steps from one measurement to the next."""
+    """Steps between measurements."""
     momentum: Probability = 0.98
-    """Of the running averages, per measurement."""
+    """Momentum of the running averages, per measurement."""
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
             raise RefusedError(
-                "an example's loss depends on all of the batch: two halves of it do not make up its gradient",
+                "the gradient of a loss that compares all examples is not the sum over two halves of the batch",
                 fix=f"--without {self.name}",
             )
         return objective
@@ -148,7 +157,6 @@ class NoiseScale(Technique):
         return NoiseScaleBackward(backward, self.every, self.momentum)
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        # which steps are measured depends on a count; this is one that is, with half of the activations and the
-        # gradients of one half beside those of the other
+        # a measured step: half of the activations, and the gradients of both halves
         counted = max(footprint.gradients, footprint.activations)
         return footprint.add(temporary=max(2 * footprint.gradients - counted, 0))

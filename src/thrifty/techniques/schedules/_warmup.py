@@ -1,4 +1,4 @@
-"""What learning-rate schedules share: their place among techniques, and a linear warm-up before a shape."""
+"""Common parts of learning-rate schedules: the base class and the linear warm-up."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from thrifty.optim.transform_elements import ScaleBySchedule
 
 
 class ScheduleTechnique(Technique):
-    """A technique that multiplies each update by a factor of its step."""
+    """A technique that multiplies each update by a factor that depends on the step."""
 
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     claims = frozenset({Claim.SCHEDULE})
@@ -24,9 +24,9 @@ class ScheduleTechnique(Technique):
 
 
 def warmed_up(step: int, warmup: int, until: int, shape: Callable[[float], float]) -> float:
-    """Return (step + 1) / warmup, then shape(progress) with progress going from 0 to 1.
+    """Return (step + 1) / warmup during the warm-up, then shape(progress) with progress from 0 to 1.
 
-    The first update already has a positive rate, the last one a rate just above the shape's end.
+    The first update has a positive rate, the last one a rate just above the shape's end.
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -14,7 +14,7 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
 def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> float:
-    """The factor before update `step`: linear warm-up, 1, then linear from `decay_from` to 0 at `until`."""
+    """Return the factor before update `step`: linear warm-up, 1, then linear from `decay_from` to 0 at `until`."""
     if step < warmup:
         return (step + 1) / warmup
     if step < decay_from:

@@ -17,16 +17,16 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique, warmed_up
 
 
 def cosine(progress: float, floor: float = 0.0) -> float:
-    """The factor at `progress` in [0, 1] of the decay: 1 at its start, `floor` at its end."""
+    """Return the factor at `progress` of the decay, in [0, 1]: 1 at its start, `floor` at its end."""
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class CosineDecay(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     until: StepOrFraction = 1.0
-    """When the decay is over; the factor stays at `floor` afterwards."""
+    """End of the decay; the factor stays at `floor` afterwards."""
     floor: float = 0.0
-    """Smallest factor, as a fraction of the peak rate."""
+    """Final rate, as a fraction of the peak rate."""
 
     def factor(self, step: int) -> float:
         return warmed_up(step, int(self.warmup), int(self.until), lambda progress: cosine(progress, self.floor))
