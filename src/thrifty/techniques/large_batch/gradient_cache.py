@@ -98,7 +98,7 @@ class GradientCache(Technique):
     claims = frozenset({Claim.MICRO_BATCHES})
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.SELECTED_EXAMPLES: "examples of a joint loss have no scores of their own",
-        Claim.AUXILIARY_LOSSES: "only losses computed from the vectors have a gradient, so that auxiliary losses would be lost",
+        Claim.AUXILIARY_LOSSES: "auxiliary losses would be lost, since only losses of the vectors have a gradient",
         Claim.HALF_BATCH_GRADIENTS: "the gradient of a joint loss is not the sum over two halves of the batch",
     }
 

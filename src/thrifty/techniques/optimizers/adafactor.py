@@ -27,8 +27,10 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleBySchedule,
 
 
 def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | Tensor, least: float) -> None:
-    """Divides an update (…, r, c) in place by the root of its mean squares, guessed from those over columns, row
-    (…, r), and those over rows, column (…, c): row · column / mean of row. `fresh` is the newest square's weight."""
+    """Divide an update (…, r, c) in place by the root of its estimated mean squares, row · column / mean of row.
+
+    `row` (…, r) has mean squares over columns, `column` (…, c) over rows. `fresh` is the weight of the newest squares.
+    """
     parts = row_chunks(update) if update.ndim == 2 else (update,)
     total: Tensor | None = None
     for part, mean in zip(parts, chunks_like(parts, row), strict=True):
@@ -38,22 +40,24 @@ def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | 
     assert total is not None
     column.lerp_(on_every_rank(total) / update.shape[-2], fresh)
     relative = row / (on_every_rank(row.sum(-1, keepdim=True)) / row.shape[-1]).clamp(min=least)
-    for part, share in zip(parts, chunks_like(parts, relative), strict=True):
-        second = share.unsqueeze(-1) * column.unsqueeze(-2)
+    for part, row_factor in zip(parts, chunks_like(parts, relative), strict=True):
+        second = row_factor.unsqueeze(-1) * column.unsqueeze(-2)
         part.mul_(second.clamp_(min=least * least).rsqrt_())
 
 
 def on_every_rank(total: Tensor) -> Tensor:
-    """A sum, added up where it went over the parts of several ranks."""
+    """Return a sum of parts on several ranks added up; other tensors unchanged."""
     if not is_dtensor(total):
         return total
     return with_partial_sums_added(total)
 
 
 class ScaleByFactoredSquare(GradientTransform):
-    """Divides by the root of the mean square of each number, for matrices guessed from rows and columns, and shortens a
-    parameter's update to a root mean square of at most `clip_threshold`. The newest square weighs count^decay in its
-    mean. No root counts as less than `eps1`, by default the precision of the gradient's type."""
+    """Divide updates by the root of their mean squares, and clip each update to a root mean square of `clip_threshold`.
+
+    Mean squares of matrices are estimated from rows and columns. The newest square has the weight count^decay. Roots
+    below `eps1` count as `eps1`, by default the precision of the gradient's dtype.
+    """
 
     name = "scale_by_factored_square"
     reach = TransformScope.TENSOR
@@ -90,7 +94,7 @@ class ScaleByFactoredSquare(GradientTransform):
 
 
 class ScaleByParameterSize(GradientTransform):
-    """Multiplies by the root mean square of the parameter, or by `least` where that is larger."""
+    """Multiply updates by the root mean square of the parameter, at least by `least`."""
 
     name = "scale_by_parameter_size"
     reach = TransformScope.TENSOR
@@ -105,7 +109,7 @@ class ScaleByParameterSize(GradientTransform):
 
 
 def relative_step(step: int, largest: float) -> float:
-    """min(largest, 1 / sqrt(t)) for the t-th update, `step` counting from 0."""
+    """Return min(largest, 1 / sqrt(t)) for the t-th update; `step` counts from 0."""
     return min(largest, (step + 1) ** -0.5)
 
 
@@ -117,8 +121,11 @@ def adafactor(
     eps2: float = 1e-3,
     weight_decay: float = 0.0,
 ) -> GradientTransform:
-    """parameter -= relative step · max(eps2, RMS(parameter)) · u, where u is the gradient over the root of its
-    factored mean square, shortened to an RMS of `clip_threshold`; and parameter -= lr · weight_decay · parameter."""
+    """Return Adafactor as a chain of transforms.
+
+    parameter -= relative step · max(eps2, RMS(parameter)) · u + lr · weight_decay · parameter. u is the gradient
+    divided by the root of its factored mean square, clipped to an RMS of `clip_threshold`.
+    """
     return chain(
         ScaleByFactoredSquare(decay, clip_threshold, eps1),
         ScaleByParameterSize(eps2),
@@ -136,15 +143,15 @@ class Adafactor(Technique):
     claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1e-2
-    """The largest relative step."""
+    """Largest relative step."""
     decay: Annotated[float, SettingBound(most=0)] = -0.8
-    """How slowly the second moment forgets: its newest value weighs step^decay."""
+    """Exponent of the weight of the newest second moment, step^decay."""
     clip_threshold: Annotated[float, SettingBound(above=0)] = 1.0
     """Largest root mean square of an update before it is multiplied by the relative step."""
     eps1: Annotated[float | None, LEAST_EPSILON] = None
-    """The paper's ε₁, below which no root of a second moment counts; if not given, the precision of the gradients."""
+    """The paper's ε₁, lower bound of the root of a second moment; by default the precision of the gradients."""
     eps2: Rate = 1e-3
-    """The paper's ε₂, below which no size of a parameter counts."""
+    """The paper's ε₂, lower bound of the size of a parameter."""
     weight_decay: Rate = 0.0
 
     def update(self, transform: GradientTransform) -> GradientTransform:

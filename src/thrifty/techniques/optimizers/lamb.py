@@ -28,8 +28,11 @@ def lamb(
     norm_bounds: tuple[float, float] = (0.0, math.inf),
     slices: bool = False,
 ) -> GradientTransform:
-    """u = m / (sqrt(v) + eps) + weight_decay · w with Adam's m and v; w -= lr · φ(‖w‖) / ‖u‖ · u for each layer, φ
-    keeping the norm within `norm_bounds`."""
+    """Return LAMB as a chain of transforms.
+
+    u = m / (sqrt(v) + eps) + weight_decay · w with Adam's m and v; w -= lr · φ(‖w‖) / ‖u‖ · u for each layer. φ clips
+    the norm to `norm_bounds`.
+    """
     return chain(
         ScaleByAdam(*betas, eps, correct),
         AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
@@ -52,11 +55,11 @@ class Lamb(Technique):
     eps: Epsilon = 1e-6
     weight_decay: Rate = 0.01
     bias_correction: bool = True
-    """Whether the moments are corrected for having started at zero, as in the paper."""
+    """True to correct the moments for their start at zero, as in the paper."""
     norm_bounds: tuple[float, float] = (0.0, math.inf)
-    """The paper's φ: between which limits the norm of the weights counts."""
+    """Limits of the weight norm, the paper's φ."""
     slices: bool = False
-    """Whether layers that share a matrix (queries, keys, values; gate, value) have ratios of their own."""
+    """True to compute a ratio for each layer in a fused matrix (queries, keys, values; gate, value)."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         rates = self.lr, self.betas, self.eps, self.weight_decay

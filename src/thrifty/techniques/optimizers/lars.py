@@ -29,9 +29,11 @@ def lars(
     rate: Literal["outside", "inside"] = "outside",
     schedule: GradientTransform | None = None,
 ) -> GradientTransform:
-    """v = momentum · v + λ · (g + weight_decay · parameter) with λ = coefficient · ‖parameter‖ / (‖g‖ + weight_decay ·
-    ‖parameter‖) for each layer; parameter -= lr · v. With the rate "inside", lr multiplies what is added to v, and so
-    does `schedule`."""
+    """Return LARS as a chain of transforms.
+
+    v = momentum · v + λ · (g + weight_decay · w) with λ = coefficient · ‖w‖ / (‖g‖ + weight_decay · ‖w‖) for each
+    layer; w -= lr · v. With the rate "inside", lr and `schedule` multiply the summand of v instead.
+    """
     ratio, schedule = ScaleByTrustRatio(coefficient, weight_decay), schedule or GradientTransform()
     name = "step_momentum" if rate == "inside" else "layer_scaled_momentum"
     velocity = ScaleByMomentum(momentum, nesterov, name) if momentum else GradientTransform()
@@ -52,10 +54,10 @@ class Lars(Technique):
     momentum: Probability = 0.9
     weight_decay: Rate = 1e-4
     trust_coefficient: Rate = 1e-3
-    """The paper's η: how far a layer moves at rate 1, as a share of its weights' norm."""
+    """The paper's η: length of a layer's update at rate 1, relative to the norm of its weights."""
     nesterov: bool = False
     learning_rate_placement: Literal["outside", "inside"] = "outside"
-    """Whether the learning rate multiplies the momentum or what is added to it."""
+    """Place of the learning rate: it multiplies the momentum ("outside") or its summand ("inside")."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         rates = self.lr, self.momentum, self.weight_decay, self.trust_coefficient

@@ -30,49 +30,48 @@ from thrifty.modeling.embeddings import stack_after
 from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.modeling.parameter_kinds import learning_rate_factor, set_learning_rate_factor
 
-_BEHIND = re.compile(r"(^|[._])(final|post|out|head|heads|lm_head|embed_out|logit|scale|classifier|pooler)([._]|$)")
+_AFTER = re.compile(r"(^|[._])(final|post|out|head|heads|lm_head|embed_out|logit|scale|classifier|pooler)([._]|$)")
 _TABLE = re.compile(r"embed|position|wte|wpe")
 
 
 def depth_factor(depth: int, blocks: int, decay: float) -> float:
-    """By what the rate at a depth is multiplied: 0 is before the blocks, 1 … `blocks` are the blocks, `blocks` + 1 is
-    behind them."""
+    """Return the learning-rate factor at a depth: 0 is before the blocks, `blocks` + 1 after them."""
     return decay ** (blocks + 1 - depth)
 
 
 def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int, int]]:
-    """The depth of each parameter, by name, as `depth_factor` counts it, and the number of blocks of its stack.
+    """Return the depth of each parameter by name, as `depth_factor` counts it, and the number of blocks of its stack.
 
-    `embedding_pattern` is a pattern of the names outside the blocks that come before them; empty goes by where in the
-    model a parameter is defined and what it is called. Raises RefusedError where the model has no list of equal blocks.
+    `embedding_pattern` matches names of parameters that are used before the blocks. By default these are recognized by
+    order and name. Raise RefusedError if the model has no list of equal blocks.
     """
     stacks = {stack: len(model.get_submodule(stack)) for stack in find_stacks(model)}
     positions: dict[int, tuple[str, int, int]] = {}
-    begun: set[str] = set()
+    started: set[str] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stack = next((each for each in stacks if is_under(name, each)), None)
         if stack is not None:
-            begun.add(stack)
+            started.add(stack)
             depth = 1 + int(name[len(stack) + 1 :].partition(".")[0])
         else:
             stack = stack_after(name, stacks)
-            depth = 0 if _is_in_front(name, embedding_pattern, stack in begun) else stacks[stack] + 1
+            depth = 0 if _is_before(name, embedding_pattern, stack in started) else stacks[stack] + 1
         first, known, blocks = positions.get(id(parameter), (name, depth, stacks[stack]))
-        positions[id(parameter)] = (first, min(known, depth), blocks)  # of a tied one the place nearest to the input
+        positions[id(parameter)] = (first, min(known, depth), blocks)  # a tied one counts at its first use
     return {name: (depth, blocks) for name, depth, blocks in positions.values()}
 
 
-def _is_in_front(name: str, embedding_pattern: str, is_behind: bool) -> bool:
-    """Whether a parameter outside the blocks is used before them; `is_behind` says where it is defined."""
+def _is_before(name: str, embedding_pattern: str, is_defined_after: bool) -> bool:
+    """Return whether a parameter outside the blocks is used before them."""
     if embedding_pattern:
         return re.search(embedding_pattern, name) is not None
-    if _BEHIND.search(name):
+    if _AFTER.search(name):
         return False
-    return not is_behind or _TABLE.search(name) is not None
+    return not is_defined_after or _TABLE.search(name) is not None
 
 
 class ScaleByParameterFactor(GradientTransform):
-    """Multiplies the update of each parameter by a number of its own."""
+    """Multiply the update of each parameter by a factor of its own."""
 
     name = "scale_each"
     reach = TransformScope.ROWS
@@ -91,12 +90,12 @@ class ScaleByParameterFactor(GradientTransform):
         return some
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
-        alike: dict[float, list[Tensor]] = {}
+        by_factor: dict[float, list[Tensor]] = {}
         for factor, update in zip(self.factors, updates, strict=True):
-            alike.setdefault(factor, []).append(update)
-        for factor, own in alike.items():
+            by_factor.setdefault(factor, []).append(update)
+        for factor, group in by_factor.items():
             if factor != 1.0:
-                torch._foreach_mul_(own, factor)
+                torch._foreach_mul_(group, factor)
         return updates
 
 
@@ -110,14 +109,12 @@ class LayerwiseLearningRateDecay(Technique):
     """
 
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
-    clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.SHARED_PARAMETERS: "what blocks of all depths share has no depth of its own"
-    }
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.SHARED_PARAMETERS: "parameters shared by all blocks have no depth"}
 
     decay: Fraction = 0.75
-    """From one block to the one below it."""
+    """Factor between the rates of a block and the block before it."""
     embedding_pattern: str = ""
-    """Pattern of the parameters outside the blocks that come before them; empty tells them by order and names."""
+    """Pattern of the parameters used before the blocks; by default recognized by order and name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,17 +124,17 @@ class LayerwiseLearningRateDecay(Technique):
         named, parameter_depths = dict(model.named_parameters()), depths(model, self.embedding_pattern)
         for name, (depth, blocks) in parameter_depths.items():
             set_learning_rate_factor(named[name], depth_factor(depth, blocks, self.decay))
-        for text in self._told(parameter_depths):
+        for text in self._summary(parameter_depths):
             add_note(text)
         return model
 
-    def _told(self, parameter_depths: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        ends = {"before the blocks": 0, "behind them": 1}
-        for where, behind in ends.items():
-            own = {name: at for name, at in parameter_depths.items() if at[0] == (at[1] + 1) * behind}
-            modules = sorted({name.rpartition(".")[0] or name for name in own})
-            rates = sorted({depth_factor(*at, self.decay) for at in own.values()})
-            if own:
+    def _summary(self, parameter_depths: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        ends = {"before the blocks": 0, "after the blocks": 1}
+        for where, end in ends.items():
+            depths_there = {name: at for name, at in parameter_depths.items() if at[0] == (at[1] + 1) * end}
+            modules = sorted({name.rpartition(".")[0] or name for name in depths_there})
+            rates = sorted({depth_factor(*at, self.decay) for at in depths_there.values()})
+            if depths_there:
                 yield f"{where}, at {' and '.join(f'{rate:.3g}' for rate in rates)} of the rate: {', '.join(modules)}"
 
     def update(self, transform: GradientTransform) -> GradientTransform:
@@ -145,8 +142,8 @@ class LayerwiseLearningRateDecay(Technique):
             factor = learning_rate_factor(parameter)
             if factor is None:
                 raise IntegrityError(
-                    f"{self.name}: {name} is not the parameter whose depth was found",
-                    fix="leave out what puts other parameters in the place of a model's",
+                    f"{self.name}: {name!r} is not the parameter whose depth was recorded",
+                    fix="leave out the technique that replaces parameters of the model",
                 )
             return factor
 

@@ -24,7 +24,7 @@ from thrifty.optim.transform_elements import AddDecayedWeights, scale_by_learnin
 
 
 class ScaleByLion(GradientTransform):
-    """The sign of an interpolated momentum, which itself moves after it is used (Chen et al. 2023, program 1)."""
+    """Sign of an interpolated momentum, which is updated afterwards (Chen et al. 2023, program 1)."""
 
     name = "scale_by_lion"
     reach = TransformScope.ROWS
@@ -44,7 +44,7 @@ class ScaleByLion(GradientTransform):
 
 
 def lion(lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1.0) -> GradientTransform:
-    """Lion as a chain of transforms: parameter -= lr · (sign(β1 m + (1-β1) g) + weight_decay · parameter)."""
+    """Return Lion as a chain: parameter -= lr · (sign(β1 m + (1-β1) g) + weight_decay · parameter)."""
     return chain(ScaleByLion(*betas), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 

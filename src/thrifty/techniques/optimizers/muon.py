@@ -48,18 +48,20 @@ from thrifty.optim.transform_elements import (
 )
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan's quintic, chosen to be steep at 0: five iterations take singular values from 0.002 of a matrix's norm
-upwards to between 0.68 and 1.21, and do not converge to 1."""
+"""Coefficients of Jordan's quintic, which is steep at 0. Five iterations map singular values above 0.002 of a matrix's
+norm to between 0.68 and 1.21; they do not converge to 1."""
 
 HALVED = 256
-"""Rows from which on a symmetric product in two pieces is faster than in one."""
+"""Number of rows from which a symmetric product in two pieces is faster than in one."""
 
 Scale = Literal["original", "match_rms"]
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16, eps: float = 1e-7) -> Tensor:
-    """The nearest orthogonal matrix, roughly: U Vᵀ of the singular value decomposition with singular values near 1, by
-    Newton-Schulz iteration in `dtype`. Takes (…, rows, columns)."""
+    """Return approximately the nearest orthogonal matrix of each matrix (…, rows, columns).
+
+    It is U Vᵀ of the singular value decomposition with singular values near 1, by Newton-Schulz iteration in `dtype`.
+    """
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype)
     tall = x.shape[-2] > x.shape[-1]
@@ -72,8 +74,10 @@ def orthogonalized(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bf
 
 
 def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
-    """x @ xᵀ, or beta · added + alpha · x @ xᵀ for a symmetric `added`. On a processor a quarter of a large one is not
-    computed but mirrored."""
+    """Return x @ xᵀ, or beta · added + alpha · x @ xᵀ for a symmetric `added`.
+
+    On a CPU a quarter of a large product is mirrored instead of computed.
+    """
 
     def product(rows: slice, columns: slice) -> Tensor:
         left, right = x[..., rows, :], x[..., columns, :].mT
@@ -98,22 +102,27 @@ def _plus_product(added: Tensor, beta: float, left: Tensor, right: Tensor, alpha
 
 
 def _with_fast_products(product: Callable[..., Tensor], *operands: Tensor, **factors: float) -> Tensor:
-    """The product, rounded once. A processor without units for bfloat16 takes 4 to 60 times as long in it as in float32
-    on the same values."""
-    place, dtype = operands[0].device.type, operands[0].dtype
-    if dtype is not torch.bfloat16 or place != "cpu" or has_fast_bfloat16("cpu"):
+    """Return the product, rounded once to the operands' dtype.
+
+    It is computed in float32 on CPUs without bfloat16 units, where bfloat16 products are 4 to 60 times slower.
+    """
+    device, dtype = operands[0].device.type, operands[0].dtype
+    if dtype is not torch.bfloat16 or device != "cpu" or has_fast_bfloat16("cpu"):
         return product(*operands, **factors)
     return product(*(each.float() for each in operands), **factors).to(dtype)
 
 
 def step_size(outputs: int, inputs: int, scale: Scale) -> float:
-    """Return the factor of an orthogonal update: sqrt(outputs / inputs), at least 1 (Jordan), or a factor that gives a
-    root mean square of 0.2, as AdamW's usual updates have (Liu et al.)."""
+    """Return the factor of an orthogonal update.
+
+    "original" is sqrt(outputs / inputs), at least 1 (Jordan). "match_rms" gives updates a root mean square of 0.2, as
+    AdamW's usually have (Liu et al.).
+    """
     return max(1.0, outputs / inputs) ** 0.5 if scale == "original" else 0.2 * max(outputs, inputs) ** 0.5
 
 
 class ScaleByOrthogonalization(GradientTransform):
-    """Replaces each update, a matrix, by `step_size` · `orthogonalized`; those of one shape go together."""
+    """Replace each update, a matrix, by `step_size` · `orthogonalized`. Updates of one shape are stacked."""
 
     name = "orthogonalize"
     reach = TransformScope.TENSOR
@@ -138,10 +147,10 @@ class ScaleByOrthogonalization(GradientTransform):
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         everything = list(range(len(updates)))
-        # one after the other where each must be gathered first: all of them whole would be the whole model
+        # sharded matrices are gathered one by one: all of them would be the whole model
         sharded = any(is_dtensor(update) for update in updates)
-        for some in [[i] for i in everything] if sharded else [everything]:
-            matrices = {i: full_values(updates[i], order_of(parameters[i])) for i in some}
+        for group in [[i] for i in everything] if sharded else [everything]:
+            matrices = {i: full_values(updates[i], order_of(parameters[i])) for i in group}
             for side in (False, True):
                 own = [(i, matrix) for i, matrix in matrices.items() if self.transposed[i] is side]
                 self._orthogonalize([layer for i, matrix in own for layer in self._layers(i, matrix)], side)
@@ -155,13 +164,13 @@ class ScaleByOrthogonalization(GradientTransform):
         return cut.of(matrix) if cut else [matrix]
 
     def _orthogonalize(self, layers: Sequence[Tensor], transposed: bool) -> None:
-        alike: dict[torch.Size, list[Tensor]] = {}
+        by_shape: dict[torch.Size, list[Tensor]] = {}
         for layer in layers:
-            alike.setdefault(layer.shape, []).append(layer)
-        for (rows, columns), own in alike.items():
-            stack = torch.stack(own) if len(own) > 1 else own[0]
+            by_shape.setdefault(layer.shape, []).append(layer)
+        for (rows, columns), group in by_shape.items():
+            stack = torch.stack(group) if len(group) > 1 else group[0]
             orthogonal = orthogonalized(stack, self.steps, self.dtype).view(-1, rows, columns)
-            for layer, new in zip(own, orthogonal, strict=True):
+            for layer, new in zip(group, orthogonal, strict=True):
                 layer.copy_(new).mul_(step_size(*((columns, rows) if transposed else (rows, columns)), self.scale))
 
 
@@ -178,9 +187,11 @@ def muon(
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
 ) -> GradientTransform:
-    """Hidden matrices (`modeling/parameter_kinds.py`) by Muon, parameter -= lr · (orthogonal update + weight_decay ·
-    parameter);
-    everything else by AdamW with the rate `adamw_lr` and the same decay."""
+    """Return Muon for hidden matrices (`modeling/parameter_kinds.py`), and AdamW for all other parameters.
+
+    Muon: parameter -= lr · (orthogonal update + weight_decay · parameter). AdamW uses the rate `adamw_lr` and the same
+    decay.
+    """
     hidden = chain(
         ScaleByMomentum(momentum, nesterov),
         ScaleByOrthogonalization(steps, scale, slices, dtype),
@@ -211,16 +222,16 @@ class Muon(Technique):
     nesterov: bool = True
     weight_decay: Rate = 0.1
     scale: Scale = "match_rms"
-    """Size of an orthogonal update: "match_rms" as large as AdamW's, so that its rates fit; "original" is Jordan's,
-    with rates about 20 times larger."""
+    """Size of an orthogonal update. "match_rms" is as large as AdamW's, for AdamW's rates; "original" is Jordan's, for
+    rates about 20 times larger."""
     newton_schulz_steps: Positive = 5
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     slices: bool = False
-    """Whether layers that share a matrix (queries, keys, values; gate, value) are orthogonalised apart."""
+    """True to orthogonalize each layer in a fused matrix separately (queries, keys, values; gate, value)."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
-    """The format of the values between the products of the iterations."""
+    """Format of the values between the products of the iterations."""
     adamw_lr: Rate = 1e-3
-    """AdamW's rate, for what is no hidden matrix."""
+    """AdamW's rate, for all parameters but hidden matrices."""
     adamw_betas: Betas = (0.9, 0.95)
     adamw_eps: Epsilon = 1e-8
 

@@ -29,25 +29,26 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, add
 def schedule_free_update(
     direction: list[Tensor], ahead: list[Tensor], rate: float | Tensor, share: float | Tensor, beta: float
 ) -> list[Tensor]:
-    """What is added to y, given a direction of ascent d at y and `ahead` = z - y, which moves along.
+    """Return the update of y for a direction of ascent d at y, and update `ahead` = z - y in place.
 
     z -= rate · d;  x += share · (z - x);  y = beta · x + (1 - beta) · z
 
-    Without x, `ahead` becomes (1 - share) · (ahead - beta · rate · d), and y moves by what `ahead` loses less rate · d.
+    Since x is not stored, `ahead` becomes (1 - share) · (ahead - beta · rate · d). y moves by the decrease of `ahead`
+    minus rate · d.
     """
-    kept = (1 - share) * beta * rate
-    moved = torch._foreach_mul(ahead, share)
-    add_multiple(moved, direction, kept - rate)
+    ahead_rate = (1 - share) * beta * rate
+    update = torch._foreach_mul(ahead, share)
+    add_multiple(update, direction, ahead_rate - rate)
     torch._foreach_mul_(ahead, 1 - share)
-    add_multiple(ahead, direction, -kept)
-    return list(moved)
+    add_multiple(ahead, direction, -ahead_rate)
+    return list(update)
 
 
 class ScheduleFreeTransform(GradientTransform):
-    """The steps of z, the average x and the point y between them, from directions of ascent; the last of a chain.
+    """Steps of z, the average x, and the point y between them; the last transform of a chain.
 
-    A step weighs count^power · (rate / largest rate)^rate_power in the average: with both at their defaults each counts
-    alike once the warm-up is over, and little before.
+    A step has the weight count^power · (rate / largest rate)^rate_power in the average. With the defaults all steps
+    after the warm-up have equal weights, and earlier ones less.
     """
 
     name = "schedule_free"
@@ -57,8 +58,8 @@ class ScheduleFreeTransform(GradientTransform):
     def __init__(self, rate: float, beta: float = 0.9, warmup: int = 0, power: float = 0.0, rate_power: float = 2.0):
         if beta <= 0:
             raise UsageError(
-                "Schedule-Free: the first of betas is 0, and then its average cannot be told from the weights",
-                fix="give a value above 0; 0.9 is the paper's",
+                f"Schedule-Free: the first of betas is {beta:g}, and must be above 0",
+                fix="--set techniques.optimizers.schedule_free.betas=[0.9,0.999], the paper's values",
             )
         self.largest, self.beta, self.warmup = rate, beta, warmup
         self.power, self.rate_power = power, rate_power
@@ -74,8 +75,7 @@ class ScheduleFreeTransform(GradientTransform):
         return (age + 1) ** self.power * self._warmed(step) ** self.rate_power
 
     def _sum(self, step: int, age: int) -> float:
-        """The weights of all steps since the state was fresh. Kept only to save time: it is added up from the first
-        again in a run that is resumed."""
+        """Return the sum of the weights of all steps since the state was fresh, cached."""
         sums = self._sums.setdefault(step - age, [0.0])
         for since in range(len(sums) - 1, age + 1):
             sums.append(sums[-1] + self._weight(step - age + since, since))
@@ -88,7 +88,7 @@ class ScheduleFreeTransform(GradientTransform):
         return schedule_free_update(updates, slots["ahead"], numbers["rate"], numbers["share"], self.beta)
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
-        pairs = zip(parameters, slots["ahead"], strict=True)  # of which some may be divided over ranks
+        pairs = zip(parameters, slots["ahead"], strict=True)  # some may be sharded
         return [parameter.add(ahead, alpha=1 - 1 / self.beta) for parameter, ahead in pairs]
 
     def slot_kind(self, slot: str) -> Content:
@@ -108,9 +108,11 @@ def schedule_free(
     rate_power: float = 2.0,
     factors: GradientTransform | None = None,
 ) -> GradientTransform:
-    """Adam's direction without a first moment, plus weight_decay · parameter, moved and averaged by
-    `ScheduleFreeTransform`.
-    What else multiplies updates, as `factors`, must come before the average."""
+    """Return Schedule-Free AdamW as a chain of transforms.
+
+    It is Adam's direction without a first moment, plus weight_decay · parameter, averaged by `ScheduleFreeTransform`.
+    Other transforms that multiply updates, `factors`, must come before the average.
+    """
     return chain(
         ScaleByAdam(0.0, betas[1], eps),
         AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
@@ -129,14 +131,14 @@ class ScheduleFreeAdamW(Technique):
 
     lr: Rate = 2.5e-3
     betas: Betas = (0.9, 0.999)
-    """Where y stands between z and x, and how slowly the second moment forgets."""
+    """Weight of x in y, and decay of the second moment."""
     eps: Epsilon = 1e-8
     weight_decay: Rate = 0.1
     warmup: StepOrFraction = 0.05
     power: Rate = 0.0
-    """The paper's r: a step weighs in the average as its number to this power."""
+    """Exponent of the step number in a step's weight, the paper's r."""
     rate_power: Rate = 2.0
-    """And as its rate to this power, relative to the largest so far."""
+    """Exponent of the rate, relative to the largest so far, in a step's weight."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return schedule_free(

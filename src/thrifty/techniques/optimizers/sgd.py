@@ -21,8 +21,10 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByMomentum,
 def sgd(
     lr: float = 0.1, momentum: float = 0.9, nesterov: bool = False, weight_decay: float = 1e-4
 ) -> GradientTransform:
-    """g += weight_decay · parameter; v = momentum · v + g; parameter -= lr · v, or lr · (g + momentum · v) with
-    `nesterov`."""
+    """Return SGD as a chain of transforms.
+
+    g += weight_decay · w; v = momentum · v + g; w -= lr · v. With `nesterov`, w -= lr · (g + momentum · v).
+    """
     return chain(
         AddDecayedWeights(weight_decay) if weight_decay else GradientTransform(),
         ScaleByMomentum(momentum, nesterov) if momentum else GradientTransform(),

@@ -28,11 +28,11 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, full_values, match_layout, scale_by_learning_rate
 
 Sides = Sequence[Tensor | None]
-"""A matrix for the rows of another, and one for its columns; None where a side keeps its own axes."""
+"""Matrices for the rows and for the columns of another; None for a side that is not rotated."""
 
 
-def measure(gradient: Tensor, spread: Sides, beta: float) -> None:
-    """Lets the decaying means of G Gᵀ and Gᵀ G take in a gradient."""
+def update_spread(gradient: Tensor, spread: Sides, beta: float) -> None:
+    """Update the moving averages of G Gᵀ and Gᵀ G with a gradient G."""
     left, right = spread
     if left is not None:
         left.lerp_(gradient @ gradient.mT, 1 - beta)
@@ -40,37 +40,40 @@ def measure(gradient: Tensor, spread: Sides, beta: float) -> None:
         right.lerp_(gradient.mT @ gradient, 1 - beta)
 
 
-def turned(matrix: Tensor, axes: Sides) -> Tensor:
-    """A matrix in other axes, which stand in the columns of `axes`."""
+def rotated(matrix: Tensor, axes: Sides) -> Tensor:
+    """Return a matrix in other axes, the columns of `axes`."""
     left, right = axes
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right
 
 
-def turned_back(matrix: Tensor, axes: Sides) -> Tensor:
-    return turned(matrix, [side if side is None else side.mT for side in axes])
+def rotated_back(matrix: Tensor, axes: Sides) -> Tensor:
+    return rotated(matrix, [side if side is None else side.mT for side in axes])
 
 
 def direction(
     gradient: Tensor, mean: Tensor, square: Tensor, axes: Sides, beta1: float, beta2: float, eps: float
 ) -> Tensor:
-    """Adam's, its moments living in the turned axes, before any correction for their having started at zero."""
-    new = turned(gradient, axes)
+    """Return Adam's direction without bias correction; `mean` and `square` are in the rotated axes."""
+    new = rotated(gradient, axes)
     mean.lerp_(new, 1 - beta1)
     square.lerp_(new.square_(), 1 - beta2)
-    return turned_back(mean / square.sqrt().add_(eps), axes)
+    return rotated_back(mean / square.sqrt().add_(eps), axes)
 
 
 def find_axes(axes: Sides, spread: Sides) -> None:
-    """Sets axes to the eigenvectors of what was measured, those of the largest eigenvalues first."""
+    """Set axes to the eigenvectors of `spread`, by descending eigenvalue."""
     for own, side in zip(axes, spread, strict=True):
         if own is not None and side is not None:
             own.copy_(eigenvectors(side).flip(1))
 
 
 def eigenvectors(side: Tensor) -> Tensor:
-    """Return those of a symmetric matrix, by ascending eigenvalue. Where many rows are zero (words that have not
-    occurred) LAPACK may raise or return NaN in the matrix's own precision, and converges in double."""
+    """Return the eigenvectors of a symmetric matrix, by ascending eigenvalue.
+
+    If many rows are zero (words that have not occurred), LAPACK may fail in the matrix's own precision. It is then
+    called in float64.
+    """
     with suppress(torch.linalg.LinAlgError):
         vectors = torch.linalg.eigh(side).eigenvectors
         if vectors.isfinite().all():
@@ -79,21 +82,26 @@ def eigenvectors(side: Tensor) -> Tensor:
 
 
 def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> None:
-    """Brings axes nearer to the eigenvectors by one power iteration, and the moments into the new axes: the mean is
-    turned, each square goes with its axis, as in the paper."""
-    plain = turned_back(mean, axes)
+    """Improve axes by one power iteration, and convert the moments.
+
+    As in the paper, the mean is rotated into the new axes, and squares are permuted with their axes.
+    """
+    plain = rotated_back(mean, axes)
     for dim, (own, side) in enumerate(zip(axes, spread, strict=True)):
         if own is not None and side is not None:
             product = side @ own
             order = (own * product).sum(0).argsort(descending=True)
             square.copy_(square.index_select(dim, order))
             own.copy_(torch.linalg.qr(product[:, order]).Q)
-    mean.copy_(turned(plain, axes))
+    mean.copy_(rotated(plain, axes))
 
 
 class ScaleBySoap(GradientTransform):
-    """Adam in the axes of Shampoo (Vyas et al. 2024, algorithm 3); what is no matrix, and sides longer than `max_dim`,
-    in its own axes. Every `every` steps the axes follow. The first update is zero."""
+    """Adam in the axes of Shampoo (Vyas et al. 2024, algorithm 3).
+
+    Parameters that are not matrices, and sides longer than `max_dim`, keep their own axes. Axes are updated every
+    `every` steps. The first update is zero.
+    """
 
     name = "scale_by_soap"
     reach = TransformScope.TENSOR
@@ -133,7 +141,7 @@ class ScaleBySoap(GradientTransform):
             if not numbers["first"]:
                 step = direction(gradient, mean, square, axes, self.beta1, self.beta2, self.eps)
                 step.mul_(numbers["factor"])
-            measure(gradient, spread, self.beta2)
+            update_spread(gradient, spread, self.beta2)
             if numbers["first"]:
                 find_axes(axes, spread)
             elif numbers["turn"]:
@@ -152,7 +160,7 @@ def soap(
     every: int = 10,
     max_dim: int = 10_000,
 ) -> GradientTransform:
-    """parameter -= lr · (Adam's direction in turned axes + weight_decay · parameter)."""
+    """Return SOAP as a chain: parameter -= lr · (Adam's direction in rotated axes + weight_decay · parameter)."""
     return chain(ScaleBySoap(*betas, eps, every, max_dim), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 
@@ -167,17 +175,17 @@ class Soap(Technique):
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
-    clashes: ClassVar[Mapping[Claim, str]] = {Claim.WEIGHT_MASKS: "its moments are not those of single weights"}
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.WEIGHT_MASKS: "its moments do not belong to single weights"}
 
     lr: Rate = 3e-3
     betas: Betas = (0.95, 0.95)
-    """Of both moments; the second also of what the axes are found from."""
+    """Decay of both moments; the second also of the statistics for the axes."""
     eps: Epsilon = 1e-8
     weight_decay: Rate = 0.01
     every: Positive = 10
-    """Steps after which the axes follow the gradients."""
+    """Number of steps between updates of the axes."""
     max_dim: Positive = 10_000
-    """Longer sides, vocabularies above all, keep their own axes."""
+    """Largest rotated side; longer ones, such as vocabularies, keep their own axes."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(soap(self.lr, self.betas, self.eps, self.weight_decay, self.every, self.max_dim), transform)

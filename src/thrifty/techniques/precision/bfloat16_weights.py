@@ -52,25 +52,30 @@ Rounding = Literal["stochastic", "kahan", "nearest"]
 
 
 def round_stochastically(sums: Tensor, seed: int | Tensor) -> Tensor:
-    """float32 in bfloat16, rounded by the value of a number, its column and the step's seed: whoever holds whichever
-    rows rounds them alike."""
-    # a vector counts as one column, since a part of it does not know where in it it begins
+    """Return float32 values in bfloat16, rounded by their value, column and the step's seed.
+
+    Ranks that hold different rows therefore round them equally.
+    """
+    # a vector counts as one column, since a shard of it does not know its offset
     rows = sums if sums.ndim > 1 else sums.view(-1, 1)
     return round_to_bfloat16(rows, seed).view_as(sums)
 
 
 def round_with_compensation(sums: Tensor, seed: int | Tensor) -> tuple[Tensor, Tensor]:
-    """float32 as the nearest in bfloat16, and what that cut off, in bfloat16 too: rounded by chance, since the small
-    updates that add up in it would be off by the same few per cent each time."""
-    near = sums.bfloat16()
-    return near, round_stochastically(sums - near, seed)
+    """Return float32 values as the nearest bfloat16, and the remainder in bfloat16.
+
+    The remainder is rounded stochastically, since small updates accumulate in it and would otherwise have a bias of a
+    few per cent.
+    """
+    nearest = sums.bfloat16()
+    return nearest, round_stochastically(sums - nearest, seed)
 
 
 class Float32Update(GradientTransform):
-    """A chain for weights in bfloat16: it sees gradients and weights in float32, and weights become the rounded sum.
+    """A chain for bfloat16 weights that receives gradients and weights in float32 and rounds the sum.
 
-    What is returned is the difference of two bfloat16 numbers. Added in float32 it gives the second of them exactly,
-    unless a step makes a weight smaller by more than 2^14: then it is off by a last bit of the larger one in float32.
+    The returned update is the difference of two bfloat16 values. Added in float32 it gives the new value exactly,
+    unless a step shrinks a weight by more than 2^14. Then the error is one bit of the larger value in float32.
     """
 
     name = "in_float32"
@@ -86,8 +91,8 @@ class Float32Update(GradientTransform):
         return self.inner.reach
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        chance = seed_of(f"{self.name}/{step}") % 2**16 - 2**15
-        return {**self.inner.scalars(step, age), "rounding_seed": float(chance)}
+        rounding_seed = seed_of(f"{self.name}/{step}") % 2**16 - 2**15
+        return {**self.inner.scalars(step, age), "rounding_seed": float(rounding_seed)}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots = self.inner.init(names, [stand_in_for(each, each.detach().float()) for each in parameters])
@@ -118,12 +123,12 @@ class Float32Update(GradientTransform):
         self.inner.apply_constraints(slots, parameters)
 
     def subset(self, indices: Sequence[int]) -> GradientTransform:
-        some = copy(self)
-        some.inner = chain(self.inner.subset(indices))
-        # parts are run by kernels where there are some; what is compiled is not divided into parts
-        before, some.kernel = fused_tail(some.inner) or (some.inner, None)
-        some.before = fuse_elements(before)
-        return some
+        part = copy(self)
+        part.inner = chain(self.inner.subset(indices))
+        # subsets use fused kernels if there are any; a compiled chain is not divided into subsets
+        before, part.kernel = fused_tail(part.inner) or (part.inner, None)
+        part.before = fuse_elements(before)
+        return part
 
     def slot_kind(self, slot: str) -> Content:
         return "differences" if slot in self.weights else self.inner.slot_kind(slot)
@@ -135,39 +140,39 @@ class Float32Update(GradientTransform):
         return self.inner.rate(numbers)
 
     def _round(self, sums: list[Tensor], slots: Slots, numbers: Scalars) -> None:
-        """Each sum as bfloat16 will hold it, still in float32."""
+        """Round each sum to a bfloat16 value, stored in float32."""
         seed = numbers["rounding_seed"]
         seed = seed.to(torch.int16) if isinstance(seed, Tensor) else int(seed)
-        kept = local_tensors(slots[COMPENSATION]) if self.rounding == "kahan" else []
+        compensation = local_tensors(slots[COMPENSATION]) if self.rounding == "kahan" else []
         for index, sum_here in enumerate(local_tensors(sums)):
             if self.rounding == "kahan":
-                near, cut = round_with_compensation(sum_here, seed)
-                kept[index].copy_(cut)
+                rounded, remainder = round_with_compensation(sum_here, seed)
+                compensation[index].copy_(remainder)
             else:
-                near = round_stochastically(sum_here, seed) if self.rounding == "stochastic" else sum_here.bfloat16()
-            sum_here.copy_(near)
+                rounded = round_stochastically(sum_here, seed) if self.rounding == "stochastic" else sum_here.bfloat16()
+            sum_here.copy_(rounded)
 
 
 def update_in_float32(transform: GradientTransform, rounding: Rounding = "stochastic") -> GradientTransform:
-    """Any transform for parameters in bfloat16: `update_in_float32(adamw(1e-3))`.
+    """Return a transform for bfloat16 parameters, as in `update_in_float32(adamw(1e-3))`.
 
-    What must see all gradients together and remembers nothing, such as clipping, comes first and acts on them as they
-    are, so that all that follows can be run in pieces and float32 is never more than those.
+    Stateless elements that require all gradients together, such as clipping, run first on bfloat16 gradients. All
+    other elements can then run in pieces, so that only one piece is in float32 at a time.
     """
     elements = list(chain(transform).elements.values())
-    moving = [element for element in elements if changes_updates(element)]
+    updating = [element for element in elements if changes_updates(element)]
     leading = list(
-        takewhile(lambda element: type(element).init in (GradientTransform.init, SelectiveTransform.init), moving)
+        takewhile(lambda element: type(element).init in (GradientTransform.init, SelectiveTransform.init), updating)
     )
-    far = max((i + 1 for i, element in enumerate(leading) if element.reach is TransformScope.ALL), default=0)
-    # what only follows the weights sees them as they are
-    following = [element for element in elements if not changes_updates(element)]
-    return chain(*moving[:far], _rounded(moving[far:], rounding), *following)
+    count = max((i + 1 for i, element in enumerate(leading) if element.reach is TransformScope.ALL), default=0)
+    # elements that only observe the weights receive them in bfloat16
+    observing = [element for element in elements if not changes_updates(element)]
+    return chain(*updating[:count], _rounded(updating[count:], rounding), *observing)
 
 
 def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> GradientTransform:
-    """Elements in float32 with the rounding behind them: behind each member's own where there is a partition, so that
-    each can be run in the pieces that it allows."""
+    """Return elements in float32, followed by rounding. A partition rounds in each member, so that members can run in
+    pieces of their own."""
     for index, element in enumerate(elements):
         before, after = elements[:index], elements[index + 1 :]
         if isinstance(element, ParameterPartition) and all(
@@ -175,7 +180,7 @@ def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> Gradi
         ):
             parts = copy(element)
             parts.rules = {
-                # elements learn the parameters that they meet, so that each member needs its own
+                # elements store data of their parameters, so that each member needs a copy
                 label: (
                     rule,
                     _rounded([*deepcopy(before), *chain(inner).elements.values(), *deepcopy(after)], rounding),
@@ -187,8 +192,7 @@ def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> Gradi
 
 
 class Bfloat16InputObjective(WrappedObjective):
-    """Another objective with the numbers that the model is given in its own format. What follows the logits is
-    float32: objectives see to that themselves."""
+    """A wrapped objective whose floating-point inputs are cast to bfloat16. Objectives compute losses in float32."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         fields = {
@@ -206,7 +210,7 @@ class Bfloat16Weights(Technique):
     claims = frozenset({Claim.PRECISION})
 
     rounding: Rounding = "stochastic"
-    """Of each new weight: by chance, to the nearest with what that cuts off kept, or to the nearest and no more."""
+    """Rounding of new weights: stochastic, to nearest with the remainder kept ("kahan"), or to nearest."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -222,7 +226,7 @@ class Bfloat16Weights(Technique):
         for parameter in parameters:
             parameter.data = parameter.data.bfloat16()
         add_note(
-            f"{sum(map(torch.numel, parameters)):,} numbers in {len(parameters)} parameters; buffers stay as they are"
+            f"{sum(map(torch.numel, parameters)):,} elements in {len(parameters)} parameters; buffers keep their format"
         )
         return model
 

@@ -44,8 +44,10 @@ BUFFERS = ("float8_history", "float8_scales", "float8_seen")
 
 
 def use_float8(layer: nn.Module, casting: CastRule, history: int = 0) -> None:
-    """Let a linear layer (or `Conv1D`) compute its products in 8 bits while it is trained. With a `history` its scales
-    are delayed, and whoever trains it calls `roll` after each step."""
+    """Make a linear layer (or `Conv1D`) compute its products in 8 bits in training mode.
+
+    With a `history` its scales are delayed, and the training loop must call `roll` after each step.
+    """
     CASTING.set(layer, casting)
     FORMER_FORWARD.set(layer, vars(layer).get("forward"))
     if history:
@@ -78,23 +80,29 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def roll(layers: Sequence[nn.Module], most_recent: bool = False, growth: float = 1.0) -> None:
-    """The step is over: what the layers have seen, on any rank, enters their histories, and gives the next scales, at
-    which gradients will be `growth` times as large."""
+    """Update histories and scales after a step from the magnitudes that the layers saw on all ranks.
+
+    In the next step gradients will be `growth` times as large.
+    """
     seen = torch.stack([layer.float8_seen for layer in layers])
-    seen = torch.where(seen.isfinite(), seen, 0.0)  # of numbers that are none, ranks could find no largest
+    seen = torch.where(seen.isfinite(), seen, 0.0)  # NaN has no maximum over ranks
     if ranks() > 1 and not isinstance(seen, FakeTensor):
         dist.all_reduce(seen, dist.ReduceOp.MAX)
     histories, scales = ([getattr(layer, name) for layer in layers] for name in BUFFERS[:2])
-    grown = torch.tensor([1.0, 1.0, growth], device=seen.device)
+    factors = torch.tensor([1.0, 1.0, growth], device=seen.device)
     after = next_scales(
-        torch.stack(histories) * grown[:, None], torch.stack(scales), seen * grown, CASTING.of(layers[0]), most_recent
+        torch.stack(histories) * factors[:, None],
+        torch.stack(scales),
+        seen * factors,
+        CASTING.of(layers[0]),
+        most_recent,
     )
     for buffers, values in zip((histories, scales), after, strict=True):
         torch._foreach_copy_(buffers, list(values))
 
 
 def rolled(backward: Backward, most_recent: bool = False) -> Backward:
-    """A backward pass, of all micro-batches and over all ranks, after which scales follow what it has seen."""
+    """Return a backward pass over all micro-batches and ranks that updates the scales afterwards."""
 
     def whole_step(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         layers = [module for module in model.modules() if hasattr(module, "float8_seen")]
@@ -108,7 +116,7 @@ def rolled(backward: Backward, most_recent: bool = False) -> Backward:
 
 
 class Float8(Technique):
-    # a linear layer's own product, and so before adapters, which add to what a layer gives
+    # it changes the product of a linear layer, and so comes before adapters, which add to the layer's output
     """A delayed scale is computed from the largest magnitudes of the last `history` steps on all ranks. Values that
     grow from one step to the next are therefore clipped. `margin` leaves headroom. `scaling=current` computes the scale
     from the tensor at hand, as a layer without history does. E4M3 spans 18 powers of two, E5M2 32."""
@@ -117,22 +125,22 @@ class Float8(Technique):
     claims = frozenset({Claim.LINEAR_PRODUCTS})
 
     scaling: Literal["delayed", "current"] = "delayed"
-    """Scales from the numbers of earlier steps, or of the tensor at hand."""
+    """Source of scales: earlier steps ("delayed"), or the tensor itself ("current")."""
     granularity: Literal["tensor", "row"] = "tensor"
-    """A scale for each tensor, or for each row of each factor, which goes with current scaling only."""
+    """Scope of a scale: a tensor, or each row of each factor; "row" requires current scaling."""
     history: Positive = 1024
-    """Steps that a delayed scale looks back on; their largest number decides, ..."""
+    """Number of steps whose largest magnitude sets a delayed scale."""
     most_recent: bool = False
-    """... or that of the last step alone."""
+    """True to set a delayed scale by the last step only."""
     margin: Annotated[int, SettingBound(least=0, most=8)] = 0
-    """Powers of two left free above the largest number."""
+    """Headroom above the largest magnitude, in powers of two."""
     powers_of_two: bool = False
-    """Round scales down to powers of two, so that scaling itself rounds nothing."""
+    """True to round scales down to powers of two, so that scaling is exact."""
     gradients: Literal["e5m2", "e4m3"] = "e5m2"
     where: str = ""
-    """Pattern that the name of a linear layer must contain."""
+    """Pattern in the names of treated linear layers."""
     skip_end_blocks: bool = True
-    """Leave the first and the last block of each stack as they are; in a stack of two all are treated."""
+    """True to skip the first and the last block of each stack of three or more."""
 
     @property
     def is_low_precision(self) -> bool:
@@ -142,7 +150,7 @@ class Float8(Technique):
         super().__post_init__()
         if self.granularity == "row" and self.scaling == "delayed":
             raise UsageError(
-                f"{self.name}: rows of a step are other rows than those of the step before",
+                f"{self.name}: granularity 'row' has no history, since rows differ in each step",
                 fix=f"--set techniques.{self.name}.scaling=current, or granularity=tensor",
             )
 
@@ -161,21 +169,23 @@ class Float8(Technique):
         for layer in self.layers(model).values():
             use_float8(layer, casting, self.history if self.scaling == "delayed" else 0)
         add_note(
-            "products are emulated: the device has no units for them" if casting.emulated else "on the device's units"
+            "products are emulated, since the device has no float8 units"
+            if casting.emulated
+            else "products on float8 units"
         )
         return model
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
-        """The layers that are treated, by name. Raises RefusedError where there is none."""
+        """Return the treated layers by name. Raise RefusedError if there are none."""
         blocks = _blocks(model)
         kinds = {type(layer) for layer in weight_layers(model).values() if is_transposed(layer)}
 
         def skip(name: str, layer: nn.Module) -> str | None:
             block = next((block for block in blocks if is_under(name, block)), None)
             if block is None:
-                return "it is in no block"
+                return "it is outside the blocks"
             if self.skip_end_blocks and blocks[block]:
-                return f"{block} is kept as {blocks[block]}"
+                return f"{block} is skipped as {blocks[block]}"
             return _reason_to_skip(layer)
 
         return select(model, (nn.Linear, *kinds), self.where, skip).matched
@@ -201,7 +211,7 @@ class Float8(Technique):
 
 
 def _blocks(model: nn.Module) -> Mapping[str, str]:
-    """Every block by name, and which end of its stack it is: "" for those in between, and in stacks of two."""
+    """Return each block by name, with "the first block" or "the last block" of a stack of three or more, or ""."""
     endings: dict[str, str] = {}
     for stack, blocks in find_stacks(model).items():
         last = len(blocks) - 1
@@ -213,9 +223,9 @@ def _blocks(model: nn.Module) -> Mapping[str, str]:
 
 def _reason_to_skip(layer: nn.Module) -> str | None:
     if isinstance(layer, NonDynamicallyQuantizableLinear):
-        return "the attention that holds it reads its weight itself"
+        return "its attention reads the weight directly"
     if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
-        return f"what a {type(layer).__name__} computes is not known"
+        return f"the product of a {type(layer).__name__} is unknown"
     rows, columns = layer.weight.shape
     if rows % MULTIPLE or columns % MULTIPLE:
         return f"its widths {rows} and {columns} are not both multiples of {MULTIPLE}"

@@ -36,19 +36,23 @@ from thrifty.modeling.module_surgery import wrap_forward
 
 @dataclass(frozen=True)
 class LossScale:
-    """A scale of 2^exponent, the clean steps since it last moved or a step overflowed, and how many overflows the
-    hysteresis has let pass since it last grew."""
+    """A loss scale of 2^exponent and its counters."""
 
     exponent: int
     clean_steps: int = 0
+    """Steps since the scale last changed or a step overflowed."""
     passed: int = 0
+    """Overflows that the hysteresis tolerated since the scale last grew."""
 
 
 def next_scale(
     scale: LossScale, finite: bool, growth_interval: int = 2000, hysteresis: int = 1, least: int = 0
 ) -> LossScale:
-    """The scale after a step with gradients that were finite or not: half of it from the `hysteresis`-th overflow on,
-    but never below 2^least, twice after `growth_interval` clean steps in a row."""
+    """Return the scale after a step whose gradients were finite or not.
+
+    It is halved from the `hysteresis`-th overflow on, but not below 2^least. It doubles after `growth_interval` clean
+    steps in a row.
+    """
     if not finite:
         if scale.passed + 1 < hysteresis:
             return LossScale(scale.exponent, 0, scale.passed + 1)
@@ -59,45 +63,46 @@ def next_scale(
 
 
 def unscale(gradients: Sequence[Tensor], factor: float) -> Tensor:
-    """Multiplies gradients in place by `factor`, one over the scale, in one pass over them; a scalar that is 0 where
-    all their numbers are finite and 1 where not."""
+    """Multiply gradients in place by `factor`, 1 / scale, in one pass. Return a scalar: 0 if all are finite, else 1."""
     overflow = torch.zeros((), device=gradients[0].device)
     inverse = torch.full((), factor, device=overflow.device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, overflow, inverse)
+        group = [gradient for gradient in gradients if gradient.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(group, overflow, inverse)
     return overflow
 
 
 class LossScalingBackward:
-    """A backward pass of the loss times a scale that follows the range of float16. What `state` holds counts from
-    zero: how often the scale has doubled since the start less how often it was halved, and `LossScale`'s counts."""
+    """A backward pass of the loss times a scale that adapts to the range of float16.
+
+    `state` has the number of doublings minus the number of halvings, and the counters of `LossScale`.
+    """
 
     def __init__(self, inner: Backward, settings: "MixedPrecision"):
         self.inner, self.settings = inner, settings
         self.first, self.least = round(math.log2(settings.init_scale)), round(math.log2(settings.min_scale))
-        # values that can be read even where nothing but shapes is traced, unlike those of torch.zeros
+        # torch.tensor is readable while shapes are traced, torch.zeros is not
         self.state = {name: torch.tensor(0) for name in ("doublings", "clean_steps", "passed")}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-        now = self.scale()
-        factor = 2.0**now.exponent
-        # the weights carry the scale, since a loss in chunks computes gradients from them in its forward pass
+        current = self.scale()
+        factor = 2.0**current.exponent
+        # the example weights include the scale, since a chunked loss computes gradients in its forward pass
         outcome = self.inner(model, objective, batch.weighted(batch.weight * factor))
         loss = outcome.loss / factor
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        wrong = unscale(local_tensors(gradients), 1 / factor) + ~loss.isfinite()
-        # where ranks hold parts each sees its own, and all must take the same decision; shapes alone take none
-        finite = isinstance(wrong, FakeTensor) or not bool(mean_over_ranks(wrong))
-        then = next_scale(now, finite, self.settings.growth_interval, self.settings.hysteresis, self.least)
-        if not finite and then.exponent == now.exponent == self.least and then.passed == now.passed:
+        overflow = unscale(local_tensors(gradients), 1 / factor) + ~loss.isfinite()
+        # ranks with parts of the gradients must take the same decision
+        finite = isinstance(overflow, FakeTensor) or not bool(mean_over_ranks(overflow))
+        then = next_scale(current, finite, self.settings.growth_interval, self.settings.hysteresis, self.least)
+        if not finite and then.exponent == current.exponent == self.least and then.passed == current.passed:
             raise ThriftyError(
-                f"{self.settings.name}: the loss or gradients are not finite even at the least loss scale, {factor:g}",
+                f"{self.settings.name}: the loss or gradients are not finite even at min_scale, {factor:g}",
                 fix=f"--set techniques.{self.settings.name}.format=bfloat16, which needs no scale, or lower the "
-                "learning rate; parameters are as they were before",
+                "learning rate; parameters are unchanged",
             )
         self._keep(then)
-        notes, growth = outcome.notes | {"loss_scale": factor}, 2.0 ** (then.exponent - now.exponent)
+        notes, growth = outcome.notes | {"loss_scale": factor}, 2.0 ** (then.exponent - current.exponent)
         answered = outcome.answered or not finite
         return replace(outcome, loss=loss, notes=notes, answered=answered, scale_growth=growth)
 
@@ -112,8 +117,7 @@ class LossScalingBackward:
 
 
 class AutocastObjective(WrappedObjective):
-    """Another objective with the model's forward pass, and its head wherever it is called, under autocast. What
-    follows the logits is float32: objectives see to that themselves."""
+    """A wrapped objective that runs the model and its head under autocast. Objectives compute losses in float32."""
 
     def __init__(self, inner: Objective, dtype: torch.dtype):
         super().__init__(inner)
@@ -125,7 +129,7 @@ class AutocastObjective(WrappedObjective):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         with self.autocast(batch):
             prediction = super().predict(model, batch)
-        if prediction.hidden is not None:  # the head's product is one of the matrix products
+        if prediction.hidden is not None:  # the head is a matrix product too
             prediction.hidden = prediction.hidden.to(self.dtype)
         return prediction
 
@@ -143,7 +147,7 @@ class AutocastObjective(WrappedObjective):
 
 
 def _with_autocast(model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward pass in bfloat16, its results in float32."""
+    """Run the forward pass in bfloat16; return its results in float32."""
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         result = inner(*args, **kwargs)
     return tree_map_only(Tensor, lambda each: each.float() if each.dtype == torch.bfloat16 else each, result)
@@ -161,13 +165,13 @@ class MixedPrecision(Technique):
 
     format: Literal["bfloat16", "float16"] = "bfloat16"
     init_scale: float = 2.0**16
-    """The loss scale that float16 starts with; like all that follow, of no meaning for bfloat16."""
+    """Initial loss scale of float16. bfloat16 ignores this setting and those below."""
     growth_interval: Positive = 2000
-    """Clean steps in a row after which the scale doubles."""
+    """Number of clean steps in a row after which the scale doubles."""
     hysteresis: Positive = 1
-    """The how-manieth overflow since the scale last grew is the first to halve it: torch's 1, or DeepSpeed's 2."""
+    """Number of overflows since the last growth before the scale is halved: 1 as in torch, 2 as in DeepSpeed."""
     min_scale: float = 1.0
-    """An overflow at this scale stops the run."""
+    """Smallest loss scale; an overflow there stops the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -176,12 +180,12 @@ class MixedPrecision(Technique):
             if not (0 < value < math.inf and math.frexp(value)[0] == 0.5):
                 raise UsageError(
                     f"{self.name}: {name} is {value!r}",
-                    fix=f"{name} must be a power of two, such as 65536: multiplying by it costs no rounding",
+                    fix=f"--set techniques.{self.name}.{name}=65536, or another power of two, which causes no rounding",
                 )
         if self.min_scale > self.init_scale:
             raise UsageError(
                 f"{self.name}: min_scale is {self.min_scale:g}, above the init_scale of {self.init_scale:g}",
-                fix=f"set min_scale to at most {self.init_scale:g}",
+                fix=f"--set techniques.{self.name}.min_scale={self.init_scale:g}, or less",
             )
 
     @property

@@ -49,24 +49,25 @@ from thrifty.optim.transform_elements import SelectiveTransform
 
 
 class CompactStateTransform(GradientTransform):
-    """An element whose large moments are stored in fewer bits between steps; it itself only ever sees float32.
+    """A transform that stores the large moments of another transform, `element`, in fewer bits between steps.
 
-    Slots keep their names; scales are in one beside them. What is not stored in fewer bits stays in its place as it is.
+    The element itself receives float32. Slots keep their names; scales are in additional slots. Other moments stay in
+    float32.
     """
 
     def __init__(self, element: GradientTransform, form: StateFormat, smallest: int):
         self.element, self.form, self.smallest = element, form, smallest
         self.name, self.weights, self.squares = element.name, element.weights, element.squares
         self.stored: dict[str, dict[int, int]] = {}
-        """By slot and parameter, the blocks of a row that this rank stores in fewer bits."""
+        """Number of quantized blocks per row on this rank, by slot and parameter."""
 
     @property
     def reach(self) -> TransformScope:  # type: ignore[override]
         return self.element.reach
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        chance = seed_of(f"{self.name}/{step}") % 2**16 - 2**15
-        return {**self.element.scalars(step, age), "rounding_seed": float(chance)}
+        rounding_seed = seed_of(f"{self.name}/{step}") % 2**16 - 2**15
+        return {**self.element.scalars(step, age), "rounding_seed": float(rounding_seed)}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         slots: Slots = {}
@@ -109,14 +110,14 @@ class CompactStateTransform(GradientTransform):
             self._close(opened, slots, {"rounding_seed": 0.0})
 
     def subset(self, indices: Sequence[int]) -> GradientTransform:
-        some = copy(self)
-        # parts are run by kernels where there are some; what is compiled is not divided into parts
-        (some.element,) = fuse_elements(chain(self.element.subset(indices))).elements.values()
-        some.stored = {
+        part = copy(self)
+        # subsets use fused kernels if there are any; a compiled chain is not divided into subsets
+        (part.element,) = fuse_elements(chain(self.element.subset(indices))).elements.values()
+        part.stored = {
             slot: {place: stored[i] for place, i in enumerate(indices) if i in stored}
             for slot, stored in self.stored.items()
         }
-        return some
+        return part
 
     def slot_kind(self, slot: str) -> Content:
         return self.element.slot_kind(slot)
@@ -125,8 +126,8 @@ class CompactStateTransform(GradientTransform):
         return self.element.rate(numbers)
 
     def _blocks(self, moment: Tensor, parameter: Tensor) -> int:
-        alike = moment.dtype == torch.float32 and moment.shape == parameter.shape
-        return self.form.blocks(moment, parameter) if alike and is_large(parameter, self.smallest) else 0
+        matches = moment.dtype == torch.float32 and moment.shape == parameter.shape
+        return self.form.blocks(moment, parameter) if matches and is_large(parameter, self.smallest) else 0
 
     def _closed(self, slot: str, index: int, moment: Tensor, seed: Seed) -> tuple[Tensor, ...]:
         return self.form.close(local_tensor(moment), slot in self.squares, seed, self.stored[slot][index])
@@ -150,7 +151,7 @@ class CompactStateTransform(GradientTransform):
 
 
 def is_large(parameter: Tensor, smallest: int) -> bool:
-    """Whether moments of this parameter are worth storing in fewer bits."""
+    """Return whether a parameter is a matrix of at least `smallest` elements in rows long enough to quantize."""
     if parameter.ndim < 2 or parameter.numel() < smallest:
         return False
     return parameter.numel() >= SHORTEST_ROW * parameter.shape[0]
@@ -159,16 +160,18 @@ def is_large(parameter: Tensor, smallest: int) -> bool:
 def with_compact_state(
     transform: GradientTransform, form: Callable[[], StateFormat] = Int8Format, smallest: int = 4096
 ) -> GradientTransform:
-    """Any transform with the moments in it stored in fewer bits, element by element, so that each can still be run in
-    pieces: `with_compact_state(lion(1e-4), Bfloat16Format)`."""
+    """Return a transform with moments in fewer bits, as in `with_compact_state(lion(1e-4), Bfloat16Format)`.
+
+    Each element of a chain is wrapped separately, so that it can still run in pieces.
+    """
     if type(transform) is TransformChain:
         return chain(*(with_compact_state(element, form, smallest) for element in transform.elements.values()))
     if type(transform) is ParameterPartition:
-        some = copy(transform)
-        some.rules = {
+        compact = copy(transform)
+        compact.rules = {
             label: (rule, with_compact_state(inner, form, smallest)) for label, (rule, inner) in transform.rules.items()
         }
-        return some
+        return compact
     stateless = type(transform).init in (GradientTransform.init, SelectiveTransform.init)
     return (
         transform if stateless or not changes_updates(transform) else CompactStateTransform(transform, form(), smallest)
@@ -184,11 +187,13 @@ class OptimizerState(Technique):
     changes are lost. In int8 that works up to a beta2 of about 0.9997, in bfloat16 beyond."""
 
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
-    clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_VECTORS: "there is no matrix whose moments it could store"}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.TRAINED_VECTORS: "the model has no matrix whose moments could be quantized"
+    }
 
     format: Literal["int8", "bfloat16"] = "int8"
     min_elements: Positive = 4096
-    """Parameters with fewer numbers keep their moments in float32."""
+    """Smallest parameter whose moments are quantized, in elements."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -199,11 +204,11 @@ class OptimizerState(Technique):
         large = [parameter for parameter in trained if is_large(parameter, self.min_elements)]
         if not large:
             raise RefusedError(
-                f"no matrix of the model has {self.min_elements} numbers, in rows of at least {SHORTEST_ROW}",
-                fix=f"train without it, there is little to save, or --set techniques.{self.name}.min_elements=1",
+                f"no matrix of the model has {self.min_elements} elements, in rows of at least {SHORTEST_ROW}",
+                fix=f"--without {self.name}, or --set techniques.{self.name}.min_elements=1",
             )
         share = sum(map(torch.numel, large)) / sum(map(torch.numel, trained))
-        add_note(f"{len(large)} matrices, {share:.1%} of the trained numbers; the moments of the rest keep float32")
+        add_note(f"{len(large)} matrices, {share:.1%} of the trained elements; other moments stay in float32")
         return model
 
     def update(self, transform: GradientTransform) -> GradientTransform:
