@@ -116,5 +116,5 @@ def test_failing_run_returns_a_verdict() -> None:
 def test_missing_deterministic_kernel_has_its_own_fix() -> None:
     message = "histc_cuda does not have a deterministic implementation, but you set torch.use_deterministic_algorithms"
     results = failing(RuntimeError(message))
-    assert "gives other bits each time on a GPU: histc_cuda" in results.measured
+    assert "returns different bits each time on a GPU: histc_cuda" in results.measured
     assert results.fix.startswith("--set deterministic=false")

@@ -63,7 +63,7 @@ def test_a_mesh_of_three_axes_is_told_stage_by_stage(text: Path) -> None:
 def test_an_axis_that_no_technique_uses_is_refused(text: Path) -> None:
     layers = recipe(text, "said", "tensor=2")
     layers.apply_changes(("parallelism.tensor",), (), ())
-    with pytest.raises(UsageError, match="there are 2 ranks, and no technique of the recipe divides the work"):
+    with pytest.raises(UsageError, match="there are 2 ranks, but no technique of the recipe divides the work"):
         explained(layers)
 
 

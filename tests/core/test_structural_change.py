@@ -200,7 +200,7 @@ def test_function_preserving_growth_preserves_averaged_weights(
 
 def test_post_norm_model_refuses_zeroed_blocks() -> None:
     chosen = [technique("growth.stacking", start="zeroed"), technique("optimizers.adamw")]
-    with pytest.raises(RefusedError, match="norm behind its sums"):
+    with pytest.raises(RefusedError, match="norm after its sums"):
         compose(plain_run(style="gpt1"), chosen, 4).start()
     with pytest.raises(UsageError, match="would stay silent"):
         compose(plain_run(), [*chosen, technique("adapters.lora")], 4)

@@ -147,7 +147,7 @@ def test_a_killed_run_is_called_killed_until_it_is_resumed_which_names_the_proce
     assert wait_until(lambda: len(trained.records("run", "notice")) > 0, process)
     assert trained.json("report", "run")["status"] == "running"
     kill(process)
-    assert "ended without giving this run back" in trained.records("run", "notice")[-1]["text"]
+    assert "ended without releasing the lock of this run" in trained.records("run", "notice")[-1]["text"]
 
 
 def test_a_run_without_its_recipe_file_is_read_and_resumed_by_the_recipe_of_its_checkpoint(
@@ -197,7 +197,7 @@ def test_no_undamaged_checkpoint_left_is_an_integrity_error_and_nothing_is_remov
     for file in trained.run("run").glob("checkpoints/step-*/state.json"):
         edit(file)
     before = contents(trained.run("run") / "checkpoints")
-    says = ("no undamaged checkpoint is left", "state.json has changed", "from a copy")
+    says = ("no undamaged checkpoint is left", "state.json has changed", "from a backup")
     refused(trained, "resume", "run", exit_code=INTEGRITY, says=says)
     assert contents(trained.run("run") / "checkpoints") == before
 

@@ -114,7 +114,7 @@ def told(stderr: str) -> str:
     ("number", "happened"),
     [
         (signal.SIGKILL, "was killed or crashed"),
-        pytest.param(signal.SIGSTOP, r"has not been heard of for 1\d s", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, r"has sent no heartbeat for 1\d s", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
@@ -127,7 +127,7 @@ def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
         stderr = ended(process)
     line = told(stderr)
     assert re.search(rf"rank 1 on \S+ \(process {lost}\) {happened}, last seen in (the start|.*step \d+)", line)
-    assert "go on from the last checkpoint: `thrifty resume`" in line
+    assert "resume from the last checkpoint: `thrifty resume`" in line
     assert "[rank0]" not in stderr and "RuntimeError" not in stderr
     assert "exitcode  : 1 " in stderr and "exitcode  : -9 " in stderr
     summary = RunFolder(impatient.run("run")).read_json("summary")
@@ -193,7 +193,7 @@ def test_ten_kills_of_a_rank_lose_no_step_beyond_the_last_checkpoint(thrifty: Co
             os.kill(rank_processes(process)[rng.randrange(2)], signal.SIGKILL)
         stderr = process.communicate(timeout=STARTING)[1]
     assert process.returncode == 0, stderr
-    assert stderr.count("thrifty: rank") == kills and f"({kills} of at most {kills} times)" in stderr
+    assert stderr.count("thrifty: rank") == kills and f"(restart {kills} of at most {kills})" in stderr
     steps_made = [record["step"] for record in thrifty.records("killed")]
     lost = [before - after + 1 for before, after in pairwise(steps_made) if after <= before]
     assert sorted(set(steps_made)) == list(range(1, steps + 1)) and max(lost, default=0) <= every

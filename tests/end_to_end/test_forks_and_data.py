@@ -84,7 +84,7 @@ def test_what_would_take_away_what_was_learned_is_no_fork_and_no_fine_tuning(thr
 def test_a_fork_whose_technique_cannot_keep_its_promise_says_so(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     refused = thrifty("resume", "run", "--fork", "scored", "--with", "sparsity.snip", exit_code=2)
-    assert "promises what the old state does not keep" in refused.stderr
+    assert "the old state breaks a promise of the changed recipe" in refused.stderr
 
 
 @pytest.mark.slow

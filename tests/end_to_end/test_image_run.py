@@ -103,7 +103,7 @@ def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: Command
 
 def test_a_run_of_images_says_no_next_token_and_forks_to_no_text(desk: CommandLine, finished: dict[str, Any]) -> None:
     refused = desk("sample", "digits", exit_code=2).stderr
-    assert "a model that learned classification does not predict the token that follows" in refused
+    assert "a model trained for classification does not predict the next token" in refused
     longer = desk.json("resume", "digits", "--fork", "longer", "--set", "budget.steps=8")
     assert longer["steps"] == 8
     again = desk("resume", "digits", "--set", "data.batch=8", exit_code=2).stderr
@@ -158,8 +158,8 @@ def test_a_budget_of_tokens_counts_each_image_once() -> None:
 def test_settings_of_images_are_refused_where_there_are_none() -> None:
     recipe = RECIPES["vit-digits"]()
     text = replace(recipe, objective=ObjectiveSettings("next_token"), data=replace(recipe.data, size=8))
-    with pytest.raises(UsageError, match=r"data.size is set, which is for images, and next_token learns from text"):
+    with pytest.raises(UsageError, match=r"data.size is set, which is for images, but next_token learns from text"):
         open_examples(text)
     nowhere = replace(recipe, data=replace(recipe.data, source="nowhere", augment=AugmentationSettings(flip=True)))
-    with pytest.raises(UsageError, match=r"data.augment is set, which is for images, and nowhere holds none"):
+    with pytest.raises(UsageError, match=r"data.augment is set, which is for images, but nowhere contains none"):
         open_examples(nowhere)

@@ -115,7 +115,7 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
 @pytest.mark.parametrize(
     ("data", "name", "message"),
     [
-        (lambda: DataLoader(TensorDataset(torch.rand(8, 4)), 4), "sequence_length", "texts to be cut are integers"),
+        (lambda: DataLoader(TensorDataset(torch.rand(8, 4)), 4), "sequence_length", "can truncate integers"),
         (lambda: [{"x": torch.ones(4, 8).long(), "y": torch.ones(4, 6).long()}], "sequence_length", "has examples"),
         (lambda: iter([(torch.ones(4, 8).long(), torch.ones(4, 6).long())]), "sequence_length", "of one length"),
         (lambda: iter([(torch.ones(4, 8).long(), torch.ones(4, 8, 8))]), "sequence_length", "of one length"),

@@ -65,10 +65,10 @@ def test_images_are_small_at_first(technique: thrifty.Technique, tmp_path: Path)
 def test_other_data_are_refused_with_their_shapes(tmp_path: Path) -> None:
     with pytest.raises(thrifty.ThriftyError, match=r"a batch has 0 \(8, 3, 16, 16\)"):
         trained(IMAGES, thrifty.SequenceLengthWarmup(), tmp_path / "texts")
-    with pytest.raises(thrifty.ThriftyError, match="needs batches of images"):
+    with pytest.raises(thrifty.ThriftyError, match="requires batches of images"):
         trained(TEXTS, thrifty.ResolutionCurriculum(), tmp_path / "images")
     maps = TensorDataset(torch.rand(32, 3, 16, 16), torch.rand(32, 1, 16, 16), torch.arange(32) % 2)
-    with pytest.raises(thrifty.ThriftyError, match="several tensors of images, or maps of their size: 0, 1"):
+    with pytest.raises(thrifty.ThriftyError, match="several fields with images or maps of their size: 0, 1"):
         trained(maps, thrifty.ResolutionCurriculum(), tmp_path / "maps")
 
 

@@ -178,7 +178,7 @@ def test_copies_of_bound_models_evaluate_and_refuse_to_train(name: str) -> None:
     copied, x = copy.deepcopy(model), torch.randn(4, 8)
     with torch.no_grad():
         assert torch.equal(copied.eval()(x), model(x))
-    with pytest.raises(UsageError, match="of which this is a copy"):
+    with pytest.raises(UsageError, match="and this is a copy of it"):
         copied.train()(x)
 
 

@@ -293,7 +293,7 @@ def test_blocks_of_a_decoder_run_again_since_it_keeps_no_cache(tmp_path: Path) -
 def test_metrics_that_an_objective_would_not_compute_are_refused(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", labelled_texts.reviews())
     made = thrifty.recipe("bert-nano", data, loss="classification", metrics={"share": lambda model, batch: 1.0})
-    with pytest.raises(UsageError, match="there are metrics, and the objective classification is judged by its own"):
+    with pytest.raises(UsageError, match="metrics= was passed, but the objective classification has its own metrics"):
         prepare_run(made)
 
 

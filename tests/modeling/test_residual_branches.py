@@ -95,7 +95,7 @@ def test_layers_with_names_of_nobody_are_told_apart_by_their_widths() -> None:
 
 def test_what_writes_may_be_named() -> None:
     model = blocks_of(("a", nn.Linear(4, 4)), ("b", nn.Linear(4, 4)), ("c", nn.Linear(4, 4)))
-    with pytest.raises(RefusedError, match=r"blocks\.0\.c\.weight is in no residual branch"):
+    with pytest.raises(RefusedError, match=r"blocks\.0\.c\.weight belongs to no residual branch"):
         find_branches(model)
     (block,) = find_branches(model, where="c$")["blocks"]
     assert [(each.name, list(each.inner)) for each in block] == [("blocks.0.c", ["blocks.0.a", "blocks.0.b"])]
@@ -104,9 +104,9 @@ def test_what_writes_may_be_named() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (blocks_of(("a", nn.Linear(4, 8)), ("b", nn.Linear(8, 3))), "blocks.0.a.weight is in no residual branch"),
-        (blocks_of(("a", nn.Conv1d(4, 4, 3)), ("b", nn.ReLU())), "blocks.0.a.weight is in no residual branch"),
-        (blocks_of(("out", nn.Linear(4, 4)), ("up", nn.Linear(4, 8))), "no layers were found that lead to"),
+        (blocks_of(("a", nn.Linear(4, 8)), ("b", nn.Linear(8, 3))), "blocks.0.a.weight belongs to no residual branch"),
+        (blocks_of(("a", nn.Conv1d(4, 4, 3)), ("b", nn.ReLU())), "blocks.0.a.weight belongs to no residual branch"),
+        (blocks_of(("out", nn.Linear(4, 4)), ("up", nn.Linear(4, 8))), "has no inner layers"),
         (blocks_of(("a", nn.ReLU()), ("b", nn.ReLU())), "blocks.0 has no layer that writes"),
         (
             blocks_of(("attention", nn.ModuleDict({name: nn.Linear(4, 4) for name in "abcd"}))),

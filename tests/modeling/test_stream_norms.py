@@ -13,7 +13,7 @@ STAYS = {
     "bert": {"cls.predictions.transform.LayerNorm": "it belongs to the head"},
     "our bert": {"transform.norm": "it belongs to the head"},
     "qwen3": {
-        f"model.layers.{index}.self_attn.{letter}_norm": "it normalises queries or keys"
+        f"model.layers.{index}.self_attn.{letter}_norm": "it normalizes queries or keys"
         for index in range(3)
         for letter in "qk"
     },
@@ -55,7 +55,7 @@ def test_torchs_shortcut_for_evaluation_does_not_bring_norms_back() -> None:
 
 def test_a_norm_that_is_back_or_trained_is_noticed() -> None:
     model = KINDS["our gpt"].model()
-    with pytest.raises(IntegrityError, match=r"it: the norm blocks\.0\.attention_norm is back"):
+    with pytest.raises(IntegrityError, match=r"it: the norm blocks\.0\.attention_norm is no longer bypassed"):
         check_bypassed(model, "it")
     bypass_norms(model)
     check_bypassed(model, "it")
@@ -68,7 +68,7 @@ def test_what_stays_is_said_once_for_all_blocks() -> None:
     with collect_notes() as notes:
         bypass_norms(KINDS["qwen3"].model())
     (said,) = notes
-    assert said.startswith("7 norms bypassed; model.layers.N.self_attn.q_norm stays: it normalises queries or keys")
+    assert said.startswith("7 norms bypassed; model.layers.N.self_attn.q_norm stays: it normalizes queries or keys")
 
 
 @pytest.mark.parametrize(("module", "answer"), [(nn.RMSNorm(2), True), (nn.Linear(2, 2), False), (nn.ReLU(), False)])

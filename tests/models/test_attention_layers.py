@@ -133,5 +133,5 @@ def test_embedding_scales_tokens_and_not_positions():
 
 
 def test_more_tokens_than_positions_are_refused():
-    with pytest.raises(UsageError, match="6 tokens are more than the 5"):
+    with pytest.raises(UsageError, match="6 tokens exceed this model's limit of 5"):
         TokenEmbedding(10, 4, SinusoidalPositions(5, 4))(torch.zeros(1, 6, dtype=torch.long))

@@ -16,7 +16,7 @@ from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, TextModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.kernels.contrastive_loss import contrastive_losses
 from thrifty.models import build_model_for, export_model, own_sizes, shape_for
-from thrifty.models.contrastive_model import FIRST_SCALE, LARGEST_SCALE, ContrastiveModel
+from thrifty.models.contrastive_model import INITIAL_SCALE, LARGEST_SCALE, ContrastiveModel
 from thrifty.models.families import assemble
 from thrifty.models.model_presets import shape_of
 from thrifty.models.weight_conversion import export_folder, folder_shape, import_folder
@@ -147,10 +147,10 @@ def test_an_exported_folder_loads_in_transformers_and_comes_back_bit_for_bit(tmp
 
 def test_what_transformers_could_not_read_off_is_not_exported(tmp_path, folder):
     model, shape = import_folder(folder)
-    with pytest.raises(RefusedError, match="end of text"):
+    with pytest.raises(RefusedError, match="end-of-text"):
         export_folder(model, shape, tmp_path / "out")
     third = tokenizer_json(tmp_path, "<a>", "<b>", "<|endoftext|>")
-    with pytest.raises(RefusedError, match="highest number"):
+    with pytest.raises(RefusedError, match="highest id"):
         export_folder(model, shape, tmp_path / "out", third)
     with pytest.raises(RefusedError, match="class token"):
         export_folder(model, replace(shape, pool="mean"), tmp_path / "out")
@@ -177,7 +177,7 @@ def test_a_folder_fits_images_of_another_size_but_no_longer_captions(folder):
         torch.testing.assert_close(model.of_images(images(24)), plain.of_images(images(24)), rtol=1e-5, atol=1e-5)
         assert torch.equal(model.of_captions(tokens, keep), plain.of_captions(tokens, keep))
     longer = replace(ENDS, text=TextModelSpec(300, 13))
-    with pytest.raises(UsageError, match="takes 12 tokens"):
+    with pytest.raises(UsageError, match="limited to 12 tokens"):
         build_model_for(longer, ModelSettings(folder=str(folder)), seed=0, task="contrastive")
 
 
@@ -235,4 +235,4 @@ def test_first_values_follow_the_published_law():
         assert values[f"{tower}.projection.weight"] == pytest.approx(width**-0.5, rel=0.05)
     assert values["text.embedding.token.weight"] == pytest.approx(0.02, rel=0.05)
     assert values["text.embedding.position.weight"] == pytest.approx(0.01, rel=0.1)
-    assert pytest.approx(2.6592, abs=1e-4) == FIRST_SCALE
+    assert pytest.approx(2.6592, abs=1e-4) == INITIAL_SCALE

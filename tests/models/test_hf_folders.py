@@ -174,7 +174,7 @@ def test_model_that_sees_the_future_is_refused(tmp_path):
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     config.save_pretrained(tmp_path)
-    with pytest.raises(RefusedError, match="lets a token see later ones"):
+    with pytest.raises(RefusedError, match="attends to later tokens"):
         load_causal_lm(tmp_path, fresh=True)
 
 
@@ -209,8 +209,8 @@ def test_folder_that_lacks_values_is_refused(save):
 @pytest.mark.parametrize(
     ("settings", "vocabulary", "length", "message"),
     [
-        ({"depth": 3}, 10, 8, "model.depth is given"),
-        ({"depth": 3, "reinitialize": True}, 10, 8, "only its own config.json"),
+        ({"depth": 3}, 10, 8, "model.depth is set"),
+        ({"depth": 3, "reinitialize": True}, 10, 8, "are those of its config.json"),
         ({}, VOCABULARY + 1, 8, "tokenizer has 301 tokens"),
         ({}, 10, 65, "data.length is 65"),
     ],

@@ -123,7 +123,7 @@ def test_a_causal_model_cannot_fill_in_masked_tokens(tmp_path):
     config = transformers.BertConfig(**SMALL, is_decoder=True)
     config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["is_decoder"]
-    with pytest.raises(RefusedError, match="lets no token see later ones"):
+    with pytest.raises(RefusedError, match="does not attend to later tokens"):
         load_model(tmp_path, "masked_token", fresh=True)
 
 
@@ -131,5 +131,5 @@ def test_a_causal_model_cannot_fill_in_masked_tokens(tmp_path):
 def test_text_is_not_continued_with_a_model_that_cannot(save, task):
     name = "bert" if task == "masked_token" else "t5-1.0"
     ours = build_model(ModelSettings(folder=str(save(TWO_SIDED[name]())[0])), VOCABULARY, 32, seed=0, task=task)
-    with pytest.raises(UsageError, match=f"learned {task}"):
+    with pytest.raises(UsageError, match=f"trained for {task}"):
         generate(ours, torch.zeros(1, 3, dtype=torch.long), 2)

@@ -164,7 +164,7 @@ def test_a_table_of_positions_of_another_size_is_an_error(folder, tmp_path):
     model = theirs(image_size=24)
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(IntegrityError, match=r"embedding\.position would be \(1, 37, 32\)"):
+    with pytest.raises(IntegrityError, match=r"embedding\.position is \(1, 37, 32\)"):
         import_folder(tmp_path)
 
 
@@ -213,24 +213,26 @@ def test_a_trained_autoencoder_goes_on_with_images_of_another_size(folder):
 
 
 def test_what_does_not_fit_is_refused_with_what_to_do(folder):
-    with pytest.raises(UsageError, match="without a class token, and a trained MAE has one") as refused:
+    with pytest.raises(UsageError, match="without a class token, but a trained MAE has one") as refused:
         build_model_for(LABELLED, ModelSettings(folder=str(folder), pool="mean"), 0, "classification")
     assert '"patches"' in refused.value.fix
-    with pytest.raises(UsageError, match="pool is given, and the weights"):
+    with pytest.raises(UsageError, match="pool is set, but the weights"):
         build_model_for(UNLABELLED, ModelSettings(folder=str(folder), pool="patches"), 0, "masked_reconstruction")
-    with pytest.raises(UsageError, match="decoder_depth is given, and the weights"):
+    with pytest.raises(UsageError, match="decoder_depth is set, but the weights"):
         build_model_for(UNLABELLED, ModelSettings(folder=str(folder), decoder_depth=1), 0, "masked_reconstruction")
-    with pytest.raises(UsageError, match="1 channels and the model"):
+    with pytest.raises(UsageError, match="1 channels, but the model"):
         build_model_for(replace(UNLABELLED, channels=1), ModelSettings(folder=str(folder)), 0, "masked_reconstruction")
-    with pytest.raises(UsageError, match="vit-nano cannot learn masked_reconstruction: it reads images") as refused:
+    with pytest.raises(
+        UsageError, match="vit-nano cannot learn masked_reconstruction: it classifies images"
+    ) as refused:
         build_model_for(UNLABELLED, ModelSettings(preset="vit-nano"), 0, "masked_reconstruction")
     assert "model.preset = mae-nano" in refused.value.fix
-    with pytest.raises(UsageError, match="mae-nano cannot learn next_token: it gives back the pixels"):
+    with pytest.raises(UsageError, match="mae-nano cannot learn next_token: it reconstructs the pixels"):
         build_model(ModelSettings(preset="mae-nano"), 300, 32, 0)
     with pytest.raises(UsageError, match="decoder of width 30 does not divide into 4 heads"):
         shape_of(ModelSettings(preset="mae-nano", decoder_width=30))
     with pytest.raises(UsageError, match="the width is 126") as refused:
         shape_of(ModelSettings(preset="mae-nano", width=126, heads=2))
     assert refused.value.fix == "set model.width to 128"
-    with pytest.raises(UsageError, match="decoder_width is given, and a vit model has none"):
+    with pytest.raises(UsageError, match="decoder_width is set, but a vit model has none"):
         shape_of(ModelSettings(preset="vit-nano", decoder_width=64))

@@ -112,10 +112,10 @@ def test_unknown_preset_names_the_nearest():
     [
         (ModelSettings(heads=5), "width 128 does not divide into 5 heads"),
         (ModelSettings(kv_heads=3), "4 heads cannot share 3 key-value heads"),
-        (ModelSettings(width=12), "a head is 3 wide"),
+        (ModelSettings(width=12), "the width of a head is 3"),
         (ModelSettings(depth=0), "depth is 0"),
         (ModelSettings(hidden=-1), "hidden is -1"),
-        (ModelSettings(preset="gpt-nano", kv_heads=2), "2 key-value heads for 4 heads, and a gpt model shares none"),
+        (ModelSettings(preset="gpt-nano", kv_heads=2), "2 key-value heads for 4 heads, but a gpt model shares none"),
         (ModelSettings(preset="marian-nano", width=33, heads=3), "the width is 33"),
     ],
 )
@@ -128,11 +128,11 @@ def test_sizes_that_cannot_go_together_are_refused_with_a_fix(settings, message)
 @pytest.mark.parametrize(
     ("preset", "changes", "message"),
     [
-        ("gpt-nano", {"buckets": 16}, "buckets is given, and a gpt model has none"),
-        ("llama-nano", {"decoder_depth": 2}, "decoder_depth is given, and a llama model has none"),
-        ("bert-nano", {"rope_base": 1.0}, "rope_base is given, and a bert model has none"),
+        ("gpt-nano", {"buckets": 16}, "buckets is set, but a gpt model has none"),
+        ("llama-nano", {"decoder_depth": 2}, "decoder_depth is set, but a llama model has none"),
+        ("bert-nano", {"rope_base": 1.0}, "rope_base is set, but a bert model has none"),
         ("t5-nano", {"activation": "swish"}, "a t5 model has no activation 'swish'"),
-        ("t5-nano", {"distance": 16}, "distances up to 16 cannot be told apart by 32 buckets"),
+        ("t5-nano", {"distance": 16}, "32 buckets cannot distinguish distances up to 16"),
         ("t5-nano", {"decoder_depth": 0}, "decoder_depth is 0"),
     ],
 )

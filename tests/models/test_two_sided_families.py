@@ -142,7 +142,7 @@ def edit_config(folder, **changes):
         ("t5-1.0", {"feed_forward_proj": "gated-mish"}, "feed_forward_proj = 'gated-mish'"),
         ("t5-1.1", {"dense_act_fn": "relu"}, "dense_act_fn = 'relu'"),
         ("t5-1.0", {"is_gated_act": True}, "feed_forward_proj = 'relu'"),
-        ("t5-1.0", {"tie_word_embeddings": False}, "scale_decoder_outputs = True for a free head"),
+        ("t5-1.0", {"tie_word_embeddings": False}, "scale_decoder_outputs = True for an untied head"),
         ("t5-1.0", {"scale_decoder_outputs": False}, "ties its head without scaling it"),
         ("marian", {"share_encoder_decoder_embeddings": False}, "share_encoder_decoder_embeddings = False"),
         ("marian", {"decoder_vocab_size": 50}, "decoder_vocab_size = 50"),
@@ -211,7 +211,7 @@ def test_a_repeat_with_other_values_is_found(save):
     path = folder / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {"decoder.embed_tokens.weight": tensors["shared.weight"] + 1}, path)
-    with pytest.raises(IntegrityError, match=r"decoder\.embed_tokens\.weight holds other values"):
+    with pytest.raises(IntegrityError, match=r"decoder\.embed_tokens\.weight and"):
         import_folder(folder)
 
 
@@ -244,11 +244,15 @@ def test_free_head_is_not_exported_to_a_format_that_ties_it(preset, tmp_path):
 @pytest.mark.parametrize(
     ("preset", "task", "message"),
     [
-        ("bert-nano", "next_token", "cannot learn next_token: a token can see later ones"),
-        ("gpt-nano", "masked_token", "cannot learn masked_token: no token sees later ones"),
-        ("llama-nano", "sequence_to_sequence", "cannot learn sequence_to_sequence: no token sees later ones"),
-        ("t5-nano", "next_token", "cannot learn next_token: it reads a source and writes a target"),
-        ("marian-nano", "masked_token", "cannot learn masked_token: it reads a source"),
+        ("bert-nano", "next_token", "cannot learn next_token: its tokens attend to later ones"),
+        ("gpt-nano", "masked_token", "cannot learn masked_token: its tokens do not attend to later ones"),
+        (
+            "llama-nano",
+            "sequence_to_sequence",
+            "cannot learn sequence_to_sequence: its tokens do not attend to later ones",
+        ),
+        ("t5-nano", "next_token", "cannot learn next_token: it maps a source text to a target text"),
+        ("marian-nano", "masked_token", "cannot learn masked_token: it maps a source"),
         ("bert-nano", "classification", "cannot learn classification"),
     ],
 )

@@ -59,8 +59,8 @@ OURS: dict[str, tuple[ModelConfig, dict[str, int], str]] = {
     "llama with one key": (
         shape("llama", 4, 1), {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 12}, "3",
     ),
-    "gpt": (shape("gpt"), {"n_head": 4, "n_inner": 17}, "no word for fewer"),
-    "bert": (shape("bert"), {"num_attention_heads": 4, "intermediate_size": 17}, "no word for fewer"),
+    "gpt": (shape("gpt"), {"n_head": 4, "n_inner": 17}, "cannot describe fewer"),
+    "bert": (shape("bert"), {"num_attention_heads": 4, "intermediate_size": 17}, "cannot describe fewer"),
 }  # fmt: skip
 
 

@@ -267,7 +267,7 @@ def test_parameters_without_a_place_in_the_format_are_refused(save, tmp_path):
     model.blocks[0].attention.qkv.register_parameter("lora_a", torch.nn.Parameter(torch.zeros(2, 32)))
     with pytest.raises(RefusedError, match="lora_a"):
         export_folder(model, shape, tmp_path / "ours")
-    with pytest.raises(RefusedError, match="no values for"):
+    with pytest.raises(RefusedError, match="missing"):
         export_folder(model, replace(shape, depth=3), tmp_path / "ours")
 
 
@@ -297,7 +297,7 @@ def test_fresh_folder_takes_sizes_from_the_recipe_and_values_from_the_seed(save)
 @pytest.mark.parametrize(
     ("settings", "vocabulary", "length", "message"),
     [
-        ({"depth": 3}, 10, 8, "model.depth is given"),
+        ({"depth": 3}, 10, 8, "model.depth is set"),
         ({}, VOCABULARY + 1, 8, "tokenizer has 301 tokens"),
         ({}, 10, 65, "data.length is 65"),
     ],

@@ -128,7 +128,7 @@ def test_transformers_models_separate_packed_conversations(conversations, name):
 def test_models_without_segment_masks_refuse_packing(conversations):
     batch = batch_of(conversations, together=True, rows=1)
     first = HuggingFaceCausalLM(random_model(FAMILIES["gpt1"]()))
-    with pytest.raises(RefusedError, match="does not tell apart texts that share a row"):
+    with pytest.raises(RefusedError, match="does not separate texts that are packed into one row"):
         first(batch["tokens"], batch["segments"])
 
 

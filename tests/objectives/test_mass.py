@@ -126,7 +126,7 @@ def test_other_models_than_encoder_decoders_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot learn sequence_to_sequence"):
         build_model(ModelSettings(preset="bert-nano"), 40, 16, 0, "mass")
     torch.manual_seed(0)
-    with pytest.raises(RefusedError, match="cannot be told where in a text its target stands"):
+    with pytest.raises(RefusedError, match="has no input for the positions of its target"):
         OBJECTIVE.predict(HuggingFaceSeq2Seq(MarianMTModel(marian())), rows())
     with pytest.raises(UsageError, match="rate is 0"):
         Mass(rate=0.0)

@@ -49,7 +49,7 @@ def test_resumed_run_equals_uninterrupted_run(thrifty: CommandLine, name: str) -
     assert thrifty.records(name, "evaluation")[-1] == evaluated[-1]
     refused = thrifty("sample", name, exit_code=2).stderr
     kind = {"mass": "sequence_to_sequence"}.get(name, name)
-    assert f"a model that learned {kind} does not predict the token that follows" in refused
+    assert f"a model trained for {kind} does not predict the next token" in refused
 
 
 def test_encoder_without_masks_exports_to_transformers(thrifty: CommandLine) -> None:

@@ -75,7 +75,7 @@ def test_mean_is_evaluated_over_equal_batches_with_a_note() -> None:
     count = lambda model, rows: torch.ones(len(rows["y"]))  # noqa: E731
     evaluation = evaluate(network(), objective(mean, count=count), parts, CPU, notes.append)
     assert evaluation["loss"] == pytest.approx(float(mean(network(), {"x": X[:10], "y": Y[:10]})))
-    assert evaluation["count"] == 1 and "the last 2 examples do not count" in notes[0] and len(notes) == 1
+    assert evaluation["count"] == 1 and "the last 2 examples are not counted" in notes[0] and len(notes) == 1
     exact = evaluate(network(), objective(each), parts, CPU, notes.append)
     assert exact["loss"] == pytest.approx(float(mean(network(), {"x": X, "y": Y}))) and len(notes) == 1
 

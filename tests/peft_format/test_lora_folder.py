@@ -215,7 +215,7 @@ def test_several_folders_share_one_base(tmp_path: Path) -> None:
     model = ours("llama", also="norm")
     randomize([model.model.norm.weight])
     save_adapter(model, tmp_path / "own-norm")
-    with pytest.raises(RefusedError, match=r"another model\.norm\.weight than the base"):
+    with pytest.raises(RefusedError, match=r"changes model\.norm\.weight of the base"):
         load_adapter(base, tmp_path / "own-norm", "own")
     assert adapters(base) == ["french", "verse"]
 
@@ -299,13 +299,13 @@ def change(folder: Path, **settings: Any) -> None:
         ({"peft_type": "LOHA"}, UsageError, "peft_type is 'LOHA'"),
         ({"r": "gone", "rr": 3}, UsageError, "there is no setting rr"),
         ({"lora_alhpa": 3}, UsageError, "did you mean 'lora_alpha'"),
-        ({"use_dora": True}, RefusedError, "sets use_dora = True, which is not followed"),
+        ({"use_dora": True}, RefusedError, "sets use_dora = True, which is not supported"),
         ({"init_lora_weights": "pissa"}, RefusedError, "init_lora_weights = 'pissa'"),
-        ({"r": 4}, IntegrityError, "two matrices of the rank 4"),
+        ({"r": 4}, IntegrityError, "two matrices of rank 4"),
         ({"rank_pattern": {"q_proj": 7}}, IntegrityError, "the factors of model.layers.0.self_attn.q_proj"),
-        ({"rank_pattern": {"(": 7}}, UsageError, "a pattern that is none"),
-        ({"lora_alpha": "much"}, IntegrityError, "gives 'much'"),
-        ({"lora_alpha": math.nan}, IntegrityError, "gives nan"),
+        ({"rank_pattern": {"(": 7}}, UsageError, "an invalid pattern"),
+        ({"lora_alpha": "much"}, IntegrityError, "has 'much'"),
+        ({"lora_alpha": math.nan}, IntegrityError, "has nan"),
         ({"lora_dropout": None}, IntegrityError, "lora_dropout is None"),
         ({"rank_pattern": ["q_proj"]}, IntegrityError, "rank_pattern is .'q_proj'."),
         ({"peft_type": ["LORA"]}, UsageError, "peft_type is .'LORA'."),
@@ -335,7 +335,7 @@ def test_damaged_foreign_and_pickled_folders_are_told_apart(folder: Path, tmp_pa
     weights = folder / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file(tensors | {"base_model.model.model.nrom.weight": torch.zeros(32)}, weights)
-    with pytest.raises(IntegrityError, match=r"no place for \['model.nrom.weight'\]"):
+    with pytest.raises(IntegrityError, match=r"no parameters \['model.nrom.weight'\]"):
         load_adapter(fresh("llama"), folder)
     weights.write_bytes(weights.read_bytes()[:-7])
     with pytest.raises(IntegrityError, match="is damaged"):
@@ -355,7 +355,7 @@ def test_nothing_is_written_over_and_nothing_half_written_stays(folder: Path) ->
     with pytest.raises(UsageError, match="exists already"):
         save_adapter(ours("llama", rank=2), folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    with pytest.raises(RefusedError, match=r"save model\.norm|adapted layers inside"):
+    with pytest.raises(RefusedError, match=r"save model\.norm|contains adapted layers"):
         save_adapter(ours("bert", where="transform", also=r"predictions\.bias"), folder.parent / "other")
     with pytest.raises(UsageError, match="no adapter 'frnch'"):
         save_adapter(ours("llama"), folder.parent / "other", "frnch")
@@ -373,7 +373,7 @@ def test_a_tied_weight_that_was_trained_goes_with_both_its_names(tmp_path: Path)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file(tensors | {"base_model.model.lm_head.weight": torch.zeros(VOCABULARY, 32)}, weights)
-    with pytest.raises(RefusedError, match="one tensor in the model, and were trained apart"):
+    with pytest.raises(RefusedError, match="one tensor in the model, but were trained separately"):
         load_adapter(fresh("llama-tied"), tmp_path / "adapter")
 
 

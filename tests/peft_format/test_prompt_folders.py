@@ -116,7 +116,7 @@ def test_files_for_another_model_and_damaged_ones_are_refused(
     wide = assemble(ModelConfig("gpt", 2, 64, 4, 4, 64, 300, 64, True))
     with pytest.raises(IntegrityError, match="for a model of width"):
         load_adapter(wide, folder)
-    with pytest.raises(RefusedError, match="go by no name"):
+    with pytest.raises(RefusedError, match="have no name"):
         load_adapter(theirs("gpt2"), folder, "second")
     model = theirs("gpt2")
     load_adapter(model, folder)

@@ -230,7 +230,7 @@ def test_whole_texts_are_read_as_before_and_longer_ones_than_there_are_positions
     with torch.no_grad():
         assert torch.equal(model(tokens, keep=keep), plain(tokens, keep))
         assert torch.equal(model.logits(tokens), plain.logits(tokens))
-    with pytest.raises(UsageError, match="48 tokens are more than the 40"):
+    with pytest.raises(UsageError, match="48 tokens exceed this model's limit of 40"):
         objective.predict(model, batch(length=48))
 
 

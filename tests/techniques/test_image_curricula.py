@@ -112,7 +112,7 @@ def test_grey_images_without_colours_are_images_too(one: Technique) -> None:
 
 @pytest.mark.parametrize("one", [ResolutionCurriculum(), LowFrequencyCurriculum()])
 def test_texts_are_refused(one: Technique) -> None:
-    with pytest.raises(RefusedError, match=rf"{one.name} needs batches of images; these have tokens") as refused:
+    with pytest.raises(RefusedError, match=rf"{one.name} requires batches of images; these have tokens") as refused:
         one.batches(plain_run().source).at(0)
     assert f"--without {one.name}" in refused.value.fix
 
@@ -123,7 +123,7 @@ def test_texts_are_refused(one: Technique) -> None:
 def test_images_that_cannot_be_smaller_stay_full_and_that_is_said(one: Technique) -> None:
     with collect_notes() as notes:
         assert torch.equal(one.batches(Images()).at(0)["inputs"], Images().at(0)["inputs"])
-    assert notes == ["images of 16 x 16 are full from the start: lower multiple, or what they start at"]
+    assert notes == ["images of 16 x 16 have their full size from the start: lower multiple or the initial size"]
     with collect_notes() as notes:
         replace(one, multiple=4).batches(Images()).at(9)
     assert not notes

@@ -52,7 +52,7 @@ NEEDS_NO_PARTS = ("rezero", "skip_init", "layer_scale")
 RUNS = {(kind, name) for kind in KINDS for name in ALL} | {
     (kind, name) for kind in ("low-rank attention", "one key for all heads, fused") for name in NEEDS_NO_PARTS
 }
-REFUSES = {("experts", name): "in no residual branch" for name in ALL} | {
+REFUSES = {("experts", name): "belongs to no residual branch" for name in ALL} | {
     (kind, name): "keys and values are unknown"
     for kind in ("low-rank attention", "one key for all heads, fused")
     for name in ("fixup", "t_fixup")
@@ -129,7 +129,7 @@ def test_only_one_of_them_can_start_a_run_and_none_with_adapters() -> None:
 
 @pytest.mark.parametrize("name", WITHOUT_NORMS)
 def test_without_norms_there_is_no_plain_model_to_export(name: str) -> None:
-    with pytest.raises(RefusedError, match="no weights of the plain architecture compute that") as refused:
+    with pytest.raises(RefusedError, match="no weights of the plain architecture compute the same") as refused:
         ALL[name].finish(ALL[name].model(gpt()))
     assert "layer_scale" in refused.value.fix
 
@@ -312,5 +312,5 @@ def test_gains_that_a_norm_behind_them_would_undo_are_refused(kind: str, more: d
             LayerScale(initial_value=0.1).model(model)(input_ids=tokens).logits, before, atol=1e-3
         )
         return
-    with pytest.raises(RefusedError, match=r"has a norm behind model\.layers\.0\.self_attn\.o_proj: it would undo"):
+    with pytest.raises(RefusedError, match=r"has a norm after model\.layers\.0\.self_attn\.o_proj: it would undo"):
         LayerScale().model(model)

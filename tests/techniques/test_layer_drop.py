@@ -154,7 +154,7 @@ def test_a_resumed_run_draws_what_the_other_would_have_drawn() -> None:
 
 @pytest.mark.parametrize("style", ["gpt1", "bert"])
 def test_post_norm_models_are_refused(style: str) -> None:
-    with pytest.raises(RefusedError, match="has a norm behind its sums"):
+    with pytest.raises(RefusedError, match="has a norm after its sums"):
         DROPPING.model(tiny_model(style=style))
 
 
@@ -173,12 +173,12 @@ def test_blocks_with_a_norm_behind_their_branches_are_refused(kind: str, more: d
         AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**THEIRS, **more))
     )
     if kind in ("Gemma2", "Olmo2"):
-        with pytest.raises(RefusedError, match=r"has a norm behind lm\.model\.layers\.0\.self_attn\.o_proj"):
+        with pytest.raises(RefusedError, match=r"has a norm after lm\.model\.layers\.0\.self_attn\.o_proj"):
             DROPPING.model(model)
         return
     with collect_notes() as notes:
         DROPPING.model(model)
-    assert not any("could not be tried" in text for text in notes)
+    assert not any("could not be run" in text for text in notes)
 
 
 def test_a_post_norm_model_whose_blocks_want_positions_is_refused() -> None:
@@ -201,7 +201,7 @@ def test_a_post_norm_model_whose_blocks_want_positions_is_refused() -> None:
                 x = block(x, torch.zeros_like(x))
             return x
 
-    with pytest.raises(RefusedError, match="has a norm behind its sums"):
+    with pytest.raises(RefusedError, match="has a norm after its sums"):
         DROPPING.model(Model())
 
 
@@ -229,7 +229,7 @@ def test_a_block_that_misses_what_its_model_gives_is_tried_on_that(error: str) -
 
     with collect_notes() as notes:
         DROPPING.model(Model())
-    assert not any("could not be tried" in text for text in notes)
+    assert not any("could not be run" in text for text in notes)
 
 
 def test_where_nothing_might_be_left_to_train_it_is_refused() -> None:

@@ -239,7 +239,7 @@ OTHERS = sample_of((name for name in techniques.names() if not name.startswith("
 REFUSED = {
     "adapters.intrinsic_dimension": "belongs to all blocks",
     "adapters.prefix_tuning": "belongs to all blocks",
-    "adapters.prompt_tuning": "nothing on rank 1 of the pipeline would be trained",
+    "adapters.prompt_tuning": "rank 1 of the pipeline has no parameter to train",
     "attention.dota": "the loss of detectors in other stages is not known",
     "attention.elsa": "the whole model is calibrated in one pass",
     "attention.sanger": "the whole model is calibrated in one pass",
@@ -247,8 +247,8 @@ REFUSED = {
     "attention.vitcod": "the whole model is calibrated in one pass",
     "data_selection.gradient_norm_sampling": "cannot go together",
     "growth.auto_grow": "no stage of a pipeline has all blocks",
-    "growth.compound": "do not make 2 stages",
-    "growth.stacking": "do not make 2 stages",
+    "growth.compound": "cannot fill 2 stages",
+    "growth.stacking": "cannot fill 2 stages",
     "memory.activation_budget": "cannot go together",
     "memory.share_parameters": "would be on different ranks",
     "sparsity.dynamic_heads": "heads of all blocks are known to one rank alone",
@@ -291,7 +291,7 @@ def test_blocks_are_divided_by_what_they_cost() -> None:
     assert balanced_partition([0, 1, 1, 1, 1, 2], 2) == [3, 1]
     assert balanced_partition([2, 1, 1, 1, 1, 1, 1, 0], 2) == [2, 4]
     assert balanced_partition([0, *[1] * 8, 9], 4) == [2, 2, 3, 1]
-    with pytest.raises(RefusedError, match="3 blocks do not make 4 stages"):
+    with pytest.raises(RefusedError, match="3 blocks cannot fill 4 stages"):
         balanced_partition([0, 1, 1, 1, 0], 4)
 
 
@@ -348,7 +348,7 @@ def test_several_processes_refuse_alike_what_does_not_fit() -> None:
         Case(piped({"memory.share_parameters": {}})),
     ]
     first, second = on_ranks(2, on_mesh, {"pipeline": 2}, cases)
-    words = ["1f1b needs as many micro-batches", "equal rounds", "3 blocks do not make 4 stages", "blocks is [1, 2]"]
+    words = ["1f1b needs as many micro-batches", "equal rounds", "3 blocks cannot fill 4 stages", "blocks is [1, 2]"]
     words += ["both decide the recomputation", "cannot go together"]
     for mine, theirs, word in zip(first, second, words, strict=True):
         assert word in mine.refused and mine.refused == theirs.refused

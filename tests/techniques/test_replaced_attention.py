@@ -313,7 +313,7 @@ def test_a_run_that_lost_its_phase_is_noticed() -> None:
 
 
 def test_models_without_plain_attention_are_refused_and_others_attentions_stay() -> None:
-    with pytest.raises(RefusedError, match="no plain attention over its own tokens"):
+    with pytest.raises(RefusedError, match="no plain self-attention"):
         find_attention_sites(nn.Linear(2, 2))
     places = find_attention_sites(tiny_vit())
     assert [place.causal for place in places] == [False] * 4
@@ -353,7 +353,7 @@ class TestModelsOfTransformers:
 
     def test_dropout_of_attention_is_refused(self) -> None:
         model = technique("attention.window").model(theirs("gpt2")).train()
-        with pytest.raises(RefusedError, match="asks its attention for dropout"):
+        with pytest.raises(RefusedError, match="requires an attention with dropout"):
             model(TOKENS)
 
     def test_their_own_attention_comes_back(self) -> None:

@@ -72,7 +72,7 @@ def test_batches_are_cut_to_the_length_of_their_step() -> None:
 def test_examples_that_are_no_text_cannot_be_shortened() -> None:
     source = SequenceLengthWarmup().batches(compose(plain_run(), with_optimizer([]), 1).source)
     source.source.rows = lambda step, start, stop: Batch({"image": torch.zeros(4, 3)}, torch.ones(4))
-    with pytest.raises(RefusedError, match="texts to be cut are integers"):
+    with pytest.raises(RefusedError, match="can truncate integers"):
         source.at(0)
 
 

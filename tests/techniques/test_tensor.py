@@ -24,18 +24,18 @@ OTHERS = sample_of((name for name in techniques.names() if name not in (*DIVIDIN
 REFUSED = {
     "adapters.bias_only": "more than a weight and a bias",
     "adapters.intrinsic_dimension": "the projection needs all weights in one place",
-    "adapters.lora": "not computed from its weight alone",
-    "adapters.prefix_tuning": "nothing says on what",
+    "adapters.lora": "computes with more than its weight",
+    "adapters.prefix_tuning": "the plan has no style for it",
     "attention.dota": "a detector sees the input of a whole attention",
     "attention.spatten": "a token matters by what all heads give it",
     "attention.vitcod": "there is a mask for each head",
     "initializations.fixup": "more than a weight and a bias",
     "memory.activation_budget": "those between ranks cannot be made again by one",
     "memory.optimal_recompute": "its layers compute on several",
-    "precision.float8": "not computed from its weight alone",
+    "precision.float8": "computes with more than its weight",
     "sparsity.dynamic_heads": "heads are compared with each other",
     "sparsity.early_bird": "a ticket is drawn of whole layers",
-    "sparsity.n_of_m": "not computed from its weight alone",
+    "sparsity.n_of_m": "computes with more than its weight",
     "sparsity.grasp": "the sums over ranks inside a layer have no second derivative",
 }
 LOOSE = {
@@ -228,7 +228,7 @@ def test_what_cannot_be_split_is_refused_with_what_is_missing(four: list[dict[st
         assert (
             "blocks.0.attention.qkv: 2 heads cannot be divided equally among 4 ranks" in heads and "tensor=2" in heads
         )
-        assert "nothing says how the layers of HuggingFaceCausalLM are split" in no_plan and "plan = [" in no_plan
+        assert "no tensor-parallel plan is known for HuggingFaceCausalLM" in no_plan and "plan = [" in no_plan
         assert "the styles are column, row, summed, whole" in no_style
         assert "is not what" in no_pair
         assert "7 tokens cannot be divided equally among 4 ranks" in tokens

@@ -47,7 +47,7 @@ def siglip() -> nn.Module:
 def test_blocks_that_are_gone_through_again_and_again_count_each_time() -> None:
     with collect_notes() as notes:
         model = TFixup().model(albert(16))
-    assert any("count as 16: so many are gone through" in note for note in notes)
+    assert any("count as 16, since they run repeatedly" in note for note in notes)
     value = model.get_submodule("albert.encoder.albert_layer_groups.0.albert_layers.0.attention.value").weight
     bound = encoder_factor(16) * math.sqrt(6 / (2 * WIDTH))
     assert 0.97 * bound < float(value.detach().abs().max()) <= bound * (1 + 1e-6)
@@ -105,7 +105,7 @@ def test_a_norm_that_quantises_is_refused_where_norms_go_and_kept_where_they_sta
         return theirs("IBertForMaskedLM", "IBert", **SIZES | {"max_position_embeddings": LENGTH + 2})
 
     for one in WITHOUT_NORMS:
-        with pytest.raises(RefusedError, match="has modules inside and cannot be taken out") as refused:
+        with pytest.raises(RefusedError, match="has child modules and cannot be bypassed") as refused:
             one.model(quantised())
         assert "layer_scale" in refused.value.fix
     LayerScale().model(quantised())(input_ids=TOKENS, labels=TARGETS).loss.backward()

@@ -1,4 +1,4 @@
-"""What goes into a checkpoint comes back bit for bit, and what is not a checkpoint is refused."""
+"""Checkpoints are read back bit for bit, and anything else is refused."""
 
 import json
 import pickle
@@ -23,21 +23,21 @@ STORABLE = [
 
 
 def raw(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every bit pattern may occur, nan and infinities among them."""
+    """Return a tensor with any bit pattern, including nan and infinities."""
     size = torch.Size(shape).numel() * dtype.itemsize
     content = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
     return content.view(dtype).reshape(shape)
 
 
 @pytest.mark.parametrize("dtype", STORABLE, ids=str)
-def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_dtype_and_shape_is_read_back_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     shapes = [(), (1,), (0,), (3, 0, 2), (5,), (3, 5, 7)]
     tensors = {f"tensor {shape}": raw(dtype, *shape) for shape in shapes}
     save(tmp_path, 3, tensors, {})
     assert_same(load(tmp_path).tensors, tensors)
 
 
-def test_awkward_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_unusual_layouts_are_read_back_bit_for_bit(tmp_path: Path) -> None:
     table, odd = torch.randn(6, 4), torch.randn(3, dtype=torch.complex64)
     tensors = {
         "head": table,
@@ -61,7 +61,7 @@ def test_awkward_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert_same(load(tmp_path).tensors, expected)
 
 
-def test_any_safetensors_reader_reads_the_tensors(tmp_path: Path) -> None:
+def test_tensors_are_readable_by_any_safetensors_reader(tmp_path: Path) -> None:
     tensors, _ = state_of(1)
     saved = save(tmp_path, 1, tensors, {})
     assert_same(load_file(saved.path / "tensors.safetensors"), tensors)
@@ -76,13 +76,13 @@ def test_every_tensor_starts_at_a_multiple_of_its_element_size(tmp_path: Path) -
         assert (8 + length + header[name]["data_offsets"][0]) % tensor.element_size() == 0, name
 
 
-def test_a_state_without_tensors_is_a_state(tmp_path: Path) -> None:
+def test_state_without_tensors(tmp_path: Path) -> None:
     save(tmp_path, 0, {}, {"log": []})
     loaded = load(tmp_path)
     assert (loaded.step, loaded.tensors, loaded.scalars) == (0, {}, {"log": []})
 
 
-def test_numbers_come_back_exactly(tmp_path: Path) -> None:
+def test_numbers_are_read_back_exactly(tmp_path: Path) -> None:
     scalars = {"third": 1 / 3, "tiny": 5e-324, "minus zero": -0.0, "best": float("inf"), "big": 2**80, "text": "é\n\0"}
     save(tmp_path, 1, {}, scalars | {"nested": [None, True, {"a": []}]})
     assert repr(load(tmp_path).scalars) == repr(scalars | {"nested": [None, True, {"a": []}]})
@@ -91,14 +91,14 @@ def test_numbers_come_back_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [(1, 2), {1: "a"}, {2, 3}, torch.tensor(1.0), Path("x")], ids=str)
-def test_a_value_that_json_would_change_is_refused_by_name(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'mystery' would not come back"):
+def test_a_value_that_json_would_change_is_refused(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="JSON changes the value of the state 'mystery'"):
         save(tmp_path, 1, {}, {"fine": 1, "mystery": value})
     assert not checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta"), torch.ones(2) * 1.0j])
-def test_a_tensor_that_cannot_be_stored_is_refused_by_name(tensor: torch.Tensor, tmp_path: Path) -> None:
+def test_a_tensor_that_cannot_be_stored_is_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
     tensor = tensor.to(torch.complex128) if tensor.is_complex() else tensor
     with pytest.raises(UsageError, match="'odd one' cannot be stored"):
         save(tmp_path, 1, {"odd one": tensor}, {})
@@ -120,21 +120,21 @@ def test_ten_attempts_stay_in_order(tmp_path: Path) -> None:
     assert load(tmp_path).scalars["seed"] == 11
 
 
-def test_the_last_k_and_the_best_stay(tmp_path: Path) -> None:
+def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
     for step in range(1, 9):
         save(tmp_path, step, *state_of(step), best=step in (2, 3), keep=3)
     assert [path.name[-1] for path in checkpoints(tmp_path)] == ["3", "6", "7", "8"]
     assert best(tmp_path) == tmp_path / "step-00000003"
 
 
-def test_a_save_earlier_than_those_that_exist_is_never_the_one_removed(tmp_path: Path) -> None:
+def test_a_save_of_an_earlier_step_is_not_removed(tmp_path: Path) -> None:
     for step in (10, 20):
         save(tmp_path, step, *state_of(step))
     saved = save(tmp_path, 5, *state_of(5), keep=1)
     assert checkpoints(tmp_path) == [saved.path]
 
 
-def test_a_damaged_checkpoint_does_not_count_among_those_kept(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_counted_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         saved = save(tmp_path, step, *state_of(step), keep=3)
     (saved.path / "state.json").unlink()
@@ -143,14 +143,14 @@ def test_a_damaged_checkpoint_does_not_count_among_those_kept(tmp_path: Path) ->
     assert "step-00000003 is damaged: state.json is missing" in notices[0]
 
 
-def test_what_is_reported_is_what_is_on_the_disk(tmp_path: Path) -> None:
+def test_reported_bytes_equal_those_on_the_disk(tmp_path: Path) -> None:
     saved = save(tmp_path, 1, *state_of(1))
     content = sum(file.stat().st_size for file in saved.path.iterdir() if file.name != "manifest.json")
     assert saved.bytes == content
     assert saved.seconds > 0
 
 
-def test_filling_changes_values_in_place(tmp_path: Path) -> None:
+def test_fill_changes_values_in_place(tmp_path: Path) -> None:
     tensors, _ = state_of(1)
     save(tmp_path, 1, tensors, {})
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -169,7 +169,7 @@ def test_filling_changes_values_in_place(tmp_path: Path) -> None:
         lambda tensors: tensors.update({"parameters/blocks.0.weight": torch.zeros(7, 5, dtype=torch.float64)}),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_before_any_value_changes(change: Any, tmp_path: Path) -> None:
+def test_another_models_checkpoint_changes_no_value(change: Any, tmp_path: Path) -> None:
     tensors, _ = state_of(1)
     save(tmp_path, 1, tensors, {})
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -199,7 +199,7 @@ def test_a_pickle_is_refused_unopened(name: str, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "payload-ran").exists()
 
 
-def test_a_pickle_in_the_place_of_the_tensors_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_named_as_tensors_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     saved = save(tmp_path / "checkpoints", 1, *state_of(1))
     (saved.path / "tensors.safetensors").write_bytes(pickle.dumps(Payload()))
@@ -208,7 +208,7 @@ def test_a_pickle_in_the_place_of_the_tensors_never_runs(tmp_path: Path, monkeyp
     assert not (tmp_path / "payload-ran").exists()
 
 
-def test_nothing_there_is_told_apart_from_nothing_left(tmp_path: Path) -> None:
+def test_missing_and_damaged_checkpoints_have_different_errors(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="there is no checkpoint in"):
         load(tmp_path / "never made")
     saved = save(tmp_path, 1, *state_of(1))
@@ -220,14 +220,14 @@ def test_nothing_there_is_told_apart_from_nothing_left(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-def test_a_checkpoint_that_cannot_be_moved_away_is_still_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_that_cannot_be_moved_is_skipped(tmp_path: Path) -> None:
     for step in (1, 2):
         saved = save(tmp_path, step, *state_of(step))
     (saved.path / "state.json").write_text("{}")
     (tmp_path / "quarantine").write_text("a file is in the way")
     loaded = load(tmp_path)
     assert loaded.step == 1
-    assert "could not be moved away" in loaded.notices[0]
+    assert "could not be moved" in loaded.notices[0]
 
 
 def test_the_first_format_stays_readable() -> None:
@@ -245,7 +245,7 @@ def test_the_first_format_stays_readable() -> None:
     assert bits(loaded.tensors["techniques/mask"]) == b"\1\0\1"
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused_and_stays(tmp_path: Path) -> None:
+def test_a_newer_format_is_refused_and_kept(tmp_path: Path) -> None:
     paths = [save(tmp_path, step, *state_of(step)).path for step in (1, 2)]
     reseal(paths[1], format=99)
     with pytest.raises(NewerFormatError, match=r"step-00000002 .* newer version .*\n.*install -U"):
@@ -268,7 +268,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_and_stays(tmp_path: Path) -> 
         {"files": {}},
     ],
 )
-def test_a_resealed_manifest_that_lists_no_checkpoint_is_damage(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resealed_manifest_without_files_is_damage(changes: dict[str, Any], tmp_path: Path) -> None:
     paths = [save(tmp_path, step, *state_of(step)).path for step in (1, 2)]
     reseal(paths[1], **changes)
     loaded = load(tmp_path)
@@ -276,14 +276,14 @@ def test_a_resealed_manifest_that_lists_no_checkpoint_is_damage(changes: dict[st
 
 
 @pytest.mark.parametrize("state", [b"[]", b"3", b"{", b"\xff", b"[" * 100_000])
-def test_a_state_of_another_kind_is_damage_whatever_the_manifest_says(state: bytes, tmp_path: Path) -> None:
+def test_a_state_of_another_type_is_damage(state: bytes, tmp_path: Path) -> None:
     paths = [save(tmp_path, step, *state_of(step)).path for step in (1, 2)]
     replace_state(paths[1], state)
     loaded = load(tmp_path)
-    assert loaded.step == 1 and "state.json holds no state" in loaded.notices[0]
+    assert loaded.step == 1 and "state.json contains no state" in loaded.notices[0]
 
 
-def test_a_hint_of_the_best_that_is_no_text_names_none(tmp_path: Path) -> None:
+def test_a_binary_best_file_names_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, *state_of(1), best=True)
     (tmp_path / "BEST").write_bytes(b"\xff\xfe\0")
     assert best(tmp_path) is None

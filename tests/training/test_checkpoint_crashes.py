@@ -1,4 +1,4 @@
-"""Every moment of a save can be the last one, and the disk can be full at any of them."""
+"""A crash or a full disk at any moment of a save loses no earlier checkpoint."""
 
 import random
 import shutil
@@ -25,7 +25,7 @@ HISTORIES = {
     "a save that keeps only itself": ([2], 3, 1),
     "the same step again": ([1, 2], 2, 2),
 }
-"""The steps saved before, the step to save, and how many to keep."""
+"""Steps saved before, the step to save, and the number of checkpoints to keep."""
 
 History = tuple[Path, list[int], int, int]
 
@@ -40,7 +40,7 @@ def history(request: pytest.FixtureRequest, tmp_path: Path) -> History:
 
 
 def attempt(before: Path, step: int, keep: int, disk: FailingDisk) -> tuple[Path, BaseException | None]:
-    """One save of new content on a copy of the history."""
+    """Save new content once on a copy of the history."""
     folder = before.with_name("now")
     shutil.rmtree(folder, ignore_errors=True)
     if before.exists():
@@ -79,7 +79,7 @@ def assert_goes_on(folder: Path, step: int) -> None:
 
 
 @pytest.mark.sampled(3)
-def test_a_crash_at_any_change_of_the_disk_leaves_the_old_or_the_new_state(history: History) -> None:
+def test_a_crash_leaves_the_old_or_the_new_state(history: History) -> None:
     before, steps, step, keep = history
     complete = FailingDisk()
     attempt(before, step, keep, complete)
@@ -97,7 +97,7 @@ def test_a_crash_at_any_change_of_the_disk_leaves_the_old_or_the_new_state(histo
 
 
 @pytest.mark.sampled(3)
-def test_a_disk_full_at_any_change_leaves_the_old_state_and_says_what_is_missing(history: History) -> None:
+def test_a_full_disk_leaves_the_old_state_and_names_the_need(history: History) -> None:
     before, steps, step, keep = history
     complete = FailingDisk()
     attempt(before, step, keep, complete)
@@ -116,7 +116,7 @@ def test_a_disk_full_at_any_change_leaves_the_old_state_and_says_what_is_missing
 
 
 @pytest.mark.sampled(3)
-def test_a_failing_disk_is_explained_and_earlier_checkpoints_stay(history: History) -> None:
+def test_a_failing_disk_keeps_earlier_checkpoints(history: History) -> None:
     before, steps, step, keep = history
     complete = FailingDisk()
     attempt(before, step, keep, complete)
@@ -127,7 +127,7 @@ def test_a_failing_disk_is_explained_and_earlier_checkpoints_stay(history: Histo
         assert_goes_on(folder, step)
 
 
-def test_a_save_that_cannot_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_save_without_room_writes_nothing(tmp_path: Path) -> None:
     class SmallDisk(FailingDisk):
         def free_bytes(self, folder: Path) -> int:
             return 1000
@@ -173,7 +173,7 @@ assert torch.equal(load(mount / "checkpoints").tensors["w"], small["w"])
 
 
 @pytest.mark.slow
-def test_a_really_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+def test_a_real_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     mount = ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a file system of limited size cannot be mounted here without privileges")
@@ -183,7 +183,7 @@ def test_a_really_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> No
     assert done.stdout.count("the disk is full") == 2
 
 
-def test_a_process_killed_while_it_saves_in_a_loop_leaves_every_acknowledged_state(tmp_path: Path) -> None:
+def test_acknowledged_states_survive_a_kill(tmp_path: Path) -> None:
     acknowledged, chance = PROCESSES.Value("l", 0), random.Random(5)
     for _ in range(30):
         start = acknowledged.value
@@ -204,7 +204,7 @@ def test_a_process_killed_while_it_saves_in_a_loop_leaves_every_acknowledged_sta
     assert acknowledged.value > 30
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(ThriftyError, match=r"saving step 1 in .*checkpoints failed"):
         save(tmp_path / "checkpoints", 1, *state_of(1), files=AtomicFiles())

@@ -1,4 +1,4 @@
-"""Whatever happens to the bytes of a checkpoint is found, and the one before it is used."""
+"""Damage of any bytes of a checkpoint is detected, and the previous checkpoint is used."""
 
 import random
 import shutil
@@ -112,7 +112,7 @@ DAMAGES: list[Damage] = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damage_is_found_named_kept_and_stepped_over(damage: Damage, tmp_path: Path) -> None:
+def test_damage_is_named_quarantined_and_skipped(damage: Damage, tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path / "sound", step, *state_of(step))
     chance = random.Random(damage.__name__)
@@ -132,7 +132,7 @@ def test_damage_is_found_named_kept_and_stepped_over(damage: Damage, tmp_path: P
 
 
 class Shelf(RuleBasedStateMachine):
-    """Save, crash, fill up, damage and load in any order, next to a model that says what must still be there."""
+    """State machine: save, crash, fill, damage and load in any order, compared with a model of the expected content."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints that a recipe asks for at further moments are made, and stay."""
+"""Extra checkpoints of a recipe are saved and kept."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from thrifty.training import checkpoint_index
 from thrifty.training.checkpoint import save
 
 
-def test_those_of_certain_steps_stay_beside_the_newest(tmp_path: Path) -> None:
+def test_checkpoints_of_extra_steps_are_kept(tmp_path: Path) -> None:
     for step in range(1, 8):
         save(tmp_path, step, {"w": torch.full((2,), float(step))}, {"step": step}, keep=2, also={2, 4})
     assert [checkpoint_index.step_of(path) for path in checkpoint_index.checkpoints(tmp_path)] == [2, 4, 6, 7]
@@ -18,6 +18,6 @@ def test_those_of_certain_steps_stay_beside_the_newest(tmp_path: Path) -> None:
     assert [checkpoint_index.step_of(path) for path in checkpoint_index.checkpoints(tmp_path)] == [8]
 
 
-def test_a_recipe_names_them_as_moments_of_the_run() -> None:
+def test_extra_steps_in_a_recipe() -> None:
     assert CheckpointSettings().extra_steps == ()
     assert replace(CheckpointSettings(), extra_steps=(0.5, 3)).extra_steps == (0.5, 3)

@@ -22,7 +22,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture(scope="module")
 def cut(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that ended after two of its four steps."""
+    """Return a run that ended after two of its four steps."""
     folder = tmp_path_factory.mktemp("runs")
     train(recipe, folder, quiet=True)
     shutil.rmtree(folder / recipe.name / "checkpoints" / "step-00000004")
@@ -32,9 +32,7 @@ def cut(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "content", [b"[]", b'"text"', b'{"footprint": 3, "plain": null, "cpu": []}', b"\xff\xfe", b"[" * 100_000]
 )
-def test_derived_files_of_another_kind_are_made_again(
-    content: bytes, recipe: Recipe, cut: Path, tmp_path: Path
-) -> None:
+def test_derived_files_of_another_type_are_recreated(content: bytes, recipe: Recipe, cut: Path, tmp_path: Path) -> None:
     shutil.copytree(cut, tmp_path / "run")
     for name in (
         "explanation.json",
@@ -52,7 +50,7 @@ def test_derived_files_of_another_kind_are_made_again(
     assert folder.read_json("summary")["steps"] == 4
 
 
-def test_a_tokenizer_is_written_only_where_it_is_missing_or_another(recipe: Recipe, cut: Path, tmp_path: Path) -> None:
+def test_an_unchanged_tokenizer_is_not_rewritten(recipe: Recipe, cut: Path, tmp_path: Path) -> None:
     shutil.copytree(cut, tmp_path / "run")
     file = tmp_path / "run" / "tokenizer.json"
     whole, before = file.read_bytes(), file.stat().st_ino
@@ -65,12 +63,10 @@ def test_a_tokenizer_is_written_only_where_it_is_missing_or_another(recipe: Reci
         assert file.read_bytes() == whole
 
 
-def test_a_checkpoint_that_does_not_say_of_which_run_it_is_is_refused(
-    recipe: Recipe, cut: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_data_and_steps_is_refused(recipe: Recipe, cut: Path, tmp_path: Path) -> None:
     shutil.copytree(cut, tmp_path / "run")
     saved = tmp_path / "run" / "checkpoints" / "step-00000002"
     state = json.dumps({**json.loads((saved / "state.json").read_text()), "steps": None, "data": []}).encode()
     replace_state(saved, state)
-    with pytest.raises(IntegrityError, match="does not say the data and the steps of its run"):
+    with pytest.raises(IntegrityError, match="lacks the data and the steps of its run"):
         resume(tmp_path / "run", recipe, quiet=True)

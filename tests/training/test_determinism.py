@@ -1,4 +1,4 @@
-"""What is drawn without a generator starts from the step; kernels with a fixed order are chosen on a GPU for a run."""
+"""Global random generators are seeded at each step; deterministic kernels are selected on a GPU during a run."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def workspace(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert asked() == before
 
 
-def test_a_gpu_is_asked_for_them_as_long_as_the_block_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_kernels_are_on_inside_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     with deterministic_kernels(GPU):
         assert os.environ[WORKSPACE] == ":4096:8"
@@ -34,25 +34,25 @@ def test_a_gpu_is_asked_for_them_as_long_as_the_block_lasts(monkeypatch: pytest.
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-def test_a_processor_and_a_recipe_that_does_not_want_them_are_left_alone() -> None:
+def test_a_cpu_and_deterministic_false_change_nothing() -> None:
     for device, wanted in ((CPU, True), (GPU, False)):
         before = asked()
         with deterministic_kernels(device, wanted):
             assert asked() == before
 
 
-def test_an_operation_without_such_a_kernel_is_refused_with_what_to_set() -> None:
+def test_an_operation_without_such_a_kernel_is_refused() -> None:
     with pytest.raises(ThriftyError) as refused, deterministic_kernels(GPU):
         raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation, but you set\nmore")
     assert "cumsum_cuda_kernel" in refused.value.what and "deterministic=false" in (refused.value.fix or "")
 
 
-def test_other_errors_come_through_as_they_are() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="out of memory"), deterministic_kernels(GPU):
         raise RuntimeError("out of memory")
 
 
-def test_draws_on_the_processor_start_as_torch_itself_starts_them() -> None:
+def test_cpu_seed_equals_torch_manual_seed() -> None:
     torch.manual_seed(7)
     expected = torch.get_rng_state()
     torch.rand(3)
@@ -60,7 +60,7 @@ def test_draws_on_the_processor_start_as_torch_itself_starts_them() -> None:
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_draws_of_python_and_numpy_start_there_too() -> None:
+def test_python_and_numpy_are_seeded_too() -> None:
     drawn = []
     for _ in range(2):
         start_draws(2**55 + 7, torch.device("cpu"))
@@ -68,8 +68,8 @@ def test_draws_of_python_and_numpy_start_there_too() -> None:
     assert drawn[0] == drawn[1]
 
 
-def test_a_device_that_is_not_the_current_one_of_its_kind_starts_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kind with two devices, of which the first is the current one, as a process that chose none has it."""
+def test_a_device_that_is_not_current_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend with two devices, where the first is the current one, as in a process that selected none."""
     seeds = [0, 0]
     kind = SimpleNamespace(
         manual_seed=lambda seed: seeds.__setitem__(0, seed),

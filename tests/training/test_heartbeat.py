@@ -1,4 +1,4 @@
-"""The parts of the heartbeat: progress and silence, where a thread stands, the meeting of the ranks."""
+"""Parts of the heartbeat: progress, silence, thread states, rendezvous of ranks."""
 
 import json
 import os
@@ -25,7 +25,7 @@ WORKING, WAITING, COMPILING = ThreadState("here"), ThreadState("there", waits=Tr
 
 
 def stepped(durations: list[float], hang: float = 600) -> ProgressWatchdog:
-    """A pulse that has made steps of so many seconds and is in the next."""
+    """Return a watchdog after steps of these seconds, in its next step."""
     made = ProgressWatchdog(hang)
     made.at("step 1", step=True)
     made._steps.extend(durations)
@@ -33,7 +33,7 @@ def stepped(durations: list[float], hang: float = 600) -> ProgressWatchdog:
     return made
 
 
-def test_a_known_step_hangs_after_ten_times_the_longest_but_not_before_the_floor() -> None:
+def test_limit_of_known_steps() -> None:
     for durations, limit in (
         ([0.1] * 5, progress_watchdog.FLOOR),
         ([10.0, 20.0, 5.0], 200),
@@ -48,7 +48,7 @@ def test_a_known_step_hangs_after_ten_times_the_longest_but_not_before_the_floor
 
 
 @pytest.mark.parametrize("excused", [WAITING, COMPILING])
-def test_waiting_and_compiling_are_no_work_of_a_step_but_no_progress_either(excused: ThreadState) -> None:
+def test_waiting_and_compiling_are_neither_work_nor_progress(excused: ThreadState) -> None:
     own = stepped([0.1] * 5)
     own.update(excused, 599)
     assert not own.hangs and not own.is_stuck
@@ -59,7 +59,7 @@ def test_waiting_and_compiling_are_no_work_of_a_step_but_no_progress_either(excu
     assert not own.is_stuck and own.still == 0
 
 
-def test_the_start_and_a_long_evaluation_that_moves_never_hang() -> None:
+def test_a_start_and_an_evaluation_with_progress_never_hang() -> None:
     own = ProgressWatchdog(hang=5)
     own.update(WORKING, 1)
     own.update(WORKING, 10_000)
@@ -71,7 +71,7 @@ def test_the_start_and_a_long_evaluation_that_moves_never_hang() -> None:
         assert not own.is_stuck
 
 
-def test_silence_is_counted_while_one_looks_and_a_beat_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_ends_with_a_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 2.0, 3600.0, 3601.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now))
     ticks, silence = TickTimer(), StallTimer()
@@ -79,7 +79,7 @@ def test_silence_is_counted_while_one_looks_and_a_beat_ends_it(monkeypatch: pyte
     assert silence.update("beat 2", ticks.next()) == 0
 
 
-def test_where_a_thread_stands_is_read_off_its_stack() -> None:
+def test_thread_state_from_its_stack() -> None:
     release, loop = threading.Event(), {"on": True}
 
     def wait() -> None:
@@ -101,7 +101,7 @@ def test_where_a_thread_stands_is_read_off_its_stack() -> None:
     assert thread_state(-1) == ThreadState()
 
 
-def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
+def test_a_process_differs_from_a_later_one_of_its_number() -> None:
     own = ProcessIdentity.of(os.getpid())
     assert own.is_near and not own.is_gone and ProcessIdentity.from_json(own.as_json()) == own
     assert ProcessIdentity(own.host, own.space, own.pid, own.born - 100).is_gone
@@ -109,8 +109,8 @@ def test_a_process_is_told_from_a_later_one_of_its_number() -> None:
     assert not ProcessIdentity(own.host, own.space + 1, own.pid, own.born).is_near
 
 
-def test_ranks_meet_afresh_in_a_store_full_of_what_ranks_before_them_left() -> None:
-    """torch's own start fails here most of the time: it takes the addresses of processes that are gone."""
+def test_rendezvous_in_a_store_with_stale_entries() -> None:
+    """torch's own rendezvous usually fails here: it reads the addresses of ended processes."""
     store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     names = set()
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_ranks_meet_afresh_in_a_store_full_of_what_ranks_before_them_left() -> N
     assert len(names) == 3
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     for name, value in {
         "RANK": "0",
@@ -130,12 +130,12 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ThriftyError, match=r"rank 1 has not come to 127.0.0.1:\d+ within 0 s"):
+    with pytest.raises(ThriftyError, match=r"rank 1 did not connect to 127.0.0.1:\d+ within 0 s"):
         Rendezvous(0.3)
 
 
 def beats(**of_rank: dict) -> dist.Store:
-    """A store in which ranks have said these things; all of them are this process."""
+    """Return a store with these heartbeats of ranks, which are all this process."""
     store = dist.HashStore()
     for rank, changed in enumerate(of_rank.values()):
         beat = {"doing": "step 9", "starting": False, "left": False, "where": "model.py:1 in forward", "waits": False}
@@ -144,40 +144,40 @@ def beats(**of_rank: dict) -> dist.Store:
     return store
 
 
-def test_of_ranks_that_stand_still_the_one_that_does_not_wait_is_to_blame() -> None:
+def test_the_stuck_rank_that_does_not_wait_is_at_fault() -> None:
     own = stepped([0.1] * 5, hang=60)
     own.update(WAITING, 61)
     waits = {"waits": True, "where": "distributed_c10d.py:1 in all_reduce"}
     found = FaultDetector(beats(a=waits, b={}), 0, 2, [], 30, own).find_failure(1, lost=False)
     assert found and found.rank == 1 and "hangs in step 9: no progress for 61 s, at model.py:1 in forward" in found.text
     found = FaultDetector(beats(a=waits, b=waits), 0, 2, [], 30, own).find_failure(1, lost=False)
-    assert found and found.rank == 0 and "all ranks wait, for different things" in found.text
+    assert found and found.rank == 0 and "all ranks wait: in different calls" in found.text
     assert FaultDetector(beats(a=waits, b={"starting": True}), 0, 2, [], 30, own).find_failure(1, lost=False) is None
 
 
-def test_a_rank_that_has_left_is_not_missed() -> None:
+def test_a_finished_rank_is_not_reported() -> None:
     for left, blamed in ((False, 1), (True, None)):
         findings = FaultDetector(beats(a={}, b={"left": left}), 0, 2, [], 30, ProgressWatchdog(600))
         found = [findings.find_failure(tick, lost=False) for tick in (1, 29, 2)]
         assert found[:2] == [None, None] and (found[2] and found[2].rank) == blamed
 
 
-def test_what_comes_next_depends_on_the_restarts_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_depends_on_the_restarts_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    assert "(2 of at most 2 times)" in restart_advice()
+    assert "(restart 2 of at most 2)" in restart_advice()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert "thrifty resume" in restart_advice()
 
 
 @pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])
-def test_a_limit_that_is_no_number_of_seconds_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_that_is_no_positive_number_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRIFTY_SILENCE", value)
     with pytest.raises(UsageError, match="THRIFTY_SILENCE"), heartbeat.run_heartbeat(lambda: None):
         pass
 
 
-def test_a_run_folder_is_that_of_the_same_job_while_one_agent_is_the_same(tmp_path: Path) -> None:
+def test_a_job_is_recognized_by_one_common_agent(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with RunFolder.create(path, ["agent a", "agent b"]) as run:
         assert not run.again
@@ -193,12 +193,12 @@ def test_a_run_folder_is_that_of_the_same_job_while_one_agent_is_the_same(tmp_pa
         assert run.again
 
 
-def test_a_start_cut_off_before_its_recipe_leaves_a_folder_for_anybody(tmp_path: Path) -> None:
+def test_a_folder_without_a_recipe_can_be_reused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", ["agent a"]).close()
     assert not RunFolder.create(tmp_path / "run", ["agent b"]).again
 
 
-def test_a_lock_left_on_another_host_is_taken_over_by_the_same_job_alone(tmp_path: Path) -> None:
+def test_a_lock_of_another_host_is_freed_by_its_own_job_only(tmp_path: Path) -> None:
     left = json.dumps({"pid": 1, "host": "a-host-that-is-lost", "started": 0.0})
     (tmp_path / "lock").write_text(left)
     with pytest.raises(UsageError, match="a-host-that-is-lost"):

@@ -1,4 +1,4 @@
-"""The stores of ranks that we start ourselves are within reach of this machine alone."""
+"""Stores of locally started ranks are reachable from this machine only."""
 
 import socket
 from datetime import timedelta
@@ -33,7 +33,7 @@ def test_torchruns_store_listens_on_the_loopback_interface(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
-def test_a_store_that_rank_0_keeps_does_so_too(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_rank_0_listens_there_too(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("MASTER_ADDR", address)

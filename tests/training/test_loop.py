@@ -1,4 +1,4 @@
-"""The loop: randomness keyed by the step, steps without a finite gradient, records."""
+"""The training loop: seeds per step, steps without a finite gradient, records."""
 
 import time
 
@@ -16,11 +16,11 @@ from thrifty.training.loop import PATIENCE, step_seed, train
 
 STILL = technique("optimizers.adamw", lr=0.0)
 SLOW = 0.05
-"""Seconds that a slow batch takes."""
+"""Seconds of a slow batch."""
 
 
 class Poisoned(NextToken):
-    """Not a number for batches of odd sums."""
+    """An objective with nan losses for batches with an odd sum of tokens."""
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         losses = super().losses(prediction, batch)
@@ -38,7 +38,7 @@ def poisoned(repeated: bool = False) -> Run:
     return compose(BaseRun(plain.build, source, Poisoned()), [technique("optimizers.adamw")], 30)
 
 
-def test_what_is_drawn_differs_from_step_to_step_and_is_the_same_in_each_run() -> None:
+def test_random_numbers_depend_on_the_step_only() -> None:
     found = []
     for _ in range(2):
         run = compose(plain_run(style="gpt", dropout=0.3, repeated=True), [STILL], 4)
@@ -48,12 +48,12 @@ def test_what_is_drawn_differs_from_step_to_step_and_is_the_same_in_each_run() -
     assert len(set(found[0])) == 4
 
 
-def test_seeds_of_steps_and_ranks_do_not_meet() -> None:
+def test_seeds_of_steps_and_ranks_are_distinct() -> None:
     seeds = {step_seed(seed, step, rank) for seed in range(5) for step in range(50) for rank in range(4)}
     assert len(seeds) == 5 * 50 * 4
 
 
-def test_a_step_without_a_finite_gradient_changes_no_tensor_and_no_schedule() -> None:
+def test_a_step_without_a_finite_gradient_changes_nothing() -> None:
     run = poisoned()
     state = run.start()
     skipped = 0
@@ -72,7 +72,7 @@ def test_a_step_without_a_finite_gradient_changes_no_tensor_and_no_schedule() ->
 
 
 class NormalizedEmbedding(nn.Module):
-    """A table whose rows are normalized over the batch; of the second step they are not numbers."""
+    """An embedding with rows normalized over the batch; they are nan in the second step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class NormalizedEmbedding(nn.Module):
         return self.norm(rows.flatten(0, 1)).view_as(rows)
 
 
-def test_a_skipped_step_leaves_the_statistics_of_norms_as_they_were() -> None:
+def test_a_skipped_step_restores_the_statistics_of_norms() -> None:
     plain = plain_run()
     run = compose(BaseRun(NormalizedEmbedding, plain.source, plain.objective), [STILL], 2)
     state = run.start()
@@ -96,7 +96,7 @@ def test_a_skipped_step_leaves_the_statistics_of_norms_as_they_were() -> None:
     assert all(torch.equal(tensor, before.tensors[name]) for name, tensor in snapshot(state).tensors.items())
 
 
-def test_a_run_that_stays_without_a_finite_gradient_stops_and_says_what_to_do() -> None:
+def test_ten_skipped_steps_stop_the_run_with_a_fix() -> None:
     run = poisoned(repeated=True)
     state = run.start()
     with pytest.raises(ThriftyError, match=f"not finite in {PATIENCE} steps in a row") as error:
@@ -121,14 +121,14 @@ class Slow(Repeated):
         return super().rows(step, start, stop)
 
 
-def test_the_seconds_of_a_step_are_those_that_it_waited_for_its_batch_too_and_none_of_its_reader_s() -> None:
+def test_step_seconds_include_the_wait_for_its_batch() -> None:
     plain = plain_run(depth=1)
     run = compose(BaseRun(plain.build, Slow(plain.source), plain.objective), [STILL], 4)
     state, seconds = run.start(), []
     began = time.perf_counter()
     for record in train(run, state, seed=0):
         seconds.append(record.seconds)
-        time.sleep(2 * SLOW)  # meanwhile two batches are made
+        time.sleep(2 * SLOW)  # meanwhile two batches are prepared
     assert seconds[0] >= SLOW
     assert sum(seconds) == pytest.approx(state.counters["seconds"], abs=SLOW / 4)
     assert sum(seconds) <= time.perf_counter() - began - 4 * 2 * SLOW

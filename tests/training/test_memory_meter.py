@@ -22,7 +22,7 @@ from thrifty.training.progress_display import StepProgress, line
 from thrifty.training.trainer import train
 
 
-def test_the_process_of_a_run_is_in_its_summary_and_on_its_line(tmp_path: Path) -> None:
+def test_process_memory_is_in_summary_and_progress_line(tmp_path: Path) -> None:
     summary = train(tiny_recipes.text(tmp_path), tmp_path, quiet=True)
     whole = summary["process_memory"] + summary["peak_memory"]
     assert whole > 2e8 and abs(whole / psutil.Process().memory_info().rss - 1) < 0.3
@@ -36,14 +36,14 @@ def test_the_process_of_a_run_is_in_its_summary_and_on_its_line(tmp_path: Path) 
     assert key_figures(read_run(tmp_path / "text")).memory_error is None  # tensors are not compared with a process
 
 
-def test_an_explanation_prints_the_process_next_to_its_tensors(tmp_path: Path) -> None:
+def test_explain_prints_process_memory(tmp_path: Path) -> None:
     file = tmp_path / "tiny.toml"
     file.write_text(write_recipe(tiny_recipes.text(tmp_path)))
     said = CliRunner().invoke(command, [str(file)], catch_exceptions=False).stdout
     assert re.search(r"predicted peak .*\nwith the process at least [\d.]+ [MG]B: it holds [\d.]+ [MG]B before", said)
 
 
-def test_what_a_process_held_before_is_no_part_of_the_peak_of_its_run() -> None:
+def test_peak_excludes_memory_from_before_the_run() -> None:
     before = torch.ones(2**24)
     meter = MemoryMeter(torch.device("cpu"))
     assert meter.process > before.nbytes
@@ -52,7 +52,7 @@ def test_what_a_process_held_before_is_no_part_of_the_peak_of_its_run() -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel tells pages of files apart")
-def test_pages_of_mapped_files_are_not_counted_since_the_system_can_drop_them(tmp_path: Path) -> None:
+def test_pages_of_mapped_files_are_not_counted(tmp_path: Path) -> None:
     meter = MemoryMeter(torch.device("cpu"))
     offloaded = DiskTier(str(tmp_path)).allocate([torch.ones(2**24)])[0]
     assert meter.now() < offloaded.nbytes / 2

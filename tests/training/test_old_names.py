@@ -1,7 +1,7 @@
-"""What earlier versions wrote, with names of then: it is resumed, read and shown by the names of today.
+"""Files of earlier versions with old names are resumed, read and shown under today's names.
 
-`written_by_06da109` holds two finished runs of 8 steps with checkpoints at 4 and 8, trained by that commit from the
-recipes they hold, and a comparison, under the variables of `EVERYWHERE`.
+`written_by_06da109` contains two finished runs of 8 steps, with checkpoints at steps 4 and 8, and a comparison. That
+commit trained them from the recipes in their folders, with the variables in `EVERYWHERE`.
 """
 
 import json
@@ -26,7 +26,7 @@ from thrifty.reporting.run_record import read_run
 WRITTEN = Path(__file__).parent / "written_by_06da109"
 RUNS = ("old-text", "old-image")
 EVERYWHERE = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-"""Kernels that give the same bits on every kind of processor."""
+"""Environment variables for kernels with the same bits on every CPU."""
 
 
 @pytest.mark.sampled(1)
@@ -98,15 +98,13 @@ def test_every_old_name_leads_to_one_of_today() -> None:
         ("[checkpoints]\nalso = [2]\n", "extra_steps"),
     ],
 )
-def test_an_old_name_in_a_recipe_written_by_hand_is_answered_with_the_new_one(
-    text: str, hint: str, tmp_path: Path
-) -> None:
+def test_an_old_name_in_a_recipe_is_refused_with_the_new_one(text: str, hint: str, tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(text)
     with pytest.raises(UsageError, match=f"did you mean '{hint}'"):
         recipe_from_data(read_tables(tmp_path / "mine.toml"))
 
 
-def test_renaming_takes_every_old_name_and_leaves_todays_as_they_are() -> None:
+def test_every_old_name_is_renamed_and_no_current_one() -> None:
     tables: dict = {"objective": {"name": "reconstruct"}, "techniques": {"third": {"party": {"largest": 1}}}}
     for section, keys in RECIPE_KEYS.items():
         tables[section] = dict.fromkeys(keys, 1)
@@ -125,7 +123,7 @@ def test_renaming_takes_every_old_name_and_leaves_todays_as_they_are() -> None:
         assert renamed[section].keys() == set(keys.values())
 
 
-def test_a_setting_that_is_gone_is_left_out_where_it_said_what_is_so_today() -> None:
+def test_a_removed_setting_with_todays_behaviour_is_dropped() -> None:
     def told(**settings: object) -> dict:
         return {"techniques": {"sparsity": {"sparse_products": settings}}}
 
@@ -143,7 +141,7 @@ def test_a_setting_that_is_gone_is_left_out_where_it_said_what_is_so_today() -> 
         ("2:4", "sparsity.n_of_m"), ("gradient_checkpointing", "memory.recompute"), ("lion", "optimizers.lion"),
     ],
 )  # fmt: skip
-def test_customary_names_resolve_wherever_a_technique_is_named(word: str, name: str, tmp_path: Path) -> None:
+def test_customary_names_are_accepted_everywhere(word: str, name: str, tmp_path: Path) -> None:
     assert techniques.find(word) is techniques.find(name)
     assert techniques.split_settings(f"{word}:a=1") == (name, "a=1")
     assert techniques.split_settings(word) == (name, "")
@@ -152,6 +150,6 @@ def test_customary_names_resolve_wherever_a_technique_is_named(word: str, name: 
 
 
 @pytest.mark.parametrize(("word", "hint"), [("swa", "averaging.latest"), ("rslora", "rank_stabilized=true")])
-def test_what_is_near_to_a_technique_and_another_thing_is_answered_and_not_resolved(word: str, hint: str) -> None:
+def test_similar_but_different_names_are_refused(word: str, hint: str) -> None:
     with pytest.raises(UsageError, match=f"did you mean .*{hint}"):
         techniques.find(word)

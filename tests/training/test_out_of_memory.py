@@ -1,4 +1,4 @@
-"""A run out of memory names its phase, its peaks and what would make it fit, and its folder holds that it ended so."""
+"""A run that is out of memory reports its phase, its peaks and a fix, and records its end in its folder."""
 
 import re
 import shlex
@@ -32,7 +32,7 @@ def refuse(*anything: object, **named: object) -> dict[str, float]:
 
 
 class Short(nn.Module):
-    """Logits of tokens (b, t). The allocator refuses in one phase, where values are real, unless there is `room`."""
+    """A model of tokens (b, t) whose allocator fails in one phase, if values are real, unless there is `room`."""
 
     room = False
 
@@ -72,7 +72,7 @@ def where_real(otherwise: Callable[..., None]) -> Callable[..., object]:
         "saving a checkpoint",
     ],
 )
-def test_the_phase_is_named_and_the_summary_holds_how_the_run_ended(
+def test_the_phase_is_named_and_the_summary_is_written(
     phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "update" in phase:
@@ -93,7 +93,7 @@ def test_the_phase_is_named_and_the_summary_holds_how_the_run_ended(
 
 
 @pytest.mark.slow
-def test_what_is_advised_can_be_switched_on_and_is_not_on_already(tmp_path: Path) -> None:
+def test_the_fix_adds_techniques_that_are_off(tmp_path: Path) -> None:
     recipe = RecipeLayers.above("", tiny_recipes.text(tmp_path)).add_technique("memory.recompute").recipe()
     folder = tmp_path / "its runs" / "text"
     fix = _fix_of(recipe, folder)
@@ -120,7 +120,7 @@ def build() -> nn.Module:
     return Short("the forward pass of step 1")
 
 
-def test_a_model_of_ones_own_is_named_in_the_plan_where_it_can_be_imported(tmp_path: Path) -> None:
+def test_the_plan_command_names_an_importable_model(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory) as error:
         train(replace(tiny_recipes.text(tmp_path), objects=UserObjects(model=build)), tmp_path, quiet=True)
     assert f" --model {__name__}:build`" in error.value.fix
@@ -130,7 +130,7 @@ def test_a_model_of_ones_own_is_named_in_the_plan_where_it_can_be_imported(tmp_p
     assert "thrifty plan" not in error.value.fix and "--set data.batch=4" in error.value.fix
 
 
-def test_an_error_of_a_model_is_written_down_too(tmp_path: Path) -> None:
+def test_an_error_of_a_model_is_recorded_too(tmp_path: Path) -> None:
     class Faulty(Short):
         def forward(self, tokens: Tensor) -> Tensor:
             return super().forward(tokens) if type(self.out.weight.data) is not Tensor else tokens.missing
@@ -141,7 +141,7 @@ def test_an_error_of_a_model_is_written_down_too(tmp_path: Path) -> None:
     assert summary["status"] == "stopped" and summary["error"].startswith("AttributeError: ")
 
 
-def test_a_check_and_a_study_name_it_and_judge_nothing_by_it() -> None:
+def test_a_check_and_a_study_report_it_without_a_verdict() -> None:
     class Greedy(technique("gradients.clip").__class__):
         backward = refuse
 

@@ -1,4 +1,4 @@
-"""Memory that steps free is there for the next step, and the machine's again when training is over."""
+"""Memory that steps free stays for the next step and is returned to the system after training."""
 
 import json
 import subprocess
@@ -59,8 +59,8 @@ with keep_freed_memory(torch.device("cpu")):
 
 
 def found(program: str = PROGRAM, *words: str, **environment: str) -> list[float]:
-    """What a program prints; the first one page faults of a large block before, while memory is kept, and of the first
-    block after, bytes given back third."""
+    """Return the output of a program: page faults of a large block while memory is kept, of the first block
+    afterwards, and the bytes returned."""
     command = [sys.executable, "-c", program, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def found(program: str = PROGRAM, *words: str, **environment: str) -> list[float
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
-def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> None:
+def test_freed_memory_is_returned_after_training() -> None:
     before, kept, given_back, after = found()
     assert kept < before / 8 and after > before / 2
     assert given_back > 2**24
@@ -78,20 +78,20 @@ def test_what_is_freed_is_kept_while_training_and_given_back_afterwards() -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for page faults")
 @pytest.mark.parametrize("own", [{"MALLOC_ARENA_MAX": "2"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}])
-def test_who_has_settings_for_the_allocator_keeps_them(own: dict[str, str]) -> None:
+def test_a_users_allocator_settings_are_kept(own: dict[str, str]) -> None:
     before, kept, given_back, _ = found(**own)
     assert kept > before / 2 and given_back < 2**24
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for what a process holds")
-def test_a_process_that_gives_back_holds_what_its_tensors_do() -> None:
+def test_a_process_that_returns_memory_holds_only_its_tensors() -> None:
     (kept,), (given_back,) = (found(BETWEEN_OTHERS, way) for way in ("keep_freed_memory", "return_freed_memory"))
     assert given_back < 1.02 < 1.3 < kept  # larger tensors have no room in what is free between others
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel for what a process holds")
-def test_large_blocks_that_are_freed_go_back_and_smaller_ones_stay() -> None:
+def test_only_large_freed_blocks_are_returned() -> None:
     large, small = found(LARGE_AND_SMALL)
     assert large < 2**22 and small > 2**25
 
@@ -100,7 +100,7 @@ def test_large_blocks_that_are_freed_go_back_and_smaller_ones_stay() -> None:
     ("name", "promises"),
     [("memory.optimal_recompute", True), ("memory.activation_budget", True), ("memory.recompute", False)],
 )
-def test_a_run_that_is_promised_bytes_gives_back(monkeypatch: pytest.MonkeyPatch, name: str, promises: bool) -> None:
+def test_a_run_with_promised_bytes_returns_memory(monkeypatch: pytest.MonkeyPatch, name: str, promises: bool) -> None:
     chosen: list[Mapping[int, int]] = []
     monkeypatch.setattr(memory_meter, "_limited", lambda device, limits: chosen.append(limits))
     memory_meter.set_freed_memory_policy(compose(plain_run(), with_optimizer([technique(name)]), 2))

@@ -1,4 +1,4 @@
-"""The environment tells what a run ran on and never a secret."""
+"""environment.json describes the machine and versions of a run, and contains no secret."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ SECRETS = [
 
 
 @pytest.mark.parametrize("words", SECRETS, ids=" ".join)
-def test_a_secret_on_the_command_line_is_blanked_out(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_on_the_command_line_is_redacted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/home/anna/bin/thrifty", "train", *words, "--name", "mine"])
     text = json.dumps(environment("cpu"))
     assert "s3cr3t" not in text
@@ -30,7 +30,7 @@ def test_a_secret_on_the_command_line_is_blanked_out(words: list[str], monkeypat
     assert '"--name", "mine"]' in text
 
 
-def test_an_ordinary_command_is_kept_word_for_word() -> None:
+def test_a_command_without_secrets_is_unchanged() -> None:
     command = [
         "thrifty", "train", "--set", "data.tokenizer=mine.json", "--budget", "tokens=1000", "--set", "data.batch=8",
         "--with", "optimizers.adamw:learning_rate=3e-4", "--data", "/data/some_long_file-name_2024.txt", "--keyboard",

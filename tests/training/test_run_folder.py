@@ -1,4 +1,4 @@
-"""A run folder is made once, written by one process, and readable after a crash at any moment."""
+"""A run folder is created once, written by one process, and readable after a crash at any moment."""
 
 import errno
 import fcntl
@@ -28,10 +28,10 @@ def existing_run(path: Path) -> Path:
     return path
 
 
-def test_a_new_run_never_touches_a_folder_that_holds_something(tmp_path: Path) -> None:
+def test_a_new_run_never_changes_a_folder_with_files(tmp_path: Path) -> None:
     path = existing_run(tmp_path / "mine")
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(UsageError, match=r"mine exists already\n.*name=… gives the new run another; thrifty.resume"):
+    with pytest.raises(UsageError, match=r"mine exists already\n.*name=… chooses another; thrifty.resume"):
         RunFolder.create(path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     (tmp_path / "photos").mkdir()
@@ -41,24 +41,24 @@ def test_a_new_run_never_touches_a_folder_that_holds_something(tmp_path: Path) -
     assert [file.name for file in (tmp_path / "photos").iterdir()] == ["cat.png"]
 
 
-def test_a_run_that_died_before_it_wrote_anything_is_no_obstacle(tmp_path: Path) -> None:
+def test_the_folder_of_a_run_without_files_can_be_reused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "mine").close()
     RunFolder.create(tmp_path / "mine").close()
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_a_file_instead_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     with pytest.raises(UsageError, match="mine is a file"):
         RunFolder.create(tmp_path / "mine")
 
 
-def test_a_run_that_is_not_there_suggests_the_nearest(tmp_path: Path) -> None:
+def test_a_missing_run_suggests_the_nearest_name(tmp_path: Path) -> None:
     existing_run(tmp_path / "shakespeare")
     with pytest.raises(UsageError, match="did you mean 'shakespeare'"):
         RunFolder.open(tmp_path / "shakespear")
 
 
-def test_of_many_starters_exactly_one_wins(tmp_path: Path) -> None:
+def test_exactly_one_of_many_starters_wins(tmp_path: Path) -> None:
     starters = 20
     barrier, results = PROCESSES.Barrier(starters), PROCESSES.Queue()
     processes = [PROCESSES.Process(target=start, args=(tmp_path / "mine", barrier, results)) for _ in range(starters)]
@@ -71,7 +71,7 @@ def test_of_many_starters_exactly_one_wins(tmp_path: Path) -> None:
     assert all("is in use by" in text or "exists already" in text for text in outcomes if text != "won")
 
 
-def test_of_many_that_take_over_from_a_dead_process_exactly_one_wins(tmp_path: Path) -> None:
+def test_exactly_one_process_takes_over_from_a_dead_one(tmp_path: Path) -> None:
     path, starters = existing_run(tmp_path / "mine"), 20
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
@@ -84,7 +84,7 @@ def test_of_many_that_take_over_from_a_dead_process_exactly_one_wins(tmp_path: P
     for process in processes:
         process.join()
     assert sorted(text for text in outcomes if "is in use by" not in text) == [
-        f"process {dead.pid} ended without giving this run back; taken over from it"
+        f"process {dead.pid} ended without releasing the lock of this run, which was taken over"
     ]
 
 
@@ -93,7 +93,7 @@ def write_owner(path: Path, **owner: Any) -> None:
     (path / "lock").write_text(json.dumps(facts))
 
 
-def test_the_process_that_has_the_run_is_named(tmp_path: Path) -> None:
+def test_the_process_with_the_lock_is_named(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "mine") as run:
         run.write_text("recipe.toml", "")
         with pytest.raises(UsageError, match=f"in use by process {os.getpid()} on {os.uname().nodename}"):
@@ -106,7 +106,7 @@ def test_a_later_process_with_the_same_number_is_not_the_owner(tmp_path: Path) -
     path = existing_run(tmp_path / "mine")
     write_owner(path, pid=os.getpid(), started=1.0)
     with RunFolder.open(path).lock() as run:
-        assert "ended without giving this run back" in run.notice
+        assert "ended without releasing the lock of this run" in run.notice
 
 
 def test_an_owner_on_another_machine_is_never_taken_over(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_lock_file_torn_by_a_crash_is_no_obstacle(content: bytes, tmp_path: Pa
     RunFolder.open(path).lock().close()
 
 
-def test_records_come_back_with_the_last_word_on_each_step(tmp_path: Path) -> None:
+def test_the_last_record_of_each_step_counts(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "mine") as run:
         for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
             run.append({"kind": "step", "step": step, "loss": loss})
@@ -145,9 +145,7 @@ def test_records_come_back_with_the_last_word_on_each_step(tmp_path: Path) -> No
 
 
 @given(cut=st.integers(1, 40))
-def test_a_last_line_cut_anywhere_is_left_out_and_written_over(
-    cut: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_cut_last_line_is_skipped_and_overwritten(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("run")
     lines = [json.dumps({"kind": "step", "step": step, "text": "é" * 3}) + "\n" for step in (1, 2)]
     content = "".join(lines).encode()
@@ -240,7 +238,7 @@ def test_small_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["moved", "deleted", "replaced"])
-def test_nothing_is_written_once_the_folder_is_somewhere_else(what: str, tmp_path: Path) -> None:
+def test_nothing_is_written_after_the_folder_was_moved(what: str, tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run") as run:
         run.append({"kind": "step", "step": 1})
         if what == "deleted":
@@ -257,9 +255,7 @@ def test_nothing_is_written_once_the_folder_is_somewhere_else(what: str, tmp_pat
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_is_no_obstacle_and_is_told(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_reported(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none(descriptor: int, operation: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -267,14 +263,12 @@ def test_a_file_system_without_locks_is_no_obstacle_and_is_told(
     with RunFolder.create(tmp_path / "run") as run:
         assert "has no locks" in run.notice
         run.append({"kind": "step", "step": 1})
-        with pytest.raises(UsageError, match="is in use by process"):  # by what the file says, if not by the lock
+        with pytest.raises(UsageError, match="is in use by process"):  # refused by the file, not by the lock
             RunFolder(tmp_path / "run").lock()
 
 
 @pytest.mark.parametrize(("name", "code"), [("pwrite", errno.ENOSPC), ("pwrite", errno.EDQUOT), ("open", errno.EROFS)])
-def test_a_lock_that_cannot_be_written_is_told(
-    name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_lock_is_reported(name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = getattr(os, name)
 
     def refused(*args: Any) -> Any:
@@ -289,7 +283,7 @@ def test_a_lock_that_cannot_be_written_is_told(
 
 
 @pytest.mark.parametrize("name", ["lock", "records.jsonl", "tokenizer.json", "checkpoints", "plots", "report.html"])
-def test_a_run_folder_with_a_link_is_refused_and_what_it_names_is_untouched(tmp_path: Path, name: str) -> None:
+def test_a_run_folder_with_a_link_is_refused(tmp_path: Path, name: str) -> None:
     path, outside = existing_run(tmp_path / "mine"), tmp_path / "outside"
     outside.write_text("precious, without a last line")
     (path / name).unlink(missing_ok=True)
@@ -302,7 +296,7 @@ def test_a_run_folder_with_a_link_is_refused_and_what_it_names_is_untouched(tmp_
 
 
 @pytest.mark.parametrize("name", ["records.jsonl", "checkpoints/.LATEST.0f1e.partial"])
-def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_a_run_folder_is_refused_without_a_hang(tmp_path: Path, name: str) -> None:
     path = existing_run(tmp_path / "mine")
     (path / name).parent.mkdir(exist_ok=True)
     (path / name).unlink(missing_ok=True)
@@ -311,7 +305,7 @@ def test_a_pipe_in_a_run_folder_is_refused_and_not_waited_for(tmp_path: Path, na
         RunFolder.open(path).lock()
 
 
-def test_what_a_kill_left_is_gone_once_the_run_is_locked(tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_are_removed_with_the_lock(tmp_path: Path) -> None:
     path = existing_run(tmp_path / "mine")
     strays = [path / "checkpoints" / f"step-00000004.{kind}-0f1e" for kind in ("partial", "removed")]
     for stray in strays:

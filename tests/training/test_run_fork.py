@@ -1,4 +1,4 @@
-"""A fork takes over what means the same in both runs; the rest starts fresh, or stays behind, and is counted."""
+"""A fork copies matching state; the rest starts fresh or is left out, and is counted."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ def forked(folder: Path, run: Run, **how: bool) -> tuple[TrainState, str]:
 
 
 def update_norm(run: Run, state: TrainState) -> float:
-    """How far the next step moves the weights."""
+    """Return the norm of the weights' change in the next step."""
     assert state.model is not None
     before = [parameter.detach().clone() for parameter in state.model.parameters()]
     advance(run, state, 1)
@@ -46,9 +46,7 @@ def update_norm(run: Run, state: TrainState) -> float:
 
 @pytest.mark.parametrize("kept_in", ["float32", "int8", "bfloat16"])
 @pytest.mark.parametrize("goes_on_in", ["float32", "int8", "bfloat16"])
-def test_moments_are_taken_over_as_numbers_whatever_they_are_stored_in(
-    kept_in: str, goes_on_in: str, tmp_path: Path
-) -> None:
+def test_moments_are_copied_between_storage_formats(kept_in: str, goes_on_in: str, tmp_path: Path) -> None:
     def run(form: str) -> Run:
         compact = [technique("precision.optimizer_state", format=form)] if form != "float32" else []
         return run_of(technique("optimizers.adamw"), *compact)
@@ -66,7 +64,7 @@ def test_moments_are_taken_over_as_numbers_whatever_they_are_stored_in(
         ("soap", ["averaging.ema"]), ("adafactor", ["averaging.latest"]),
     ],
 )  # fmt: skip
-def test_what_is_added_is_young_and_what_was_there_keeps_its_age(old: str, added: list[str], tmp_path: Path) -> None:
+def test_added_elements_have_age_zero_and_others_keep_theirs(old: str, added: list[str], tmp_path: Path) -> None:
     optimizer = technique(f"optimizers.{old}")
     run, other = run_of(optimizer), run_of(optimizer, *map(technique, added))
     before = trained(tmp_path, run)
@@ -76,7 +74,7 @@ def test_what_is_added_is_young_and_what_was_there_keeps_its_age(old: str, added
     assert state.optimizer is not None and set(state.optimizer.births.values()) == {6}
 
 
-def test_an_age_of_its_own_is_resumed(tmp_path: Path) -> None:
+def test_separate_ages_are_resumed(tmp_path: Path) -> None:
     run = run_of(technique("optimizers.adamw"), technique("averaging.ema"))
     trained(tmp_path / "old", run_of(technique("optimizers.adamw")))
     state, _ = forked(tmp_path / "old", run)
@@ -90,7 +88,7 @@ def test_an_age_of_its_own_is_resumed(tmp_path: Path) -> None:
     assert all(torch.equal(value, again.tensors()[name]) for name, value in state.tensors().items())
 
 
-def test_moments_start_fresh_together_where_some_of_the_weights_are_new(tmp_path: Path) -> None:
+def test_all_moments_start_fresh_if_some_weights_are_new(tmp_path: Path) -> None:
     adamw = technique("optimizers.adamw")
     trained(tmp_path, run_of(adamw))
     run = run_of(adamw, technique("initializations.layer_scale"))
@@ -102,10 +100,10 @@ def test_moments_start_fresh_together_where_some_of_the_weights_are_new(tmp_path
 
 
 @pytest.mark.parametrize("left_out", ["adapters.lora", "adapters.bottleneck", "initializations.layer_scale"])
-def test_weights_stay_behind_only_if_they_are_to(left_out: str, tmp_path: Path) -> None:
+def test_weights_are_left_out_only_on_request(left_out: str, tmp_path: Path) -> None:
     adamw = technique("optimizers.adamw")
     trained(tmp_path, run_of(adamw, technique(left_out)))
-    with pytest.raises(UsageError, match=r"no place for \d+ parameters .* would be lost") as refused:
+    with pytest.raises(UsageError, match=r"lacks \d+ parameters .* would be lost") as refused:
         forked(tmp_path, run_of(adamw))
     assert "--drop-weights" in str(refused.value.fix)
     _, told = forked(tmp_path, run_of(adamw), drop_weights=True)
@@ -113,7 +111,7 @@ def test_weights_stay_behind_only_if_they_are_to(left_out: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("placement", ["outside", "inside"])
-def test_a_momentum_of_scaled_updates_is_no_momentum_of_gradients(placement: str, tmp_path: Path) -> None:
+def test_momenta_of_updates_and_of_gradients_differ(placement: str, tmp_path: Path) -> None:
     lars, sgd = technique("optimizers.lars", learning_rate_placement=placement), technique("optimizers.sgd")
     for old, new in ((sgd, lars), (lars, sgd)):
         folder = tmp_path / old.name

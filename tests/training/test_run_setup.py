@@ -1,4 +1,4 @@
-"""Data opened for a run: once in each process, by the kind of data that the objective and the source decide."""
+"""Setup of a run: data opened once per process, of the kind that objective and source determine."""
 
 import sys
 import textwrap
@@ -59,7 +59,7 @@ def test_a_run_opens_its_data_once(kind: str, tmp_path: Path) -> None:
     with opened_kinds() as trained:
         train(recipe, tmp_path / "runs", quiet=True)
     assert prepared == trained == [kind]
-    again = prepare_run(recipe, quiet=True)  # from what the first has prepared
+    again = prepare_run(recipe, quiet=True)  # from the data that the first one prepared
     assert again.data.identity == first.data.identity
     batch, same = first.data.train.at(3).fields, again.data.train.at(3).fields
     assert batch.keys() == same.keys() and all(torch.equal(batch[name], same[name]) for name in batch)
@@ -81,16 +81,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_model_that_cannot_be_meant_is_refused_before_data_are_prepared(wrong: str, tmp_path: Path) -> None:
+def test_an_unsuitable_model_is_refused_before_data_are_read(wrong: str, tmp_path: Path) -> None:
     model, message = WRONG[wrong]
     with opened_kinds() as opened, pytest.raises(UsageError, match=message):
         prepare_run(replace(text(tmp_path), model=model), quiet=True)
     assert opened == [] and not (tmp_path / "cache").exists()
 
 
-def test_the_weights_of_a_folder_are_read_once_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folders_weights_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = text(tmp_path, budget=Budget(steps=2))
     run = Path(train(recipe, tmp_path / "runs", quiet=True)["folder"])
     model, _ = load_trained_model(run)
@@ -104,9 +102,7 @@ def test_the_weights_of_a_folder_are_read_once_before_the_first_step(
     assert opened == [folder / "model.safetensors"]
 
 
-def test_each_file_of_a_folder_that_only_transformers_knows_is_read_once_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_file_of_a_transformers_folder_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "opt"
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "word_embed_proj_dim": 16}
@@ -132,7 +128,7 @@ def test_each_file_of_a_folder_that_only_transformers_knows_is_read_once_before_
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["text", "text_pairs", "chats", "images"])
-def test_a_budget_in_epochs_goes_through_every_example_as_often(kind: str, tmp_path: Path) -> None:
+def test_a_budget_in_epochs_uses_every_example_as_often(kind: str, tmp_path: Path) -> None:
     recipe = replace(recipe_of(kind, tmp_path), budget=Budget(epochs=1.5))
     prepared = prepare_run(recipe, quiet=True)
     source = prepared.run.source
@@ -145,7 +141,7 @@ def test_a_budget_in_epochs_goes_through_every_example_as_often(kind: str, tmp_p
     assert seen[0] < seen[-1] and 1.5 * source.examples <= sum(seen) < 1.5 * source.examples + 2 * source.batch
 
 
-def test_an_epoch_of_a_comparison_is_that_of_its_pilots(tmp_path: Path) -> None:
+def test_an_epoch_of_a_comparison_equals_its_pilots_epoch(tmp_path: Path) -> None:
     train(digits(), tmp_path, quiet=True)
     cost = step_cost(tmp_path / "digits")
     steps = prepare_run(digits(budget=Budget(epochs=2)), quiet=True).run.steps
@@ -162,7 +158,7 @@ def test_sources_without_epochs_refuse_a_budget_in_them(tmp_path: Path) -> None:
     assert 'budget="500steps"' in str(error.value)
 
 
-def test_a_loss_of_ones_own_on_a_text_file_counts_its_tokens(tmp_path: Path) -> None:
+def test_a_user_loss_on_a_text_file_counts_tokens(tmp_path: Path) -> None:
     recipe = text(tmp_path)
     own = replace(recipe, objects=UserObjects(loss=lambda model, batch: model(batch["tokens"]).mean((1, 2))))
     counted = [prepare_run(each, quiet=True).run for each in (recipe, own)]
@@ -171,7 +167,7 @@ def test_a_loss_of_ones_own_on_a_text_file_counts_its_tokens(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("source", "unit"), [("digits", "images"), ("text", "tokens")])
-def test_a_budget_that_fits_no_step_names_what_is_counted(source: str, unit: str, tmp_path: Path) -> None:
+def test_a_budget_below_one_step_names_its_unit(source: str, unit: str, tmp_path: Path) -> None:
     recipe = replace(digits() if source == "digits" else text(tmp_path), budget=Budget(tokens=3))
     with pytest.raises(InfeasibleError, match=f"a budget of 3 {unit} does not fit"):
         prepare_run(recipe, quiet=True)

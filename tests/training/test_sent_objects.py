@@ -1,4 +1,4 @@
-"""Values that are sent to the processes that this one starts."""
+"""Values sent to processes that this one starts."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from thrifty.core.errors import UsageError
 from thrifty.training.sent_objects import read_value, write_value
 
 
-def test_a_file_that_others_could_have_written_is_not_read(tmp_path: Path) -> None:
+def test_a_file_writable_by_others_is_not_read(tmp_path: Path) -> None:
     path = tmp_path / "value"
     write_value(3, path)
     assert read_value(path) == 3

@@ -1,1 +1,1 @@
-"""Tensor and pipeline parallelism: partition, stages, communication between stages, fake ranks."""
+"""Tensor and pipeline parallelism: model partition, stages, communication between stages, fake ranks."""

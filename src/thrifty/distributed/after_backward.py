@@ -1,4 +1,4 @@
-"""Work at the end of every backward pass of a model, in a loop of the user's own."""
+"""A callback at the end of every backward pass of a model, for a user's own training loop."""
 
 import weakref
 from collections.abc import Callable
@@ -10,8 +10,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 def call_after_backward(model: nn.Module, function: Callable[[nn.Module], None]) -> None:
-    """Call `function(model)` at the end of each backward pass that reaches a parameter of a model, once its gradients
-    are whole. Parameters that join later and copies of the model are included."""
+    """Call `function(model)` at the end of each backward pass that reaches a parameter, once its gradients are
+    complete.
+
+    Parameters added later and copies of the model are included.
+    """
     hooked, waiting = WeakIdKeyDictionary(), weakref.WeakSet[nn.Module]()
 
     def run(module: nn.Module) -> None:

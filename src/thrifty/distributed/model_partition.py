@@ -1,6 +1,7 @@
-"""A model in order: what runs in front of its blocks, the blocks, what runs behind them; and what each of these costs.
+"""Partition of a model for pipeline stages: the modules before the blocks, the blocks, the modules after them, their
+costs.
 
-Found by watching one forward pass, so that it holds for any model whose blocks are one list called in order.
+One forward pass is observed, so that the partition works for any model whose blocks are one list called in order.
 """
 
 import statistics
@@ -21,31 +22,35 @@ from thrifty.modeling.embeddings import find_head
 from thrifty.modeling.module_surgery import find_stacks, is_under
 
 LONGEST = 1024
-"""Tokens of the forward pass that is watched, where positions do not allow fewer only."""
+"""Largest number of tokens in the observed forward pass; fewer if the model has fewer positions."""
 PASSES = 6
-"""Forward passes that are timed; the first does not count."""
+"""Number of timed forward passes; the first is not counted."""
 
 
 @dataclass(frozen=True)
 class ModelPartition:
+    """The parts of a model in the order of the forward pass, with their costs."""
+
     stack: str
-    """The list of blocks, by name."""
+    """Name of the list of blocks."""
     front: tuple[str, ...]
-    """Modules with parameters of their own that run before the first block, by name; an embedding, for instance."""
+    """Names of modules with parameters of their own that run before the first block, for example an embedding."""
     back: tuple[str, ...]
-    """Those behind the last block, head included."""
+    """Names of those that run after the last block, including the head."""
     costs: tuple[float, ...]
-    """Of the front, each block, and the back: seconds, or FLOPs where they were counted."""
+    """Costs of the front, each block and the back: seconds if timed, else FLOPs."""
 
 
 def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
-    """The parts of a model of tokens, or of one whose `example` says what it takes. Fake tensors are counted, never
-    timed. Raises RefusedError where one of its parameters belongs to no part, or its blocks are not one list called in
-    order."""
+    """Return the parts of a model of tokens, or of one with a method `example` that returns its input.
+
+    With fake tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if
+    the blocks are not one list called in order.
+    """
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(
-            f"there are {len(stacks)} stacks of blocks, {' and '.join(stacks)}", fix="take a model with one"
+            f"the model has {len(stacks)} stacks of blocks, {' and '.join(stacks)}", fix="use a model with one stack"
         )
     ((stack, blocks),) = stacks.items()
     outside = {
@@ -56,43 +61,48 @@ def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
     if around := [name for name in outside if is_under(stack, name)]:
         parameters = ", ".join(name for name, _ in model.get_submodule(around[0]).named_parameters(recurse=False))
         raise RefusedError(
-            f"{parameters} of {around[0] or 'the model'} belongs to all blocks", fix="leave out what adds it"
+            f"{parameters} of {around[0] or 'the model'} belongs to all blocks",
+            fix="leave out the technique that adds it",
         )
     watch = _LayerTimer(model, blocks, outside)
     if timed and not is_fake(next(model.parameters())):
         passes = [watch.costs(_Clock(watch.device)) for _ in range(PASSES)][1:]
-        costs = _alike([min(each) for each in zip(*passes, strict=True)], blocks)
+        costs = _with_equal_block_costs([min(each) for each in zip(*passes, strict=True)], blocks)
     else:
         with StepTrace() as trace:
             costs = watch.costs(lambda: float(trace.flops))
-    back = watch.behind | (outside.keys() - watch.before)
+    back = watch.after | (outside.keys() - watch.before)
     return ModelPartition(
         stack, tuple(n for n in outside if n not in back), tuple(n for n in outside if n in back), tuple(costs)
     )
 
 
 def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """How many blocks each stage takes, at least one, so that the slowest stage is as fast as can be, and then all as
-    equal as can be; `costs` are those of the front, which the first stage has, each block, and the back, of the last.
-    Raises RefusedError where there are fewer blocks than stages."""
+    """Return the number of blocks for each stage, at least one, that minimizes the cost of the slowest stage.
+
+    Ties are resolved for the most even distribution. `costs` are those of the front (first stage), each block, and the
+    back (last stage). Raise RefusedError if there are fewer blocks than stages.
+    """
     front, *blocks, back = costs
     if len(blocks) < stages:
-        raise RefusedError(f"{len(blocks)} blocks do not make {stages} stages", fix="take fewer stages, or chunks = 1")
+        raise RefusedError(
+            f"{len(blocks)} blocks cannot fill {stages} stages", fix="use fewer stages, or set chunks = 1"
+        )
     sums = [0.0, *accumulate(blocks)]
-    # best[n]: of the first n blocks in the stages so far, the slowest stage, the sum of squares, and the counts
+    # best[n]: for the first n blocks in the stages so far, the cost of the slowest, the sum of squares, the counts
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for stage in range(stages):
         is_last = stage == stages - 1
         ends = [len(blocks)] if is_last else range(stage + 1, len(blocks) - (stages - stage - 1) + 1)
-        longer = {}
+        extended = {}
         for end in ends:
-            ways = []
+            candidates = []
             for start, (slowest, squares, counts) in best.items():
                 if start < end:
                     cost = sums[end] - sums[start] + front * (stage == 0) + back * is_last
-                    ways.append((max(slowest, cost), squares + cost**2, [*counts, end - start]))
-            longer[end] = min(ways)
-        best = longer
+                    candidates.append((max(slowest, cost), squares + cost**2, [*counts, end - start]))
+            extended[end] = min(candidates)
+        best = extended
     return best[len(blocks)][2]
 
 
@@ -107,15 +117,15 @@ class _Clock:
 
 
 class _LayerTimer:
-    """Forward passes of a model with an eye on what runs when."""
+    """Recorder of the order and times of modules in forward passes."""
 
     def __init__(self, model: nn.Module, blocks: nn.ModuleList, outside: dict[str, nn.Module]):
         self.model, self.blocks, self.outside = model, blocks, outside
         self.device, self.length = next(model.parameters()).device, _length(model)
         self.before: set[str] = set()
-        self.behind: set[str] = set()
+        self.after: set[str] = set()
         self.calls: list[tuple[int, float, float]] = []
-        """Of each block: which, when it began and ended."""
+        """Index of each block, with its start and end time."""
 
     def costs(self, now: Callable[[], float]) -> list[float]:
         was_training = self.model.training
@@ -126,14 +136,14 @@ class _LayerTimer:
                 ended = now()
         finally:
             self.model.train(was_training)
-        if [place for place, _, _ in self.calls] != list(range(len(self.blocks))):
-            raise RefusedError("its blocks are not called once each and in order", fix="take another model")
-        if both := self.before & self.behind:
-            raise RefusedError(f"{min(both)} runs before and behind the blocks", fix="take another model")
+        if [index for index, _, _ in self.calls] != list(range(len(self.blocks))):
+            raise RefusedError("the model does not call its blocks once each and in order", fix="use another model")
+        if both := self.before & self.after:
+            raise RefusedError(f"{min(both)} runs before and after the blocks", fix="use another model")
         return [self.calls[0][1] - began, *[end - begin for _, begin, end in self.calls], ended - self.calls[-1][2]]
 
     def _forward(self, now: Callable[[], float]) -> tuple[float, Any]:
-        """When a forward pass began, and its output."""
+        """Return the start time of a forward pass, and its output."""
         self.model.eval()
         while True:
             self.calls.clear()
@@ -148,7 +158,8 @@ class _LayerTimer:
                 self.length //= 2
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
                 raise RefusedError(
-                    f"{type(self.model).__name__} does not take tokens alone: {error}", fix="take a language model"
+                    f"{type(self.model).__name__} cannot be called with tokens alone: {error}",
+                    fix="use a language model",
                 ) from error
 
     def _inputs(self) -> Tensor:
@@ -157,33 +168,33 @@ class _LayerTimer:
         return torch.zeros(1, self.length, dtype=torch.int64, device=self.device)
 
     def _head(self, output: Any) -> None:
-        """The head, where the forward pass leaves it to the loss; raises RefusedError for what else has not run."""
-        left = [name for name in self.outside if name not in self.before | self.behind]
+        """Call the head if the loss computes it. Raise RefusedError for any other module that has not run."""
+        left = [name for name in self.outside if name not in self.before | self.after]
         head = find_head(self.model)
         if other := [name for name in left if head is None or self.outside[name] is not head[1]]:
-            raise RefusedError(f"{other[0]} does not run in a forward pass", fix="leave out what adds it")
+            raise RefusedError(f"{other[0]} does not run in a forward pass", fix="leave out the technique that adds it")
         if left and head is not None:
             head[1](output)
 
     @contextmanager
     def _hooks(self, now: Callable[[], float]) -> Iterator[None]:
         def note(name: str) -> Callable[..., None]:
-            return lambda *_: (self.behind if self.calls else self.before).add(name)
+            return lambda *_: (self.after if self.calls else self.before).add(name)
 
-        def begin(place: int) -> Callable[..., None]:
-            return lambda *_: self.calls.append((place, now(), 0.0))
+        def begin(index: int) -> Callable[..., None]:
+            return lambda *_: self.calls.append((index, now(), 0.0))
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if not isinstance(output, Tensor):
                 raise RefusedError(
-                    f"a block gives a {type(output).__name__}, not hidden states alone", fix="take another model"
+                    f"a block returns a {type(output).__name__}, not hidden states alone", fix="use another model"
                 )
-            place, began, _ = self.calls.pop()
-            self.calls.append((place, began, now()))
+            index, began, _ = self.calls.pop()
+            self.calls.append((index, began, now()))
 
         hooks = [module.register_forward_pre_hook(note(name)) for name, module in self.outside.items()]
-        for place, block in enumerate(self.blocks):
-            hooks += [block.register_forward_pre_hook(begin(place)), block.register_forward_hook(end)]
+        for index, block in enumerate(self.blocks):
+            hooks += [block.register_forward_pre_hook(begin(index)), block.register_forward_hook(end)]
         try:
             yield
         finally:
@@ -192,15 +203,15 @@ class _LayerTimer:
 
 
 def _length(model: nn.Module) -> int:
-    """As many tokens as a model surely has positions for, up to LONGEST."""
+    """Return a number of tokens for which the model has positions, at most LONGEST."""
     tables = [m for name, m in model.named_modules() if any(word in name.lower() for word in ("pos", "wpe"))]
     lengths = [table.num_embeddings - 2 for table in tables if isinstance(getattr(table, "num_embeddings", None), int)]
     most = max(min([*lengths, LONGEST]), 1)  # some count positions from 2
     return 1 << (most.bit_length() - 1)
 
 
-def _alike(costs: list[float], blocks: nn.ModuleList) -> list[float]:
-    """The same cost for all blocks that are alike: the median of what they took."""
+def _with_equal_block_costs(costs: list[float], blocks: nn.ModuleList) -> list[float]:
+    """Return costs in which equal blocks have the same value: the median of their measurements."""
     kinds = [(type(block), *(p.shape for p in block.parameters())) for block in blocks]
     front, *own, back = costs
     return [

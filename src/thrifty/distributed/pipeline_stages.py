@@ -1,13 +1,12 @@
-"""A model cut into stages: what one rank keeps, and how each of its stages is run.
+"""Pipeline stages of a model: the modules that one rank keeps, and the execution of each of its stages.
 
-At rest a rank's model holds the parameters of its stages under their own names, and `StagePlaceholder` for all other
-modules.
-To run one stage, what is around its blocks stands aside for as long as the pass lasts: whatever feeds the first block
-and follows the last is computed on, and ignored. So the model's own forward pass and the objective's `predict` run
-unchanged, masks and positions included.
+Between passes, a rank's model holds the parameters of its stages under their own names, and a `StagePlaceholder` for
+every other module. During the pass of a stage, the modules around its blocks are swapped for `StageInput` and
+`StageOutput`. Anything before the first block and after the last is still computed, and ignored. So the model's own
+forward pass and the objective's `predict` run unchanged, including masks and positions.
 
-A parameter that stages share, such as a head tied to the embedding, belongs to the first of them. Others borrow its
-value before each pass and give back its gradient after: it has one name, one optimizer state and one place in norms.
+A parameter that stages share, such as a head tied to the embedding, belongs to the first of them. The others borrow its
+value before each pass and return its gradient after. It has one name, one optimizer state and one position in norms.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,33 +27,33 @@ from thrifty.modeling.stage_placeholders import StageInput, StageIO, StageOutput
 
 @dataclass
 class StageModel:
-    """One stage, on the rank that has it."""
+    """One pipeline stage on the rank that holds it."""
 
     index: int
     is_first: bool
     is_last: bool
     modules: list[nn.Module]
-    """Its own."""
-    passage: StageIO = field(default_factory=StageIO)
+    """Modules of this stage."""
+    stage_io: StageIO = field(default_factory=StageIO)
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
-    """What stands where while it runs: holder, name and module."""
+    """Modules that are swapped in while the stage runs: parent, name, module."""
 
     @contextmanager
     def running(self, received: Tensor | None) -> Iterator[StageIO]:
-        """The model as this stage, with what the stage before sent."""
-        aside = [(holder, name, holder._modules[name]) for holder, name, _ in self.places]
-        self.passage.received, self.passage.given = received, None
-        for holder, name, module in self.places:
-            holder._modules[name] = module
+        """Make the model this stage inside the block; `received` are the hidden states of the previous stage."""
+        originals = [(parent, name, parent._modules[name]) for parent, name, _ in self.places]
+        self.stage_io.received, self.stage_io.sent = received, None
+        for parent, name, module in self.places:
+            parent._modules[name] = module
         try:
-            yield self.passage
+            yield self.stage_io
         finally:
-            for holder, name, module in aside:
-                holder._modules[name] = module
-            self.passage.received, self.passage.given = None, None
+            for parent, name, module in originals:
+                parent._modules[name] = module
+            self.stage_io.received, self.stage_io.sent = None, None
 
     def parameters(self) -> list[Tensor]:
-        """Its own and those it borrows."""
+        """Return the stage's own parameters and those that it borrows."""
         tensors = {}
         for module in (each for own in self.modules for each in own.modules()):
             for tensor in (*module.parameters(recurse=False), *vars(module).get("borrowed", ())):
@@ -64,17 +63,17 @@ class StageModel:
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter of the rank at `owner` along the pipeline that the one at `borrower` computes with too."""
+    """A parameter on the rank `owner` along the pipeline that the rank `borrower` uses too."""
 
     owner: int
     borrower: int
     holder: nn.Module
-    """On the owner the module that has it, on the borrower the one that has what stands for it."""
+    """Module with the parameter: the original on the owner, with a copy on the borrower."""
     name: str
-    """There."""
+    """Name of the parameter in `holder`."""
 
     def lend(self) -> None:
-        """Give the borrower the value."""
+        """Send the value to the borrower."""
         here, (value,) = axis("pipeline"), local_tensors([_whole_over_data(self._tensor.detach())])
         if here.place == self.owner:
             dist.send(value.contiguous(), group=here.group, group_dst=self.borrower)
@@ -86,37 +85,39 @@ class SharedParameter:
         here, tensor = axis("pipeline"), self._tensor
         if not tensor.requires_grad:
             return
-        mine = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        own_gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         if isinstance(tensor, DTensor):
-            mine = mine.redistribute(placements=tensor.placements)
-        (gradient,) = local_tensors([mine.detach()])
+            own_gradient = own_gradient.redistribute(placements=tensor.placements)
+        (gradient,) = local_tensors([own_gradient.detach()])
         if here.place == self.borrower:
             dist.send(gradient.contiguous(), group=here.group, group_dst=self.owner)
             tensor.grad = None
         else:
             whole = _whole_over_data(tensor.detach())
-            (theirs,) = local_tensors([torch.empty_like(whole)])
-            dist.recv(theirs, group=here.group, group_src=self.borrower)
-            gradient.add_(_own_part(theirs, whole, tensor))
-            tensor.grad = mine
+            (borrowed_gradient,) = local_tensors([torch.empty_like(whole)])
+            dist.recv(borrowed_gradient, group=here.group, group_src=self.borrower)
+            gradient.add_(_own_part(borrowed_gradient, whole, tensor))
+            tensor.grad = own_gradient
 
     @property
     def _tensor(self) -> Tensor:
-        """Asked for anew each time: who shards a model puts another parameter in the place of each."""
+        """Current parameter, looked up each time because sharding replaces parameters."""
         return getattr(self.holder, self.name)
 
 
 def _whole_over_data(tensor: Tensor) -> Tensor:
-    """A tensor as it is but for the data axis, along which it is gathered where ranks hold parts."""
+    """Return a tensor gathered along the data axis if ranks hold parts of it; other axes are unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ()
-    kept = [place if name not in DATA else Replicate() for name, place in zip(names, tensor.placements, strict=True)]
-    return tensor.redistribute(placements=kept)
+    placements = [
+        place if name not in DATA else Replicate() for name, place in zip(names, tensor.placements, strict=True)
+    ]
+    return tensor.redistribute(placements=placements)
 
 
 def _own_part(gradient: Tensor, whole: Tensor, tensor: Tensor) -> Tensor:
-    """What this rank adds to its part of the gradient of `tensor`, given that of its own examples for all of it."""
+    """Return this rank's part of the summed gradient of `tensor`, from its own examples' gradient of the whole."""
     if not isinstance(tensor, DTensor) or not isinstance(whole, DTensor):
         return gradient
     if set(DATA) & set(tensor.device_mesh.mesh_dim_names or ()):
@@ -128,8 +129,10 @@ def _own_part(gradient: Tensor, whole: Tensor, tensor: Tensor) -> Tensor:
 def cut_into_stages(
     model: nn.Module, parts: ModelPartition, counts: Sequence[int], places: Sequence[int]
 ) -> tuple[list[StageModel], list[SharedParameter]]:
-    """Leave this rank's stages in a model, and nothing else: stage i has `counts[i]` blocks and is on the rank at
-    `places[i]` along the pipeline. Gives this rank's stages and loans."""
+    """Reduce a model to this rank's stages, and return the stages and shared parameters.
+
+    Stage i has `counts[i]` blocks and is on the rank at `places[i]` along the pipeline.
+    """
     here, blocks = axis("pipeline").place, model.get_submodule(parts.stack)
     stage_of = _stages(model, parts, counts)
     _refuse_idle(stage_of, places)
@@ -142,14 +145,14 @@ def cut_into_stages(
     stages = []
     for index in (stage for stage, place in enumerate(places) if place == here):
         own = [module for module, stage in stage_of.items() if stage == index]
-        made = StageModel(index, index == 0, index == len(counts) - 1, own)
+        stage = StageModel(index, index == 0, index == len(counts) - 1, own)
         first = sum(counts[:index])
-        beside = {str(first - 1): StageInput, str(first + counts[index]): StageOutput}
+        boundaries = {str(first - 1): StageInput, str(first + counts[index]): StageOutput}
         for holder, name, module in holders:
             if stage_of[module] != index:
-                kind = beside.get(name) if holder is blocks else StageInput if module in front else None
-                made.places.append((holder, name, kind(module, made.passage) if kind else StagePlaceholder(module)))
-        stages.append(made)
+                kind = boundaries.get(name) if holder is blocks else StageInput if module in front else None
+                stage.places.append((holder, name, kind(module, stage.stage_io) if kind else StagePlaceholder(module)))
+        stages.append(stage)
     loans = _loans(stage_of, places)
     for holder, name, module in holders:
         if places[stage_of[module]] != here:
@@ -158,7 +161,7 @@ def cut_into_stages(
 
 
 def _stages(model: nn.Module, parts: ModelPartition, counts: Sequence[int]) -> dict[nn.Module, int]:
-    """The stage of each module that is to be on one only."""
+    """Return the stage of each module that belongs to a single stage."""
     stages = {model.get_submodule(name): 0 for name in parts.front}
     blocks = [block for block in model.get_submodule(parts.stack).children()]
     stages |= dict(zip(blocks, (stage for stage, count in enumerate(counts) for _ in range(count)), strict=True))
@@ -166,7 +169,7 @@ def _stages(model: nn.Module, parts: ModelPartition, counts: Sequence[int]) -> d
 
 
 def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> None:
-    """Raises RefusedError, on all ranks, where one of them would have no parameter to train."""
+    """Raise RefusedError on all ranks if one of them has no parameter to train."""
     owners: dict[nn.Parameter, int] = {}
     for whole, stage in stage_of.items():
         for parameter in whole.parameters():
@@ -174,13 +177,13 @@ def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> No
                 owners.setdefault(parameter, places[stage])
     if idle := set(places) - set(owners.values()):
         raise RefusedError(
-            f"nothing on rank {min(idle)} of the pipeline would be trained",
-            fix="train parameters in all blocks, or leave the pipeline out",
+            f"rank {min(idle)} of the pipeline has no parameter to train",
+            fix="train parameters in all blocks, or use --without parallelism.pipeline",
         )
 
 
 def _loans(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> list[SharedParameter]:
-    """Find what ranks share, and let this one's modules compute with what it borrows."""
+    """Return the parameters that ranks share, and replace those that this rank borrows by copies."""
     here = axis("pipeline").place
     users: dict[nn.Parameter, list[tuple[int, nn.Module, str]]] = {}
     for whole, stage in stage_of.items():
@@ -197,7 +200,7 @@ def _loans(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> list[Sha
                 stand_in = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                 own = [(module, name) for place, module, name in uses if place == here]
                 for module, name in own:
-                    del module._parameters[name]  # it is there to be computed with, and under no name
+                    del module._parameters[name]  # used in the computation, but not listed among the parameters
                     vars(module)[name] = stand_in
                     vars(module).setdefault("borrowed", []).append(stand_in)
                 loans.append(SharedParameter(owner, borrower, *own[0]))

@@ -1,4 +1,4 @@
-"""A model split over ranks that compute it together: layer by layer as its plan says, and what cannot be split."""
+"""Tensor parallelism of a model: split each layer by its plan, and refuse models that cannot be split."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ HEAD_COUNTS = (
     "heads", "kv_heads", "n_head", "n_heads", "n_kv_heads", "num_heads", "num_kv_heads", "num_key_value_heads",
     "num_attention_heads", "all_head_size", "split_size",
 )  # fmt: skip
-"""By what attributes attention modules may know how much of everything there is; each rank has its part."""
+"""Attributes by which attention modules store their number of heads or width; each rank has its part."""
 
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """One layer of the plan: the slices of a column layer's outputs, or of a row layer's inputs, and what each must be
-    a multiple of."""
+    """A layer of the plan, with its slices (outputs of a column layer, inputs of a row layer) and their common
+    divisor."""
 
     name: str
     layer: nn.Module
@@ -38,14 +38,14 @@ class LayerSplit:
     unit: int
 
     @property
-    def gives_parts(self) -> bool:
-        """Whether a row layer is to take what it gives; a table of numbers for heads goes elsewhere."""
+    def outputs_parts(self) -> bool:
+        """True if a row layer receives its outputs; False for a table of values per head."""
         return self.style == "column" and not isinstance(self.layer, nn.Embedding)
 
     def check(self, ranks: int) -> None:
         for size in self.sizes:
             if size % (ranks * self.unit):
-                what = f"{size // self.unit} heads" if self.unit > 1 else f"{size} numbers"
+                what = f"{size // self.unit} heads" if self.unit > 1 else f"{size} elements"
                 best = math.gcd(ranks, *(each // self.unit for each in self.sizes))
                 raise RefusedError(
                     f"{self.name}: {what} cannot be divided equally among {ranks} ranks",
@@ -56,8 +56,10 @@ class LayerSplit:
 def split_model(
     model: nn.Module, mesh: DeviceMesh, rules: Sequence[str] = (), along_tokens: bool = False
 ) -> TensorParallelizer:
-    """Split a model in place over a mesh of one axis; `rules` and the styles as in `split_plan`. Raises RefusedError,
-    with the model as it was, where that is not possible."""
+    """Split a model in place over a mesh of one axis; `rules` are those of `split_plan`.
+
+    Raise RefusedError, with the model unchanged, if it cannot be split.
+    """
     plan, stacks = split_plan(model, rules), find_stacks(model)
     blocks = {block for stack in stacks.values() for block in stack}
     owners: dict[str, list[LayerSplit]] = {}
@@ -67,14 +69,14 @@ def split_model(
     for name, own in owners.items():
         _refuse_unpaired(name, own)
         if model.get_submodule(name) not in blocks:
-            _refuse_strays(model, name, plan)
+            _refuse_unplanned(model, name, plan)
     splitting = TensorParallelizer(mesh, TOKENS if along_tokens else WHOLE)
     for name, own in owners.items():
         owner = model.get_submodule(name)
         _split_owner(splitting, owner, own, in_stream=owner in blocks)
     for layer in _along_vocabulary(model, mesh.size()):
         splitting.vocabulary(layer)
-    splitting.exchange(model)
+    splitting.swap_parameters(model)
     for name, parameter in model.named_parameters():
         style = next((style for module, style in plan.items() if is_under(name, module)), None)
         of_tokens = along_tokens and style != "whole" and any(is_under(name, stack) for stack in stacks)
@@ -98,7 +100,7 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
             continue
         if getattr(getattr(layer, "weight", None), "ndim", 0) != 2 or "forward" in vars(layer):
             raise RefusedError(
-                f"{name} is a {type(layer).__name__} that is not computed from its weight alone",
+                f"{name} is a {type(layer).__name__} that computes with more than its weight",
                 fix="leave out the technique that changed it, or name other layers in plan",
             )
         cut = cuts[f"{name}.weight"]
@@ -113,7 +115,7 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
 
 
 def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:
-    """What each slice must be a multiple of: a head, where a layer belongs to an attention."""
+    """Return the divisor of each slice: the width of a head if the layer belongs to an attention, else 1."""
     owner, _, _ = name.rpartition(".")
     if not any(part_of_attention(other) for other in plan if other.rpartition(".")[0] == owner):
         return 1
@@ -121,71 +123,73 @@ def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:
     for attribute in HEAD_WIDTHS:
         if isinstance(width := getattr(module, attribute, None), int):
             return 3 * width if part_of_attention(name) == "query_key_value" else width
-    raise RefusedError(f"it cannot be told how wide a head of {owner} is", fix=f"give it an attribute {HEAD_WIDTHS[0]}")
+    raise RefusedError(f"the width of a head of {owner} is unknown", fix=f"set its attribute {HEAD_WIDTHS[0]}")
 
 
-def _refuse_strays(model: nn.Module, owner: str, plan: Mapping[str, Style]) -> None:
+def _refuse_unplanned(model: nn.Module, owner: str, plan: Mapping[str, Style]) -> None:
     for path, _ in model.get_submodule(owner).named_parameters():
         name = f"{owner}.{path}"
         if not any(is_under(name, module) for module in plan):
             raise RefusedError(
-                f"{name} is used among split layers, and nothing says on what",
-                fix=f'plan = ["{name.rpartition(".")[0]}=summed"] if on a rank\'s own part, or "=whole"',
+                f"{name} is between split layers, and the plan has no style for it",
+                fix=f'plan = ["{name.rpartition(".")[0]}=summed"] if it is applied to a rank\'s own part, or "=whole"',
             )
 
 
 def _refuse_unpaired(owner: str, own: Sequence[LayerSplit]) -> None:
-    columns = [split for split in own if split.gives_parts]
+    columns = [split for split in own if split.outputs_parts]
     rows = [split for split in own if split.style == "row"]
-    made = {size for split in columns for size in (split.sizes[0], split.sizes[0] // 3)}
-    if any(row.sizes[0] not in made for row in rows) or (columns and not rows):
+    sizes = {size for split in columns for size in (split.sizes[0], split.sizes[0] // 3)}
+    if any(row.sizes[0] not in sizes for row in rows) or (columns and not rows):
         raise RefusedError(
-            f"{owner}: what {', '.join(split.name for split in columns) or 'no layer'} gives in parts is not what "
-            f"{', '.join(split.name for split in rows) or 'a layer'} takes in parts",
+            f"{owner}: the outputs of {', '.join(split.name for split in columns) or 'no column layer'} do not fit the "
+            f"inputs of {', '.join(split.name for split in rows) or 'a row layer'}",
             fix="name in plan the layers that are split by column and by row",
         )
     for split in own:
         if split.style == "column" and set(dict(split.layer.named_parameters())) - {"weight", "bias"}:
-            raise RefusedError(f"{split.name} has more than a weight and a bias", fix="leave out what was added to it")
+            raise RefusedError(
+                f"{split.name} has more than a weight and a bias", fix="leave out the technique that changed it"
+            )
 
 
 def _split_owner(splitting: TensorParallelizer, owner: nn.Module, own: Sequence[LayerSplit], in_stream: bool) -> None:
-    """The layers that one module holds: column layers, and row layers that take what those give."""
-    is_region = any(split.gives_parts for split in own)
+    """Split the layers of one module: column layers, and row layers that receive their outputs."""
+    is_region = any(split.outputs_parts for split in own)
     draws_apart = is_region and splitting.stream is WHOLE and drops(owner)
     region = ParallelRandomRegion(splitting.mesh.get_local_rank()) if draws_apart else None
     if is_region and not in_stream:
-        splitting.entrance(owner)
+        splitting.gather_input(owner)
     for split in own:
         if split.style == "row":
             splitting.row(split.layer, region)
         else:
             if in_stream:
-                splitting.entrance(split.layer)
+                splitting.gather_input(split.layer)
             splitting.column(split.layer, split.sizes, region)
     if region is not None:
-        splitting.closing(owner, region)
+        splitting.end_region_after(owner, region)
     for attribute in HEAD_COUNTS if any(split.unit > 1 for split in own) else ():
         if isinstance(count := getattr(owner, attribute, None), int):
             splitting.count(owner, attribute, count)
 
 
 def _along_vocabulary(model: nn.Module, ranks: int) -> list[nn.Module]:
-    """The tables of tokens and the head, unless something stands against it; then they stay whole, as do those that
-    share their weight."""
+    """Return the token tables and the head that can be split; note the others, with layers that share their weight,
+    as whole."""
     head = find_head(model)
     ends: dict[str, nn.Module] = {**token_tables(model), **(dict([head]) if head else {})}
-    against = {name: reason for name, layer in ends.items() if (reason := _against(layer, ranks))}
-    kept = {id(ends[name].weight) for name in against}
-    for name, reason in against.items():
+    reasons = {name: reason for name, layer in ends.items() if (reason := _reason_to_stay_whole(layer, ranks))}
+    whole_weights = {id(ends[name].weight) for name in reasons}
+    for name, reason in reasons.items():
         add_note(f"{name} stays whole: {reason}")
-    return [layer for layer in ends.values() if id(layer.weight) not in kept]
+    return [layer for layer in ends.values() if id(layer.weight) not in whole_weights]
 
 
-def _against(layer: nn.Module, ranks: int) -> str:
+def _reason_to_stay_whole(layer: nn.Module, ranks: int) -> str:
     rows = layer.weight.shape[0]
     if "forward" in vars(layer) or set(dict(layer.named_parameters())) - {"weight", "bias"} or is_transposed(layer):
-        return "it is not computed from its weight alone"
+        return "it computes with more than its weight"
     if getattr(layer, "padding_idx", None) is not None or getattr(layer, "max_norm", None) is not None:
-        return "its table treats some tokens apart"
-    return "there are too few tokens" if -(-rows // ranks) * (ranks - 1) >= rows else ""
+        return "its table treats some tokens differently"
+    return "its vocabulary is too small" if -(-rows // ranks) * (ranks - 1) >= rows else ""

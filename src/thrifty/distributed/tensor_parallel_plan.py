@@ -1,12 +1,12 @@
-"""Which layers of a model are split over ranks that compute it together, and how.
+"""The tensor-parallel plan: layers of a model that are split, and the style of each split.
 
-    column  by its outputs: of queries, keys, values, hidden numbers each rank makes its own part
-    row     by its inputs, which a column layer made: what ranks give is summed
-    summed  whole, but used on a rank's own part only, so that its gradient is the sum over ranks
-    whole   whole, and used on what every rank has whole
+    column  split by outputs: each rank computes its own part of queries, keys, values or hidden units
+    row     split by inputs, the outputs of column layers: the ranks' results are summed
+    summed  whole, applied to a rank's own part, so that its gradient is the sum over ranks
+    whole   whole, applied to activations that every rank has
 
-Our own models are known by the names of their layers, those of transformers by the plan that comes with them; for any
-other the plan is given. Tables of tokens and the head are split along the vocabulary and need no plan.
+Thrifty's own models are known by layer names, those of transformers by the plan in their class. For other models the
+user passes a plan. Token tables and the head are split along the vocabulary and require no plan.
 """
 
 import re
@@ -30,7 +30,7 @@ OWN: Mapping[str, Style] = {
     "*.mlp.down": "row",
     "*.relative.scores": "column",
 }
-"""The layers of `models/attention_layers.py` and `models/transformer_blocks.py`."""
+"""Layers of `models/attention_layers.py` and `models/transformer_blocks.py`."""
 
 OF_TRANSFORMERS: Mapping[str, Style] = {
     "colwise": "column",
@@ -40,43 +40,46 @@ OF_TRANSFORMERS: Mapping[str, Style] = {
 
 
 def split_plan(model: nn.Module, rules: Sequence[str] = ()) -> dict[str, Style]:
-    """How each module inside the blocks is split, by name. `rules` are entries "pattern=style", in whose patterns *
-    stands for any text: they come before all others. Raises RefusedError where nothing says how a model is split."""
+    """Return the style of each split module inside the blocks, by name.
+
+    `rules` are entries "pattern=style" with * for any text; they have priority. Raise RefusedError if no plan is known
+    for a model.
+    """
     styles: dict[str, Style] = {}
-    for pattern, style in (*_given(rules), *_known(model)):
+    for pattern, style in (*_parsed_rules(rules), *_known(model)):
         for name, _ in model.named_modules():
             if re.fullmatch(pattern, name):
                 styles.setdefault(name, style)
     if not any(style == "row" for style in styles.values()):
         raise RefusedError(
-            f"nothing says how the layers of {type(model).__name__} are split",
-            fix='name them, for instance plan = ["*.attn.c_attn=column", "*.attn.c_proj=row"], or use a model of '
+            f"no tensor-parallel plan is known for {type(model).__name__}",
+            fix='name its layers, for instance plan = ["*.attn.c_attn=column", "*.attn.c_proj=row"], or use a model of '
             "transformers that has a tensor-parallel plan",
         )
     return styles
 
 
 def _known(model: nn.Module) -> Iterator[tuple[str, Style]]:
-    """The patterns of our own models, or of the outermost model that brings its plan."""
+    """Yield the patterns of the outermost model with a plan of its own, else those of Thrifty's models."""
     for prefix, module in model.named_modules():
         if plan := getattr(module, "_tp_plan", None):
             stacks = find_stacks(model)
-            for pattern, theirs in plan.items():
+            for pattern, style in plan.items():
                 full = f"{prefix}.{pattern}" if prefix else pattern
                 if not any(is_under(full, stack) for stack in stacks):
                     continue  # tables and the head
-                if theirs not in OF_TRANSFORMERS:
+                if style not in OF_TRANSFORMERS:
                     raise RefusedError(
-                        f"the plan of {type(module).__name__} splits {pattern} as {theirs}, which is not known here",
-                        fix=f'say how, for instance plan = ["*.{pattern.rpartition("*.")[2]}=column"]',
+                        f"the plan of {type(module).__name__} splits {pattern} as {style}, which is not known here",
+                        fix=f'set its style, for instance plan = ["*.{pattern.rpartition("*.")[2]}=column"]',
                     )
-                yield _regular(full), OF_TRANSFORMERS[theirs]
+                yield _regular(full), OF_TRANSFORMERS[style]
             return
     for pattern, style in OWN.items():
         yield _regular(pattern), style
 
 
-def _given(entries: Sequence[str]) -> Iterator[tuple[str, Style]]:
+def _parsed_rules(entries: Sequence[str]) -> Iterator[tuple[str, Style]]:
     for entry in entries:
         pattern, _, style = entry.rpartition("=")
         if style not in get_args(Style) or not pattern:

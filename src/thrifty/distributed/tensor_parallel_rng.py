@@ -1,9 +1,9 @@
-"""Random numbers where ranks that compute a model together each have a part of the activations.
+"""Random numbers of tensor-parallel ranks that each hold a part of the activations.
 
-Outside such regions all of these ranks draw alike, since they have the same activations. Inside, each must draw by
-itself: equal masks for different heads would be one mask repeated. So a region draws one number from what all have in
-common, and goes on from that and the rank's place. It leaves the common generator one number further than it was, also
-when the forward pass is made again in the backward pass.
+Outside such regions these ranks sample the same numbers, since they have the same activations. Inside, each must sample
+its own: equal masks would repeat one mask for all heads. A region therefore samples one common number and seeds a
+generator with it and the rank's place. The common generator advances by one number, also when the forward pass is
+recomputed.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from thrifty.core.randomness import seed_of
 
 @contextmanager
 def parallel_randomness(place: int) -> Iterator[None]:
-    """Random numbers of the rank at this place alone, for as long as the block lasts."""
+    """Use random numbers of the rank at this place inside the block."""
     common = int(torch.empty((), dtype=torch.int64).random_())
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed_of(f"{common}/{place}"))
@@ -26,15 +26,14 @@ def parallel_randomness(place: int) -> Iterator[None]:
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether a module drops anything out, by a module of its own or by a rate that it hands to a function."""
+    """Return True if a module applies dropout, in a submodule or by a rate that it passes to a function."""
     own = [child.p for child in module.modules() if isinstance(child, _DropoutNd)]
-    handed = [value for child in module.modules() for name, value in vars(child).items() if "drop" in name]
-    return any(isinstance(rate, float) and rate > 0 for rate in (*own, *handed))
+    passed = [value for child in module.modules() for name, value in vars(child).items() if "drop" in name]
+    return any(isinstance(rate, float) and rate > 0 for rate in (*own, *passed))
 
 
 class ParallelRandomRegion:
-    """The stretch of a module's forward pass in which each rank has its part: from its first column layer to its row
-    layer."""
+    """The part of a module's forward pass with divided activations: from its first column layer to its row layer."""
 
     def __init__(self, place: int):
         self.place = place

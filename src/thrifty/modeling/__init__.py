@@ -1,1 +1,1 @@
-"""Changes of a model: module surgery, residual branches, parameter kinds, attention sites, LoRA layers."""
+"""Changes to models: module surgery, residual branches, parameter kinds, attention sites, LoRA layers."""

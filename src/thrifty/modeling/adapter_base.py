@@ -1,4 +1,4 @@
-"""What adapters have in common: a base that stays frozen, and the few parameters that are trained."""
+"""Common parts of adapters: a frozen base and a few trained parameters."""
 
 from collections.abc import Collection
 
@@ -16,12 +16,11 @@ from thrifty.modeling.stream_norms import is_norm
 
 TRAINED_NAMES: ModuleNote[frozenset[str]] = ModuleNote("trained_names")
 ALSO_TRAINED: ModuleNote[frozenset[str]] = ModuleNote("also_trained")
-"""Parameters of a model, such as a head without trained values, that every adapter leaves trainable."""
+"""Parameters of a model, such as a new head without trained values, that every adapter leaves trainable."""
 
 
 def train_only(model: nn.Module, names: Collection[str]) -> None:
-    """Freeze every parameter but these and those in `ALSO_TRAINED`; which they are is kept on the model for
-    `check_trained`."""
+    """Freeze every parameter except these and those in `ALSO_TRAINED`; the model records them for `check_trained`."""
     counts, names = {True: 0, False: 0}, {*names, *(ALSO_TRAINED.get(model) or ())}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
@@ -31,27 +30,27 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
 
 
 def check_trained(model: nn.Module, technique: str) -> None:
-    """Raises IntegrityError where another parameter is trained than `train_only` said, or one of those is not."""
+    """Raise IntegrityError if the trained parameters differ from those of `train_only`."""
     names: Collection[str] = TRAINED_NAMES.get(model) or ()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != (name in names):
-            said = "was frozen and is trained" if parameter.requires_grad else "is to be trained and is frozen"
-            raise IntegrityError(f"{technique}: {name} {said}")
+            change = "was frozen, but is trained" if parameter.requires_grad else "was trained, but is frozen"
+            raise IntegrityError(f"{technique}: {name} {change}")
 
 
 def names_ending(model: nn.Module, *last: str) -> set[str]:
-    """Parameters by the last word of their name."""
+    """Return the names of parameters whose last component is one of `last`."""
     return {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in last}
 
 
 def norm_names(model: nn.Module) -> set[str]:
-    """The parameters of all norms."""
+    """Return the names of the parameters of all norms."""
     owners = [name for name, module in model.named_modules() if is_norm(module)]
     return {f"{owner}.{name}" for owner in owners for name, _ in model.get_submodule(owner).named_parameters()}
 
 
 def head_names(model: nn.Module) -> set[str]:
-    """The parameters of the head, where there is one that is not also the embedding."""
+    """Return the names of the head's parameters; empty if there is no head or if it is tied to the embedding."""
     named_head = find_head(model)
     if named_head is None:
         add_note("no head was found; none is trained")
@@ -64,16 +63,16 @@ def head_names(model: nn.Module) -> set[str]:
 
 
 class AdapterTechnique(Technique):
-    """A technique that trains a few parameters beside frozen ones. `model` ends with `train_only`."""
+    """A technique that trains a few parameters while the others are frozen. Its `model` ends with `train_only`."""
 
     stage, numerics = Stage.ADAPTERS, Numerics.DIFFERENT
     claims = frozenset({Claim.FROZEN_BASE_WEIGHTS})
 
     def refuse_plain(self, what: str) -> RefusedError:
-        """Why this adapter cannot be taken off a trained model while keeping what it computes."""
+        """Return the error for an adapter that cannot be merged into the plain architecture."""
         return RefusedError(
             f"{what} cannot be folded into the weights of the plain architecture",
-            fix="keep the base as it is and save the adapter beside it; the run folder holds both",
+            fix="keep the base unchanged and save the adapter separately; the run folder contains both",
         )
 
     def holds(self, state: TrainState) -> None:

@@ -1,8 +1,8 @@
-"""Where a model computes attention of tokens over themselves, and how another core takes the plain one's place.
+"""Self-attention modules of a model, and the replacement of their attention core.
 
-In our models the core is an attribute of the attention: q (b, h, t, k), k and v (b, g, s, k) and, where there is one, a
-mask, to (b, h, t, k). Models of transformers look theirs up by a name in their config; one under our own name
-is registered there, which asks the module for its core.
+In Thrifty's models the core is an attribute of the attention module. It maps q (b, h, t, k), k and v (b, g, s, k) and
+an optional mask to (b, h, t, k). Models of transformers look up their attention by a name in their config. Thrifty
+registers a function under its own name there, which calls the module's core.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,63 +22,63 @@ HEAD_WIDTHS = ("qk_head_dim", "head_width", "head_dim", "head_size", "attention_
 
 AttentionCore = Callable[..., Tensor]
 INTERFACE = "thrifty"
-"""The name of ours among the attention functions of transformers."""
+"""Thrifty's name among the attention functions of transformers."""
 HEADS = ("heads", "num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_HEADS = ("kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
-"""By what attributes attention modules, or their configs, may know how many heads they have."""
+"""Attributes by which attention modules or their configs store the number of heads."""
 CROSS = ("cross", "encoder_attn", "EncDec")
-"""By what in their names attentions over another sequence are known there."""
+"""Parts of names by which cross-attention is recognized in transformers."""
 FURTHER = ("softcap", "s_aux", "position_bias")
-"""What some models of transformers ask of attention beyond a scale and a mask."""
+"""Arguments of some transformers' attention, in addition to a scale and a mask, that cores do not support."""
 
 
 class SwappableCore:
-    """What computes a module's attention: `way`, which can be changed without anybody around noticing. While something
-    watches, it is given the queries, the keys and the mask of each call."""
+    """A core that calls another, `core`, which can be changed at any time. `watch` receives the queries, keys and
+    mask of each call."""
 
-    def __init__(self, way: AttentionCore):
-        self.way = way
+    def __init__(self, core: AttentionCore):
+        self.core = core
         self.watch: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.watch is not None:
             self.watch(q, k, mask)
-        return self.way(q, k, v) if mask is None else self.way(q, k, v, mask)
+        return self.core(q, k, v) if mask is None else self.core(q, k, v, mask)
 
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention of a model."""
+    """One attention module of a model."""
 
     name: str
     module: nn.Module
     causal: bool
     plain: AttentionCore
-    """The core that was there, or one that computes the same."""
+    """The original core, or one that computes the same."""
     whole: nn.Module | None = None
-    """The model of transformers that it is in; None for a model of ours."""
+    """Model of transformers that contains the module; None for Thrifty's models."""
 
     @property
     def head_width(self) -> int:
-        """Numbers of a query. Raises RefusedError where the module does not say."""
-        return self._number(HEAD_WIDTHS, "how wide its heads are")
+        """Width of a query. Raise RefusedError if the module has no attribute for it."""
+        return self._number(HEAD_WIDTHS, "the width of its heads")
 
     @property
     def heads(self) -> int:
-        """Heads of queries. Raises RefusedError where neither the module nor its config says."""
-        return self._number(HEADS, "how many heads it has")
+        """Number of query heads. Raise RefusedError if neither the module nor its config has an attribute for it."""
+        return self._number(HEADS, "its number of heads")
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys, as many as of queries where nothing else is said."""
-        return self._number((*KEY_HEADS, *HEADS), "how many heads it has")
+        """Number of key heads; by default the number of query heads."""
+        return self._number((*KEY_HEADS, *HEADS), "its number of heads")
 
     def _number(self, names: Sequence[str], what: str) -> int:
         for owner in (self.module, getattr(self.module, "config", None)):
             for name in names:
                 if isinstance(number := getattr(owner, name, None), int):
                     return number
-        raise RefusedError(f"{self.name} does not say {what}", fix=f"give it an attribute {', '.join(names)}")
+        raise RefusedError(f"{self.name} has no attribute for {what}", fix=f"set one of: {', '.join(names)}")
 
     def put(self, core: AttentionCore) -> None:
         if self.whole is None:
@@ -91,13 +91,13 @@ class AttentionSite:
 
     @property
     def implementation(self) -> str:
-        """By what name the whole looks up its plain attention, also while ours is in its place."""
+        """Name of the model's plain attention in transformers, also while Thrifty's is active."""
         assert self.whole is not None
         name = self.whole.config._attn_implementation  # type: ignore[union-attr]
         return self.whole.plain_attention if name == INTERFACE else name  # type: ignore[return-value]
 
     def take_away(self) -> None:
-        """The plain core again; of a model of transformers the implementation as well, once no core is left."""
+        """Restore the plain core; in a model of transformers also the implementation, once no core is left."""
         if self.whole is None:
             self.module.core = self.plain
         elif hasattr(self.module, "thrifty_core"):
@@ -107,14 +107,13 @@ class AttentionSite:
 
 
 ATTENTION_SITES: ModuleNote[list[AttentionSite]] = ModuleNote("attention_sites")
-"""On a model: the sites of its replaced cores."""
+"""Note on a model: the sites of its replaced cores."""
 LOSING_CORES: ModuleNote[list[Any]] = ModuleNote("losing_cores")
-"""On a model: cores that leave losses in their attribute `losses`, a list while they are collected."""
+"""Note on a model: cores with losses in their attribute `losses`, a list while losses are collected."""
 
 
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """The attentions of tokens over themselves whose core is plain and can be replaced. Raises RefusedError for a model
-    without any."""
+    """Return the self-attention modules whose plain core can be replaced. Raise RefusedError if the model has none."""
     sites: list[AttentionSite] = []
     whole: nn.Module | None = None
     for name, module in model.named_modules():
@@ -128,9 +127,10 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
             sites.append(AttentionSite(name, module, causal, partial(_torch_attention, causal), whole))
     if not sites:
         raise RefusedError(
-            f"{type(model).__name__} has no plain attention over its own tokens with a core that can be replaced",
+            f"{type(model).__name__} has no plain self-attention with a replaceable core",
             fix="use a preset such as gpt, llama, bert or vit, a model of transformers that uses its attention "
-            "interface, or keep causal_attention_reference or full_attention in an attribute `core` beside `qkv`",
+            "interface, or store causal_attention_reference or full_attention in the attribute `core` of a module "
+            "with `qkv`",
         )
     return sites
 
@@ -141,7 +141,7 @@ def _torch_attention(causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 
 
 def _none() -> None:
-    """Stands for a core where there is none."""
+    """Do nothing; used in place of a missing core."""
 
 
 def _is_of_transformers(name: str, module: nn.Module) -> bool:
@@ -157,7 +157,8 @@ def _is_of_transformers(name: str, module: nn.Module) -> bool:
 
 @cache
 def _register() -> None:
-    """Make the name known, with masks as torch's own attention is given them: none where causality says all."""
+    """Register Thrifty's attention with the masks of torch's own attention: none if causality alone defines the
+    mask."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -173,24 +174,24 @@ def _attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **given: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: the module's core, or torch's attention where it has none."""
+    """Compute attention for transformers with the module's core, or with torch's attention if it has none."""
     core = getattr(module, "thrifty_core", None)
     if core is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **given
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )  # type: ignore[return-value]
-    more = [name for name in FURTHER if given.get(name) is not None]
+    more = [name for name in FURTHER if options.get(name) is not None]
     if dropout or more:
         raise RefusedError(
-            f"{type(module).__name__} asks its attention for {', '.join(['dropout'] * bool(dropout) + more)}",
+            f"{type(module).__name__} requires an attention with {', '.join(['dropout'] * bool(dropout) + more)}",
             fix="set the config's attention dropout to 0" if dropout and not more else "choose another model",
         )
     if attention_mask is None:
-        attention_mask = _causality(module, query, key, given.get("is_causal"))
+        attention_mask = _causality(module, query, key, options.get("is_causal"))
     usual = query.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:
         query = query * (scaling / usual)
@@ -198,10 +199,13 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _causality(module: nn.Module, query: Tensor, key: Tensor, told: bool | None) -> Tensor | None:
-    """The mask (1, 1, t, s) of a call that is causal in a module that does not say so of itself."""
-    if told is None or bool(told) == bool(getattr(module, "is_causal", False)):
+def _causality(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Tensor | None:
+    """Return the mask (1, 1, t, s) of a causal call in a module that is not causal by itself; None if none is
+    required."""
+    if is_causal is None or bool(is_causal) == bool(getattr(module, "is_causal", False)):
         return None
-    if not told:
-        raise RefusedError(f"{type(module).__name__} is told at a call to look ahead", fix="choose another model")
+    if not is_causal:
+        raise RefusedError(
+            f"{type(module).__name__} is causal, but is called with is_causal=False", fix="choose another model"
+        )
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]

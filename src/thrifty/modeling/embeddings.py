@@ -1,4 +1,4 @@
-"""The two ends of a model: the tables that its stream starts from, and its head."""
+"""The embeddings that feed a model's residual stream, and the head."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ _NO_TOKENS = re.compile(r"pos|wpe|type|segment")
 
 
 def stream_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Every embedding outside the blocks whose rows go into the stream: of tokens, positions, segment types."""
+    """Return every embedding outside the blocks that feeds the stream, by name: tokens, positions, segment types."""
     stacks = find_stacks(model)
     return {
         name: module
@@ -29,7 +29,7 @@ def stream_tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """The embeddings of tokens alone."""
+    """Return the embeddings of tokens only, by name."""
     return {
         name: table
         for name, table in stream_tables(model).items()
@@ -38,18 +38,23 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def stack_after(table: str, stacks: Iterable[str]) -> str:
-    """The stack that a table feeds: the one it shares most of its name's path with; the first, which is the encoder,
-    for a table of both."""
+    """Return the stack that a table feeds: the one with the longest common path of names.
+
+    For a table of both stacks this is the first, the encoder.
+    """
 
     def shared(stack: str) -> int:
-        same = [mine == theirs for mine, theirs in zip(table.split("."), stack.split("."), strict=False)]
+        same = [
+            table_part == stack_part for table_part, stack_part in zip(table.split("."), stack.split("."), strict=False)
+        ]
         return same.index(False) if False in same else len(same)
 
     return max(stacks, key=shared)
 
 
 def own_multiplier(model: nn.Module, table: nn.Embedding) -> float:
-    """By what a model multiplies what a table gives, if an attribute of the table or of what holds it says so."""
+    """Return the factor that an attribute of the table or of its parent sets for the table's outputs; 1 if none
+    does."""
     holders: list[nn.Module] = [table]
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Embedding) and module.weight is table.weight:
@@ -63,21 +68,22 @@ def own_multiplier(model: nn.Module, table: nn.Embedding) -> float:
 
 
 def multiply(table: nn.Embedding, factor: Tensor | float) -> None:
-    """Multiply what a table gives by a constant."""
+    """Multiply the outputs of a table by a constant."""
     table.register_buffer("multiplier", torch.as_tensor(factor, device=table.weight.device), persistent=False)
     table.register_forward_hook(_times_multiplier)
 
 
 def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
-    # several are rows and their places, as ProphetNet's table of positions gives
+    # a tuple contains the rows and their positions, as in ProphetNet's position table
     return change_first(output, lambda x: x * module.multiplier.to(x.dtype))
 
 
 @torch.no_grad()
 def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
-    """Multiply what every table gives: by `multiplier`, or for 0 so that the sum of those in front of a stack has a
-    root mean square of 1. It is what the first norm did; without either, the small first values of a table (0.02) are
-    all that the branches are given."""
+    """Multiply the outputs of every table by `multiplier`; for 0, scale the sum of a stack's tables to an RMS of 1.
+
+    This replaces the first norm. Without it the branches would receive only the small initial values of a table (0.02).
+    """
     tables, tokens = stream_tables(model), token_tables(model)
     feeding: dict[str, dict[str, nn.Embedding]] = {}
     for name, table in tables.items():
@@ -89,21 +95,22 @@ def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
             sizes[id(table.weight)] = factor**2 * table.weight.square().mean()
         for table in own.values():
             multiply(table, multiplier or torch.stack([*sizes.values()]).sum().rsqrt())
-        how = f"by {multiplier:g}" if multiplier else "so that their sum has the size 1"
-        add_note(f"what {', '.join(own)} give to {stack or 'the model'} is multiplied {how}")
+        how = f"by {multiplier:g}" if multiplier else "so that their sum has an RMS of 1"
+        add_note(f"the outputs of {', '.join(own)} to {stack or 'the model'} are multiplied {how}")
     if not tables:
-        add_note("no table of tokens was found; the stream keeps its size")
+        add_note("no token table was found; the stream is not scaled")
 
 
 def output_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that produce a model's outputs, by name, found by structure: outside the blocks, with outputs of a
-    width that no later layer takes. Empty for a bare encoder or decoder of `transformers`.
+    """Return the layers that produce a model's outputs, by name, found by structure.
 
-    A model without blocks has its last layer, and the layers in one container with it that none later takes.
+    They are outside the blocks, and no later layer has their output width as its input width. Empty for a bare encoder
+    or decoder of `transformers`. In a model without blocks they are the last layer, and layers of the same container
+    whose outputs no later layer takes.
     """
     layers = weight_layers(model)
     try:
-        stacks = [name for name, blocks in find_stacks(model).items() if _gives_what_it_takes(blocks[0])]
+        stacks = [name for name, blocks in find_stacks(model).items() if _returns_stream_width(blocks[0])]
     except RefusedError:
         stacks = []
     inner, known = _parts_of_transformers(model)
@@ -116,11 +123,11 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
     if stacks:
         in_blocks = [name for name in layers if any(is_under(name, stack) for stack in stacks)]
         width, order = in_width(layers[in_blocks[0]]), [*layers]
-        first, given = order.index(in_blocks[0]), {out_width(layer) for layer in outside.values()}
+        first, outputs = order.index(in_blocks[0]), {out_width(layer) for layer in outside.values()}
         for name, layer in [*outside.items()]:
-            takes, gives = in_width(layer) == width, out_width(layer) == width
-            makes_stream = gives and not takes and in_width(layer) not in given
-            if makes_stream or (order.index(name) < first and (gives or not takes)):
+            reads_stream, writes_stream = in_width(layer) == width, out_width(layer) == width
+            makes_stream = writes_stream and not reads_stream and in_width(layer) not in outputs
+            if makes_stream or (order.index(name) < first and (writes_stream or not reads_stream)):
                 del outside[name]
     elif not inner:
         last = next(reversed(outside), "")
@@ -128,20 +135,20 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
         is_set = isinstance(model.get_submodule(holder), nn.ModuleList | nn.ModuleDict)
         outside = {name: outside[name] for name in outside if name == last or (is_set and is_under(name, holder))}
     names = [*outside]
-    for place, (name, layer) in enumerate(outside.items()):
-        if not any(in_width(outside[later]) == out_width(layer) for later in names[place + 1 :]):
+    for index, (name, layer) in enumerate(outside.items()):
+        if not any(in_width(outside[later]) == out_width(layer) for later in names[index + 1 :]):
             heads[name] = layer
     return heads
 
 
-def _gives_what_it_takes(block: nn.Module) -> bool:
-    """Return False for one of several heads, whose last layer gives what none of its layers takes."""
+def _returns_stream_width(block: nn.Module) -> bool:
+    """Return False for one of several heads: its last layer has an output width that none of its layers takes."""
     layers = [*weight_layers(block).values()]
     return bool(layers) and out_width(layers[-1]) in map(in_width, layers)
 
 
 def _parts_of_transformers(model: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
-    """The modules inside base models of `transformers`, and the heads that its models name."""
+    """Return the modules inside base models of `transformers`, and the heads of its models."""
     inner: set[nn.Module] = set()
     heads: set[nn.Module] = set()
     for module in model.modules():
@@ -154,10 +161,10 @@ def _parts_of_transformers(model: nn.Module) -> tuple[set[nn.Module], set[nn.Mod
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The last of the layers that produce a model's outputs; None where there is none."""
+    """Return the name and module of the last output layer; None if there is none."""
     return next(reversed(output_layers(model).items()), None)
 
 
 def is_tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> bool:
-    """Whether a head's weight is also a table of tokens."""
+    """Return True if a head's weight is also a token table."""
     return any(head.weight is table.weight for table in tables.values())

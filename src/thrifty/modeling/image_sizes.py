@@ -1,4 +1,4 @@
-"""Images that have other sizes in some steps than in others."""
+"""Images whose size changes from step to step."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,8 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 
 IMAGES = "inputs"
-"""The field of a batch that has them: (b, c, h, w) or (b, h, w); in the user's own data the only one (b, c, h, w)."""
+"""Field of a batch with images (b, c, h, w) or (b, h, w); in a user's own data, the only field with shape (b, c, h,
+w)."""
 
 
 def _field_of_images(batch: Batch) -> str | None:
@@ -20,20 +21,20 @@ def _field_of_images(batch: Batch) -> str | None:
     maps = [name for name, tensor in batch.fields.items() if tensor.ndim > 2 and tensor.shape[-2:] in sides]
     if len(maps) > 1:
         raise RefusedError(
-            f"a batch has several tensors of images, or maps of their size: {', '.join(maps)}",
-            fix="leave one of them in the batch, (b, c, h, w)",
+            f"a batch has several fields with images or maps of their size: {', '.join(maps)}",
+            fix="keep one of them in the batch, (b, c, h, w)",
         )
     return images[0] if images else None
 
 
 def images_of(batch: Batch) -> Tensor | None:
-    """The images of a batch, None where it has none. Raises RefusedError for images that are not floats."""
+    """Return the images of a batch, None if it has none. Raise RefusedError for images that are not floats."""
     if (field := _field_of_images(batch)) is None:
         return None
     images = batch[field]
     if not images.is_floating_point():
         raise RefusedError(
-            f"the images are {images.dtype}, not floats", fix="give images as floats, 0 black and 1 white"
+            f"the images are {images.dtype}, not floats", fix="pass images as floats, 0 black and 1 white"
         )
     return images
 
@@ -45,22 +46,24 @@ def replace_images(batch: Batch, images: Tensor) -> Batch:
 def resized_images(
     source: BatchSource, who: str, side_at: Callable[[int, int], int], resized: Callable[[Tensor, int, int], Tensor]
 ) -> BatchSource:
-    """A source whose images at each step are `resized(images, height, width)`, `side_at(step, side)` being what each
-    full side is then. It is noted where the first images are full already.
+    """Return a source whose images at each step are `resized(images, height, width)`.
 
-    Its batches raise RefusedError, in the name of `who`, where they have no images."""
+    `side_at(step, side)` is the size of a full side at that step. A note is added if the first images are not smaller.
+    Batches without images raise RefusedError in the name of `who`.
+    """
 
     def change(step: int, batch: Batch) -> Batch:
         images = images_of(batch)
         if images is None:
             fields = " and ".join(sorted(batch.fields.keys() - {"key"}))
             raise RefusedError(
-                f"{who} needs batches of images; these have {fields}", fix=f"train on images, or --without {who}"
+                f"{who} requires batches of images; these have {fields}", fix=f"train on images, or --without {who}"
             )
         sides = images.shape[-2:]
         if all(side_at(0, side) == side for side in sides):
             add_note(
-                f"images of {sides[0]} x {sides[1]} are full from the start: lower multiple, or what they start at"
+                f"images of {sides[0]} x {sides[1]} have their full size from the start: lower multiple or the "
+                "initial size"
             )
         return replace_images(batch, resized(images, *(side_at(step, side) for side in sides)))
 

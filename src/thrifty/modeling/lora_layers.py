@@ -1,7 +1,7 @@
-"""One layer with low-rank additions: linear layers, `Conv1D`, embeddings, and torch's own attention.
+"""LoRA factors of one layer: linear layers, `Conv1D`, embeddings, and torch's own attention.
 
-The factors are parameters of the layer, `lora_a` and `lora_b`, and `lora_a_NAME` and `lora_b_NAME` for an adapter with
-a name. What else an adapter is stands in the layer's note `LORA`.
+The factors are parameters of the layer, `lora_a` and `lora_b`; a named adapter has `lora_a_NAME` and `lora_b_NAME`. The
+layer's note `LORA` holds the other data of its adapters.
 """
 
 import math
@@ -24,16 +24,16 @@ DEFAULT = "default"
 
 @dataclass(frozen=True)
 class LoraFactors:
-    """What an adapter is on one layer, its tensors apart."""
+    """Settings of an adapter on one layer, without its tensors."""
 
     rank: int
     alpha: float
     dropout: float = 0.0
     rank_stabilized: bool = False
     sizes: tuple[int, ...] = ()
-    """The widths of the layers fused in this one; none for a single layer. Each has factors of its own ..."""
+    """Output widths of fused layers, each with factors of its own; empty for a single layer."""
     chosen: tuple[int, ...] = ()
-    """... if its number is among these."""
+    """Indices of the fused layers that have factors."""
 
     @property
     def scale(self) -> float:
@@ -42,14 +42,14 @@ class LoraFactors:
 
 @dataclass
 class LayerAdapters:
-    """What a layer knows of its adapters."""
+    """The adapters of a layer."""
 
     factors: dict[str, LoraFactors] = field(default_factory=dict)
     active: tuple[str, ...] = ()
     kept: Tensor | None = None
-    """The weight as it was, while additions are merged into it."""
+    """The original weight while additions are merged into it, else None."""
     former: Callable[..., Any] | None = None
-    """The forward that something else had put on the layer before."""
+    """The layer's previous wrapped forward, if any."""
 
     @property
     def adding(self) -> tuple[str, ...]:
@@ -64,18 +64,19 @@ def weight_name(layer: nn.Module) -> str:
 
 
 def is_stored_in_out(layer: nn.Module) -> bool:
-    """Whether a weight is (in, out): `Conv1D`'s, and an embedding's, whose input is a token's one-hot vector."""
+    """Return True if a weight has shape (in, out): that of `Conv1D` and of an embedding, whose input is a one-hot
+    vector."""
     return isinstance(layer, nn.Embedding) or is_transposed(layer)
 
 
 def widths(layer: nn.Module) -> tuple[int, int]:
-    """What a layer takes, and what it gives."""
+    """Return the input width and the output width of a layer."""
     rows, columns = getattr(layer, weight_name(layer)).shape
     return (rows, columns) if is_stored_in_out(layer) else (columns, rows)
 
 
 def parameter_names(name: str = DEFAULT) -> tuple[str, str]:
-    """How the factors A and B of an adapter are called on each of its layers."""
+    """Return the names of the factors A and B of an adapter on each layer."""
     end = "" if name == DEFAULT else f"_{name}"
     return f"lora_a{end}", f"lora_b{end}"
 
@@ -83,14 +84,17 @@ def parameter_names(name: str = DEFAULT) -> tuple[str, str]:
 def add_factors(
     layer: nn.Module, factors: LoraFactors, name: str = DEFAULT, generator: torch.Generator | None = None
 ) -> None:
-    """Give one layer the factors of an adapter, active from now on. A starts as Kaiming-uniform and B as zero, so that
-    nothing is added yet; in an embedding A as zero and B as normal. The layer's own parameters are frozen."""
+    """Add the factors of an adapter to one layer and activate it; the layer's own parameters are frozen.
+
+    A is initialized Kaiming-uniform and B to zero, so that the addition starts at zero. In an embedding A is zero and B
+    is normal.
+    """
     weight = getattr(layer, weight_name(layer))
-    takes, gives = widths(layer)
+    in_size, out_size = widths(layer)
     if factors.sizes:
-        gives = sum(factors.sizes[index] for index in factors.chosen)
+        out_size = sum(factors.sizes[index] for index in factors.chosen)
     new = weight.new_empty(0, dtype=torch.promote_types(weight.dtype, torch.float32))
-    a, b = new.new_zeros(factors.rank * (len(factors.chosen) or 1), takes), new.new_zeros(gives, factors.rank)
+    a, b = new.new_zeros(factors.rank * (len(factors.chosen) or 1), in_size), new.new_zeros(out_size, factors.rank)
     if isinstance(layer, nn.Embedding):
         nn.init.normal_(b, generator=generator)
     else:
@@ -98,18 +102,18 @@ def add_factors(
     adapters = attach_adapters(layer)
     if not adapters.factors:
         layer.requires_grad_(False)
-    for each, values in zip(parameter_names(name), (a, b), strict=True):
-        layer.register_parameter(each, nn.Parameter(values))
+    for parameter_name, values in zip(parameter_names(name), (a, b), strict=True):
+        layer.register_parameter(parameter_name, nn.Parameter(values))
     adapters.factors[name] = factors
     adapters.active = (*adapters.active, name)
 
 
 def attach_adapters(layer: nn.Module) -> LayerAdapters:
-    """A layer's adapters; where it has none yet its forward is wrapped for them."""
+    """Return a layer's adapters; wrap its forward if it has none yet."""
     if (adapters := LORA.get(layer)) is None:
         adapters = LORA.set(layer, LayerAdapters(former=vars(layer).get("forward")))
-        ways = ((nn.MultiheadAttention, _attend), (nn.Embedding, _look_up))
-        wrap_forward(layer, next((way for kind, way in ways if isinstance(layer, kind)), _multiply))
+        forwards = ((nn.MultiheadAttention, _attend), (nn.Embedding, _look_up))
+        wrap_forward(layer, next((forward for kind, forward in forwards if isinstance(layer, kind)), _multiply))
     return adapters
 
 
@@ -123,14 +127,15 @@ def detach_adapters(layer: nn.Module) -> None:
 
 
 def factors_of(layer: nn.Module, name: str = DEFAULT) -> tuple[Tensor, Tensor, float]:
-    """A (k, in), B (out, k) and the scale of an adapter on a layer; k is the rank, times the fused layers chosen."""
+    """Return A (k, in), B (out, k) and the scale of an adapter; k is the rank times the number of chosen fused
+    layers."""
     a, b = (getattr(layer, each) for each in parameter_names(name))
     own = LORA.of(layer).factors[name]
     return a, on_diagonal(b, own.sizes, own.chosen) if own.sizes else b, own.scale
 
 
 def with_products(layer: nn.Module, weights: Mapping[str, float]) -> Tensor:
-    """The layer's weight plus the products of these adapters, each times its number, rounded once at the end."""
+    """Return the layer's weight plus the weighted products of these adapters, rounded once at the end."""
     weight = getattr(layer, weight_name(layer))
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for name, factor in weights.items():
@@ -152,7 +157,7 @@ def _look_up(table: nn.Embedding, inner: Any, tokens: Tensor) -> Tensor:
     result = inner(tokens)
     for name in LORA.of(table).adding:
         a, b, scale = factors_of(table, name)
-        # a table of a class of its own may multiply what it gives, as Gemma's does
+        # a subclass of nn.Embedding may scale its outputs, as in Gemma
         multiplier = 1.0 if type(table) is nn.Embedding else getattr(table, "embed_scale", 1.0)
         thin = F.embedding(tokens, a.T, table.padding_idx) * (scale * multiplier)
         result = (result + F.linear(thin, b)).to(result.dtype)
@@ -160,7 +165,7 @@ def _look_up(table: nn.Embedding, inner: Any, tokens: Tensor) -> Tensor:
 
 
 def _attend(attention: nn.MultiheadAttention, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """It calls none of its layers, so their weights are given the additions for the length of a call."""
+    """Run torch's attention with the additions in its weights, since it does not call its own layers."""
     with _summed(attention), _summed(attention.out_proj):
         return inner(*args, **kwargs)
 

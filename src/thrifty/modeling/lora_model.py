@@ -1,6 +1,6 @@
-"""Low-rank adapters of a whole model, several by name on one base: attached, switched, merged and taken off.
+"""LoRA adapters of a whole model: several named adapters on one base, attached, switched, merged and removed.
 
-No weight of the base is copied or renamed, however many adapters there are.
+No weight of the base is copied or renamed, for any number of adapters.
 """
 
 import re
@@ -27,15 +27,15 @@ from thrifty.modeling.module_surgery import tied_names
 
 
 def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFAULT, seed: int = 0) -> None:
-    """Give layers, by their names in the model, the factors of an adapter, which becomes the active one. The first
-    adapter freezes the base. First values depend on (seed, the names of layer and adapter) alone.
+    """Add the factors of an adapter to layers, by name, and activate it. The first adapter freezes the base.
 
-    Raises UsageError for a name that is taken or is none, or while something is merged.
+    Initial values depend only on the seed and on the names of layer and adapter. Raise UsageError for an invalid or
+    existing name, or while adapters are merged.
     """
     if not re.fullmatch(r"\w+", name):
-        raise UsageError(f"{name!r} cannot name an adapter", fix="use letters, digits and underscores")
+        raise UsageError(f"{name!r} is no name for an adapter", fix="use letters, digits and underscores")
     if name in adapters(model):
-        raise UsageError(f"the model has an adapter {name!r} already", fix="remove it first, or give another name")
+        raise UsageError(f"the model has an adapter {name!r} already", fix="remove it first, or choose another name")
     _refuse_merged(model)
     if not adapters(model):
         model.requires_grad_(False)
@@ -50,17 +50,17 @@ def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFA
 
 
 def adapted_layers(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """The layers, by name, that have factors: of one adapter, or of any."""
+    """Return the layers with factors, by name: of one adapter, or of any."""
     return {path: layer for path, layer in LORA.noted(model) if not name or name in LORA.of(layer).factors}
 
 
 def adapters(model: nn.Module) -> list[str]:
-    """The names of a model's adapters, sorted."""
+    """Return the names of a model's adapters, sorted."""
     return sorted({name for layer in adapted_layers(model).values() for name in LORA.of(layer).factors})
 
 
 def factor_names(model: nn.Module) -> set[str]:
-    """The names of all factors of all adapters, as parameters of the model."""
+    """Return the parameter names of all factors of all adapters."""
     return {
         f"{path}.{each}" if path else each
         for path, layer in adapted_layers(model).items()
@@ -70,7 +70,7 @@ def factor_names(model: nn.Module) -> set[str]:
 
 
 def activate(model: nn.Module, *names: str) -> None:
-    """From now on these adapters add, their sum where they are several; without names the base stands alone."""
+    """Activate these adapters, whose additions are summed; without names only the base is active."""
     _refuse_merged(model)
     check_names(model, names)
     for layer in adapted_layers(model).values():
@@ -79,8 +79,7 @@ def activate(model: nn.Module, *names: str) -> None:
 
 @contextmanager
 def active_adapters(model: nn.Module, *names: str) -> Iterator[None]:
-    """Inside the block, and only there, these adapters add. A backward pass that computes something again belongs
-    inside, too."""
+    """Activate these adapters inside the block only. A backward pass with recomputation must be inside, too."""
     before = {path: LORA.of(layer).active for path, layer in adapted_layers(model).items()}
     activate(model, *names)
     try:
@@ -91,7 +90,7 @@ def active_adapters(model: nn.Module, *names: str) -> Iterator[None]:
 
 
 def remove(model: nn.Module, name: str = DEFAULT) -> None:
-    """Take an adapter off. With the last one the layers are as they were, their weights still frozen."""
+    """Remove an adapter. After the last one the layers are restored; their weights stay frozen."""
     _refuse_merged(model)
     check_names(model, (name,))
     for layer in adapted_layers(model, name).values():
@@ -107,10 +106,11 @@ def remove(model: nn.Module, name: str = DEFAULT) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
-    """Add low-rank products to the weights, keeping those for `unmerge`: of the active adapters, or of those in
-    `weights`, each times its number. Sums are float32 at least. A layer that is merged stays as it is.
+    """Add low-rank products to the weights and keep the original weights for `unmerge`.
 
-    Raises RefusedError, with nothing changed, for a weight that another layer shares.
+    Merged are the active adapters, or those in `weights` with these factors. Sums are at least float32. Layers that are
+    merged already stay unchanged. Raise RefusedError, with nothing changed, for a weight that is shared with another
+    layer.
     """
     check_names(model, weights or ())
     chosen: dict[nn.Module, dict[str, float]] = {}
@@ -124,7 +124,7 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
         if f"{path}.{weight_name(layer)}" in {*aliases, *aliases.values()}:
             raise RefusedError(
                 f"{path}.{weight_name(layer)} is shared with another layer, which would change as well",
-                fix="keep the adapter apart: with it the model computes what it was trained for",
+                fix="keep the adapter unmerged: the model with the attached adapter is the trained one",
             )
         chosen[layer] = own
     for layer, own in chosen.items():
@@ -135,7 +135,7 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
-    """Put back the weights that `merge` kept: bit for bit, in any precision."""
+    """Restore the weights that `merge` kept, bit for bit in any precision."""
     for layer in adapted_layers(model).values():
         layer_adapters = LORA.of(layer)
         if layer_adapters.kept is not None:
@@ -148,7 +148,7 @@ def is_merged(model: nn.Module) -> bool:
 
 
 def merge_and_remove(model: nn.Module) -> None:
-    """Merge the active adapters for good, and take all off: the plain layers with other weights."""
+    """Merge the active adapters permanently and remove all adapters."""
     merge(model)
     for layer in adapted_layers(model).values():
         LORA.of(layer).kept = None
@@ -162,6 +162,6 @@ def _refuse_merged(model: nn.Module) -> None:
 
 
 def check_names(model: nn.Module, names: Iterable[str]) -> None:
-    """Raises UsageError for an adapter that the model does not have."""
+    """Raise UsageError for an adapter that the model does not have."""
     for name in names:
         refuse_unknown("the model has no adapter", name, adapters(model))

@@ -1,8 +1,7 @@
-"""Finding and changing modules of any model, without knowing its architecture.
+"""Module surgery: find and change modules of any model without knowledge of its architecture.
 
-Changes here never rename a parameter: what is added to a module is a new parameter or buffer on it, what is computed
-differently goes through a forward wrapped in place. So a weight keeps its name from the plain run to the last
-checkpoint, whatever was switched on.
+Changes never rename a parameter. Additions are new parameters or buffers of a module; changed computations wrap its
+forward in place. A weight keeps its name from the plain run to the last checkpoint.
 """
 
 import re
@@ -23,7 +22,7 @@ from thrifty.modeling.stage_placeholders import present
 
 @dataclass(frozen=True)
 class ModuleSelection:
-    """Modules that a filter matched, by name, and those of the right kind it passed over, with the reason."""
+    """Modules that a filter matched, by name, and modules of the right kind that it skipped, with reasons."""
 
     matched: Mapping[str, nn.Module]
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -40,10 +39,10 @@ def select(
     where: str = "",
     skip: Callable[[str, nn.Module], str | None] = lambda name, module: None,
 ) -> ModuleSelection:
-    """Modules of `kind` whose name contains a match of the pattern `where`; `skip` gives a reason to pass one over.
-    Those whose weight is computed are passed over.
+    """Return modules of `kind` whose name contains a match of the pattern `where`.
 
-    Raises RefusedError when nothing matches, naming what there was: a filter that silently finds nothing is worse.
+    `skip` returns a reason to skip a module. Modules with a computed weight are skipped. Raise RefusedError with the
+    available names if nothing matches, since a filter without a match should not pass silently.
     """
     of_kind = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     computed = "its weight is computed from other parameters"
@@ -55,7 +54,7 @@ def select(
     matched = {name: of_kind[name] for name, reason in reasons.items() if not reason}
     skipped = {name: reason for name, reason in reasons.items() if reason}
     if not matched:
-        seen = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in of_kind})) or "none of that kind at all"
+        seen = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in of_kind})) or "the model has none of that kind"
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         what = f"no module matches {where!r}" if where else "no module is left to change"
         raise RefusedError(what + (f" ({why})" if why else ""), fix=f"match one of: {seen}")
@@ -65,12 +64,11 @@ def select(
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The repeated residual blocks: the longest ModuleList whose members are all of one class; the name and the list,
-    without blocks that another pipeline stage holds.
+    """Return the name and list of the repeated residual blocks: the longest ModuleList with members of a single class.
 
-    Raises RefusedError when the model has none.
+    Blocks of other pipeline stages are left out. Raise RefusedError if the model has no such list.
     """
-    lists = {name: _here(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
+    lists = {name: _local_blocks(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
         raise RefusedError(
             f"no list of equal blocks was found in {type(model).__name__}",
@@ -81,11 +79,11 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
-    """Every outermost list of equal blocks, by name, in the order of definition: one in a decoder, two in an
-    encoder-decoder. Lists inside a block and lists of single layers do not count; blocks that another pipeline stage
-    holds are left out. In a model without such lists an `nn.Sequential` of several equal blocks is one.
+    """Return every outermost list of equal blocks, by name, in order of definition.
 
-    Raises RefusedError when the model has none.
+    A decoder has one, an encoder-decoder two. Lists inside a block and lists of single layers are not counted; blocks
+    of other pipeline stages are left out. In a model without such lists, an `nn.Sequential` of several equal blocks is
+    one. Raise RefusedError if the model has none.
     """
     return _stacks(model, nn.ModuleList) or _stacks(model, nn.Sequential) or dict([find_blocks(model)])
 
@@ -95,39 +93,42 @@ def _stacks(model: nn.Module, kind: type[nn.Module]) -> dict[str, nn.ModuleList]
     for name, module in model.named_modules():
         inside = any(is_under(name, stack) for stack in stacks)
         if not inside and _is_list_of_equals(module, kind) and len(_matrix_layers(present(module)[0])) > 1:
-            stacks[name] = _here(module)
+            stacks[name] = _local_blocks(module)
     return stacks
 
 
 def refuse_repeated(stack: str, blocks: nn.ModuleList) -> None:
-    """Raise RefusedError if a stack holds one block in several places."""
+    """Raise RefusedError if a stack contains one block in several places."""
     if len({*blocks}) < len(blocks):
         raise RefusedError(
-            f"{stack or 'the model'} holds one block in several places, and what is added to it would act in each",
-            fix="build a block for each place: memory.share_parameters lets them share their weights",
+            f"{stack or 'the model'} contains one block in several places, so a change of it would act in each",
+            fix="build a separate block for each place; to share weights, use --with memory.share_parameters",
         )
 
 
 def is_under(name: str, module: str) -> bool:
-    """Whether a name is that of something inside the module of another name; "" is the model itself."""
+    """Return True if `name` belongs to something inside `module`; "" is the model itself."""
     return not module or name.startswith(f"{module}.")
 
 
 def _is_list_of_equals(module: nn.Module, kind: type[nn.Module] = nn.ModuleList) -> TypeGuard[nn.ModuleList]:
     if not isinstance(module, kind) or (kind is nn.Sequential and len(module) == 1):  # type: ignore[arg-type]
-        return False  # a sequence of one is something around a model, not a list of blocks
+        return False  # a sequence of one is a wrapper of a model, not a list of blocks
     return len({type(child) for child in present(module)}) == 1
 
 
-def _here(blocks: nn.ModuleList) -> nn.ModuleList:
-    """The list itself, so that it can be changed, where all of its blocks are here."""
+def _local_blocks(blocks: nn.ModuleList) -> nn.ModuleList:
+    """Return the list itself, which can be changed, if no block is on another stage; else a list of the local
+    blocks."""
     own = present(blocks)
     return blocks if len(own) == len(blocks) else nn.ModuleList(own)
 
 
 def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules that multiply by a matrix of their own, by name, in the order of definition: linear layers of any class,
-    and `nn.MultiheadAttention` as a whole, since it does not call the layers it holds."""
+    """Return modules that multiply by a matrix of their own, by name, in order of definition.
+
+    These are linear layers of any class, and `nn.MultiheadAttention` as a whole, since it does not call its own layers.
+    """
     return {name: layer for name, layer in _matrix_layers(module).items() if not computes_weight(layer)}
 
 
@@ -150,19 +151,23 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def computes_weight(module: nn.Module) -> bool:
-    """Return True if a module computes its weight from other parameters, as `weight_norm` lets it: a value written to
-    such a weight is lost."""
+    """Return True if a module computes its weight from other parameters, as with `weight_norm`.
+
+    A value written to such a weight would be lost.
+    """
     return is_parametrized(module, "weight") or isinstance(vars(module).get("weight"), Tensor)
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Let a module compute `wrapper(module, inner, *args, **kwargs)`, `inner` being its present forward; a copy of the
-    module uses its own."""
+    """Replace a module's forward by `wrapper(module, inner, *args, **kwargs)`, where `inner` is the previous forward.
+
+    A copy of the module uses its own forward.
+    """
     present = module.forward
     is_own = getattr(present, "__self__", None) is module
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # a new method at each call would be compiled anew
+        # a new method at each call would trigger a recompilation
         inner = MethodType(present.__func__, self) if is_own and self is not module else present
         return wrapper(self, inner, *args, **kwargs)
 
@@ -170,14 +175,16 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 
 
 def refuse_copies(model: nn.Module, who: str, in_evaluation: bool = False) -> None:
-    """Let a copy of a model refuse to train, where what was set up for the model is not copied with it; and to record
-    gradients `in_evaluation`."""
+    """Make copies of a model refuse to train if the setup for the model is not copied.
+
+    With `in_evaluation` they also refuse to record gradients in evaluation mode.
+    """
     own = weakref.ref(model)
 
     def refuse(module: nn.Module, args: object) -> None:
         if module is not own() and torch.is_grad_enabled() and (module.training or in_evaluation):
             raise RefusedError(
-                f"{who} was set up for another model, of which this is a copy",
+                f"{who} was set up for another model, and this is a copy of it",
                 fix="copy the plain model, and apply the technique to the copy",
             )
 
@@ -185,19 +192,22 @@ def refuse_copies(model: nn.Module, who: str, in_evaluation: bool = False) -> No
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward. torch's fused encoder layers, which in evaluation read weights past any forward, are
-    switched off in this process."""
+    """Replace a module's forward.
+
+    torch's fused encoder layers are switched off in this process: in evaluation they read weights without calling
+    forward.
+    """
     torch.backends.mha.set_fastpath_enabled(False)
     module.forward = forward  # type: ignore[method-assign]
 
 
 def change_first(output: Any, change: Callable[[Any], Any]) -> Any:
-    """Change the first of what a module returned, or all of it where that is no tuple."""
+    """Change the first element of a module's output, or all of it if it is no tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Each parameter name that is another name's tensor, mapped to the first name it has."""
+    """Return a mapping from each further name of a shared tensor to its first name."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     firsts = {name: first.setdefault(id(parameter), name) for name, parameter in named}

@@ -1,6 +1,8 @@
-"""What optimizers must know of a parameter, told from names and shapes alone: whether it is decayed, whether it is a
-hidden matrix, and whether it is several layers in one. And what only the model could tell: its own learning rate,
-which side of it is the input's, and that it is an embedding or a head."""
+"""Kinds of parameters for optimizers: weight decay, hidden matrices, fused layers.
+
+They are determined from names and shapes alone. Marks on a parameter store what only the model knows: its own learning
+rate factor, which dim is the input, and that it is an embedding or a head.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,31 +24,35 @@ _GATED = re.compile(r"up|gate_up|gate_up_proj|wi|w12|fc1|linear1")
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay and trust ratios apply: not to vectors and scalars (norms, biases, gains), not to anything
-    named a bias, not to position or class tokens. The one rule of the toolkit."""
+    """Return True if weight decay and trust ratios apply: Thrifty's only rule for this.
+
+    Excluded are vectors and scalars (norms, biases, gains), anything named a bias, and position or class tokens.
+    """
     return parameter.ndim > 1 and not name.endswith("bias") and not _TABLE.search(name)
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Return True for a matrix that maps activations to activations: no embedding and no head, by name or by
-    `mark_end`, nothing of a position, no convolution kernel."""
+    """Return True for a matrix that maps activations to activations.
+
+    Excluded are embeddings and heads (by name or by `mark_end`), position tables and convolution kernels.
+    """
     module = name.removesuffix(".weight")
     at_an_end = any(_END.fullmatch(word) for word in module.lower().split(".")) or _LAST.fullmatch(module)
     return parameter.ndim == 2 and is_matrix(name, parameter) and not (at_an_end or is_marked_end(parameter))
 
 
 def set_learning_rate_factor(parameter: Tensor, factor: float) -> None:
-    """Let a parameter know by what its own learning rate is multiplied."""
+    """Set the factor of a parameter's own learning rate."""
     parameter.own_factor = factor  # type: ignore[attr-defined]
 
 
 def learning_rate_factor(parameter: Tensor) -> float | None:
-    """By what the learning rate of a parameter is multiplied, None where nobody has said."""
+    """Return the factor of a parameter's learning rate; None if it was not set."""
     return getattr(parameter, "own_factor", None)
 
 
 def mark_end(parameter: Tensor) -> None:
-    """Mark a parameter as one of the model's two ends: an embedding, or a layer that produces outputs."""
+    """Mark a parameter as an end of the model: an embedding, or a layer that produces outputs."""
     parameter.is_model_end = True  # type: ignore[attr-defined]
 
 
@@ -66,20 +72,20 @@ def is_kept_transposed(parameter: Tensor) -> bool:
 
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:
-    """Return what a parameter was marked with, which a deep copy of it has lost."""
+    """Return the marks of a parameter, which a deep copy of it loses."""
     marks = ("own_factor", "is_kept_transposed", "is_model_end")
     return {name: getattr(parameter, name) for name in marks if hasattr(parameter, name)}
 
 
 def stand_in_for(parameter: Tensor, copy: Tensor) -> Tensor:
-    """The same copy, which an optimizer is given in a parameter's place: it knows what the parameter knows."""
+    """Copy the marks of a parameter to `copy`, which an optimizer receives in its place, and return `copy`."""
     vars(copy).update(marks_of(parameter))
     return tag_order(copy, order_of(parameter))
 
 
 @dataclass(frozen=True)
 class FusedSlices:
-    """Layers one after the other in one parameter: along which dim, and how much of it each takes."""
+    """Layers fused in one parameter: the dim along which they are concatenated, and their sizes."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -89,36 +95,36 @@ class FusedSlices:
 
 
 def fused_slices(names: Sequence[str], parameters: Sequence[Tensor]) -> list[FusedSlices | None]:
-    """For each parameter the layers that it fuses, None where it is one layer: queries, keys and values (with fewer of
-    the latter two where heads share them), keys and values, or the gate and the value of a gated network.
+    """Return for each parameter the layers that it fuses, None for a single layer.
 
-    The layer that reads their result, found beside them, tells how wide each is. `query_key_value`, whose heads take
-    turns, cannot be cut into layers and counts as one.
+    Fused layers are queries, keys and values; keys and values; or the gate and value of a gated MLP. Keys and values
+    have fewer rows if heads share them. The following layer in the same module determines their widths.
+    `query_key_value` interleaves its heads, cannot be cut into layers, and counts as one.
     """
     layers = [_layer(name) for name in names]
-    beside: dict[str, dict[str, Tensor]] = {}
+    siblings: dict[str, dict[str, Tensor]] = {}
     for (owner, word), parameter in zip(layers, parameters, strict=True):
         if parameter.ndim == 2:
-            beside.setdefault(owner, {})[word] = parameter
+            siblings.setdefault(owner, {})[word] = parameter
     return [
-        _slices(word, beside[owner]) if parameter.ndim == 2 else None
+        _slices(word, siblings[owner]) if parameter.ndim == 2 else None
         for (owner, word), parameter in zip(layers, parameters, strict=True)
     ]
 
 
 def _layer(name: str) -> tuple[str, str]:
-    """The module that holds a layer, and the layer's own name."""
+    """Return the name of the parent module, and the layer's own name."""
     owner, _, word = name.removesuffix(".weight").rpartition(".")
     return owner, word
 
 
-def _slices(word: str, beside: Mapping[str, Tensor]) -> FusedSlices | None:
-    rows, columns = beside[word].shape
-    # the layer behind it gives as many numbers as this one takes, and takes what one slice gives
-    widths = [matrix.shape[1] for other, matrix in beside.items() if other != word and matrix.shape[0] == columns]
+def _slices(word: str, siblings: Mapping[str, Tensor]) -> FusedSlices | None:
+    rows, columns = siblings[word].shape
+    # the following layer has this one's input width as its output width, and one slice's width as its input width
+    widths = [matrix.shape[1] for other, matrix in siblings.items() if other != word and matrix.shape[0] == columns]
     kind = word.lower()
     if _QUERY_KEY_VALUE.fullmatch(kind):
-        if kind == "c_attn" and columns in (2 * rows, 3 * rows):  # (in, out), as transformers keeps GPT-2's
+        if kind == "c_attn" and columns in (2 * rows, 3 * rows):  # (in, out), as in the GPT-2 of transformers
             return FusedSlices(1, (rows,) * (columns // rows))
         queries = widths[-1] if widths else rows // 3
         shared, rest = divmod(rows - queries, 2)

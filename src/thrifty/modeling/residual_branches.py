@@ -1,9 +1,9 @@
-"""The residual branches of a block, and the matrices inside them, of any model.
+"""Residual branches of a block, and the matrices inside them, for any model.
 
-A block adds what its branches give to a stream of one width. Branches are found by structure and by the names that
-layers go by, not by a table of architectures: a branch ends in a layer that gives the stream's width and is not, by its
-name, a query, key, value, gate or inner layer. The other layers belong to the end that they share most of their path
-with, of equal ones to the next. A block with a weight that cannot be placed so is refused.
+A block adds the outputs of its branches to a stream of one width. Branches are found by structure and layer names, not
+by a table of architectures. A branch ends in a layer with the stream's output width whose name is not that of a query,
+key, value, gate or inner layer. The other layers belong to the end with which they share most of their path, if tied to
+the next one. A block with a weight that has no branch is refused.
 """
 
 import re
@@ -32,36 +32,36 @@ _LAST = re.compile(r"o|out|down|proj|wo|w2|fc2|lin2|linear2|fc_out|(o|out|c|down
 _CROSS = re.compile(r"cross|encoder_?att|enc_?dec|multihead_attn")
 _NO_WEIGHT = re.compile(r"position|relative|rotary")
 _NAME_THE_ENDS = (
-    'name the layers that write into the residual stream, for instance where="(out|down)$"; blocks whose weights are '
-    "not all in linear layers, such as experts, cannot be treated"
+    'name the layers that write into the residual stream, for instance where="(out|down)$"; blocks with weights '
+    "outside linear layers, such as experts, are not supported"
 )
 
 
 @dataclass(frozen=True)
 class ResidualBranch:
-    """One branch of a block; names are those in the model."""
+    """One residual branch of a block; names are those in the model."""
 
     writer: nn.Module
-    """The module whose output is added to the stream."""
+    """Module whose output is added to the stream."""
     name: str
-    """Of the writer."""
+    """Name of the writer."""
     inner: Mapping[str, nn.Module]
-    """The weight layers before the last, in the order of definition."""
+    """Weight layers before the last one, in order of definition."""
     owner: nn.Module
-    """The module that holds the inner layers."""
+    """Module that contains the inner layers."""
     kind: Kind
 
     @property
     def last(self) -> nn.Module:
-        """The layer whose weight is the last factor of the branch."""
+        """Layer whose weight is the last factor of the branch."""
         return self.writer.out_proj if isinstance(self.writer, nn.MultiheadAttention) else self.writer
 
 
 def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
-    """The branches of each block of each stack.
+    """Return the branches of each block of each stack.
 
-    `where` is a pattern of the names (inside a block) of the modules that write into the stream; without it they are
-    found. Raises RefusedError for a model without blocks or with a weight in a block that is in no branch.
+    `where` is a pattern for the names, inside a block, of modules that write into the stream; by default they are
+    detected. Raise RefusedError for a model without blocks, or for a weight in a block that belongs to no branch.
     """
     branches: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():
@@ -74,19 +74,21 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
 
 
 def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
-    """How many blocks of each stack a forward pass goes through: more than there are where it goes through them again
-    and again, as ALBERT does with its groups."""
+    """Return the number of blocks that a forward pass runs in each stack.
+
+    It exceeds the number of modules if blocks run repeatedly, as the groups of ALBERT do.
+    """
     config = getattr(model, "config", None)
     groups, layers = (getattr(config, name, None) for name in ("num_hidden_groups", "num_hidden_layers"))
     counts = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
     for stack, blocks in stacks.items():
         if counts[stack] != len(blocks):
-            add_note(f"the {len(blocks)} of {stack} count as {counts[stack]}: so many are gone through")
+            add_note(f"the {len(blocks)} blocks of {stack} count as {counts[stack]}, since they run repeatedly")
     return counts
 
 
 def is_decoder(blocks: Blocks) -> bool:
-    """Whether these blocks attend to what another stack gives."""
+    """Return True if these blocks attend to the output of another stack."""
     return any(branch.kind == "cross-attention" for branch in blocks[0])
 
 
@@ -109,16 +111,20 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
 
 
 def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
-    """The end that a layer leads to: of those it shares most modules with the next one, or the last one before it
-    where they share more than the block."""
+    """Return the end that a layer leads to: among those that share most modules with it, the next one.
+
+    If there is no next one, return the last one before it, provided that they share more than the block.
+    """
     near = max((_shared(path, end) for end in ends), default=0)
     nearest = [end for end in ends if _shared(path, end) == near]
     return next((end for end in nearest if end in later), nearest[-1] if near else None)
 
 
 def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
-    """The layers that end a branch, in the order of definition. One whose name says nothing does if it gives the
-    stream's width and another layer came since the last end."""
+    """Return the layers that end a branch, in order of definition.
+
+    A layer with an unknown name is an end if it has the stream's width and another layer came since the last end.
+    """
     width = next((in_width(layer) for layer in layers.values()), 0)
     ends: list[str] = []
     is_open = False
@@ -136,9 +142,11 @@ def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
 
 
 def _shared(path: str, other: str) -> int:
-    """How many modules, from the block inwards, hold both."""
+    """Return the number of modules, from the block inwards, that contain both."""
     words = zip(path.split(".")[:-1], other.split(".")[:-1], strict=False)
-    return next((i for i, (mine, theirs) in enumerate(words) if mine != theirs), min(path.count("."), other.count(".")))
+    return next(
+        (i for i, (first, second) in enumerate(words) if first != second), min(path.count("."), other.count("."))
+    )
 
 
 def _kind(end: str, inner: Mapping[str, nn.Module], before: list[ResidualBranch]) -> Kind:
@@ -149,8 +157,10 @@ def _kind(end: str, inner: Mapping[str, nn.Module], before: list[ResidualBranch]
 
 
 def part_of_attention(path: str) -> str:
-    """What of attention a layer makes by its name, such as "q" or "qkv"; "low rank" where that is not one thing, ""
-    for a layer of another kind."""
+    """Return the part of attention that a layer computes by its name, such as "q" or "qkv".
+
+    Return "low rank" if it is not a single part, "" for a layer of another kind.
+    """
     last = path.rpartition(".")[2].lower()
     if match := _ATTENTION.fullmatch(last):
         return match[1]
@@ -164,7 +174,7 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
     ends: dict[str, str] = {}
     for branch in branches:
         if not branch.inner:
-            raise RefusedError(f"no layers were found that lead to {branch.name}", fix=_NAME_THE_ENDS)
+            raise RefusedError(f"{branch.name} has no inner layers", fix=_NAME_THE_ENDS)
         is_whole = isinstance(branch.writer, nn.MultiheadAttention)
         parent = branch.name if is_whole else branch.name.rpartition(".")[0]
         if branch.kind != "mlp" and ends.setdefault(parent, branch.name) != branch.name:
@@ -176,22 +186,22 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
         holds_norm = not is_norm(child) and any(map(is_norm, child.modules()))
         if holds_norm and not is_container and not weight_layers(child):
             raise RefusedError(
-                f"{name}.{path} has a norm and no layer with weights: a branch without any cannot be treated",
-                fix="leave this model as it is, or use one whose branches end in linear layers",
+                f"{name}.{path} has a norm and no layer with weights: a branch without weights is not supported",
+                fix="leave out this technique, or use a model whose branches end in linear layers",
             )
     layers = [layer for branch in branches for layer in (*branch.inner.values(), branch.writer)]
     placed = {id(parameter) for layer in layers for parameter in layer.parameters()}
     placed |= {id(module.weight) for module in block.modules() if isinstance(module, nn.Embedding)}
     for path, parameter in block.named_parameters():
         if id(parameter) not in placed and is_matrix(path, parameter) and not _NO_WEIGHT.search(path.lower()):
-            raise RefusedError(f"{name}.{path} is in no residual branch that could be found", fix=_NAME_THE_ENDS)
+            raise RefusedError(f"{name}.{path} belongs to no residual branch", fix=_NAME_THE_ENDS)
     if not branches:
         raise RefusedError(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether a layer keeps its weight as (in, out), as `Conv1D` of transformers does."""
-    # a sharded layer is of a class made from its own
+    """Return True if a layer stores its weight as (in, out), as `Conv1D` of transformers does."""
+    # the class of a sharded layer is derived from its original class
     return any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
 
 
@@ -208,7 +218,7 @@ def out_width(layer: nn.Module) -> int:
 
 
 def biases(layer: nn.Module) -> list[nn.Parameter]:
-    """The bias vectors of a weight layer."""
+    """Return the bias vectors of a weight layer."""
     return [p for name, p in layer.named_parameters() if name.rpartition(".")[2] in ("bias", "in_proj_bias")]
 
 
@@ -216,7 +226,7 @@ GAIN_HOOK: ModuleNote[RemovableHandle] = ModuleNote("gain_hook")
 
 
 def add_gain(writer: nn.Module, gain: nn.Parameter) -> None:
-    """Multiply what a module gives (the first of it where it gives several) by a new parameter of it named `gain`."""
+    """Multiply a module's output (the first element of a tuple) by a new parameter `gain` of the module."""
     writer.gain = gain
     GAIN_HOOK.set(writer, writer.register_forward_hook(_times_gain))
 

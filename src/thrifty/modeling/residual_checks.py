@@ -1,6 +1,8 @@
-"""Whether the blocks of a model add to a stream and do nothing else to it: without what their branches give they are
-the identity. So it is with the norm in front of each branch, and not with the norm behind the sum. And whether what
-they add is what their branches give: a norm behind a branch makes it of one size, whatever it is multiplied by."""
+"""Numerical checks that the blocks of a model are pre-norm.
+
+A block must be the identity if its branches return zero: true with a norm before each branch, false with a norm after
+the sum. A branch must add in proportion to its output: false with a norm after the branch.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,31 +20,34 @@ from thrifty.modeling.module_surgery import change_first, find_stacks
 from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_decoder
 
 TOKENS = 4
-"""Of the stream that is given to a block to see what it does."""
+"""Number of tokens in the stream for a trial of a block."""
 CANNOT_RUN = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
-"""What a block or a model raises that misses something it needs."""
+"""Errors of a block or model that lacks an argument."""
 
 
 def refuse_normed_sums(model: nn.Module, why: str) -> None:
-    """Raises RefusedError where a block whose branches give nothing changes the stream; `why` is what that would break.
+    """Raise RefusedError if a block changes the stream although its branches return zero; `why` is the consequence.
 
-    The first block of each stack is tried: on random hidden states alone, or, where it takes more (positions, say), on
-    what a forward pass of the model gives it. One that cannot be tried is noted; fake tensors have nothing to compare.
+    The first block of each stack is tried on random hidden states. If it requires more inputs (for example positions),
+    it is tried on those of a forward pass of the model. A block that cannot be tried is noted. Fake tensors are not
+    compared.
     """
     for stack, trial in _trials(model).items():
         stays = trial.keeps_the_stream()
         if stays is None:
-            add_note(f"blocks of {stack or 'the model'} could not be tried alone; they are taken to be pre-norm")
+            add_note(f"blocks of {stack or 'the model'} could not be run alone; they are assumed to be pre-norm")
         elif not stays:
             raise RefusedError(
-                f"{type(trial.block).__name__} has a norm behind its sums: {why}",
-                fix="take a pre-norm model, for instance --set model.preset=llama-nano",
+                f"{type(trial.block).__name__} has a norm after its sums: {why}",
+                fix="use a pre-norm model, for instance --set model.preset=llama-nano",
             )
 
 
 def refuse_normed_branches(model: nn.Module, why: str) -> None:
-    """Raises RefusedError where twice as much of a branch is not twice as much in the stream; `why` is what that would
-    break. Blocks are tried as by `refuse_normed_sums`."""
+    """Raise RefusedError if a doubled branch output is not doubled in the stream; `why` is the consequence.
+
+    Blocks are tried as by `refuse_normed_sums`.
+    """
     for trial in _trials(model).values():
         for branch in trial.branches:
             if trial.adds_in_proportion(branch) is False:
@@ -50,8 +55,10 @@ def refuse_normed_branches(model: nn.Module, why: str) -> None:
 
 
 def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
-    """Raises RefusedError where twice as much of a branch is as much in the stream: a norm behind it undoes what it is
-    multiplied by. `where` as in `find_branches`; blocks are tried as by `refuse_normed_sums`."""
+    """Raise RefusedError if a doubled branch output does not change the stream: a norm after it cancels its factor.
+
+    `where` is that of `find_branches`; blocks are tried as by `refuse_normed_sums`.
+    """
     for trial in _trials(model, where).values():
         for branch in trial.branches:
             if trial.undoes_factors(branch):
@@ -60,27 +67,27 @@ def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
 
 def _normed_branch(block: nn.Module, branch: ResidualBranch, why: str) -> RefusedError:
     return RefusedError(
-        f"{type(block).__name__} has a norm behind {branch.name}: {why}",
-        fix="take a model with norms in front of its branches alone, such as model.preset=llama-nano",
+        f"{type(block).__name__} has a norm after {branch.name}: {why}",
+        fix="use a model with norms only before its branches: --set model.preset=llama-nano",
     )
 
 
 class _BlockTrial(NamedTuple):
-    """A block, and what it is given."""
+    """A block with its branches and the inputs of a trial."""
 
     block: nn.Module
     branches: list[ResidualBranch]
     args: Sequence[Any]
-    """The first is the stream."""
+    """Positional inputs; the first is the stream."""
     kwargs: Mapping[str, Any]
 
     def keeps_the_stream(self) -> bool | None:
-        """Without its branches; None where the block cannot be run."""
+        """Return True if the block without its branches is the identity; None if it cannot be run."""
         output = self._run({})
         return None if output is None else torch.equal(output, self.args[0])
 
     def adds_in_proportion(self, branch: ResidualBranch) -> bool | None:
-        """What a branch gives; None where the block cannot be run."""
+        """Return True if the stream changes in proportion to a branch's output; None if the block cannot be run."""
         once, twice = (self._run({branch.name: factor}) for factor in (1.0, 2.0))
         if once is None or twice is None:
             return None
@@ -88,7 +95,7 @@ class _BlockTrial(NamedTuple):
         return torch.allclose(twice - x, 2 * (once - x), rtol=1e-2, atol=1e-2 * float((once - x).abs().max()))
 
     def undoes_factors(self, branch: ResidualBranch) -> bool | None:
-        """Whether a branch tells in the stream, and how much of it there is does not; None where it cannot be run."""
+        """Return True if a branch changes the stream but its magnitude does not; None if the block cannot be run."""
         none, once, twice = (self._run({branch.name: factor}) for factor in (0.0, 1.0, 2.0))
         if none is None or once is None or twice is None:
             return None
@@ -96,9 +103,9 @@ class _BlockTrial(NamedTuple):
         return moved > 0 and float((twice - once).abs().max()) < 1e-2 * moved
 
     def _run(self, factors: Mapping[str, float]) -> Tensor | None:
-        """With so much of random numbers in the place of what each branch gives."""
+        """Run the block with random branch outputs times these factors; return None if it cannot be run."""
         like = next(self.block.parameters())
-        with untraced(), torch.no_grad(), preserved_draws([like]), _giving(self.branches, factors):
+        with untraced(), torch.no_grad(), preserved_draws([like]), _replaced_outputs(self.branches, factors):
             try:
                 output = self.block(*self.args, **self.kwargs)
             except CANNOT_RUN:
@@ -107,7 +114,7 @@ class _BlockTrial(NamedTuple):
 
 
 def _trials(model: nn.Module, where: str = "") -> dict[str, _BlockTrial]:
-    """Of the first block of each stack whose parameters have values."""
+    """Return a trial of the first block of each stack whose parameters have values."""
     stacks, trials = find_stacks(model), {}
     for stack, branches in find_branches(model, where).items():
         block = stacks[stack][0]
@@ -121,46 +128,46 @@ def _trial(model: nn.Module, block: nn.Module, branches: list[ResidualBranch], i
     width = in_width(next(iter(branches[0].inner.values())))
     x = torch.randn(1, TOKENS, width, device="cpu", generator=torch.Generator().manual_seed(0)).to(like)
     alone = _BlockTrial(block, branches, (x, None, x) if is_decoder else (x,), {})
-    if alone.keeps_the_stream() is None and (inputs := _given(model, block)) is not None:
+    if alone.keeps_the_stream() is None and (inputs := _forward_inputs(model, block)) is not None:
         return _BlockTrial(block, branches, *inputs)
     return alone
 
 
-def _given(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-    """What a forward pass of a whole model gives a block; None where it does not come to that."""
-    like, seen = next(model.parameters()), []
+def _forward_inputs(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """Return the inputs of a block in a forward pass of the model; None if the block is not reached."""
+    like, calls = next(model.parameters()), []
     tokens = torch.arange(TOKENS, device=like.device)[None]
-    hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    hook = block.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     try:
         with untraced(), torch.no_grad(), preserved_draws([like]):
-            if (example := getattr(model, "example", None)) is not None:  # ours, of images
+            if (example := getattr(model, "example", None)) is not None:  # Thrifty's image models
                 model(example(like.device))
-            else:  # those of transformers say what else they take
+            else:  # models of transformers have `probe` for their other inputs
                 model(*getattr(model, "probe", lambda ids: (ids,))(tokens))
     except CANNOT_RUN:
         pass
     finally:
         hook.remove()
-    args, kwargs = seen[0] if seen else ((), {})
+    args, kwargs = calls[0] if calls else ((), {})
     if not args or not isinstance(args[0], Tensor):
         return None
     return [*map(_unless_cache, args)], {name: _unless_cache(value) for name, value in kwargs.items()}
 
 
 def _unless_cache(value: Any) -> Any:
-    """A block that is run again would find in a cache what it has read the first time."""
+    """Return None in place of a key-value cache: a repeated run of a block would read the entries of the first."""
     return None if hasattr(value, "get_seq_length") else value
 
 
 @contextmanager
-def _giving(branches: list[ResidualBranch], factors: Mapping[str, float]) -> Iterator[None]:
-    def giving(factor: float) -> Any:
-        def give(module: nn.Module, args: Any, output: Any) -> Any:
-            return change_first(output, lambda x: _drawn(x, factor) if isinstance(x, Tensor) else x)
+def _replaced_outputs(branches: list[ResidualBranch], factors: Mapping[str, float]) -> Iterator[None]:
+    def replace_with(factor: float) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            return change_first(output, lambda x: _random_values(x, factor) if isinstance(x, Tensor) else x)
 
-        return give
+        return hook
 
-    hooks = [branch.writer.register_forward_hook(giving(factors.get(branch.name, 0.0))) for branch in branches]
+    hooks = [branch.writer.register_forward_hook(replace_with(factors.get(branch.name, 0.0))) for branch in branches]
     try:
         yield
     finally:
@@ -168,7 +175,7 @@ def _giving(branches: list[ResidualBranch], factors: Mapping[str, float]) -> Ite
             hook.remove()
 
 
-def _drawn(like: Tensor, factor: float) -> Tensor:
-    """The same random numbers each time, so many times; zeros where that is none."""
-    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(0))
-    return (factor * drawn).to(like) if factor else torch.zeros_like(like)
+def _random_values(like: Tensor, factor: float) -> Tensor:
+    """Return `factor` times the same random values each time; zeros for factor 0."""
+    values = torch.randn(like.shape, generator=torch.Generator().manual_seed(0))
+    return (factor * values).to(like) if factor else torch.zeros_like(like)

@@ -1,8 +1,8 @@
-"""What stands in a model for modules that another pipeline stage holds, so that all others keep their names.
+"""Placeholders for modules of other pipeline stages, so that all modules keep their names.
 
-Elsewhere   gives on what it is given: a block that is not here, a norm behind the last one
-Arrival     gives what the stage before sent, whatever it is given: in front of a stage's first block
-Departure   keeps what it is given, for the stage after: behind a stage's last block
+StagePlaceholder   returns its input: a block or norm of another stage
+StageInput         returns the hidden states received from the previous stage, before a stage's first block
+StageOutput        stores its input for the next stage, after a stage's last block
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class StagePlaceholder(nn.Module):
-    """Without parameters or buffers; `original` lends it its plain attributes, which a model may ask for."""
+    """A module without parameters or buffers; it copies the plain attributes of `original`, which a model may read."""
 
     def __init__(self, original: nn.Module):
         super().__init__()
@@ -26,28 +26,28 @@ class StagePlaceholder(nn.Module):
 
 @dataclass
 class StageIO:
-    """What goes through one stage: hidden states (b, t, d) as they came and as they leave."""
+    """Hidden states (b, t, d) that a stage received and those that it sends."""
 
     received: Tensor | None = None
-    given: Tensor | None = None
+    sent: Tensor | None = None
 
 
 class StageInput(StagePlaceholder):
-    def __init__(self, original: nn.Module, passage: StageIO):
+    def __init__(self, original: nn.Module, stage_io: StageIO):
         super().__init__(original)
-        self.passage = passage
+        self.stage_io = stage_io
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.passage.received
+        return self.stage_io.received
 
 
 class StageOutput(StagePlaceholder):
-    def __init__(self, original: nn.Module, passage: StageIO):
+    def __init__(self, original: nn.Module, stage_io: StageIO):
         super().__init__(original)
-        self.passage = passage
+        self.stage_io = stage_io
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        self.passage.given = hidden
+        self.stage_io.sent = hidden
         return hidden
 
 

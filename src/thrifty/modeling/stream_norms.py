@@ -1,4 +1,4 @@
-"""Norms on the residual stream of any model, and taking them out of the computation while they keep their names."""
+"""Norms on the residual stream of any model, and their bypass without a change of names."""
 
 import re
 from typing import Any
@@ -18,25 +18,30 @@ _OF_OUTPUT = re.compile(r"vocab|head|cls|predict|pool|classif")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm: its class says so, it has no modules inside, and is none of torch's that act on
-    weights (`torch.nn.utils.parametrizations.weight_norm`)."""
+    """Return True if a module is a norm: by its class name, without children.
+
+    torch's modules that act on weights (`torch.nn.utils.parametrizations.weight_norm`) are no norms.
+    """
     of_weights = type(module).__module__.startswith("torch.nn.utils")
     return "norm" in type(module).__name__.lower() and not any(module.children()) and not of_weights
 
 
 def stream_norms(model: nn.Module) -> ModuleSelection:
-    """The norms that the residual stream or a branch of it passes: those in blocks, after the embedding and after the
-    last block. Norms of queries and keys and norms in the head are named as skipped, with the reason."""
+    """Return the norms on the residual stream and its branches: in blocks, after the embedding and after the last
+    block.
+
+    Norms of queries and keys and norms in the head are listed as skipped, with the reason.
+    """
     stacks, norms = list(find_stacks(model)), {n: module for n, module in model.named_modules() if is_norm(module)}
     skipped = {name: reason for name in norms if (reason := _why_it_stays(name, stacks))}
     return ModuleSelection({name: norm for name, norm in norms.items() if name not in skipped}, skipped)
 
 
 def _why_it_stays(name: str, stacks: list[str]) -> str:
-    # norms may stand in lists of their own beside the blocks, as XLM's do
+    # norms may be in separate lists next to the blocks, as in XLM
     parent, _, last = re.sub(r"(\.\d+)+$", "", name.lower()).rpartition(".")
     if any(is_under(name, stack) for stack in stacks):
-        return "it normalises queries or keys" if _OF_HEADS.fullmatch(last) else ""
+        return "it normalizes queries or keys" if _OF_HEADS.fullmatch(last) else ""
     around = any(is_under(stack.lower(), parent) for stack in stacks)
     if "embed" in name.lower() or (around and not _OF_OUTPUT.search(last)):
         return ""
@@ -44,12 +49,12 @@ def _why_it_stays(name: str, stacks: list[str]) -> str:
 
 
 def pass_through(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What a bypassed norm computes. One function for all of them, so that equal blocks compile to one graph."""
+    """Return the input of a bypassed norm. All norms share this function, so that equal blocks compile to one graph."""
     return x
 
 
 def bypass_norm(norm: nn.Module) -> None:
-    """A norm becomes the identity; its parameters stay where they are and are no longer trained."""
+    """Make a norm the identity; its parameters remain and are no longer trained."""
     replace_forward(norm, pass_through)
     norm.requires_grad_(False)
 
@@ -59,15 +64,15 @@ def is_bypassed(module: nn.Module) -> bool:
 
 
 def bypass_norms(model: nn.Module) -> ModuleSelection:
-    """Bypass every norm of the residual stream; the norms that were found, and a note of those that stay.
+    """Bypass every norm of the residual stream, note the norms that stay, and return the selection.
 
-    Raises RefusedError for a norm with modules of its own, such as those that quantise its result for what comes next.
+    Raise RefusedError for a norm with child modules, such as those that quantize its result.
     """
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
         if own and type(module).__name__.endswith("Norm") and any(module.children()):
             raise RefusedError(
-                f"the norm {name} has modules inside and cannot be taken out of the computation",
+                f"the norm {name} has child modules and cannot be bypassed",
                 fix="use initializations.layer_scale, which keeps norms",
             )
     norms = stream_norms(model)
@@ -79,16 +84,17 @@ def bypass_norms(model: nn.Module) -> ModuleSelection:
 
 
 def check_bypassed(model: nn.Module, technique: str) -> None:
-    """Raises IntegrityError where a norm of the stream is not bypassed, or its own parameters are being trained."""
+    """Raise IntegrityError if a norm of the stream is not bypassed, or if its own parameters are trained."""
     for name, norm in stream_norms(model).matched.items():
         if not is_bypassed(norm):
-            raise IntegrityError(f"{technique}: the norm {name} is back in the computation")
+            raise IntegrityError(f"{technique}: the norm {name} is no longer bypassed")
         if any(p.requires_grad for key, p in norm.named_parameters() if key in ("weight", "bias")):
             raise IntegrityError(f"{technique}: {name} is bypassed, but its parameters are being trained")
 
 
 class NormFreeTechnique(Technique):
-    """What first values that make norms needless share: norms stay bypassed, and no plain weights compute the same."""
+    """A technique whose initialization makes norms unnecessary: norms stay bypassed, and plain weights cannot
+    replace it."""
 
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESIDUAL_GAINS})
@@ -96,8 +102,8 @@ class NormFreeTechnique(Technique):
     def finish(self, model: nn.Module) -> nn.Module:
         raise RefusedError(
             f"{type(model).__name__} was trained without its norms, "
-            "and no weights of the plain architecture compute that",
-            fix="keep the run folder as it is, or train with initializations.layer_scale, which can be folded away",
+            "and no weights of the plain architecture compute the same",
+            fix="keep the run folder unchanged, or train with initializations.layer_scale, which can be merged",
         )
 
     def holds(self, state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""Models in plain torch that know no technique."""
+"""Models in plain torch, independent of all techniques."""
 
 from thrifty.models.model_builder import (
     PROBLEM_TYPES,

@@ -1,10 +1,10 @@
-"""Attention of tokens over themselves and over another sequence, put together from objects.
+"""Self-attention and cross-attention, composed of replaceable parts.
 
-The core is an attribute: anything that maps q (b, h, t, k), k and v (b, g, s, k) to (b, h, t, k) can take its place,
-given a mask as a fourth argument where there is one: (b, 1 or h, 1 or t, s), boolean with True for what may be seen,
-or numbers that are added to the scores.
+The core is an attribute: any function that maps q (b, h, t, k), k and v (b, g, s, k) to (b, h, t, k). A mask is its
+optional fourth argument, (b, 1 or h, 1 or t, s): boolean with True for visible keys, or values that are added to the
+scores.
 
-Shapes: b batch, t tokens that look, s tokens looked at, d width, h heads, g key-value heads, k head width.
+Shapes: b batch, t query tokens, s key tokens, d width, h heads, g key-value heads, k head width.
 """
 
 import math
@@ -22,26 +22,26 @@ AttentionCore = Callable[..., Tensor]
 
 
 def padding_mask(keep: Tensor | None) -> Tensor | None:
-    """`keep` (b, s), False where there is only padding, in the shape of a mask: (b, 1, 1, s)."""
+    """Return `keep` (b, s), False on padding, in the shape of a mask (b, 1, 1, s)."""
     return None if keep is None else keep[:, None, None, :]
 
 
 def refuse_longer(tokens: int, limit: int) -> None:
     if tokens > limit:
         raise UsageError(
-            f"{tokens} tokens are more than the {limit} that this model was built for",
-            fix="build it for a longer context, or give it fewer tokens",
+            f"{tokens} tokens exceed this model's limit of {limit}",
+            fix="build it for a longer context, or pass fewer tokens",
         )
 
 
 class RotaryPositions(nn.Module):
-    """Turns queries and keys by their position (Su et al. 2021), for up to `length` tokens.
+    """Rotary positions (Su et al. 2021) for up to `length` tokens: rotates queries and keys by their position.
 
-    The table is a buffer that is not part of the state: it follows from the settings.
+    The table is a buffer outside the state, since it follows from the settings.
     """
 
     start = 0
-    """Position of the first token given; above 0 only while text is generated token by token."""
+    """Position of the first token; above 0 only during generation with a key-value cache."""
 
     cos: Tensor
     sin: Tensor
@@ -59,10 +59,10 @@ class RotaryPositions(nn.Module):
 
 
 def relative_bucket(offset: Tensor, buckets: int, distance: int, causal: bool) -> Tensor:
-    """The bucket of each offset from a token to the one it looks at (Raffel et al. 2020, arXiv 1910.10683, 2.1).
+    """Return the bucket of each offset from query to key (Raffel et al. 2020, arXiv 1910.10683, 2.1).
 
-    Half of the buckets hold one distance each, the other half grow logarithmically up to `distance`, beyond which all
-    share the last. Without `causal` the buckets are divided between looking back and looking ahead.
+    Half of the buckets hold one distance each. The other half grow logarithmically up to `distance`; all larger
+    distances share the last. Without `causal`, half of the buckets are for earlier keys and half for later ones.
     """
     if causal:
         side, away = 0, (-offset).clamp(min=0)
@@ -70,14 +70,14 @@ def relative_bucket(offset: Tensor, buckets: int, distance: int, causal: bool) -
         buckets //= 2
         side, away = buckets * (offset > 0), offset.abs()
     exact = buckets // 2
-    # one float32 operation after another as in the published code: a bucket's edge must not move by rounding
+    # the same float32 operations as in the published code: rounding must not move the edge of a bucket
     growth = torch.log(away.clamp(min=exact).float() / exact) / math.log(distance / exact) * (buckets - exact)
     far = (exact + growth.to(torch.long)).clamp(max=buckets - 1)
     return side + torch.where(away < exact, away, far)
 
 
 class RelativePositions(nn.Module):
-    """T5's notion of position: a learned number per head and bucket of distance, added to the scores of every block."""
+    """T5's relative positions: a learned bias per head and distance bucket, added to the scores of every block."""
 
     def __init__(self, heads: int, buckets: int = 32, distance: int = 128, causal: bool = False):
         super().__init__()
@@ -85,7 +85,7 @@ class RelativePositions(nn.Module):
         self.scores = nn.Embedding(buckets, heads)
 
     def forward(self, length: int, mask: Tensor | None = None) -> Tensor:
-        """What is added to the scores, (1 or b, h, t, t): -inf where the mask, or causality, lets nothing be seen."""
+        """Return the bias of the scores, (1 or b, h, t, t); -inf where the mask or causality hides a key."""
         place = torch.arange(length, device=self.scores.weight.device)
         offset = place[None, :] - place[:, None]
         bucket = relative_bucket(offset, self.buckets, self.distance, self.causal)
@@ -96,7 +96,7 @@ class RelativePositions(nn.Module):
 
 
 class FusedLinear(nn.Linear):
-    """Linear layers of one input as a single product; `parts` names them, with the rows of `weight` that each has."""
+    """Linear layers with a common input as a single product; `parts` maps their names to their numbers of rows."""
 
     def __init__(self, width: int, parts: Mapping[str, int], bias: bool):
         super().__init__(width, sum(parts.values()), bias=bias)
@@ -136,7 +136,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of tokens (b, t, d) over a memory (b, s, d), the last hidden states of an encoder."""
+    """Multi-head attention of tokens (b, t, d) over a memory (b, s, d): the last hidden states of an encoder."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""CLIP (Radford et al. 2021, arXiv 2103.00020) in plain torch: a tower that reads images and one that reads captions.
+"""CLIP (Radford et al. 2021, arXiv 2103.00020) in plain torch: an image encoder and a caption encoder ("towers").
 
-Both end in a projection into one space, where an image and its caption are to be near each other. Blocks are those of
-text models, patches those of the Vision Transformer.
+Both end in a projection into one space, where an image and its caption should be close. Blocks are those of text
+models, patches those of the Vision Transformer.
 
 Shapes: b batch, c channels, h and w pixels, n visible patches, t tokens, d width of a tower, e width of the space.
 """
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from thrifty.models.init_laws import Law, normal_init
 from thrifty.models.vision_transformer import PatchEmbedding, Pool
 
-FIRST_SCALE = math.log(1 / 0.07)
-"""Logarithm of what similarities are multiplied with at first."""
+INITIAL_SCALE = math.log(1 / 0.07)
+"""Initial logarithm of the factor of similarities."""
 LARGEST_SCALE = math.log(100)
-"""And at most."""
+"""Its upper limit."""
 
 
 class QuickGELU(nn.Module):
-    """x · sigmoid(1.702 x), the approximation of GELU that CLIP's published weights were trained with."""
+    """x · sigmoid(1.702 x), the approximation of GELU in CLIP's published weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(1.702 * x)
 
 
 class ImageTower(nn.Module):
-    """Images (b, c, h, w) to vectors (b, e) of any length; only the `visible` patches (b, n) are looked at where they
-    are given."""
+    """Encoder of images (b, c, h, w) to vectors (b, e), not normalized; `visible` (b, n) selects patches (default:
+    all)."""
 
     def __init__(
         self,
@@ -58,8 +58,10 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """Captions (b, t), no token of which sees later ones, to vectors (b, e) of any length: what is known at the last
-    token. `keep` (b, t) is False on the padding behind each caption."""
+    """Causal encoder of captions (b, t) to vectors (b, e), not normalized, read at each caption's last token.
+
+    `keep` (b, t) is False on the padding after each caption.
+    """
 
     def __init__(self, embedding: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, projection: nn.Linear):
         super().__init__()
@@ -78,20 +80,19 @@ class TextTower(nn.Module):
 
 
 class ContrastiveModel(nn.Module):
-    """Images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose products are the logits: of an image the unit
-    vector times the learned scale, of a caption the unit vector.
+    """Maps images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose products are the logits.
 
-    The scale is kept as its logarithm. It stays at 100 or below, and keeps its gradient there, by which
-    it comes back.
+    An image's vector has the length of the learned scale; a caption's vector has length 1. The scale is stored as its
+    logarithm. It is limited to 100 and keeps its gradient there, so that it can decrease again.
     """
 
     task: Literal["contrastive"] = "contrastive"
-    starts: ClassVar = {"logit_scale": FIRST_SCALE}
+    starts: ClassVar = {"logit_scale": INITIAL_SCALE}
 
     def __init__(self, image: ImageTower, text: TextTower, law: Law = normal_init):
         super().__init__()
         self.image, self.text, self.law = image, text, law
-        self.logit_scale = nn.Parameter(torch.full((1,), FIRST_SCALE))
+        self.logit_scale = nn.Parameter(torch.full((1,), INITIAL_SCALE))
 
     def forward(
         self, images: Tensor, tokens: Tensor, keep: Tensor | None = None, visible: Tensor | None = None
@@ -100,15 +101,15 @@ class ContrastiveModel(nn.Module):
         return torch.stack((self.scale.to(of_images.dtype) * of_images, of_captions), 1)
 
     def of_images(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
-        """Unit vectors (b, e)."""
+        """Return unit vectors (b, e)."""
         return F.normalize(self.image(images, visible), dim=-1)
 
     def of_captions(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Unit vectors (b, e)."""
+        """Return unit vectors (b, e)."""
         return F.normalize(self.text(tokens, keep), dim=-1)
 
     @property
     def scale(self) -> Tensor:
-        """What similarities are multiplied with, (1,)."""
+        """Factor of the similarities, (1,)."""
         beyond = (self.logit_scale.detach() - LARGEST_SCALE).clamp(min=0)
         return (self.logit_scale - beyond).exp()

@@ -1,9 +1,9 @@
-"""A GGUF file of a Llama model, made into a Hugging Face folder that anything can train (extra `gguf`).
+"""Conversion of a GGUF file of a Llama model to a Hugging Face folder that can be trained (extra `gguf`).
 
-GGUF is the format of llama.cpp: one file with settings, tokenizer and weights, most of them in blocks of a few bits.
-The weights are written in float32, each at the value that its block stands for; what the rounding took is not brought
-back. Queries and keys are stored there for rotary positions that pair neighbouring channels, and the rows of their
-matrices are put back in the order that pairs the halves of a head, as our models and transformers have it.
+GGUF is the format of llama.cpp: one file with settings, tokenizer and weights, mostly quantized in blocks of a few
+bits. The weights are dequantized to float32; the quantization error remains. GGUF stores queries and keys for rotary
+positions that pair adjacent channels. Their rows are reordered to pair the halves of a head, as in Thrifty and
+transformers.
 """
 
 from collections.abc import Iterator
@@ -31,19 +31,19 @@ SPELLED = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""A block's tensors: GGUF's names, and those of transformers."""
+"""Names of a block's tensors in GGUF, mapped to those of transformers."""
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 SPLITTERS = {"gpt-2": lambda: [], "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True)]}
-"""What cuts a text into words before GPT-2's own pattern does, by `tokenizer.ggml.pre`."""
+"""Pre-tokenizers before GPT-2's own pattern, by `tokenizer.ggml.pre`."""
 CONTROL = 3
-"""The type of a token that stands for no text."""
+"""Type number of control tokens, which stand for no text."""
 
 
 def convert_gguf(file: Path, folder: Path) -> ModelConfig:
-    """Write a GGUF file of a Llama model as a new folder with config.json, safetensors and tokenizer; its shape.
+    """Write a GGUF file of a Llama model as a new folder with config.json, safetensors and tokenizer; return its shape.
 
-    Raises UsageError without the package gguf, RefusedError for another architecture or tokenizer, IntegrityError for a
-    file that is damaged or does not hold what its settings say.
+    Raise UsageError without the package gguf, RefusedError for another architecture or tokenizer. Raise IntegrityError
+    for a damaged file, or one whose tensors do not match its settings.
     """
     reader = _open(file)
     settings = _Settings(reader, file)
@@ -52,8 +52,10 @@ def convert_gguf(file: Path, folder: Path) -> ModelConfig:
     expected = {name for packing in FAMILIES["llama"].table(shape) for name in packing.theirs}
     expected |= set() if shape.tied else {"lm_head.weight"}
     if tensors.keys() != expected:
-        odd = sorted(tensors.keys() ^ expected)
-        raise IntegrityError(f"{file} does not hold the tensors of its settings: {odd[:3]} ({len(odd)} in all)")
+        unmatched = sorted(tensors.keys() ^ expected)
+        raise IntegrityError(
+            f"the tensors of {file} do not match its settings: {unmatched[:3]} ({len(unmatched)} in all)"
+        )
     tokenizer, special = _tokenizer(settings), _special(settings)
     with written_aside(folder) as aside:
         write_weights(aside, tensors)
@@ -70,13 +72,13 @@ def convert_gguf(file: Path, folder: Path) -> ModelConfig:
 
 
 def half_split(matrix: Tensor, heads: int) -> Tensor:
-    """Rows (heads · k, …) ordered for rotations of neighbouring channels, in the order for rotations of halves."""
+    """Reorder rows (heads · k, …) from rotations of adjacent channels to rotations of halves."""
     pairs = matrix.unflatten(0, (heads, -1, 2))  # (heads, k/2, 2, …)
     return pairs.transpose(1, 2).flatten(0, 2)
 
 
 class _Settings:
-    """The key-value pairs of a GGUF file; a missing one is refused by its name."""
+    """The key-value pairs of a GGUF file; a missing key raises RefusedError with its name."""
 
     def __init__(self, reader: Any, file: Path):
         self.reader, self.file = reader, file
@@ -88,7 +90,7 @@ class _Settings:
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
-            raise RefusedError(f"{self.file} has no setting {key}", fix="give a GGUF file of a Llama language model")
+            raise RefusedError(f"{self.file} has no setting {key}", fix="pass a GGUF file of a Llama language model")
         return value
 
 
@@ -97,7 +99,7 @@ def _open(file: Path) -> Any:
         from gguf import GGUFReader
     except ImportError as error:
         raise UsageError(
-            "reading GGUF weights needs the package gguf, which is not installed", fix="pip install 'thrifty[gguf]'"
+            "GGUF weights require the package gguf, which is not installed", fix="pip install 'thrifty[gguf]'"
         ) from error
     try:
         return GGUFReader(file)
@@ -107,7 +109,9 @@ def _open(file: Path) -> Any:
 
 def _shape(settings: _Settings, tied: bool) -> ModelConfig:
     if settings["general.architecture"] != "llama":
-        raise RefusedError(f"{settings.file} is a {settings['general.architecture']} model; llama is converted")
+        raise RefusedError(
+            f"{settings.file} is a {settings['general.architecture']} model; only llama can be converted"
+        )
     if settings.get("llama.rope.scaling.type") not in (None, "none"):
         raise RefusedError(f"{settings.file} scales its rotary positions, which is not converted")
     heads = settings["llama.attention.head_count"]
@@ -121,14 +125,14 @@ def _shape(settings: _Settings, tied: bool) -> ModelConfig:
         vocabulary=len(settings["tokenizer.ggml.tokens"]),
         length=settings["llama.context_length"],
         tied=tied,
-        # stored in float32: 1e-5 comes back as 9.99999974e-06
+        # stored in float32: 1e-5 is read as 9.99999974e-06
         norm_eps=float(f"{settings['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         rope_base=float(settings.get("llama.rope.freq_base") or 10_000.0),
     )
 
 
 def _weights(reader: Any, shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The tensors under the names of transformers, in float32."""
+    """Yield the tensors in float32 under the names of transformers."""
     from gguf import dequantize
 
     heads = {"attn_q": shape.heads, "attn_k": shape.kv_heads}
@@ -147,11 +151,12 @@ def _weights(reader: Any, shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
 
 
 def _tokenizer(settings: _Settings) -> Tokenizer:
-    """The byte-level BPE of the file."""
+    """Return the byte-level BPE of the file."""
     kind, splitter = settings["tokenizer.ggml.model"], settings.get("tokenizer.ggml.pre") or "gpt-2"
     if kind != "gpt2" or splitter not in SPLITTERS:
         raise RefusedError(
-            f"{settings.file} has a tokenizer of kind {kind}, {splitter}; converted are {list(SPLITTERS)}"
+            f"{settings.file} has a tokenizer of kind {kind}, {splitter}; only gpt2 with {list(SPLITTERS)} can be "
+            "converted"
         )
     words = settings["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in settings["tokenizer.ggml.merges"]]
@@ -166,7 +171,7 @@ def _tokenizer(settings: _Settings) -> Tokenizer:
 
 
 def _special(settings: _Settings) -> dict[str, tuple[str, int]]:
-    """The parts that tokens play, in the words of transformers: how each is spelled, and its number."""
+    """Return text and id of each special token by its role in transformers, such as eos_token."""
     words = settings["tokenizer.ggml.tokens"]
     parts = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     numbers = {part: settings.get(f"tokenizer.ggml.{name}_token_id") for part, name in parts.items()}

@@ -1,7 +1,7 @@
-"""config.json of the published families, to a `ModelConfig` and back.
+"""Conversion between config.json of published families and `ModelConfig`.
 
-Reading is strict: a setting that would change what is computed and that our model does not have is refused with its
-name, and so is a setting nobody here knows, unless it is switched off. Dropout rates are accepted and have no effect.
+Reading is strict. A setting that changes the computation and is not supported is refused by name, and so is an unknown
+setting unless it is off. Dropout rates are accepted without effect.
 """
 
 from typing import Any
@@ -28,7 +28,8 @@ _OFF = (None, False, [], {})
 
 
 def read_shape(config: Config) -> ModelConfig:
-    """Raises RefusedError for what our model does not compute, UsageError for what is missing or malformed."""
+    """Return the shape for a config. Raise RefusedError for unsupported settings, UsageError for missing or
+    malformed ones."""
     name = config.get("model_type")
     families = {family.model_type: family for family in FAMILIES.values()}
     if name not in families:
@@ -37,7 +38,7 @@ def read_shape(config: Config) -> ModelConfig:
     parts = [config, *(config[name] for name in family.sections if isinstance(config.get(name), dict))]
     for key, value in (item for part in parts for item in part.items()):
         if not _accepted(family, key, value):
-            raise RefusedError(f"config.json sets {key} = {value!r}, and a {name} model is imported only without that")
+            raise RefusedError(f"config.json sets {key} = {value!r}, which is not supported for a {name} model")
     return family.shape(config)
 
 
@@ -49,7 +50,7 @@ def _accepted(family: ModelFamily, key: str, value: Any) -> bool:
 
 
 def write_config(shape: ModelConfig) -> dict[str, Any]:
-    """Raises RefusedError for a shape that the family's format has no word for."""
+    """Return the config of a shape. Raise RefusedError for a shape that the family's format cannot describe."""
     family = FAMILIES[shape.style]
     shared = {"architectures": [family.architecture], "model_type": family.model_type}
     if family.task not in ("classification", "contrastive", "masked_reconstruction"):

@@ -1,5 +1,7 @@
-"""A model folder in Hugging Face layout: config.json, safetensors weights, tokenizer files. Read and written here
-without `transformers`; pickled weights (.bin, .pt) are never opened."""
+"""A model folder in Hugging Face format: config.json, safetensors weights, tokenizer files.
+
+It is read and written without `transformers`; pickled weights (.bin, .pt) are never opened.
+"""
 
 import json
 import shutil
@@ -28,7 +30,7 @@ _SPELLED = {
     "sep_token": ("[SEP]",),
     "unk_token": ("<unk>", "[UNK]"),
 }
-"""What transformers calls the parts of special tokens, and how tokenizers spell them, the surest first."""
+"""Roles of special tokens in transformers, with their usual texts in tokenizers, most reliable first."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -37,19 +39,19 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise IntegrityError(f"{path} cannot be read as JSON: {error}", fix="fetch the model folder again") from error
     if not isinstance(content, dict):
-        raise IntegrityError(f"{path} holds no JSON object", fix="fetch the model folder again")
+        raise IntegrityError(f"{path} contains no JSON object", fix="fetch the model folder again")
     return content
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a model folder; a clear error where there is none."""
+    """Return config.json of a model folder. Raise UsageError if there is none."""
     if not folder.is_dir():
         raise UsageError(
-            f"there is no model folder {folder}", fix="give a folder with config.json and safetensors in it"
+            f"there is no model folder {folder}", fix="pass a folder that contains config.json and safetensors"
         )
     file = folder / "config.json"
     if not file.is_file():
-        raise UsageError(f"{folder} has no config.json", fix="give the folder that holds config.json")
+        raise UsageError(f"{folder} has no config.json", fix="pass the folder that contains config.json")
     state = file.stat()
     config = deepcopy(_read_config(file, state.st_ino, state.st_size, state.st_mtime_ns))
     if not isinstance(kind := config.get("model_type", ""), str):
@@ -62,12 +64,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @lru_cache(8)
 def _read_config(file: Path, *state: int) -> dict[str, Any]:
-    """Read a file once as long as its state is the same: a run asks for it a dozen times before its first step."""
+    """Read a file, cached while its state is unchanged: a run requests it a dozen times before its first step."""
     return read_json(file)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, whole or in shards; UsageError where there are only pickles, or none."""
+    """Return the safetensors files of a folder, whole or sharded. Raise UsageError if there are only pickles, or
+    none."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -77,10 +80,10 @@ def weight_files(folder: Path) -> list[Path]:
     if pickles:
         raise UsageError(
             f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when opened",
-            fix="convert the weights to safetensors where you trust their origin, then give that folder",
+            fix="if you trust their origin, convert the weights to safetensors and pass that folder",
         )
     raise UsageError(
-        f"{folder} has no model.safetensors", fix="give a folder with weights, or set model.reinitialize = true"
+        f"{folder} has no model.safetensors", fix="pass a folder with weights, or set model.reinitialize = true"
     )
 
 
@@ -91,16 +94,14 @@ def _shards(index: Path) -> list[Path]:
     paths = [index.parent / name for name in sorted(set(names.values()))]
     for path in paths:
         if path.parent != index.parent or path.suffix != ".safetensors":
-            raise UsageError(
-                f"{index} points to {path.name}, outside of what a shard may be called", fix="fetch the file again"
-            )
+            raise UsageError(f"{index} points to {path.name}, which is no name of a shard", fix="fetch the file again")
         if not path.is_file():
             raise IntegrityError(f"{index} names {path.name}, which is missing", fix="fetch the missing shard")
     return paths
 
 
 class StoredTensors:
-    """The tensors of a folder by name; each is read from disk when it is taken."""
+    """The tensors of a folder by name, each read from disk on access."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -129,17 +130,19 @@ class StoredTensors:
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which takes its place under the final name only when all of it is on disk.
+    """Yield a temporary folder that replaces `folder` once all of it is on disk.
 
-    Raises UsageError when the final folder exists with something in it; leaves nothing behind on failure.
+    Raise UsageError if `folder` exists and is not empty. Nothing remains after a failure.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists already", fix="name a folder that does not exist yet, or remove that one")
+        raise UsageError(f"{folder} exists already", fix="choose a folder that does not exist yet, or remove that one")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with write_aside(folder) as aside:
             yield aside
-            readable = aside.stat().st_mode & 0o666  # as the user's umask has it; safetensors lets its owner alone read
+            readable = (
+                aside.stat().st_mode & 0o666
+            )  # by the user's umask; safetensors makes files readable by the owner only
             for path in aside.iterdir():
                 path.chmod(readable)
     except (OSError, SafetensorError) as error:
@@ -157,25 +160,26 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
-    """The special tokens of a tokenizer that are known, by the part they play: how each is spelled, and its number.
+    """Return text and id of a tokenizer's known special tokens, by role.
 
-    A tokenizer_config.json beside it has the first word: of a chat model the end of a text is the end of a turn.
+    tokenizer_config.json in the same folder has priority: in a chat model the end of a text is the end of a turn.
     """
     added = {token["content"]: token["id"] for token in read_json(tokenizer_json).get("added_tokens", [])}
-    beside = tokenizer_json.with_name("tokenizer_config.json")
-    said = read_json(beside) if beside.is_file() else {}
+    config_file = tokenizer_json.with_name("tokenizer_config.json")
+    stated = read_json(config_file) if config_file.is_file() else {}
     tokens = {}
     for part, words in _SPELLED.items():
-        own = said.get(part)
-        spelled = (own["content"] if isinstance(own, dict) else own, *words)
-        tokens[part] = next((word for word in spelled if word in added), None)
+        own = stated.get(part)
+        candidates = (own["content"] if isinstance(own, dict) else own, *words)
+        tokens[part] = next((word for word in candidates if word in added), None)
     return {part: (word, added[word]) for part, word in tokens.items() if word is not None}
 
 
 def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]:
-    """What config.json says of special tokens, for a model of this task; None for what the tokenizer has not.
+    """Return the ids of special tokens in config.json for a model of this task; None for tokens that the tokenizer
+    lacks.
 
-    A target starts with the end of a text, as our sequence-to-sequence objective trains it.
+    A target starts with the end-of-text token, as in Thrifty's sequence-to-sequence objective.
     """
     numbers = {} if tokenizer_json is None else {part: id for part, (_, id) in special_tokens(tokenizer_json).items()}
     end = numbers.get("eos_token")
@@ -190,8 +194,8 @@ def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]
 
 
 def write_tokenizer(folder: Path, tokenizer_json: Path, length: int) -> None:
-    """tokenizer.json, the tokenizer_config.json by which `AutoTokenizer` finds its class and special tokens, and the
-    chat template where one lies beside the tokenizer."""
+    """Write tokenizer.json, tokenizer_config.json for `AutoTokenizer`, and the chat template if the tokenizer has
+    one."""
     shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
     template = tokenizer_json.with_name(CHAT_TEMPLATE)
     if template.is_file():

@@ -1,7 +1,7 @@
-"""Any language model of `transformers`, from a local folder, as the model of a run (extra `huggingface`).
+"""Any language model of `transformers` from a local folder as the model of a run (extra `huggingface`).
 
-Only architectures that `transformers` itself knows are built: code from the folder is never run, pickled weights are
-never opened, and nothing is fetched from the network.
+Only architectures inside `transformers` are built. Code in the folder is never run, pickled weights are never opened,
+and nothing is downloaded.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ WRAPPERS: dict[Task, type[HuggingFaceModel]] = {
 }
 
 CLASSIFIERS = ("text_classification", "token_classification")
-"""Tasks whose head is new where a folder has none for as many labels."""
+"""Tasks with a new head if the folder has none for this number of labels."""
 
 
 def load_model(
@@ -61,21 +61,22 @@ def load_model(
     values: bool = True,
     settings: Mapping[str, Any] | None = None,
 ) -> HuggingFaceModel:
-    """The model of a folder in float32, as one that learns `task`; with `fresh`, its architecture with random values
-    from torch's generator, also of a configuration alone.
+    """Return the model of a folder in float32 for `task`; with `fresh`, its architecture with random values.
 
-    `vocabulary` and `length` (tokens of context) change a fresh architecture, and are ignored otherwise. `settings`
-    change the configuration of any. Without `values` the weights are not read, and random ones take their places: for a
-    model that is only counted. The head of a classifier starts from random values unless the folder has one for as many
-    labels. Raises UsageError without `transformers` or for a folder without config.json or safetensors, RefusedError
-    for an architecture that `transformers` does not know as a model of this kind, or whose tokens see what the task
-    forbids.
+    `fresh` uses torch's generator, and also accepts a configuration in place of a folder. `vocabulary` and `length`
+    (tokens of context) change a fresh architecture and are ignored otherwise. `settings` change any configuration.
+    Without `values` the weights are random instead of read, for a model that is only counted. The head of a classifier
+    is random unless the folder has one for this number of labels.
+
+    Raise UsageError without `transformers`, or for a folder without config.json or safetensors. Raise RefusedError for
+    an architecture that `transformers` does not know as this kind of model, or whose visible tokens contradict the
+    task.
     """
     try:
         import transformers
     except ImportError as error:
         raise UsageError(
-            "models of other families than ours need the package transformers, which is not installed",
+            "models outside Thrifty's own families require the package transformers, which is not installed",
             fix="pip install 'thrifty[huggingface]'",
         ) from error
     wrapper, content = WRAPPERS[task], read_config(folder) if isinstance(folder, Path) else dict(folder)
@@ -93,13 +94,13 @@ def load_model(
             lm = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
         else:
             lm, new = _with_weights(kind, folder, config, task in CLASSIFIERS)
-    except Exception as error:  # what a folder says goes into code that may fail at it in any way
+    except Exception as error:  # the folder's settings may make code of transformers fail in any way
         if isinstance(error, ThriftyError) or is_out_of_memory(error):
             raise
         raise RefusedError(
             f"transformers cannot build a {wrapper.words} of type {content.get('model_type')!r}"
             f"{f' from {folder}' if isinstance(folder, Path) else ''}: {reason_of(error)}",
-            fix=f"give a folder of an architecture that this version of transformers knows as a {wrapper.words}",
+            fix=f"pass a folder of an architecture that this version of transformers knows as a {wrapper.words}",
         ) from error
     model = wrapper(lm)
     ALSO_TRAINED.set(model, frozenset(f"lm.{name}" for name in new))
@@ -109,16 +110,18 @@ def load_model(
 def load_causal_lm(
     folder: Path, fresh: bool = False, vocabulary: int | None = None, length: int | None = None
 ) -> HuggingFaceModel:
-    """The causal language model of a folder, see `load_model`."""
+    """Return the causal language model of a folder, see `load_model`."""
     return load_model(folder, "next_token", fresh, vocabulary, length)
 
 
 def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[nn.Module, set[str]]:
-    """Return a model with the weights of a folder, and the names of the parameters of its head, which with `new_head`
-    may be missing there."""
-    safely = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    safely["ignore_mismatched_sizes"] = new_head
-    lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **safely)
+    """Return a model with the weights of a folder, and the names of its head's parameters.
+
+    With `new_head` these may be missing in the folder.
+    """
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    options["ignore_mismatched_sizes"] = new_head
+    lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **options)
     missing = {str(each[0] if isinstance(each, tuple) else each) for each in report["mismatched_keys"]}
     missing |= set(report["missing_keys"])
     body = f"{lm.base_model_prefix}."
@@ -136,7 +139,7 @@ def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[
 def export_wrapped(
     model: HuggingFaceModel, folder: Path, tokenizer_json: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """The model's folder as `save_pretrained` writes it, complete or not at all, with its tokenizer."""
+    """Write the model's folder with `save_pretrained` and its tokenizer, complete or not at all."""
     if is_pruned(model):
         model = pad_pruned_wrapper(model)
     values = {
@@ -151,7 +154,7 @@ def export_wrapped(
         if tokenizer_json is not None:
             # a classifier of texts may pool at a special token of its own configuration
             ids = {} if model.task in CLASSIFIERS else special_ids(tokenizer_json, model.task)
-            ids.pop("pad_token_id", None)  # some architectures count positions by it: it is part of the arithmetic
+            ids.pop("pad_token_id", None)  # some architectures compute positions from it
             for name, number in ids.items():
                 setattr(config, name, number)
             _write_generation(aside / "generation_config.json", ids)
@@ -160,19 +163,20 @@ def export_wrapped(
 
 
 def _write_generation(path: Path, ids: Mapping[str, int | None]) -> None:
-    """Make `generate` stop at the tokenizer's ends of texts and turns, in addition to the base model's."""
+    """Make `generate` stop at the tokenizer's ends of texts and turns, in addition to those of the base model."""
     if not path.is_file():
         return
-    kept = read_json(path)
+    settings = read_json(path)
     for name, number in ids.items():
-        known = kept.get(name)
+        known = settings.get(name)
         if number is not None and number != known and not (isinstance(known, list) and number in known):
-            kept[name] = number
-    write_json(path, kept)
+            settings[name] = number
+    write_json(path, settings)
 
 
 def _untied(lm: nn.Module) -> dict[str, torch.Tensor]:
-    """The state with each tensor once: copies of tied weights in another dtype would count as different tensors."""
+    """Return the state with each tensor once: copies of tied weights in another dtype would be stored as separate
+    tensors."""
     tied = tied_names(lm)
     return {name: value for name, value in lm.state_dict().items() if name not in tied}
 

@@ -1,8 +1,8 @@
-"""Published laws of first values: from which distribution each matrix of a model is drawn.
+"""Published initialization schemes: the distribution of each matrix's initial values.
 
-A law maps a matrix's name, its size (rows, columns) and a standard deviation to a distribution. A product of several
-layers in one is asked for part by part ("blocks.0.attention.q"), since their sizes are what a law may depend on. The
-standard deviation is that of the laws that have one; the others follow from the sizes alone.
+A law maps a matrix's name, its size (rows, columns) and a standard deviation to a distribution. For a fused layer it is
+called for each part ("blocks.0.attention.q"), since it may depend on the part's size. Laws without a standard deviation
+of their own ignore that argument and use the sizes alone.
 """
 
 import math
@@ -23,7 +23,7 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class UniformInit:
-    """Between -bound and bound."""
+    """A uniform distribution between -bound and bound."""
 
     bound: float
 
@@ -35,22 +35,28 @@ Law = Callable[[str, torch.Size, float], NormalInit | UniformInit]
 
 
 def normal_init(name: str, size: torch.Size, std: float) -> NormalInit:
-    """GPT (Radford et al. 2018, section 4.1) and BERT: one standard deviation for all, 0.02. Google's BERT cuts the
-    distribution at two standard deviations; transformers does not, and neither does this."""
+    """Return the distribution of GPT (Radford et al. 2018, section 4.1) and BERT: one standard deviation for all, 0.02.
+
+    Google's BERT truncates the distribution at two standard deviations; transformers and Thrifty do not.
+    """
     return NormalInit(std)
 
 
 def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> NormalInit:
-    """GPT-2 (Radford et al. 2019, section 2.3): projections into the residual stream divided by the root of their
-    number, 2 · blocks."""
+    """Return the distribution of GPT-2 (Radford et al. 2019, section 2.3).
+
+    The standard deviation of projections into the residual stream is divided by the root of their number, 2 · blocks.
+    """
     residual = 1 / math.sqrt(2 * blocks)
     return NormalInit(std * (residual if name.endswith(("out", "down")) else 1.0))
 
 
 def xavier_uniform_init(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
-    """The original Transformer as tensor2tensor draws it: matrices by Glorot and Bengio 2010, equation 16, and token
-    embeddings, which the model multiplies by sqrt(d), with standard deviation 1 / sqrt(d). For Marian, too, which
-    transformers draws with 0.02 throughout."""
+    """Return the distribution of the original Transformer in tensor2tensor.
+
+    Matrices follow Glorot and Bengio 2010, equation 16. Token embeddings, which the model multiplies by sqrt(d), have
+    standard deviation 1 / sqrt(d). Marian uses it too; transformers initializes Marian with 0.02 throughout.
+    """
     rows, columns = size
     if name.endswith("embedding.token"):
         return NormalInit(columns**-0.5)
@@ -58,11 +64,11 @@ def xavier_uniform_init(name: str, size: torch.Size, std: float) -> NormalInit |
 
 
 def t5_normal(name: str, size: torch.Size, std: float, width: int, head_width: int) -> NormalInit:
-    """T5 (Mesh TensorFlow; transformers at initializer_factor 1): 1 / sqrt(columns), queries divided by sqrt(k) more,
-    since attention does not scale its scores; token embeddings 1, and position scores 1 / sqrt(d).
+    """Return the distribution of T5 (Mesh TensorFlow; transformers at initializer_factor 1).
 
-    A free head is drawn like any matrix, as Google's t5x does; transformers draws it with 1, so that the first logits
-    are sqrt(d) times too large.
+    The standard deviation is 1 / sqrt(columns); queries are divided by a further sqrt(k), since attention does not
+    scale its scores. Token embeddings have 1, relative positions 1 / sqrt(d). An untied head is initialized like any
+    matrix, as in Google's t5x. transformers uses 1 for it, so that its initial logits are sqrt(d) times too large.
     """
     columns = size[1]
     if name.endswith("embedding.token"):
@@ -73,10 +79,14 @@ def t5_normal(name: str, size: torch.Size, std: float, width: int, head_width: i
 
 
 def clip_normal(name: str, size: torch.Size, std: float, depths: Mapping[str, int]) -> NormalInit | UniformInit:
-    """CLIP as its published code draws the captions' tower, for both towers of so many blocks: d being the width, 1 /
-    sqrt(d) for queries, keys, values and projections, 1 / sqrt(2 d) into feed-forward networks, and what goes back into
-    the residual stream divided by the root of the number of branches. Token embeddings have 0.02, positions of captions
-    0.01, and those of patches and the class token 1 / sqrt(d). Patches are as torch draws any convolution."""
+    """Return the distribution of CLIP's caption tower in its published code, for both towers with these numbers of
+    blocks.
+
+    With d the width, queries, keys, values and projections have 1 / sqrt(d), the first feed-forward layer 1 / sqrt(2
+    d). Layers that write into the residual stream are divided by the root of the number of branches. Token embeddings
+    have 0.02, positions of captions 0.01, positions of patches and the class token 1 / sqrt(d). Patch projections have
+    torch's default for convolutions.
+    """
     tower, _, inside = name.partition(".")
     if inside == "embedding.patch":
         return UniformInit(1 / math.sqrt(math.prod(size[1:])))
@@ -90,9 +100,12 @@ def clip_normal(name: str, size: torch.Size, std: float, depths: Mapping[str, in
 
 
 def vit_uniform(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
-    """ViT: matrices by Glorot and Bengio 2010, equation 16; class token, positions and head with one standard
-    deviation; patches as torch draws any convolution, by how many pixels they have. DeiT draws matrices with 0.02 too,
-    which Glorot's law gives at a width of 2500, and narrow models then stand still for long."""
+    """Return the distribution of ViT: matrices by Glorot and Bengio 2010, equation 16.
+
+    Class token, positions and head have the standard deviation `std`; patch projections have torch's default for
+    convolutions, by their number of pixels. DeiT uses 0.02 for matrices too. Glorot's law has that value at a width of
+    2500, and narrower models with 0.02 make no progress for a long time.
+    """
     if name.endswith("embedding.patch"):
         return UniformInit(1 / math.sqrt(math.prod(size[1:])))
     if name.startswith("blocks"):
@@ -101,8 +114,11 @@ def vit_uniform(name: str, size: torch.Size, std: float) -> NormalInit | Uniform
 
 
 def mae_uniform(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
-    """MAE: every matrix by Glorot and Bengio 2010, equation 16, the patches' too, whose kernel counts as a matrix from
-    pixels to channels; class and mask token with one standard deviation."""
+    """Return the distribution of MAE: every matrix by Glorot and Bengio 2010, equation 16.
+
+    This includes the patch projection, as a matrix from pixels to channels. Class token and mask token have the
+    standard deviation `std`.
+    """
     if name.endswith("token"):
         return NormalInit(std)
     return UniformInit(math.sqrt(6 / (size[0] + math.prod(size[1:]))))

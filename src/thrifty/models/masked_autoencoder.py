@@ -1,11 +1,11 @@
-"""The masked autoencoder (He et al. 2021, arXiv 2111.06377) in plain torch, put together from objects.
+"""The masked autoencoder (He et al. 2021, arXiv 2111.06377) in plain torch, composed of replaceable parts.
 
-A Vision Transformer looks at some patches of an image; a lighter stack of blocks is given what it made of them, one
-learned token in the place of every other patch, and gives the pixels of all. What is kept for other tasks is the
-Vision Transformer: its parameters have the names that they have in one.
+A Vision Transformer encodes the visible patches of an image. A smaller decoder receives its outputs, with a learned
+mask token for every hidden patch, and predicts the pixels of all patches. The encoder is reused for other tasks: its
+parameters have the names of a Vision Transformer.
 
-Shapes: b batch, c channels, h and w pixels, p pixels of a patch's side, t patches row by row, n of them visible, d and
-e the widths of encoder and decoder.
+Shapes: b batch, c channels, h and w pixels, p side of a patch in pixels, t patches row by row, n visible patches, d and
+e widths of encoder and decoder.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ from thrifty.models.vision_transformer import PatchEmbedding, Pool, VisionTransf
 
 
 class PatchDecoder(nn.Module):
-    """Hidden states (b, 1 + n, d) of the class token and the visible patches to states (b, t, e) of all patches.
+    """Decoder of hidden states (b, 1 + n, d), of class token and visible patches, to states (b, t, e) of all patches.
 
-    `position` (1, 1 + t, e) are fixed, and interpolated for images of another size than they were made for.
+    `position` (1, 1 + t, e) is fixed, and interpolated for images of another size.
     """
 
     position: Tensor
@@ -37,23 +37,24 @@ class PatchDecoder(nn.Module):
         self.blocks, self.norm = nn.ModuleList(blocks), norm
 
     def forward(self, hidden: Tensor, visible: Tensor | None, grid: tuple[int, int]) -> Tensor:
-        """`visible` (b, n) are the places of the patches in a grid of so many rows and columns; None for all."""
+        """Return states (b, t, e). `visible` (b, n) are indices of patches in a grid of (rows, columns); None for
+        all."""
         x = self.embed(hidden)
         if visible is not None:
             patches = scatter_tokens(x[:, 1:], visible, self.mask_token, grid[0] * grid[1])
             x = torch.cat((x[:, :1], patches), 1)
-        x = x + resized_positions(self.position, grid, 1).to(self.embed.weight.dtype)  # the table keeps float32
+        x = x + resized_positions(self.position, grid, 1).to(self.embed.weight.dtype)  # the table stays float32
         for block in self.blocks:
             x = block(x)
         return self.norm(x)[:, 1:]
 
 
 class MaskedAutoencoder(nn.Module):
-    """Images (b, c, h, w) to the decoder's hidden states (b, t, e); `head` maps those to pixels (b, t, p · p · c), or
-    `logits` does both. Pixels are as `kernels.image_patches.patchify` orders them.
+    """Maps images (b, c, h, w) to the decoder's hidden states (b, t, e); `head` maps those to pixels (b, t, p · p · c).
 
-    Of an image only the `visible` patches (b, n) are known, all of them unless they are given. The encoder is given
-    those alone, or with `blanks` all patches, the unknown ones with zeros for pixels.
+    `logits` does both. Pixels are in the order of `kernels.image_patches.patchify`. Only the `visible` patches (b, n)
+    of an image are known; by default all. The encoder receives only those, or with `blanks` all patches with zeros for
+    unknown pixels.
     """
 
     task: Literal["masked_reconstruction"] = "masked_reconstruction"
@@ -82,7 +83,7 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder(hidden, visible, (images.shape[-2] // patch, images.shape[-1] // patch))
 
     def encode(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
-        """The encoder's final hidden states (b, 1 + n, d), the class token's first."""
+        """Return the encoder's final hidden states (b, 1 + n, d), the class token first."""
         x = self.embedding(images, visible)
         for block in self.blocks:
             x = block(x)
@@ -92,13 +93,13 @@ class MaskedAutoencoder(nn.Module):
         return self.head(self(images, visible))
 
     def example(self, device: torch.device) -> Tensor:
-        """One blank image, for whoever must watch a forward pass."""
+        """Return one blank image, as input for an observed forward pass."""
         embedding = self.embedding
         return torch.zeros(1, embedding.channels, embedding.side, embedding.side, device=device)
 
     @torch.no_grad()
     def resize(self, side: int) -> None:
-        """Let a trained model take images of another size: both tables of positions are interpolated."""
+        """Adapt a trained model to another image size by interpolating both position tables."""
         grid = (side // self.embedding.patch_size,) * 2
         self.decoder.position = resized_positions(self.decoder.position, grid, 1).clone()
         self.embedding.resize(side)
@@ -106,8 +107,8 @@ class MaskedAutoencoder(nn.Module):
 
 @torch.no_grad()
 def encoder_alone(model: MaskedAutoencoder, labels: int, pool: Pool) -> VisionTransformer:
-    """The Vision Transformer that a trained autoencoder begins with, and a new head, its values still unset. Its
-    positions are learned from now on."""
+    """Return the Vision Transformer in a trained autoencoder with a new, uninitialized head. Its positions become
+    trainable."""
     embedding, table = model.embedding, model.embedding.position.to(model.norm.weight.dtype)
     del embedding.position
     embedding.position = nn.Parameter(table)

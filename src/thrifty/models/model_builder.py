@@ -1,4 +1,4 @@
-"""The model of a run with its first values: one of ours, or a wrapper around one of `transformers`."""
+"""Construction of a run's initialized model: one of Thrifty's, or a wrapped model of `transformers`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,24 +24,26 @@ from thrifty.models.transformer import Task, initialize
 from thrifty.models.vision_transformer import VisionTransformer, refit
 from thrifty.models.weight_conversion import folder_shape, import_folder
 
-_SEES = {
-    "next_token": "no token sees later ones",
-    "masked_token": "a token can see later ones",
-    "sequence_to_sequence": "it reads a source and writes a target",
-    "classification": "it reads images",
+_TASK_DESCRIPTIONS = {
+    "next_token": "its tokens do not attend to later ones",
+    "masked_token": "its tokens attend to later ones",
+    "sequence_to_sequence": "it maps a source text to a target text",
+    "classification": "it classifies images",
     "contrastive": "it compares images with captions",
-    "masked_reconstruction": "it gives back the pixels of images",
+    "masked_reconstruction": "it reconstructs the pixels of images",
 }
 _KIND_FOR = {"chat_answers": "next_token", "mass": "sequence_to_sequence"}
-"""Objectives that need the same kind of model as another one."""
+"""Objectives that use the same kind of model as another objective."""
 PROBLEM_TYPES = {
     "classification": "single_label_classification",
     "multi_label_classification": "multi_label_classification",
     "regression": "regression",
     "token_classification": None,
 }
-"""Objectives on texts with labels, and what transformers calls them in config.json. Their models are those of
-transformers: a language model's body with a head of its own."""
+"""Objectives on labelled texts, with their problem type in config.json of transformers.
+
+Their models are those of transformers: the body of a language model with a head of its own.
+"""
 _OBJECTIVES = {kind: name for name, kind in PROBLEM_TYPES.items() if kind}
 
 
@@ -52,29 +54,29 @@ def build_model(
     seed: int,
     task: Task | Literal["chat_answers", "mass"] = "next_token",
 ) -> nn.Module:
-    """The plain model of a run on text, see `build_model_for`."""
+    """Return the plain model of a run on text, see `build_model_for`."""
     return build_model_for(TextModelSpec(vocabulary, length), settings, seed, task)
 
 
 def build_model_for(
     ends: ModelSpec, settings: ModelSettings, seed: int, task: Task | Literal["chat_answers", "mass"] = "next_token"
 ) -> nn.Module:
-    """The plain model of a run with its first values, the same at every call.
+    """Return the plain initialized model of a run, the same at every call.
 
-    A preset, or a folder: what a family of ours computes becomes one of our models, anything else a wrapper around the
-    model of `transformers` that learns `task`. A trained model of images is refitted to the images and labels of the
-    data; of a trained MAE the encoder is taken where there are labels. Raises UsageError for a model of another kind
-    than the task needs, and where the data does not fit weights that exist.
+    It is built from a preset or a folder. A supported family becomes one of Thrifty's models, any other a wrapped model
+    of `transformers` for `task`. A trained image model is refitted to the images and labels of the data; for data with
+    labels, the encoder of a trained MAE is used. Raise UsageError for a model that cannot learn the task, and for data
+    that do not fit trained weights.
     """
     task = _KIND_FOR.get(task, task)
-    shape, is_counted = shape_for(ends, settings), active_fake_mode() is not None  # then nobody looks at values
+    shape, is_counted = shape_for(ends, settings), active_fake_mode() is not None  # then values are not used
     if shape is None and isinstance(ends, TextModelSpec) and ends.labels:
         with unset_fake_temporarily():
             return _build_classifier(settings, ends, seed, task, values=not is_counted)
     if shape is not None:
         _refuse_another_kind(settings, shape, task)
     if shape is None:
-        # transformers' models are asked what they see, by values, even where all else is counted on fake tensors
+        # the wrappers of transformers measure with real values, even if everything else uses fake tensors
         with unset_fake_temporarily():
             return _build_other(settings, ends, seed, task, values=not is_counted)
     if not settings.folder or settings.reinitialize:
@@ -96,21 +98,21 @@ def build_model_for(
 
 
 def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "mass"]) -> None:
-    """Raise UsageError for a model that is not there, or cannot learn `task`, as far as that is known without data."""
+    """Raise UsageError for a missing model, or one that cannot learn `task`, as far as this is known without data."""
     try:
         shape = own_shape(settings)
     except RefusedError:  # an architecture that transformers may know
         return
     if settings.folder and not settings.reinitialize:
         weight_files(Path(settings.folder))
-        if shape.style == "mae" and task == "classification":  # by its encoder
+        if shape.style == "mae" and task == "classification":  # its encoder can
             return
     if task not in PROBLEM_TYPES or FAMILIES[shape.style].task not in ("next_token", "masked_token"):
         _refuse_another_kind(settings, shape, _KIND_FOR.get(task, task))
 
 
 def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, task: str, values: bool) -> nn.Module:
-    """A model of transformers with a head for these labels: of a folder, or of the sizes of a preset."""
+    """Return a model of transformers with a head for these labels, from a folder or with the sizes of a preset."""
     from thrifty.models.hf_loader import load_model
 
     folder = (
@@ -137,8 +139,9 @@ def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, t
 def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task, values: bool) -> nn.Module:
     if not isinstance(ends, TextModelSpec):
         raise UsageError(
-            f"the model in {settings.folder} is none of ours that read images",
-            fix="give the folder of a ViTForImageClassification, without a teacher's token, or a preset: vit-nano",
+            f"the model in {settings.folder} is no supported image model",
+            fix="pass the folder of a ViTForImageClassification without a distillation token, or set model.preset = "
+            "vit-nano",
         )
     from thrifty.models.hf_loader import WRAPPERS, load_model
 
@@ -160,17 +163,17 @@ def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task
 def _refuse_sizes_of_folder(settings: ModelSettings) -> None:
     if sizes := stated_sizes(settings):
         raise UsageError(
-            f"model.{sizes[0]} is given for {settings.folder}, whose sizes only its own config.json can say",
+            f"model.{sizes[0]} is set, but the sizes of {settings.folder} are those of its config.json",
             fix=f"leave model.{sizes[0]} out, or edit the folder's config.json",
         )
 
 
 def _check_size(model: nn.Module, settings: ModelSettings, ends: TextModelSpec) -> None:
     limit = getattr(model.lm.config, "max_position_embeddings", None) or 0
-    limit = limit if limit > 0 else ends.length  # XLNet says -1
+    limit = limit if limit > 0 else ends.length  # XLNet has -1
     tables = (each for name, each in model.lm.named_modules() if isinstance(each, nn.Embedding) and "position" in name)
     before = next((each.padding_idx + 1 for each in tables if each.padding_idx is not None), 0)
-    # RoBERTa's positions begin after that of padding
+    # RoBERTa's positions start after the padding index
     check_fit(settings.folder, model.vocabulary, limit - before, ends.vocabulary, ends.length)
 
 
@@ -178,21 +181,21 @@ def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task
     own = FAMILIES[shape.style].task
     if own != task:
         fitting = [name for name, preset in PRESETS.items() if FAMILIES[preset.style].task == task]
-        instead = f", or take a model that can, such as model.preset = {fitting[0]}" if fitting else ""
+        instead = f", or use a model for it, such as model.preset = {fitting[0]}" if fitting else ""
         raise UsageError(
-            f"the model {settings.folder or settings.preset} cannot learn {task}: {_SEES[own]}",
+            f"the model {settings.folder or settings.preset} cannot learn {task}: {_TASK_DESCRIPTIONS[own]}",
             fix=f"set objective.name = {own}{instead}",
         )
 
 
 def folder_config(settings: ModelSettings) -> Mapping[str, Any]:
-    """Return config.json of the folder of a trained model, empty where there is none."""
+    """Return config.json of a trained model's folder; empty if there is none."""
     return {} if settings.build or not settings.folder or settings.reinitialize else read_config(Path(settings.folder))
 
 
 def label_objective(config: Mapping[str, Any]) -> str:
-    """Return the objective that a folder of transformers with this config.json was trained for, if texts have labels
-    there; otherwise an empty string."""
+    """Return the objective on labelled texts that a folder of transformers was trained for; "" if it is for other
+    data."""
     kind, labels = str(config.get("architectures")), config.get("id2label")
     if "ForTokenClassification" in kind:
         return "token_classification"

@@ -1,4 +1,4 @@
-"""The sizes and choices that decide a model."""
+"""The sizes and choices that define a model."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -28,63 +28,68 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "clip": ("quick_gelu", *_PLAIN),
     "mae": _PLAIN,
 }
-"""What each style's feed-forward network may have; the first is its own."""
+"""Activations of the feed-forward network that each style supports; the first is its default."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that decides a model's parameters and arithmetic.
+    """All settings that define a model's parameters and computation.
 
-    Raises UsageError where sizes cannot go together, and for a field given to a style that it is not one `of`.
+    Raise UsageError for incompatible sizes, and for a field of another style (metadata `of`).
     """
 
     style: Style
     depth: int
-    """Blocks; of the encoder where there is one."""
+    """Number of blocks; in an encoder-decoder, of the encoder."""
     width: int
     heads: int
     kv_heads: int
     hidden: int
     """Inner width of the feed-forward network."""
     vocabulary: int
-    """Tokens that there are; of a vit the labels, of a mae the numbers that a patch consists of."""
+    """Number of tokens; in a vit of labels, in a mae of values per patch."""
     length: int
-    """Tokens of context: the positions of gpt, bert, marian and clip, the trained context of llama and t5. Of a vit
-    and a mae it follows from the image and the patches, whatever is given."""
+    """Tokens of context: the positions of gpt, bert, marian and clip, the trained context of llama and t5.
+
+    In a vit and a mae it follows from the image and the patches, and the passed value is ignored.
+    """
     tied: bool
     norm_eps: float = 1e-5
     activation: str = ""
-    """Of the feed-forward network, as in `ACTIVATIONS`; the style's own when empty."""
+    """Activation of the feed-forward network, see `ACTIVATIONS`; by default that of the style."""
     rope_base: float = field(default=10_000.0, metadata={"of": "llama"})
     rope_scaling: Llama3Scaling | None = field(default=None, metadata={"of": "llama"})
     token_types: int = field(default=2, metadata={"of": "bert"})
     decoder_depth: int | None = field(default=None, metadata={"of": "t5 marian mae"})
-    """Blocks of the decoder where they are not as many as the encoder's."""
+    """Number of blocks of the decoder if it differs from the encoder's."""
     decoder_width: int = field(default=512, metadata={"of": "mae"})
     decoder_heads: int = field(default=16, metadata={"of": "mae"})
     decoder_hidden: int = field(default=2048, metadata={"of": "mae"})
     fixed_head_width: int | None = field(default=None, metadata={"of": "t5 llama"})
-    """Width of a head where the heads together are not as wide as the model."""
+    """Width of a head if heads · width of a head is not the width of the model."""
     buckets: int = field(default=32, metadata={"of": "t5"})
     distance: int = field(default=128, metadata={"of": "t5"})
-    """Distances between tokens up to this one are told apart, in so many buckets."""
+    """Largest distance between tokens that the buckets distinguish."""
     scaled_embedding: bool = field(default=True, metadata={"of": "marian"})
-    """Whether token embeddings are multiplied by the root of the width."""
+    """True if token embeddings are multiplied by the root of the width."""
     image: int = field(default=224, metadata={"of": "vit clip mae"})
-    """Height and width of the images that positions are for, in pixels."""
+    """Height and width in pixels of the images that the positions are for."""
     patch: int = field(default=16, metadata={"of": "vit clip mae"})
-    """Height and width of a patch, in pixels."""
+    """Height and width of a patch in pixels."""
     channels: int = field(default=3, metadata={"of": "vit clip mae"})
     pool: str = field(default="class", metadata={"of": "vit clip"})
-    """What the head is given: "class" for the class token, "mean" for the mean of all patches of a model without one,
-    of a vit also "patches" for that mean in a model that has one too."""
+    """Input of the head: "class" for the class token, "mean" for the mean of all patches in a model without a class
+    token.
+
+    In a vit also "patches", for that mean in a model with a class token.
+    """
     text_depth: int = field(default=12, metadata={"of": "clip"})
-    """Blocks of the tower that reads captions; the sizes above are those of the tower that looks at images."""
+    """Blocks of the caption tower; the sizes above are those of the image tower."""
     text_width: int = field(default=512, metadata={"of": "clip"})
     text_heads: int = field(default=8, metadata={"of": "clip"})
     text_hidden: int = field(default=2048, metadata={"of": "clip"})
     space: int = field(default=512, metadata={"of": "clip"})
-    """Width of the space that both towers end in."""
+    """Width of the common space of both towers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activation", self.activation or ACTIVATIONS[self.style][0])
@@ -107,16 +112,16 @@ class ModelConfig:
             follows = (name == "length" and self.style in ("vit", "mae")) or (name, self.style) == ("vocabulary", "mae")
             limit = _DEEPEST if name.endswith("depth") else _LARGEST
             if size is not None and not (follows or 1 <= size <= limit):
-                raise UsageError(f"model: {name} is {size}", fix=f"give a {name} of 1 to {limit:,}")
+                raise UsageError(f"model: {name} is {size}", fix=f"set model.{name} to a value from 1 to {limit:,}")
         if self.style == "marian" and self.width % 2:
             raise UsageError(
-                f"model: positions are pairs of sine and cosine, and the width is {self.width}",
+                f"model: positions are pairs of sine and cosine, but the width is {self.width}",
                 fix=f"set model.width to {self.width + 1}",
             )
         if self.buckets < 4 or self.distance <= self.buckets // 2:
             raise UsageError(
-                f"model: distances up to {self.distance} cannot be told apart by {self.buckets} buckets as T5 does",
-                fix="give 4 buckets or more, and a distance above half their number",
+                f"model: {self.buckets} buckets cannot distinguish distances up to {self.distance} as in T5",
+                fix="use 4 buckets or more, and a distance above half their number",
             )
 
     def _check_heads(self) -> None:
@@ -134,12 +139,12 @@ class ModelConfig:
             )
         if self.style != "llama" and self.kv_heads != self.heads:
             raise UsageError(
-                f"model: {self.kv_heads} key-value heads for {self.heads} heads, and a {self.style} model shares none",
+                f"model: {self.kv_heads} key-value heads for {self.heads} heads, but a {self.style} model shares none",
                 fix="leave model.kv_heads out, or choose a llama preset",
             )
         if self.style == "llama" and self.head_width % 2:
             raise UsageError(
-                f"model: rotary positions turn pairs of channels, and a head is {self.head_width} wide",
+                f"model: rotary positions rotate pairs of channels, but the width of a head is {self.head_width}",
                 fix=f"set model.width to a multiple of {2 * self.heads}",
             )
 
@@ -152,7 +157,7 @@ class ModelConfig:
         for each in fields(self):
             styles = each.metadata.get("of", self.style).split()
             if self.style not in styles and getattr(self, each.name) != each.default:
-                raise UsageError(f"model: {each.name} is given, and a {self.style} model has none", fix="leave it out")
+                raise UsageError(f"model: {each.name} is set, but a {self.style} model has none", fix="leave it out")
 
     def _check_image(self) -> None:
         if self.image % self.patch:
@@ -169,19 +174,20 @@ class ModelConfig:
         if self.decoder_width % self.decoder_heads:
             raise UsageError(
                 f"model: a decoder of width {self.decoder_width} does not divide into {self.decoder_heads} heads",
-                fix="set model.decoder_width to a multiple of that",
+                fix=f"set model.decoder_width to a multiple of {self.decoder_heads}",
             )
         for name, width in (("width", self.width), ("decoder_width", self.decoder_width)):
             if width % 4:
                 raise UsageError(
-                    f"model: positions in two directions are sines and cosines of four equal parts, and the {name} is "
-                    f"{width}",
+                    f"model: two-dimensional positions consist of four equal parts, but the {name} is {width}",
                     fix=f"set model.{name} to {-(-width // 4) * 4}",
                 )
 
     def caption_tower(self) -> "ModelConfig":
-        """Of a clip: the tower that reads captions, as a decoder that ends in the space. Raises UsageError where its
-        sizes cannot go together."""
+        """Return the shape of a clip's caption tower, as a decoder that ends in the common space.
+
+        Raise UsageError for incompatible sizes.
+        """
         sizes = self.text_depth, self.text_width, self.text_heads, self.text_heads, self.text_hidden
         return ModelConfig("gpt", *sizes, self.vocabulary, self.length, tied=False, norm_eps=self.norm_eps)
 
@@ -191,5 +197,5 @@ class ModelConfig:
 
     @property
     def decoder_blocks(self) -> int:
-        """Blocks of the decoder of an encoder–decoder."""
+        """Number of blocks of the decoder in an encoder-decoder."""
         return self.decoder_depth or self.depth

@@ -1,4 +1,4 @@
-"""A model at the end of its training as a folder that `transformers` loads."""
+"""Export of a trained model as a folder that `transformers` loads."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,43 +32,51 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     images: ImageModelSpec | None = None,
 ) -> None:
-    """A model of `build_model_for` as a Hugging Face folder, see `export_folder`; adapters must have been merged."""
+    """Write a model of `build_model_for` as a Hugging Face folder, see `export_folder`; adapters must be merged
+    before."""
     if isinstance(model, ContrastiveModel) and shape is not None:
         if is_pruned(model):
-            raise RefusedError("a model of two towers that has lost heads or neurons has no Hugging Face format")
+            raise RefusedError("a pruned model of two towers has no Hugging Face format")
         image, text = model.image.blocks, model.text.blocks
-        sizes = {"depth": len(image), "hidden": _inside(image), "text_depth": len(text), "text_hidden": _inside(text)}
-        with torch.no_grad():  # where transformers has no limit
+        sizes = {
+            "depth": len(image),
+            "hidden": _hidden_width(image),
+            "text_depth": len(text),
+            "text_hidden": _hidden_width(text),
+        }
+        with torch.no_grad():  # transformers does not limit it
             model.logit_scale.clamp_(max=LARGEST_SCALE)
         export_folder(model, replace(shape, **sizes), folder, tokenizer_json, dtype, images)
         return
     if isinstance(model, EncoderDecoder) and shape is not None:
         shape = replace(shape, depth=len(model.encoder.blocks), decoder_depth=len(model.decoder.blocks))
     if isinstance(model, MaskedAutoencoder) and shape is not None:
-        sizes = {"hidden": _inside(model.blocks), "decoder_hidden": _inside(model.decoder.blocks)}
+        sizes = {"hidden": _hidden_width(model.blocks), "decoder_hidden": _hidden_width(model.decoder.blocks)}
         shape = replace(shape, depth=len(model.blocks), decoder_depth=len(model.decoder.blocks), **sizes)
         export_folder(model, shape, folder, dtype=dtype, images=images)
         return
     if isinstance(model, Transformer | Encoder | EncoderDecoder | VisionTransformer) and shape is not None:
         if is_pruned(model):
             model, shape = pad_pruned_model(model, shape)
-        else:  # what grows may be exported before it is as wide as its recipe says
-            shape = replace(shape, hidden=_inside(find_blocks(model)[1]))
+        else:  # a growing model may be exported before it reaches the width of its recipe
+            shape = replace(shape, hidden=_hidden_width(find_blocks(model)[1]))
         export_folder(model, shape, folder, tokenizer_json, dtype, images)
         return
     from thrifty.models.hf_loader import HuggingFaceModel, export_wrapped
 
     if not isinstance(model, HuggingFaceModel):
-        raise RefusedError(f"a {type(model).__name__} has no Hugging Face format to be exported to")
+        raise RefusedError(f"a {type(model).__name__} has no Hugging Face format")
     export_wrapped(model, folder, tokenizer_json, dtype)
 
 
 def export_own_model(
     model: nn.Module, settings: Mapping[str, Any], folder: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write a model of the user's own: one of `transformers` as itself, any other as its state dict in
-    model.safetensors, with model.json, which holds the `settings` that built it. Raises UsageError when the folder
-    exists."""
+    """Write a user's own model: one of `transformers` by its own method, any other as a state dict in
+    model.safetensors.
+
+    The latter has a model.json with the `settings` that built it. Raise UsageError if the folder exists.
+    """
     model = model.to(dtype)
     with written_aside(folder) as aside:
         if hasattr(model, "save_pretrained"):
@@ -80,6 +88,6 @@ def export_own_model(
         write_json(aside / "model.json", built | {"load": about, "class": reference(model)})
 
 
-def _inside(blocks: nn.ModuleList) -> int:
-    """Inner width of the blocks' feed-forward networks."""
+def _hidden_width(blocks: nn.ModuleList) -> int:
+    """Return the inner width of the blocks' feed-forward networks."""
     return blocks[0].mlp.down.in_features  # type: ignore[union-attr,return-value]

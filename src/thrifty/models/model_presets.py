@@ -1,4 +1,4 @@
-"""Sizes of models by name, from `presets.toml`, and how a model is put together from its sizes."""
+"""Model sizes by name, from `presets.toml`, and their changes by settings."""
 
 import math
 import tomllib
@@ -24,8 +24,11 @@ PRESETS: dict[str, ModelConfig] = {name: _preset(row) for name, row in tomllib.l
 
 
 def resized(shape: ModelConfig, settings: ModelSettings, images: ImageModelSpec | None = None) -> ModelConfig:
-    """A shape with the sizes that the settings name. The inner width follows the width, and the number of key-value
-    heads follows the heads, in the same proportion unless given. A vit is made for the images that are given."""
+    """Return a shape with the sizes in the settings.
+
+    By default the inner width follows the width, and the number of key-value heads follows the heads, in proportion. A
+    vit, clip or mae is fitted to `images`.
+    """
     sizes = {field.name: getattr(settings, field.name, None) for field in fields(ModelConfig)}
     changes = {name: value for name, value in sizes.items() if value is not None}
     if "width" in changes and "hidden" not in changes:
@@ -50,11 +53,13 @@ def shape_of(
     length: int | None = None,
     images: ImageModelSpec | None = None,
 ) -> ModelConfig:
-    """The preset's shape with the settings' changes; vocabulary and length, or the images, as published where not
-    given."""
+    """Return the preset's shape with the changes in the settings.
+
+    By default vocabulary, length and images are as published.
+    """
     refuse_unknown("model.preset: there is no preset", settings.preset, PRESETS)
     shape = resized(PRESETS[settings.preset], settings, images)
     if shape.style in ("vit", "mae"):
         return shape
-    given = {"vocabulary": vocabulary, "length": length}
-    return replace(shape, **{name: size for name, size in given.items() if size is not None})
+    sizes = {"vocabulary": vocabulary, "length": length}
+    return replace(shape, **{name: size for name, size in sizes.items() if size is not None})

@@ -1,8 +1,8 @@
-"""Models that have lost heads and neurons, block by block differently, in a shape that a published format can say.
+"""Padding of pruned models, whose blocks differ in size, to a shape that a published format can describe.
 
-A config.json has one number of heads and one of neurons for all blocks. So blocks that have fewer than the widest one
-are filled up with heads and neurons of zeros, which change nothing of what is computed; and where the format takes the
-width of a head from the width of the model, with as many heads as there were.
+A config.json has one number of heads and one of neurons for all blocks. Smaller blocks are therefore padded with heads
+and neurons of zeros, which do not change the computation. If the format derives the width of a head from the width of
+the model, all heads are restored.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,10 @@ FILLED_UP = "filled up with zeros"
 
 
 def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConfig]:
-    """A copy of a model of ours, all of its blocks alike, and its shape; `shape` is that of the whole model. Says by
-    `note` what was done."""
+    """Return a copy of one of Thrifty's models with equal blocks, and its shape; add a note on the padding.
+
+    `shape` is that of the model before pruning.
+    """
     model, family = deepcopy(model), FAMILIES[shape.style]
     heads, neurons = _by_kind(model)
     together, count = heads[0].group or 1, max(each.count for each in heads)
@@ -40,31 +42,31 @@ def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConf
 
 
 def pad_pruned_wrapper(model: nn.Module) -> nn.Module:
-    """A copy of a model around one of transformers, all of its blocks alike, its config saying the sizes.
+    """Return a copy of a wrapped model of transformers with equal blocks and their sizes in its config.
 
-    Which sizes the config can say is found out by building the model from it, without values.
+    The sizes that a config can describe are determined by building the model from it without values.
     """
     model = deepcopy(model)
     heads, neurons = _by_kind(model)
     together, whole = heads[0].group or 1, _columns(model, {})
     width = heads[0].width // together
     most, count = (_count(heads, whole, heads[0].width), max(each.count for each in heads))
-    said = _sizes(count * together, count if heads[0].group else 0, width)
-    while count < most and _count(heads, _columns(model, said), heads[0].width) != count:
+    sizes = _sizes(count * together, count if heads[0].group else 0, width)
+    while count < most and _count(heads, _columns(model, sizes), heads[0].width) != count:
         count += 1
-        said = _sizes(count * together, count if heads[0].group else 0, width)
+        sizes = _sizes(count * together, count if heads[0].group else 0, width)
     hidden = max(each.count for each in neurons)
     words = [word for word in _HIDDEN if _count(neurons, _columns(model, {word: hidden}), 1) == hidden]
     hidden = hidden if words else _count(neurons, whole, 1)
     _fill_up(heads, count, count < most or hasattr(model.lm.config, "head_dim"))
     _fill_up(neurons, hidden, bool(words))
-    for name, value in (dict.fromkeys(words[:1], hidden) | (said if count < most else {})).items():
+    for name, value in (dict.fromkeys(words[:1], hidden) | (sizes if count < most else {})).items():
         setattr(model.lm.config, name, value)
     return model
 
 
 _HIDDEN = ("intermediate_size", "ffn_dim", "hidden_dim", "n_inner", "decoder_ffn_dim")
-"""What configs of transformers call the number of neurons."""
+"""Names for the number of neurons in configs of transformers."""
 
 
 def _sizes(heads: int, kv_heads: int, width: int) -> dict[str, int]:
@@ -72,8 +74,7 @@ def _sizes(heads: int, kv_heads: int, width: int) -> dict[str, int]:
 
 
 def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
-    """How many numbers each layer takes where the config says these sizes; none where it may not say them, as where
-    the heads must divide the width of the model."""
+    """Return the number of inputs of each layer for a config with these sizes; {} if the config refuses them."""
     from huggingface_hub.errors import StrictDataclassError
 
     lm = model.lm
@@ -86,9 +87,9 @@ def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
     return {f"lm.{name}": layer.in_features for name, layer in built.named_modules() if isinstance(layer, nn.Linear)}
 
 
-def _count(pieces: list[PrunableUnits], columns: Mapping[str, int], width: int) -> int:
-    """Of how many pieces these columns are, in all blocks; 0 where they are of different numbers."""
-    counts = {columns.get(each.name, 0) for each in pieces}
+def _count(units: list[PrunableUnits], columns: Mapping[str, int], width: int) -> int:
+    """Return the number of units that these columns mean, in all blocks; 0 if the blocks differ."""
+    counts = {columns.get(each.name, 0) for each in units}
     return counts.pop() // width if len(counts) == 1 else 0
 
 
@@ -97,13 +98,13 @@ def _by_kind(model: nn.Module) -> tuple[list[PrunableUnits], list[PrunableUnits]
     return [each for each in units if each.kind == "heads"], [each for each in units if each.kind == "neurons"]
 
 
-def _fill_up(pieces: list[PrunableUnits], count: int, is_free: bool) -> None:
-    counts, words = [each.count for each in pieces], pieces[0].kind
-    if pieces[0].group > 1:
-        words = f"groups of {pieces[0].group} heads"
-    for each in pieces:
+def _fill_up(units: list[PrunableUnits], count: int, is_free: bool) -> None:
+    counts, words = [each.count for each in units], units[0].kind
+    if units[0].group > 1:
+        words = f"groups of {units[0].group} heads"
+    for each in units:
         prune_units(each, pad_with_zeros(each, count))
     if min(counts) == count:
         return
-    why = "the least that the format takes" if is_free else "the format has no word for fewer"
+    why = "the smallest number that the format allows" if is_free else "the format cannot describe fewer"
     add_note(f"{min(counts)} to {max(counts)} {words} a block are written as {count}, {FILLED_UP}: {why}")

@@ -1,7 +1,7 @@
-"""Rotary positions stretched for long contexts, as Llama 3.1 and later do (Grattafiori et al. 2024, arXiv 2407.21783).
+"""Rotary positions scaled for long contexts, as in Llama 3.1 and later (Grattafiori et al. 2024, arXiv 2407.21783).
 
-Channels that turn many times within the original context keep their frequency, those that turn less than about once
-are slowed by `factor`, and the ones between are blended.
+Channels with many rotations within the original context keep their frequency. Those with less than about one rotation
+are slowed by `factor`, and the ones in between are interpolated.
 """
 
 import math
@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """`low` and `high` count turns within `original` tokens, the context the model was first trained at."""
+    """Settings of the scaling; `low` and `high` count rotations within `original` tokens, the original training
+    context."""
 
     factor: float
     low: float
@@ -20,7 +21,7 @@ class Llama3Scaling:
     original: int
 
     def slowed(self, frequencies: Tensor) -> Tensor:
-        """The frequencies (k/2,) of the stretched model from those of the original one."""
+        """Return the frequencies (k/2,) of the scaled model from those of the original one."""
         turns = self.original * frequencies / (2 * math.pi)
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        unscaled_fraction = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return frequencies * (unscaled_fraction + (1 - unscaled_fraction) / self.factor)

@@ -1,7 +1,7 @@
-"""Text from a trained model, one token at a time.
+"""Text generation, one token at a time.
 
-Our own Transformer keeps the keys and values of what it has read, so that a new token costs one token's work; any other
-model reads its context again for each token. Both give the same tokens.
+Thrifty's own Transformer uses a key-value cache, so that a new token costs one token's work. Any other model recomputes
+its context for each token. Both generate the same tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ from thrifty.models.transformer import Transformer
 from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding, TransformerBlock
 
 Reader = Callable[[Tensor], Tensor]
-"""Tokens (b, t), which grow by one from call to call, to the logits (b, v) of what comes next."""
+"""Function from tokens (b, t), which grow by one per call, to the logits (b, v) of the next token."""
 COLDEST = 1e-6
-"""Temperature below which logits that are divided by it may be infinite."""
+"""Lowest temperature; below it, logits divided by the temperature may be infinite."""
 
 
 @torch.no_grad()
@@ -36,12 +36,12 @@ def generate(
     stop: int | None = None,
     seen: Callable[[Tensor], None] = lambda chosen: None,
 ) -> Tensor:
-    """`tokens` (b, t) followed by up to `count` more, (b, t + count).
+    """Return `tokens` (b, t) followed by up to `count` generated ones, (b, t + count).
 
-    top_k keeps the k most likely tokens, top_p the fewest whose probabilities reach p; `greedy` takes the most likely
-    one. `context` bounds how many tokens the model looks back on, besides its own limit. A row that has produced
-    `stop` repeats it, and generation ends when all have. `seen` is given each new token (b,) at once. The model is in
-    eval mode meanwhile. Raises ThriftyError if the first logits are NaN.
+    top_k keeps the k most likely tokens, top_p the fewest whose probabilities reach p; `greedy` selects the most likely
+    one. `context` limits the number of tokens the model attends to, in addition to its own limit. A row that has
+    generated `stop` repeats it; generation ends once all rows have. `seen` receives each new token (b,) at once. The
+    model is in eval mode during generation. Raise ThriftyError if the first logits are NaN.
     """
     _check(model, tokens, temperature, top_k, top_p)
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
@@ -51,7 +51,7 @@ def generate(
         for number in range(count):
             logits = read(tokens).float()
             if number == 0 and logits.isnan().any():
-                raise ThriftyError("the model's logits are NaN", fix="take an earlier checkpoint, or another model")
+                raise ThriftyError("the model's logits are NaN", fix="use an earlier checkpoint, or another model")
             chosen = logits.argmax(-1) if greedy else sample_token(logits, generator, temperature, top_k, top_p)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)
@@ -66,19 +66,19 @@ def generate(
 def sample_token(
     logits: Tensor, generator: torch.Generator, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
-    """One token per row (b,) from logits (b, v)."""
+    """Return one sampled token per row (b,) from logits (b, v)."""
     logits, order = (logits / temperature).sort(descending=True)
     if top_k is not None:
         logits[:, top_k:] = -torch.inf
     probabilities = logits.softmax(-1)
     if top_p is not None:
-        reached = probabilities.cumsum(-1) - probabilities >= top_p  # without the token itself: one always stays
+        reached = probabilities.cumsum(-1) - probabilities >= top_p  # without the token itself, so that one remains
         probabilities = probabilities.masked_fill(reached, 0.0)
     return order.gather(1, probabilities.multinomial(1, generator=generator)).squeeze(1)
 
 
 def context_limit(model: nn.Module) -> int | None:
-    """Return the longest sequence, in tokens: the model's positions, or the limit in its transformers config."""
+    """Return the longest sequence in tokens: the model's positions, or the limit in its transformers config."""
     for module in model.modules():
         if isinstance(module, TokenEmbedding) and module.position is not None:
             return module.position.num_embeddings
@@ -89,12 +89,12 @@ def context_limit(model: nn.Module) -> int | None:
 
 
 def check_task(model: nn.Module) -> None:
-    """Raises UsageError for a model that does not predict the token that follows."""
+    """Raise UsageError for a model that does not predict the next token."""
     task = getattr(model, "task", "next_token")
     if task != "next_token":
         raise UsageError(
-            f"a model that learned {task} does not predict the token that follows, so it cannot continue text",
-            fix="give a decoder, such as a model of the GPT or Llama family",
+            f"a model trained for {task} does not predict the next token, so it cannot continue text",
+            fix="use a decoder, such as a model of the GPT or Llama family",
         )
 
 
@@ -102,19 +102,22 @@ def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | No
     check_task(model)
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise UsageError(
-            f"there is nothing to continue: tokens have shape {tuple(tokens.shape)}", fix="give one or more"
+            f"there is nothing to continue: tokens have shape {tuple(tokens.shape)}", fix="pass one token or more"
         )
     if not COLDEST <= temperature <= 1 / COLDEST:
-        raise UsageError(f"temperature is {temperature}", fix=f"give {COLDEST} or more, or sample greedily")
+        raise UsageError(
+            f"temperature is {temperature}, outside {COLDEST} to {1 / COLDEST:g}",
+            fix=f"use {COLDEST} or more, or sample greedily",
+        )
     if top_k is not None and top_k < 1:
-        raise UsageError(f"top_k is {top_k}", fix="keep 1 token or more")
+        raise UsageError(f"top_k is {top_k}", fix="use 1 or more")
     if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"top_p is {top_p}", fix="give a probability above 0, up to 1")
+        raise UsageError(f"top_p is {top_p}", fix="use a probability above 0, up to 1")
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside; each module as it was afterwards."""
+    """Set eval mode inside the block, then restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -126,7 +129,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _reader(model: nn.Module, limit: int | None) -> Iterator[Reader]:
-    """The way to read tokens that suits the model: with a cache until the context is full, where that is possible."""
+    """Yield the reader for a model: with a key-value cache until the context is full, if possible."""
 
     def read_again(tokens: Tensor) -> Tensor:
         return last_logits(model, tokens if limit is None else tokens[:, -limit:])
@@ -147,30 +150,30 @@ def _reader(model: nn.Module, limit: int | None) -> Iterator[Reader]:
 
 
 def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits (b, v) after the last token; a model without a head apart gives logits outright."""
+    """Return the logits (b, v) after the last token, also of a model without a separate head."""
     out, head = model(tokens), getattr(model, "head", None)
     return getattr(out, "logits", out)[:, -1] if head is None else head(out[:, -1])
 
 
 def supports_kv_cache(model: nn.Module) -> bool:
-    """Whether tokens meet only in plain attention cores: no module on the way was swapped, no forward wrapped."""
+    """Return True if tokens interact only in plain attention cores, with no module swapped and no forward wrapped."""
     if type(model) is not Transformer or any(
         type(block) not in (TransformerBlock, PostNormBlock) for block in model.blocks
     ):
         return False
     kinds = (Transformer, TransformerBlock, Attention, TokenEmbedding, RotaryPositions)
-    on_the_way = [module for module in model.modules() if isinstance(module, kinds)]
-    attentions = [module for module in on_the_way if isinstance(module, Attention)]
+    modules = [module for module in model.modules() if isinstance(module, kinds)]
+    attentions = [module for module in modules if isinstance(module, Attention)]
     return (
         len(attentions) == len(model.blocks)
         and all(attention.core is causal_attention for attention in attentions)
-        and not any("forward" in vars(module) for module in on_the_way)
+        and not any("forward" in vars(module) for module in modules)
     )
 
 
 class CachingCore:
-    """Causal attention that keeps the keys and values (b, g, t, k) of all it has seen; first a prompt, then one token
-    at a time."""
+    """Causal attention that keeps all previous keys and values (b, g, t, k): first of a prompt, then of one token at
+    a time."""
 
     def __init__(self) -> None:
         self.seen: tuple[Tensor, Tensor] | None = None
@@ -186,8 +189,11 @@ class CachingCore:
 
 @contextmanager
 def use_kv_cache(model: nn.Module) -> Iterator[Reader]:
-    """A reader that reads only what is new. Inside, every attention has a caching core and positions count on from
-    where the last call ended; afterwards the model is as it was."""
+    """Yield a reader that computes only new tokens.
+
+    Inside, every attention has a caching core, and positions continue after the last call. The model is restored
+    afterwards.
+    """
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     positions = [module for module in model.modules() if isinstance(module, (RotaryPositions, TokenEmbedding))]
 

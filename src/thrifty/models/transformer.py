@@ -1,9 +1,9 @@
-"""Decoder, encoder and encoder–decoder Transformers in plain torch, put together from objects rather than flags.
+"""Decoder, encoder and encoder-decoder Transformers in plain torch, composed of parts instead of flags.
 
-Which embedding, which blocks with which attention, which norm: all of it is handed in, so that a post-norm decoder or a
-pre-norm encoder is a matter of what is put together (see `families/` for the published ones).
+Embedding, blocks, attention and norms are passed in, so any combination of norms and attention can be composed. For the
+published models see `families/`. All return hidden states and keep `head` separate, so that a loss can process the
+vocabulary in chunks.
 
-All give hidden states, and keep `head` apart so that a loss can work through the vocabulary in chunks.
 Shapes: b batch, t tokens, s tokens of a source, d width, v vocabulary.
 """
 
@@ -26,15 +26,15 @@ Task = Literal[
     "next_token", "masked_token", "sequence_to_sequence", "classification", "contrastive", "masked_reconstruction",
     "text_classification", "token_classification",
 ]  # fmt: skip
-"""What a model can learn, by what its tokens can see and what they are."""
+"""Tasks of models."""
 
 
 class Transformer(nn.Module):
-    """A decoder: tokens (b, t) to final hidden states (b, t, d); `head` maps those to logits (b, t, v), or `logits`
-    does both.
+    """Decoder from tokens (b, t) to final hidden states (b, t, d); `head` maps those to logits (b, t, v), `logits` does
+    both.
 
-    Where several texts share a row, `segments` (b, t) has the number of each token's text: every text is read as if it
-    stood alone. Learned positions start again with each; rotary ones count on, since only distances matter to them.
+    For packed texts, `segments` (b, t) is the index of each token's text: every text is processed as if it were alone.
+    Learned positions restart with each text. Rotary ones continue, since only distances matter to them.
     """
 
     task: Task = "next_token"
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
 
 
 def segment_positions(segments: Tensor) -> Tensor:
-    """The position (b, t) of each token in its text, from the number of its text (b, t)."""
+    """Return the position (b, t) of each token in its text from the index of its text (b, t)."""
     place = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -73,9 +73,11 @@ def segment_positions(segments: Tensor) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """Tokens (b, t), each of which sees all others, to hidden states (b, t, d). `keep` (b, t) is False where there is
-    only padding: nothing looks there. Tokens that are not all of their text come with their `positions` (b, t).
-    `transform` is what stands between the last block and the head."""
+    """Bidirectional encoder from tokens (b, t) to hidden states (b, t, d).
+
+    `keep` (b, t) is False on padding, which no token attends to. If the tokens are only a part of their text,
+    `positions` (b, t) are required. `transform` is the module between the last block and the head.
+    """
 
     task: Task = "masked_token"
 
@@ -95,7 +97,7 @@ class Encoder(nn.Module):
 
 
 class BlockStack(nn.Module):
-    """One side of an encoder–decoder: blocks, the norm behind them, and positions that all of its blocks share."""
+    """One side of an encoder-decoder: blocks, the final norm, and relative positions that all blocks share."""
 
     def __init__(self, blocks: Sequence[nn.Module], norm: nn.Module, relative: RelativePositions | None = None):
         super().__init__()
@@ -112,9 +114,11 @@ class BlockStack(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """A source (b, s) and the tokens so far (b, t) to the decoder's hidden states (b, t, d). `keep` (b, s) is False
-    where the source is only padding. Tokens that begin in the middle of a text come with their `positions` (b, t), for
-    models with a table of those. One embedding serves both sides; `scale` multiplies what the head is given."""
+    """Encoder-decoder from a source (b, s) and target tokens (b, t) to the decoder's hidden states (b, t, d).
+
+    `keep` (b, s) is False on the source's padding. Target tokens from the middle of a text require `positions` (b, t),
+    in models with a position table. Both sides share one embedding; `scale` multiplies the head's input.
+    """
 
     task: Task = "sequence_to_sequence"
 
@@ -152,12 +156,12 @@ def initialize(
     std: float = 0.02,
     within: str = "",
 ) -> None:
-    """First values by the model's law: matrices are drawn, gains are one unless the model's `starts` says otherwise,
-    biases zero. `std` is for those laws that have one.
+    """Initialize parameters by the model's law: matrices are sampled, gains are one (or as in the model's `starts`),
+    biases zero.
 
-    Each parameter draws from a generator keyed by (seed, its name), so that what it draws does not depend on how
-    many blocks the model has, in which order they were built or on which rank. With `within` only parameters whose
-    names begin so are drawn.
+    `std` is for laws that use it. Each parameter has a generator keyed by (seed, name), so its values are independent
+    of the number of blocks, the order of construction and the rank. With `within` only parameters whose names start
+    with it are initialized.
     """
     for name, parameter in model.named_parameters():
         if not name.startswith(within):
@@ -168,17 +172,17 @@ def initialize(
             parameter.fill_(getattr(model, "starts", {}).get(name, 1.0))
         else:
             generator = keyed_generator(f"{seed}/{name}", parameter)
-            drawn = [(model.law(part, values.shape, std), values) for part, values in _parts(model, name, parameter)]
-            if len({law for law, _ in drawn}) == 1:  # parts that are drawn alike are drawn as one
-                drawn = [(drawn[0][0], parameter)]
-            for law, values in drawn:
+            laws = [(model.law(part, values.shape, std), values) for part, values in _parts(model, name, parameter)]
+            if len({law for law, _ in laws}) == 1:  # parts with the same law are sampled together
+                laws = [(laws[0][0], parameter)]
+            for law, values in laws:
                 law.fill(values, generator)
 
 
 def _parts(model: nn.Module, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The matrices of a parameter, by name: itself, or the parts of a product of several layers."""
+    """Yield the matrices of a parameter by name: itself, or the parts of a fused layer."""
     owner = name.removesuffix(".weight")
-    # a parameter that is no layer's weight, such as a class token, has no parts
+    # a parameter outside a layer, such as a class token, has no parts
     parts = None if owner == name else getattr(model.get_submodule(owner), "parts", None)
     if parts is None:
         yield owner, parameter

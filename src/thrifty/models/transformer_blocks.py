@@ -1,7 +1,7 @@
-"""What a Transformer is stacked from: embeddings, feed-forward networks, and the blocks that join them to attention.
+"""Parts of a Transformer: embeddings, feed-forward networks, and the blocks that combine them with attention.
 
-A `TransformerBlock` receives its norms, its attention and its feed-forward network; where the norms stand is the
-class's doing.
+A `TransformerBlock` receives its norms, its attention and its feed-forward network; its class determines the position
+of the norms.
 
 Shapes: b batch, t tokens, s tokens of a source, d width, v vocabulary.
 """
@@ -13,7 +13,7 @@ from thrifty.models.attention_layers import FusedLinear, refuse_longer
 
 
 class FeedForward(nn.Module):
-    """The two-layer network of the original Transformer, with the activation handed in."""
+    """Two-layer feed-forward network of the original Transformer with any activation."""
 
     def __init__(self, width: int, hidden: int, activation: nn.Module, bias: bool = True):
         super().__init__()
@@ -26,7 +26,7 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202); `up` holds the gate first, then the value."""
+    """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202); `up` contains the gate first, then the value."""
 
     def __init__(self, width: int, hidden: int, activation: nn.Module):
         super().__init__()
@@ -40,15 +40,18 @@ class GatedFeedForward(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """The fixed positions of the original Transformer (Vaswani et al. 2017, section 3.5): all sines, then all cosines,
-    as Marian orders them. The table is a buffer that is not part of the state."""
+    """Fixed positions of the original Transformer (Vaswani et al. 2017, section 3.5): all sines, then all cosines, as
+    in Marian.
+
+    The table is a buffer outside the state.
+    """
 
     table: Tensor
 
     def __init__(self, length: int, width: int):
         super().__init__()
         self.num_embeddings = length
-        # values even where the weights have none yet: no file brings them
+        # computed on the CPU even for a meta model, since no file contains the table
         place = torch.arange(length, dtype=torch.float64, device="cpu")
         channel = torch.arange(0, width, 2, dtype=torch.float64, device="cpu")
         angle = torch.outer(place, 10_000.0 ** (-channel / width))
@@ -59,12 +62,14 @@ class SinusoidalPositions(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Token embedding, times `scale`, plus positions where the model has no other notion of order: `position` maps
-    numbers (t,) or (b, t) to vectors for up to its `num_embeddings` tokens. Positions (b, t) can be given; otherwise
-    they count from `start`."""
+    """Token embedding, times `scale`, plus positions if the model has no other position encoding.
+
+    `position` maps indices (t,) or (b, t) to vectors, for up to its `num_embeddings` tokens. By default positions count
+    from `start`; `positions` (b, t) override them.
+    """
 
     start = 0
-    """Position of the first token given; above 0 only while text is generated token by token."""
+    """Position of the first token; above 0 only during generation with a key-value cache."""
 
     def __init__(self, vocabulary: int, width: int, position: nn.Module | None = None, scale: float = 1.0):
         super().__init__()
@@ -82,11 +87,11 @@ class TokenEmbedding(nn.Module):
         refuse_longer(stop, self.position.num_embeddings)
         if positions is None:
             positions = torch.arange(self.start, stop, device=tokens.device)
-        return x + self.position(positions).to(x.dtype)  # a fixed table keeps float32
+        return x + self.position(positions).to(x.dtype)  # a fixed table stays float32
 
 
 class NormedEmbedding(nn.Module):
-    """BERT's embedding: token, learned position and token type (here always the first), then a norm."""
+    """BERT's embedding: token, learned position and token type (always the first here), then a norm."""
 
     def __init__(self, vocabulary: int, width: int, length: int, types: int, norm: nn.Module):
         super().__init__()
@@ -96,11 +101,11 @@ class NormedEmbedding(nn.Module):
         self.norm = norm
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """`positions` (b, t) say where in its text each token stands; without them it is all of the text."""
+        """Return embeddings of tokens; `positions` (b, t) are their positions in the text, by default 0, 1, …"""
         return self.placed(self.token(tokens), positions)
 
     def placed(self, vectors: Tensor, positions: Tensor | None = None) -> Tensor:
-        """What is given for tokens of these vectors (b, t, d) at these positions."""
+        """Return embeddings for token vectors (b, t, d) at these positions."""
         if positions is None:
             refuse_longer(vectors.shape[1], self.position.num_embeddings)
             positions = torch.arange(vectors.shape[1], device=vectors.device)
@@ -109,8 +114,7 @@ class NormedEmbedding(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One pre-norm residual unit: attention, attention over an encoder's memory where there is one, then the
-    feed-forward network."""
+    """Pre-norm block: attention, optional cross-attention over an encoder's memory, then the feed-forward network."""
 
     def __init__(
         self,
@@ -129,27 +133,30 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, memory: Tensor | None = None, memory_mask: Tensor | None = None
     ) -> Tensor:
-        """x (b, t, d); masks as attention takes them, `mask` for the tokens and `memory_mask` for memory (b, s, d)."""
+        """Return x (b, t, d); `mask` is for the tokens, `memory_mask` for memory (b, s, d), in the shapes of
+        attention masks."""
         x = self.residual(x, self.attention_norm, self.attention, mask)
         if self.cross_attention_norm is not None:
             x = self.residual(x, self.cross_attention_norm, self.cross_attention, memory, memory_mask)
         return self.residual(x, self.mlp_norm, self.mlp)
 
     def residual(self, x: Tensor, norm: nn.Module, branch: nn.Module, *context: Tensor | None) -> Tensor:
-        """x with one branch added to it; the branch is given what there is of its context."""
+        """Return x plus one branch; context that is None is not passed to the branch."""
         return x + branch(norm(x), *(extra for extra in context if extra is not None))
 
 
 class PostNormBlock(TransformerBlock):
-    """The residual unit of the original Transformer, BERT and Marian: the norm stands behind each sum, so that every
-    block's output is normalised and no plain sum of residuals runs through the model."""
+    """Post-norm block of the original Transformer, BERT and Marian: the norm follows each sum.
+
+    Every block's output is normalized, and no unnormalized residual stream runs through the model.
+    """
 
     def residual(self, x: Tensor, norm: nn.Module, branch: nn.Module, *context: Tensor | None) -> Tensor:
         return norm(x + branch(x, *(extra for extra in context if extra is not None)))
 
 
 class MaskedTokenTransform(nn.Module):
-    """What BERT does between its last block and the head: a linear layer, an activation, a norm."""
+    """BERT's layers between its last block and the head: linear layer, activation, norm."""
 
     def __init__(self, width: int, activation: nn.Module, norm: nn.Module):
         super().__init__()

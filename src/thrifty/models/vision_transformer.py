@@ -1,10 +1,10 @@
-"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv 2010.11929) in plain torch, put together from objects.
+"""The Vision Transformer (Dosovitskiy et al. 2020, arXiv 2010.11929) in plain torch, composed of replaceable parts.
 
-What DeiT (Touvron et al. 2020, arXiv 2012.12877) trains without a teacher is the same model in smaller sizes. Blocks
-are those of text models; only the embedding and what is read off at the end are its own.
+DeiT without a teacher (Touvron et al. 2020, arXiv 2012.12877) is the same model in smaller sizes. Blocks are those of
+text models; only the embedding and the pooling differ.
 
-Shapes: b batch, c channels, h and w pixels, t tokens (patches row by row, behind the class token where there is one), d
-width, v labels.
+Shapes: b batch, c channels, h and w pixels, t tokens (patches row by row, after the optional class token), d width, v
+labels.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,16 @@ from thrifty.kernels.token_gather import gather_tokens
 from thrifty.models.init_laws import Law, vit_uniform
 
 Pool = Literal["class", "mean", "patches"]
-"""What the head is given: the class token; the mean over all patches of a model without one; or that mean in a model
-that has a class token too."""
+"""Input of the head: the class token; the mean of all patches in a model without one; or that mean in a model with
+one."""
 
 
 class PatchEmbedding(nn.Module):
-    """Images (b, c, h, w) to tokens (b, t, d): patches through one matrix, the class token in front, positions added.
-    These are learned, unless a `fixed` table of them (1, t, d) is given. The table is for square images of `side`
-    pixels; for others it is interpolated at each call."""
+    """Embedding of images (b, c, h, w) to tokens (b, t, d): projected patches after the class token, plus positions.
+
+    Positions are learned, or `fixed` (1, t, d). The table is for square images of `side` pixels and is interpolated at
+    each call for others.
+    """
 
     position: Tensor
 
@@ -42,7 +44,7 @@ class PatchEmbedding(nn.Module):
     ):
         super().__init__()
         self.before = int(pool != "mean")
-        """Tokens in front of the patches."""
+        """Number of tokens before the patches."""
         self.side, self.channels, self.patch_size = side, channels, patch
         self.patch = nn.Conv2d(channels, width, patch, patch, bias=bias)
         self.class_token = nn.Parameter(torch.zeros(1, 1, width)) if self.before else None
@@ -52,7 +54,7 @@ class PatchEmbedding(nn.Module):
             self.register_buffer("position", fixed)
 
     def forward(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
-        """`visible` int64 (b, n) numbers the patches of each image that are to be seen; all are unless it is given."""
+        """Return tokens (b, t, d). `visible` int64 (b, n) are the indices of the patches to embed; by default all."""
         tokens = self.patches(images) + self.positions(images)[:, self.before :]
         if visible is not None:
             tokens = gather_tokens(tokens, visible)
@@ -62,19 +64,19 @@ class PatchEmbedding(nn.Module):
         return torch.cat((first.to(tokens.dtype).expand(len(tokens), -1, -1), tokens), 1)
 
     def patches(self, images: Tensor) -> Tensor:
-        """The patches (b, t, d), without positions."""
+        """Return the projected patches (b, t, d) without positions."""
         self.check(images)
         return self.patch(images).flatten(2).mT
 
     def positions(self, images: Tensor) -> Tensor:
-        """The positions (1, before + t, d) that belong to images of this size."""
+        """Return the positions (1, before + t, d) for images of this size."""
         grid = (images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size)
         positions = resized_positions(self.position, grid, self.before)
-        return positions.to(self.patch.weight.dtype)  # a fixed table keeps float32
+        return positions.to(self.patch.weight.dtype)  # a fixed table stays float32
 
     @torch.no_grad()
     def resize(self, side: int) -> None:
-        """Let the table be that for images of another size."""
+        """Replace the position table by one for another image size."""
         if side == self.side:
             return
         grid = (side // self.patch_size,) * 2
@@ -83,11 +85,11 @@ class PatchEmbedding(nn.Module):
         self.side = side
 
     def check(self, images: Tensor) -> None:
-        """Raises UsageError for what is no batch of images that can be cut into patches."""
+        """Raise UsageError unless `images` is a batch of images that can be cut into patches."""
         if images.ndim != 4 or images.shape[1] != self.channels:
             raise UsageError(
-                f"images of shape {tuple(images.shape)} were given to a model of {self.channels} channels",
-                fix=f"give images of shape (batch, {self.channels}, height, width)",
+                f"images of shape {tuple(images.shape)} do not fit a model of {self.channels} channels",
+                fix=f"pass images of shape (batch, {self.channels}, height, width)",
             )
         if images.shape[2] % self.patch_size or images.shape[3] % self.patch_size:
             raise UsageError(
@@ -98,9 +100,11 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images (b, c, h, w) to the final hidden states of all tokens (b, t, d); `pooled` takes from those what the head
-    maps to logits (b, v), and `logits` does all three. Of an image only the `visible` patches (b, n) are looked at,
-    where they are given."""
+    """Maps images (b, c, h, w) to the final hidden states of all tokens (b, t, d).
+
+    `pooled` selects the input of the head from those, the head maps it to logits (b, v), and `logits` does all three.
+    `visible` (b, n) selects patches; by default all are used.
+    """
 
     task: Literal["classification"] = "classification"
 
@@ -124,22 +128,25 @@ class VisionTransformer(nn.Module):
         return self.norm(x)
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """What stands for each image (b, d), of its hidden states (b, t, d)."""
+        """Return the pooled vector (b, d) of each image from its hidden states (b, t, d)."""
         return hidden[:, 0] if self.pool == "class" else hidden[:, self.embedding.before :].mean(1)
 
     def logits(self, images: Tensor) -> Tensor:
         return self.head(self.pooled(self(images)))
 
     def example(self, device: torch.device) -> Tensor:
-        """One blank image, for whoever must watch a forward pass."""
+        """Return one blank image, as input for an observed forward pass."""
         embedding = self.embedding
         return torch.zeros(1, embedding.channels, embedding.side, embedding.side, device=device)
 
 
 @torch.no_grad()
 def refit(model: VisionTransformer, labels: int, side: int) -> bool:
-    """Let a trained model take images of another size and tell other labels apart: its positions are interpolated, its
-    head is put in anew where the number of labels differs. Returns whether the head is new, its values still unset."""
+    """Adapt a trained model to another image size and number of labels; return True if its head is new and
+    uninitialized.
+
+    Positions are interpolated. The head is replaced if the number of labels differs.
+    """
     embedding = model.embedding
     embedding.resize(side)
     if labels == model.head.out_features:

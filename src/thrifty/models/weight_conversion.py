@@ -1,8 +1,8 @@
-"""Weights of Hugging Face models, to our models and back, without `transformers`.
+"""Conversion of weights between Hugging Face models and Thrifty's, without `transformers`.
 
-One table for each family says which of their tensors make up which of ours; import reads it one way, export the other.
-What differs is the packing only: queries, keys and values are rows of one matrix here, as are gate and value; GPT-2
-stores its matrices transposed. No number is changed, so a round trip in the stored dtype is bit-exact.
+A table per family maps their tensors to Thrifty's; import and export use it in opposite directions. Only the packing
+differs: queries, keys and values are rows of one matrix here, as are gate and value, and GPT-2 stores its matrices
+transposed. No value is changed, so a round trip in the stored dtype is bit-exact.
 """
 
 import re
@@ -30,7 +30,7 @@ from thrifty.models.hf_folder import (
 from thrifty.models.model_config import ModelConfig
 
 _OLDER = {".gamma": ".weight", ".beta": ".bias"}
-"""How BERT's first files call the parameters of a norm."""
+"""Names of a norm's parameters in the first files of BERT."""
 
 
 def packing_table(shape: ModelConfig) -> list[ParameterPacking]:
@@ -40,38 +40,38 @@ def packing_table(shape: ModelConfig) -> list[ParameterPacking]:
 
 
 def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
-    """The shape that a folder's config.json gives; its weights are looked at where they exist and decide something.
+    """Return the shape in a folder's config.json; its weights are read only if they determine the shape.
 
-    Raises RefusedError for an architecture we do not compute.
+    Raise RefusedError for an unsupported architecture.
     """
     config = read_config(folder)
     shape = read_shape(config)
     if not shape.tied and config.get("tie_word_embeddings") and not fresh:
         with StoredTensors(folder) as stored:
             if FAMILIES[shape.style].head not in stored.names:
-                raise RefusedError(f"{folder} ties its head without scaling it, which our T5 does not compute")
+                raise RefusedError(f"{folder} ties its head without scaling it, which is not supported for T5")
     return shape
 
 
 def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, ModelConfig]:
-    """A folder of one of the families as our model, its weights in `dtype`.
+    """Return a folder of a supported family as Thrifty's model, with weights in `dtype`, and its shape.
 
-    Raises RefusedError for an architecture we do not compute, UsageError for a folder that is none or holds pickles,
-    IntegrityError where weights are damaged, missing, left over or of another shape.
+    Raise RefusedError for an unsupported architecture, UsageError for a folder without a model or with pickles. Raise
+    IntegrityError if weights are damaged, missing, unexpected or of another shape.
     """
     shape = folder_shape(folder)
     with torch.device("meta"):
         model = assemble(shape)
     with StoredTensors(folder) as stored:
         values = _read_values(stored, shape, dtype)
-    for name, tensor in _kept(model, values.keys()).items():
+    for name, tensor in _stored_tensors(model, values.keys()).items():
         if values[name].shape != tensor.shape:
             raise IntegrityError(
-                f"{folder}: {name} would be {tuple(values[name].shape)} by its weights and "
+                f"{folder}: {name} is {tuple(values[name].shape)} in its weights, but "
                 f"{tuple(tensor.shape)} by config.json",
-                fix="fetch weights and config.json of one and the same model",
+                fix="fetch weights and config.json of the same model",
             )
-    model.load_state_dict(values, strict=False, assign=True)  # not strict: a tied head has no value of its own
+    model.load_state_dict(values, strict=False, assign=True)  # not strict: a tied head is not stored
     tie(model, shape)
     return model, shape
 
@@ -80,7 +80,7 @@ def _read_values(stored: StoredTensors, shape: ModelConfig, dtype: torch.dtype) 
     family, table = FAMILIES[shape.style], packing_table(shape)
     wanted = {name for packing in table for name in packing.theirs}
     names = {_today(name, family.renamed): name for name in stored.names if not re.search(family.left_out, name)}
-    if not any(name.startswith(family.body) for name in names):  # as first published, without the prefix
+    if not any(name.startswith(family.body) for name in names):  # an old file without the prefix
         names = {family.body + name if family.body + name in wanted else name: own for name, own in names.items()}
     _discard_repeats(stored, shape, names)
     if wanted != names.keys():
@@ -88,15 +88,15 @@ def _read_values(stored: StoredTensors, shape: ModelConfig, dtype: torch.dtype) 
         raise IntegrityError(
             f"{stored.folder}: the weights do not fit config.json: {len(missing)} missing {missing[:3]}, "
             f"{len(extra)} unexpected {extra[:3]}",
-            fix="fetch weights and config.json of one and the same model",
+            fix="fetch weights and config.json of the same model",
         )
     return {packing.ours: packing.pack([stored[names[name]].to(dtype) for name in packing.theirs]) for packing in table}
 
 
-def _kept(model: nn.Module, places: Collection[str]) -> dict[str, Tensor]:
-    """The parameters of a model, and those of its buffers that have a place in a file."""
-    kept: dict[str, Tensor] = dict(model.named_parameters())
-    return kept | {name: buffer for name, buffer in model.named_buffers() if name in places}
+def _stored_tensors(model: nn.Module, places: Collection[str]) -> dict[str, Tensor]:
+    """Return a model's parameters, and those of its buffers that a file stores."""
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    return tensors | {name: buffer for name, buffer in model.named_buffers() if name in places}
 
 
 def _today(name: str, renamed: Mapping[str, str]) -> str:
@@ -110,7 +110,7 @@ def _today(name: str, renamed: Mapping[str, str]) -> str:
 
 
 def _discard_repeats(stored: StoredTensors, shape: ModelConfig, names: dict[str, str]) -> None:
-    """Drop from `names` what some files hold twice, once it is found to be the same."""
+    """Remove tensors from `names` that a file repeats. Raise IntegrityError if the copies differ."""
     family = FAMILIES[shape.style]
     aliases = dict(family.aliases) | ({family.head: family.token} if shape.tied else {})
     for alias, name in aliases.items():
@@ -118,8 +118,7 @@ def _discard_repeats(stored: StoredTensors, shape: ModelConfig, names: dict[str,
             continue
         if not torch.equal(stored[names.pop(alias)], stored[names[name]]):
             raise IntegrityError(
-                f"{stored.folder}: config.json ties the head to the embedding, but {alias} holds other values than "
-                f"{name}",
+                f"{stored.folder}: config.json ties the head to the embedding, but {alias} and {name} differ",
                 fix="set tie_word_embeddings to false in config.json if the head is meant to be free",
             )
 
@@ -132,10 +131,10 @@ def export_folder(
     dtype: torch.dtype = torch.float32,
     images: ImageModelSpec | None = None,
 ) -> None:
-    """Writes the model so that `transformers` loads it by its Auto classes, complete or not at all; a model of images
-    with the names of its labels and what its image processor must do, where `images` says so.
+    """Write a model in the format that the Auto classes of `transformers` load, complete or not at all.
 
-    Raises RefusedError when the model holds parameters the format has no place for, UsageError when the folder exists.
+    For a model with `images`, the names of its labels and the settings of its image processor are included. Raise
+    RefusedError for parameters that the format cannot store, UsageError if the folder exists.
     """
     table = packing_table(shape)
     tensors = _written_tensors(model, table, dtype)
@@ -157,7 +156,7 @@ def export_folder(
 
 
 def label_names(images: ImageModelSpec) -> dict[str, Any]:
-    """What config.json says of labels."""
+    """Return the labels in the format of config.json."""
     return {
         "id2label": {str(number): name for number, name in enumerate(images.labels)},
         "label2id": {name: number for number, name in enumerate(images.labels)},
@@ -165,7 +164,8 @@ def label_names(images: ImageModelSpec) -> dict[str, Any]:
 
 
 def image_processor(images: ImageModelSpec) -> dict[str, Any]:
-    """preprocessor_config.json for transformers' image processor of ViT: sizes, and pixels of 0 … 255 normalised."""
+    """Return preprocessor_config.json for the ViT image processor of transformers: sizes and normalization of pixels
+    0 … 255."""
     return {
         "image_processor_type": "ViTImageProcessor",
         "do_resize": True,
@@ -181,13 +181,13 @@ def image_processor(images: ImageModelSpec) -> dict[str, Any]:
 
 def _written_tensors(model: Model, table: list[ParameterPacking], dtype: torch.dtype) -> dict[str, Tensor]:
     places = {packing.ours for packing in table}
-    values = {name: tensor.detach() for name, tensor in _kept(model, places).items()}
+    values = {name: tensor.detach() for name, tensor in _stored_tensors(model, places).items()}
     if values.keys() != places:
         extra, missing = sorted(values.keys() - places), sorted(places - values.keys())
         raise RefusedError(
-            f"the model does not fit the format: no place for {extra[:3]} ({len(extra)} in all), "
-            f"no values for {missing[:3]} ({len(missing)} in all)",
-            fix="merge adapters and other additions into the weights first, and give the shape the model has now",
+            f"the model does not fit the format: extra {extra[:3]} ({len(extra)} in all), "
+            f"missing {missing[:3]} ({len(missing)} in all)",
+            fix="merge adapters and other additions into the weights first, and pass the current shape of the model",
         )
     tensors = {}
     for packing in table:

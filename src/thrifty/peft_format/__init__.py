@@ -1,6 +1,6 @@
-"""Adapters in files of other people: PEFT's folders, written and read without `peft`.
+"""Adapters in PEFT's folder format, written and read without `peft`.
 
-A kind of adapter is one class (an `AdapterFormat`), found here by the `peft_type` that its folders state.
+Each kind of adapter is one class (an `AdapterFormat`), selected by the `peft_type` in its folder.
 """
 
 from collections.abc import Collection
@@ -28,11 +28,11 @@ def save_adapter(
     base: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write an adapter of a model alone, so that PEFT loads it onto the same base.
+    """Write one adapter of a model so that PEFT loads it onto the same base.
 
-    A model of our own families needs its `shape`: the names are then those of the folder it is exported to. `base` is
-    where that folder or the model came from, for `base_model_name_or_path`. Raises UsageError where the model has no
-    such adapter or the folder holds something, RefusedError for what PEFT's layout has no place for.
+    A model of Thrifty's own families requires its `shape`; its names are those of its exported folder. `base` is the
+    origin of that folder or model, written as `base_model_name_or_path`. Raise UsageError if the model lacks the
+    adapter or the folder is not empty. Raise RefusedError for parts that PEFT's format cannot store.
     """
     model = _inside(model)
     for form in FORMATS.values():
@@ -43,17 +43,16 @@ def save_adapter(
             config = {"peft_type": form.peft_type, "task_type": task, "base_model_name_or_path": origin}
             write_adapter(Path(folder), StoredAdapter(config | stored.config, stored.tensors), dtype)
             return
-    raise UsageError(f"the model has no adapter {name!r} that PEFT has a format for", fix="put one on it first")
+    raise UsageError(f"the model has no adapter {name!r} in a format of PEFT", fix="add one first")
 
 
 def load_adapter(
     model: nn.Module, folder: Path | str, name: str = "default", *, shape: ModelConfig | None = None
 ) -> None:
-    """Put the adapter of a folder on a model, under this name and active; from then on it is like one that was trained
-    here. The base is frozen.
+    """Load the adapter of a folder onto a model under this name, activate it, and freeze the base.
 
-    Raises IntegrityError where the folder is damaged or was made for another model, UsageError or RefusedError for
-    settings that are not followed.
+    Afterwards it behaves like an adapter trained with Thrifty. Raise IntegrityError for a damaged folder or one for
+    another model, UsageError or RefusedError for unsupported settings.
     """
     stored = read_adapter(Path(folder), FORMATS)
     FORMATS[stored.config["peft_type"]].put(_inside(model), stored, name, shape)
@@ -66,13 +65,16 @@ def _inside(model: nn.Module) -> nn.Module:
 _TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
 _TASKS |= {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 _HEADS = ("classifier", "score")
-"""How the names of modules end that PEFT saves whole wherever the task is to classify."""
+"""Last names of modules that PEFT saves whole for every classification task."""
 _OUR_TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM"}
 
 
 def _task(model: nn.Module, saved: Collection[str]) -> str | None:
-    """PEFT's word for what a model is for, by its own word or the name of its class; none where with that word PEFT
-    would ask for a head that is not among what is `saved`, or for tokens that the model does not take."""
+    """Return PEFT's task type for a model, by its task or the name of its class; None if PEFT could not load it with
+    that type.
+
+    PEFT would require a head that is not among the `saved` modules, or tokens that the model does not accept.
+    """
     task = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
     if task == "SEQ_2_SEQ_LM":
         both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

@@ -1,5 +1,8 @@
-"""A folder in PEFT's layout, `adapter_config.json` and `adapter_model.safetensors`, and what a kind of adapter must be
-able to do to be kept in one. Pickled adapters (.bin) are never opened."""
+"""A folder in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`; and the base class of adapter
+formats.
+
+Pickled adapters (.bin) are never opened.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,43 +27,48 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """What a folder holds: settings in PEFT's words, and tensors under PEFT's names."""
+    """Content of a folder: settings and tensors under PEFT's names."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 class AdapterFormat:
-    """One kind of adapter. `read` are the settings that loading looks at, `only` those with values it can live with,
-    `ignored` those that change nothing here; any other is refused where it is set."""
+    """Format of one kind of adapter.
+
+    `read` are the settings that loading uses, `only` settings with the values that are supported, `ignored` settings
+    without effect here. Any other setting is refused if it is set.
+    """
 
     peft_type: ClassVar[str]
     read: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
     other_task: ClassVar[str | None] = None
-    """PEFT's word for what a model is for, where it has none that fits."""
+    """PEFT's task type for models that fit none."""
 
     def is_on(self, model: nn.Module, name: str) -> bool:
-        """Whether a model has an adapter of this kind and name."""
+        """Return True if a model has an adapter of this kind and name."""
         raise NotImplementedError
 
     def take(self, model: nn.Module, name: str, shape: ModelConfig | None) -> StoredAdapter:
-        """An adapter of a model as PEFT would store it. `shape` is given for a model of our own families, whose
-        layers go by other names in the folder that they are exported to."""
+        """Return an adapter of a model as PEFT stores it.
+
+        `shape` is required for Thrifty's own families, whose layers have other names in the exported folder.
+        """
         raise NotImplementedError
 
     def put(self, model: nn.Module, stored: StoredAdapter, name: str, shape: ModelConfig | None) -> None:
-        """Put a stored adapter on a model. Raises IntegrityError where it does not fit."""
+        """Add a stored adapter to a model. Raise IntegrityError if it does not fit."""
         raise NotImplementedError
 
 
 def write_adapter(folder: Path, stored: StoredAdapter, dtype: torch.dtype | None = None) -> None:
-    """Complete or not at all. Raises UsageError for a folder with something in it."""
+    """Write a folder, complete or not at all. Raise UsageError if it exists and is not empty."""
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in stored.tensors.items()}
     storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
     for (name, tensor), storage in zip(tensors.items(), storages, strict=True):
-        if storages.count(storage) > 1:  # the format gives each tensor bytes of its own
+        if storages.count(storage) > 1:  # the format stores each tensor separately
             tensors[name] = tensor.clone()
     with written_aside(folder) as aside:
         save_file(tensors, aside / WEIGHTS, metadata={"format": "pt"})
@@ -72,11 +80,13 @@ _KINDS = {"lora_dropout": (int, float), **dict.fromkeys(("rank_pattern", "alpha_
 
 
 def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAdapter:
-    """What a folder holds, its settings checked. Raises UsageError for a folder that is none, of a kind that is not
-    among `formats`, or with settings nobody knows; RefusedError for settings that are not followed here; IntegrityError
-    for damage."""
+    """Return the content of a folder with checked settings.
+
+    Raise UsageError for a folder without an adapter, of a kind not in `formats`, or with unknown settings. Raise
+    RefusedError for unsupported settings, IntegrityError for damage.
+    """
     if not (folder / CONFIG).is_file():
-        raise UsageError(f"{folder} has no {CONFIG}", fix="give the folder of an adapter, as PEFT writes it")
+        raise UsageError(f"{folder} has no {CONFIG}", fix="pass the folder of an adapter written by PEFT")
     config = read_json(folder / CONFIG)
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in formats:
@@ -91,7 +101,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         if pickles:
             raise UsageError(
                 f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when opened",
-                fix="convert them to safetensors where you trust their origin, then give that folder",
+                fix="if you trust their origin, convert them to safetensors and pass that folder",
             )
         raise UsageError(f"{folder} has no {WEIGHTS}", fix="fetch the whole folder again")
     try:
@@ -105,10 +115,10 @@ def _check(path: Path, config: Config, form: AdapterFormat) -> None:
     for key, value in config.items():
         if key in form.only and value not in form.only[key]:
             raise RefusedError(
-                f"{path} sets {key} = {value!r}, which is not followed here", fix="train the adapter without it"
+                f"{path} sets {key} = {value!r}, which is not supported", fix="train the adapter without it"
             )
         if key in _KINDS and not isinstance(value, _KINDS[key]):
             raise IntegrityError(f"{path}: {key} is {value!r:.80}", fix="fetch the folder again")
-        # what a later version of PEFT can do more is of no matter where it is off
+        # settings of later versions of PEFT have no effect if they are off
         if key not in known and value not in (None, False, "", [], {}):
             raise UsageError(f"{path}: there is no setting {key}", fix=did_you_mean(key, known))

@@ -1,7 +1,7 @@
-"""What the layers and parameters of a model are called in the folder that others load it from.
+"""Names of a model's layers and parameters in the folder from which others load it.
 
-A model of transformers goes by its own names. One of our families is exported under other names, some of its layers in
-parts: its table of packings says which.
+A model of transformers keeps its own names. A model of Thrifty's families is exported under other names, and some of
+its layers in parts; its packing table lists them.
 """
 
 from collections.abc import Mapping
@@ -25,13 +25,13 @@ from thrifty.models.weight_conversion import packing_table
 
 @dataclass(frozen=True)
 class LayerTarget:
-    """Where the factors of one of our layers go: to one layer of theirs, or to several that are fused in ours, each
-    as wide as `rows` says."""
+    """Exported layers for the factors of one of Thrifty's layers: one, or several that are fused, with `rows`
+    outputs each."""
 
     theirs: tuple[str, ...]
     rows: tuple[int, ...]
     transposed: bool
-    """Whether they keep the weight as (in, out)."""
+    """True if the exported weight is stored as (in, out)."""
 
 
 def misfit(what: str) -> IntegrityError:
@@ -39,16 +39,17 @@ def misfit(what: str) -> IntegrityError:
 
 
 class LayerNaming:
-    """Raises UsageError for a model of our own families without its shape."""
+    """Mapping between a model's parameters and their exported names. Raise UsageError without the shape of an own
+    model."""
 
     def __init__(self, model: nn.Module, shape: ModelConfig | None):
         self.model = model
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.repeated: frozenset[str]
-        """Names of theirs that several modules of theirs have, and one of ours."""
+        """Exported names that several exported modules share, for one parameter in Thrifty."""
         if isinstance(model, Transformer | Encoder | EncoderDecoder):
             if shape is None:
-                raise UsageError("the names that this model is exported under depend on its shape", fix="give shape=")
+                raise UsageError("the exported names of this model depend on its shape", fix="pass shape=")
             family = FAMILIES[shape.style]
             packings = packing_table(shape)
             self.repeated = frozenset(family.aliases.values())
@@ -64,13 +65,13 @@ class LayerNaming:
 
     @cached_property
     def modules(self) -> set[str]:
-        """Every module of theirs that holds parameters, at whatever depth."""
+        """Every exported module with parameters, at any depth."""
         names = [*self.aliases, *(name for packing in self.packings.values() for name in packing.theirs)]
         paths = [name.split(".")[:-1] for name in names]
         return {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
 
     def place(self, path: str) -> LayerTarget:
-        """Of one of our layers."""
+        """Return the exported layers for one of the model's layers."""
         layer = self.model.get_submodule(path)
         packing = self.packings[f"{path}.{weight_name(layer)}"]
         theirs = tuple(name.rpartition(".")[0] for name in packing.theirs)
@@ -78,7 +79,7 @@ class LayerNaming:
 
     @cached_property
     def layers(self) -> dict[str, tuple[str, int]]:
-        """For each layer of theirs the one of ours, and which part of it it is."""
+        """For each exported layer, the model's layer and the index of its part."""
         places: dict[str, tuple[str, int]] = {}
         for name, packing in self.packings.items():
             path, _, last = name.rpartition(".")
@@ -87,39 +88,39 @@ class LayerNaming:
         return places
 
     def holders(self, parameter: str) -> set[str]:
-        """The modules of theirs that one of our parameters is in, by all names that it has."""
+        """Return the exported modules that contain one of the model's parameters, under all its names."""
         theirs = set(self.packings[parameter].theirs)
         theirs |= {alias for alias, name in self.aliases.items() if name in theirs}
         return {name.rpartition(".")[0] for name in theirs}
 
     def values(self, module: str) -> dict[str, Tensor]:
-        """Every parameter inside one of their modules, under their names."""
+        """Return every parameter inside an exported module, under its exported name."""
         tensors: dict[str, Tensor] = {}
         for packing in self.packings.values():
-            again = {alias: name for alias, name in self.aliases.items() if name in packing.theirs}
-            if any(name.startswith(f"{module}.") for name in (*packing.theirs, *again)):
+            aliases = {alias: name for alias, name in self.aliases.items() if name in packing.theirs}
+            if any(name.startswith(f"{module}.") for name in (*packing.theirs, *aliases)):
                 parts = packing.unpack(self.parameters[packing.ours].detach())
-                tensors |= parts | {alias: parts[name] for alias, name in again.items()}
+                tensors |= parts | {alias: parts[name] for alias, name in aliases.items()}
         return {name: tensor for name, tensor in tensors.items() if name.startswith(f"{module}.")}
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
-        """Give parameters, by their names, these values; those of ours that were written to.
+        """Write values to parameters by their exported names; return the parameters that were changed.
 
-        Raises IntegrityError for a name or a shape that the model does not have, RefusedError where names of one tensor
-        are given different values.
+        Raise IntegrityError for an unknown name or another shape. Raise RefusedError if names of one tensor have
+        different values.
         """
         known = {name for packing in self.packings.values() for name in packing.theirs} | self.aliases.keys()
         if unknown := sorted(tensors.keys() - known):
-            raise misfit(f"the model has no place for {unknown[:3]}")
-        wanted = {self.aliases.get(name, name): tensor for name, tensor in tensors.items()}
-        self._refuse_untied(tensors, wanted)
+            raise misfit(f"the model has no parameters {unknown[:3]}")
+        resolved = {self.aliases.get(name, name): tensor for name, tensor in tensors.items()}
+        self._refuse_untied(tensors, resolved)
         changes: list[tuple[nn.Parameter, Tensor]] = []
         for packing in self.packings.values():
-            if wanted.keys() & set(packing.theirs):
+            if resolved.keys() & set(packing.theirs):
                 parameter = self.parameters[packing.ours]
                 parts = packing.unpack(parameter.detach())
-                parts |= {name: wanted[name].to(parameter) for name in packing.theirs if name in wanted}
+                parts |= {name: resolved[name].to(parameter) for name in packing.theirs if name in resolved}
                 changes.append((parameter, packing.pack([*parts.values()])))
                 if changes[-1][1].shape != parameter.shape:
                     raise misfit(
@@ -136,4 +137,4 @@ class LayerNaming:
             values = [tensors.get(each) for each in (alias, name)]
             present = self.values(name.rpartition(".")[0])[name]
             if any(not torch.equal(present if value is None else value.to(present), wanted[name]) for value in values):
-                raise RefusedError(f"{alias} and {name} are one tensor in the model, and were trained apart")
+                raise RefusedError(f"{alias} and {name} are one tensor in the model, but were trained separately")

@@ -1,4 +1,4 @@
-"""LoRA in PEFT's layout."""
+"""LoRA in PEFT's format."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -17,7 +17,7 @@ from thrifty.peft_format.lora_pairs import LoraPair, join_pairs, rank_and_alpha,
 
 _PREFIX = "base_model.model."
 _INSIDE = ".base_layer"
-"""Where PEFT keeps what a layer had before it was adapted."""
+"""Prefix of PEFT for the original parameters of an adapted layer."""
 _FACTOR = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 
 
@@ -55,10 +55,10 @@ class LoraFormat(AdapterFormat):
             key = f"{_PREFIX}{path}.{kind}"
             tensors |= {f"{key}A{end}": pair.a, f"{key}B{end}": pair.b}
         extras, modules = _extras(naming, pairs)
-        some = next(LORA.of(layer).factors[name] for layer in layers.values())
+        first_factors = next(LORA.of(layer).factors[name] for layer in layers.values())
         config = {
-            "lora_dropout": some.dropout,
-            "use_rslora": some.rank_stabilized,
+            "lora_dropout": first_factors.dropout,
+            "use_rslora": first_factors.rank_stabilized,
             "fan_in_fan_out": any(place.transposed for place in places.values()),
             "bias": "lora_only" if any(key.endswith(f"{_INSIDE}.bias") for key in extras) else "none",
             "init_lora_weights": True,
@@ -94,7 +94,7 @@ class LoraFormat(AdapterFormat):
 
 
 def _read(stored: StoredAdapter) -> tuple[dict[str, LoraPair], dict[str, Tensor]]:
-    """Pairs by the layer of theirs they are on, and parameters that were trained as they are."""
+    """Return factor pairs by exported layer, and fully trained parameters."""
     halves: dict[str, dict[str, Tensor]] = {}
     extras: dict[str, Tensor] = {}
     for name, tensor in stored.tensors.items():
@@ -104,13 +104,13 @@ def _read(stored: StoredAdapter) -> tuple[dict[str, LoraPair], dict[str, Tensor]
         else:
             extras[inner.replace(f"{_INSIDE}.", ".")] = tensor
     if not halves:
-        raise IntegrityError("the adapter holds no factors", fix="fetch the folder again")
+        raise IntegrityError("the adapter contains no factors", fix="fetch the folder again")
     pairs = {}
     for path, both in halves.items():
         rank, alpha = rank_and_alpha(stored.config, path)
         if both.keys() != {"A", "B"} or any(x.ndim != 2 for x in both.values()) or both["A"].shape[0] != rank:
             raise IntegrityError(
-                f"the factors of {path} are not two matrices of the rank {rank} that adapter_config.json states",
+                f"the factors of {path} are not two matrices of rank {rank}, the rank in adapter_config.json",
                 fix="fetch the folder again",
             )
         pairs[path] = LoraPair(both["A"], both["B"], alpha)
@@ -118,10 +118,12 @@ def _read(stored: StoredAdapter) -> tuple[dict[str, LoraPair], dict[str, Tensor]
 
 
 def _check_fit(path: str, layer: nn.Module, factors: LoraFactors, a: Tensor, b: Tensor) -> None:
-    takes, gives = widths(layer)
-    gives = sum(factors.sizes[index] for index in factors.chosen) if factors.sizes else gives
-    if (a.shape[1], b.shape[0]) != (takes, gives):
-        raise misfit(f"the factors of {path} are for {a.shape[1]} by {b.shape[0]}, the layer is {takes} by {gives}")
+    in_size, out_size = widths(layer)
+    out_size = sum(factors.sizes[index] for index in factors.chosen) if factors.sizes else out_size
+    if (a.shape[1], b.shape[0]) != (in_size, out_size):
+        raise misfit(
+            f"the factors of {path} are for {a.shape[1]} by {b.shape[0]}, the layer is {in_size} by {out_size}"
+        )
 
 
 @torch.no_grad()
@@ -131,7 +133,7 @@ def _fill(layer: nn.Module, name: str, values: tuple[Tensor, Tensor]) -> None:
 
 
 def _extras(naming: LayerNaming, pairs: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """What was trained as it is: the tensors, and the modules of theirs to be saved whole for it."""
+    """Return the fully trained tensors, and the exported modules to be saved whole for them."""
     tensors: dict[str, Tensor] = {}
     modules: set[str] = set()
     for name in naming.packings:
@@ -144,21 +146,20 @@ def _extras(naming: LayerNaming, pairs: Collection[str]) -> tuple[dict[str, Tens
     for module in modules:
         if not module or any(path.startswith(f"{module}.") for path in pairs):
             raise RefusedError(
-                f"PEFT would save {module or 'the model'} as a whole, which has adapted layers inside",
-                fix="adapt no layer there, by another pattern as where",
+                f"PEFT would save {module or 'the model'} as a whole, but it contains adapted layers",
+                fix="adapt no layer in it: choose another pattern for where",
             )
         tensors |= naming.values(module)
     return {f"{_PREFIX}{key}": value for key, value in tensors.items()}, sorted(modules)
 
 
 def _refuse_own_attention(model: nn.Module, paths: Iterable[str]) -> None:
-    """peft (0.21 and before) adds what it has for `out_proj` of torch's attention twice, so that one file would mean
-    two things."""
+    """Raise RefusedError for torch's own attention: peft (0.21 and before) adds the factors of its `out_proj` twice."""
     for path in paths:
         around = model.get_submodule(path.rpartition(".")[0])
         if isinstance(model.get_submodule(path), nn.MultiheadAttention) or isinstance(around, nn.MultiheadAttention):
             raise RefusedError(
-                f"{path} is of torch's own attention, for which PEFT's files mean something else than they say",
+                f"{path} belongs to torch's own attention, where PEFT would apply the factors twice",
                 fix="merge the adapter into the weights, or adapt other layers",
             )
 
@@ -167,8 +168,8 @@ def _refuse_repeated(naming: LayerNaming, tables: Collection[str]) -> None:
     for table in tables:
         if f"{table}.weight" in naming.repeated:
             raise RefusedError(
-                f"in the model that others load, several modules look up {table}; an adapter would reach one of them",
-                fix="adapt no embedding of this family, or merge it into the model",
+                f"several modules of the exported model use {table}; an adapter would change only one of them",
+                fix="adapt no embedding of this family, or merge the adapter into the model",
             )
 
 
@@ -177,6 +178,6 @@ def _refuse_other_base(naming: LayerNaming, extras: Mapping[str, Tensor], others
         present = naming.values(name.rpartition(".")[0]).get(name)
         if present is not None and not torch.equal(present, value.to(present)):
             raise RefusedError(
-                f"the adapter has another {name} than the base that it would share with {', '.join(others)}",
-                fix="remove those first, or load this one onto a model of its own",
+                f"the adapter changes {name} of the base, which it would share with {', '.join(others)}",
+                fix="remove those first, or load this one onto another copy of the model",
             )

@@ -1,8 +1,7 @@
-"""LoRA factors layer by layer: from ours to pairs as PEFT stores them, and back; and the settings that say what a pair
-is worth.
+"""Conversion of LoRA factors between Thrifty's layers and PEFT's pairs, and PEFT's settings of rank and alpha.
 
-A layer of ours that fuses several of theirs becomes as many pairs. One of theirs that fuses several for which ours has
-an A each becomes one pair of as many times the rank, whose B has blocks of zeros.
+A fused layer with one A becomes one pair per exported layer. If the parts of a fused exported layer have their own A in
+Thrifty, they become one pair of a multiple of the rank. Its B has blocks of zeros.
 """
 
 import math
@@ -22,7 +21,8 @@ from thrifty.peft_format.layer_naming import LayerTarget
 
 @dataclass(frozen=True)
 class LoraPair:
-    """One low-rank addition: A (rank, in), B (out, rank), and the alpha that makes the scale with the rank."""
+    """One low-rank addition: A (rank, in), B (out, rank), and alpha, which determines the scale together with the
+    rank."""
 
     a: Tensor
     b: Tensor
@@ -34,14 +34,14 @@ class LoraPair:
 
 
 def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tuple[str, LoraPair]]:
-    """What each layer of theirs gets of an adapter on one of ours."""
+    """Yield the pair of each exported layer from an adapter on one of Thrifty's layers."""
     own: LoraFactors = LORA.of(layer).factors[name]
     a, b, scale = factors_of(layer, name)
     if len(place.theirs) == 1:
         yield place.theirs[0], LoraPair(a, b, _alpha(scale, a.shape[0], own.rank_stabilized))
         return
     if own.sizes and own.sizes != place.rows:
-        raise RefusedError(f"{' and '.join(place.theirs)} are cut in another way than the factors on them")
+        raise RefusedError(f"{' and '.join(place.theirs)} have other sizes than the factors on them")
     for index, (theirs, rows) in enumerate(zip(place.theirs, b.split(list(place.rows)), strict=True)):
         if not own.sizes:
             yield theirs, LoraPair(a, rows, own.alpha)
@@ -59,8 +59,10 @@ def _alpha(scale: float, rank: int, rank_stabilized: bool) -> float:
 def join_pairs(
     parts: Mapping[int, LoraPair], place: LayerTarget, dropout: float, rank_stabilized: bool
 ) -> tuple[LoraFactors, Tensor, Tensor]:
-    """The factors of one layer of ours from those of the layers of theirs that it holds. Raises RefusedError where
-    these differ in rank or alpha."""
+    """Return the factors of one of Thrifty's layers from the pairs of its exported layers.
+
+    Raise RefusedError if these differ in rank or alpha.
+    """
     order = sorted(parts)
     first = parts[order[0]]
     if any((part.rank, part.alpha) != (first.rank, first.alpha) for part in parts.values()):
@@ -74,7 +76,7 @@ def join_pairs(
 
 
 def rank_settings(pairs: Mapping[str, LoraPair]) -> dict[str, Any]:
-    """r and lora_alpha of most layers, and patterns for those that differ."""
+    """Return r and lora_alpha of most layers, and patterns for the others."""
     common = Counter((pair.rank, pair.alpha) for pair in pairs.values()).most_common(1)[0][0]
     by_word: dict[str, set[tuple[int, float]]] = {}
     for path, pair in pairs.items():
@@ -91,29 +93,29 @@ def rank_settings(pairs: Mapping[str, LoraPair]) -> dict[str, Any]:
 
 
 def rank_and_alpha(config: Mapping[str, Any], path: str) -> tuple[int, float]:
-    """What the settings say of one layer; 8 and 8 unless they say anything, as in PEFT."""
+    """Return rank and alpha of one layer from the settings; 8 and 8 by default, as in PEFT."""
     return (
         _by_pattern(config.get("rank_pattern"), path, config.get("r", 8)),
         _by_pattern(config.get("alpha_pattern"), path, config.get("lora_alpha", 8)),
     )
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, path: str, otherwise: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: Any) -> Any:
     try:
         matches = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", path))
-        value = next(matches, otherwise)
+        value = next(matches, default)
     except re.error as error:
         raise UsageError(
-            f"adapter_config.json has a pattern that is none: {error}", fix="fetch the folder again"
+            f"adapter_config.json has an invalid pattern: {error}", fix="fetch the folder again"
         ) from error
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        what = f"adapter_config.json gives {value!r} as rank or alpha of {path}"
+        what = f"adapter_config.json has {value!r} as rank or alpha of {path}, not a finite number"
         raise IntegrityError(what, fix="fetch the folder again")
     return value
 
 
 def targets(wanted: Iterable[str], modules: Iterable[str]) -> list[str] | str:
-    """`target_modules` that fit these modules and no other: last words, whole paths, or a pattern."""
+    """Return `target_modules` that match these modules only: last names, whole paths, or a pattern."""
     wanted = set(wanted)
     for words in ({path.rpartition(".")[2] for path in wanted}, wanted):
         if {path for path in modules if any(f".{path}".endswith(f".{word}") for word in words)} == wanted:

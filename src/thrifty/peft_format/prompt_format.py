@@ -1,4 +1,4 @@
-"""Prompts and prefixes in PEFT's layout: one tensor, `prompt_embeddings`."""
+"""Prompts and prefixes in PEFT's format: one tensor, `prompt_embeddings`."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -28,17 +28,18 @@ _TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM", "ma
 
 
 class _VirtualTokens(AdapterFormat):
-    """What both have in common. They have no names: a model has one of them, which goes by PEFT's default."""
+    """Base class of both formats. Virtual tokens have no names: a model has at most one set, under PEFT's default
+    name."""
 
     last_words: ClassVar[tuple[str, ...]]
-    """Of the names of its parameters."""
+    """Last components of its parameters' names."""
     read = frozenset({"num_virtual_tokens"})
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "num_transformer_submodules": (None, 1),
         "modules_to_save": (None, []),
     }
     ignored = frozenset({"token_dim", "num_attention_heads", "num_layers"})
-    other_task = "FEATURE_EXTRACTION"  # without any word PEFT would load virtual tokens and leave them out
+    other_task = "FEATURE_EXTRACTION"  # without a task type PEFT would load virtual tokens and not use them
 
     def is_on(self, model: nn.Module, name: str) -> bool:
         return name == "default" and bool(names_ending(model, *self.last_words))
@@ -59,29 +60,29 @@ class _VirtualTokens(AdapterFormat):
 
     def put(self, model: nn.Module, stored: StoredAdapter, name: str, shape: ModelConfig | None) -> None:
         if name != "default":
-            raise RefusedError(f"virtual tokens go by no name, and {name!r} was given", fix="leave the name out")
+            raise RefusedError(f"virtual tokens have no name, but {name!r} was passed", fix="leave the name out")
         if names_ending(model, "prompt", "prefix", "prefix_out"):
-            raise UsageError("the model has virtual tokens already", fix="load these onto a model of their own")
+            raise UsageError("the model has virtual tokens already", fix="load these onto another copy of the model")
         values, count = stored.tensors.get(_TENSOR), stored.config.get("num_virtual_tokens")
         if values is None or values.ndim != 2 or len(values) != count:
             raise IntegrityError(
-                f"the adapter has no {_TENSOR} of {count} rows, as its adapter_config.json says",
+                f"the adapter has no {_TENSOR} of {count} rows, the number in adapter_config.json",
                 fix="fetch the folder again",
             )
-        self.give(model, values)
+        self.write_rows(model, values)
         train_only(model, names_ending(model, *self.last_words))
 
     @abstractmethod
     def values(self, model: nn.Module) -> tuple[Tensor, int]:
-        """The rows that PEFT stores, and the number of heads that their columns are for."""
+        """Return the rows that PEFT stores, and the number of heads in their columns."""
 
     @abstractmethod
     def settings(self, values: Tensor, blocks: int) -> dict[str, Any]:
-        """What else PEFT asks for."""
+        """Return further settings that PEFT requires."""
 
     @abstractmethod
-    def give(self, model: nn.Module, values: Tensor) -> None:
-        """Put rows on a model. Raises IntegrityError where they are for another."""
+    def write_rows(self, model: nn.Module, values: Tensor) -> None:
+        """Write rows to a model. Raise IntegrityError if they are for another model."""
 
 
 class PromptFormat(_VirtualTokens):
@@ -97,7 +98,7 @@ class PromptFormat(_VirtualTokens):
     def settings(self, values: Tensor, blocks: int) -> dict[str, Any]:
         return {"token_dim": values.shape[1], "prompt_tuning_init": "RANDOM"}
 
-    def give(self, model: nn.Module, values: Tensor) -> None:
+    def write_rows(self, model: nn.Module, values: Tensor) -> None:
         table = next(iter(feeding_tables(model).values())).weight
         _refuse_misfit(values.shape[1], table.shape[1])
         add_prompt(model, values.to(table.device, table.dtype, copy=True))
@@ -106,15 +107,15 @@ class PromptFormat(_VirtualTokens):
 class PrefixFormat(_VirtualTokens):
     peft_type = "PREFIX_TUNING"
     last_words = ("prefix", "prefix_out")
-    # what a network made is stored made, so that the network is of no matter
+    # the outputs of a projection network are stored, so the network itself is not needed
     ignored = _VirtualTokens.ignored | {"prefix_projection", "encoder_hidden_size", "init_weights"}
 
     def values(self, model: nn.Module) -> tuple[Tensor, int]:
         places = _places(model)
         if len({(place.heads, place.head_width) for place in places.values()}) > 1:
             raise RefusedError(
-                f"PEFT's files have prefixes of one width for all blocks, and those of {type(model).__name__} differ",
-                fix="use LoRA, which is stored for any model",
+                f"PEFT stores prefixes of one width for all blocks, but those of {type(model).__name__} differ",
+                fix="use LoRA, which PEFT stores for any model",
             )
         with torch.no_grad():
             rows = torch.cat([prefix_of(place.module, body_of(model)) for place in places.values()], 1)
@@ -123,7 +124,7 @@ class PrefixFormat(_VirtualTokens):
     def settings(self, values: Tensor, blocks: int) -> dict[str, Any]:
         return {"token_dim": values.shape[1] // (2 * blocks), "prefix_projection": False}
 
-    def give(self, model: nn.Module, values: Tensor) -> None:
+    def write_rows(self, model: nn.Module, values: Tensor) -> None:
         places = _places(model)
         widths = [2 * place.heads * place.head_width for place in places.values()]
         _refuse_misfit(values.shape[1], sum(widths))
@@ -139,14 +140,15 @@ def _places(model: nn.Module) -> Mapping[str, PrefixSite]:
     stacks = [*find_stacks(model).values()]
     if len(stacks) > 1 or len(places) != len(stacks[0]) or getattr(model, "task", "next_token") != "next_token":
         raise RefusedError(
-            f"PEFT's files have prefixes for the blocks of a decoder, and {type(model).__name__} is something else",
-            fix="use LoRA, which is stored for any model",
+            f"PEFT stores prefixes for the blocks of a decoder, but {type(model).__name__} is something else",
+            fix="use LoRA, which PEFT stores for any model",
         )
     return places
 
 
-def _refuse_misfit(width: int, wanted: int) -> None:
-    if width != wanted:
+def _refuse_misfit(width: int, model_width: int) -> None:
+    if width != model_width:
         raise IntegrityError(
-            f"{_TENSOR} is for a model of width {width}, and this one needs {wanted}", fix="load it onto its own base"
+            f"{_TENSOR} is for a model of width {width}, but this one has {model_width}",
+            fix="load it onto its own base",
         )

@@ -1,1 +1,1 @@
-"""The loop that trains, and all that is wrapped around it: checkpoints, evaluation, the run folder."""
+"""The training loop and its surroundings: checkpoints, evaluation, the run folder."""

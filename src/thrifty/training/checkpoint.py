@@ -1,14 +1,16 @@
-"""Checkpoints that a crash, a full disk or a flipped bit cannot take away.
+"""Checkpoints that survive a crash, a full disk or a flipped bit.
 
-A save writes `step-00000200.partial-<id>/` (tensors as safetensors, then `state.json`), flushes each file, writes the
-manifest with every file's length and sha256 last, reads everything back against it, and only then renames the folder to
-`step-00000200`. `LATEST` and `BEST` are swapped next, older checkpoints go at the very end. So whatever moment is the
-last one, a folder named `step-<number>` is complete; and since nothing is believed without its manifest, what decays
-later is found, moved to `quarantine/`, and the checkpoint before it is used. `LATEST` is only a hint.
+A save writes `step-00000200.partial-<id>/`: tensors as safetensors, then `state.json`, each file flushed. It writes the
+manifest with the length and sha256 of every file last, and reads everything back against it. Only then does it rename
+the folder to `step-00000200`. It swaps `LATEST` and `BEST` next and removes older checkpoints at the very end.
 
-Several ranks save into one folder, each the pieces that no earlier rank holds; rank 0 decides, all follow, and an error
-on one is raised on all. How many ranks wrote a checkpoint does not matter to those who read it. `folder` is always a
-run's `checkpoints` folder, on a disk that all ranks see; one process, or one group of ranks, may write it at a time.
+A folder named `step-<number>` is therefore always complete. A load verifies the manifest. It moves a checkpoint that
+decayed to `quarantine/` and uses the one before it. `LATEST` is only a hint.
+
+Several ranks save into one folder: each rank writes the parts that no earlier rank holds. Rank 0 decides, the others
+follow, and an error on one rank is raised on all. A checkpoint can be read by any number of ranks. `folder` is always
+the `checkpoints` folder of a run, on a disk that all ranks see. Only one process, or one group of ranks, may write it
+at a time.
 """
 
 import errno
@@ -36,7 +38,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SaveReport:
-    """`bytes` over all ranks; `seconds` until all was on the disk, read back, and the old checkpoints gone."""
+    """Size and duration of a save: `bytes` over all ranks; `seconds` until all files are verified and old checkpoints
+    removed."""
 
     path: Path
     bytes: int
@@ -46,7 +49,7 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A checkpoint that verified, its tensors not yet read; `notices` say what was wrong with newer ones."""
+    """A verified checkpoint whose tensors are not read yet; `notices` report damage of newer ones."""
 
     step: int
     scalars: dict[str, Any]
@@ -71,37 +74,39 @@ def save(
     also: Collection[int] = (),
     ranks: SingleProcess | None = None,
 ) -> SaveReport:
-    """Saves a state; once it returns, the state survives anything but the loss of the disk.
+    """Save a state. Once this returns, the state survives anything but the loss of the disk.
 
-    Keeps `keep` verified checkpoints in all, the last one saved as `best`, and those of the steps in `also`. With
-    `ranks=ProcessGroupSync()` all ranks call it; `tensors` are DTensors or equal on all ranks, `scalars` are rank 0's.
-    Raises `ThriftyError` when it does not fit or the disk fails, `UsageError` for a state that cannot be stored;
-    earlier checkpoints remain in every case.
+    Keep `keep` verified checkpoints in total, the last one saved as `best`, and those of the steps in `also`. With
+    `ranks=ProcessGroupSync()` all ranks must call it. `tensors` are DTensors or equal on all ranks; `scalars` are taken
+    from rank 0.
+
+    Raise ThriftyError if the state does not fit or the disk fails, UsageError if the state cannot be stored. Earlier
+    checkpoints remain in every case.
     """
     started, files, ranks = time.monotonic(), files or AtomicFiles(), ranks or SingleProcess()
     if keep < 1:
-        raise UsageError(f"cannot keep {keep} checkpoints", "keep at least 1")
-    mine = _share(tensors, ranks)
+        raise UsageError(f"keep is {keep}: a run keeps at least 1 checkpoint", "--set checkpoints.keep=1")
+    own_parts = _share(tensors, ranks)
     state = ranks.run_first(lambda: _as_json(scalars)).encode()
-    needed = len(state) + sum(ranks.gather_or_raise(lambda: stored_bytes(tensors, mine)))
-    attempt = CheckpointWriter(folder, step, needed, files)
-    attempt.name = ranks.run_first(attempt.begin)
+    needed = len(state) + sum(ranks.gather_or_raise(lambda: stored_bytes(tensors, own_parts)))
+    writer = CheckpointWriter(folder, step, needed, files)
+    writer.name = ranks.run_first(writer.begin)
     try:
-        written = ranks.gather_or_raise(lambda: attempt.write_pieces(tensors, mine, ranks))
-        name, size = ranks.run_first(lambda: attempt.commit(state, written))
+        written = ranks.gather_or_raise(lambda: writer.write_pieces(tensors, own_parts, ranks))
+        name, size = ranks.run_first(lambda: writer.commit(state, written))
     except Exception:
         if ranks.rank == 0:
-            attempt.discard()
+            writer.discard()
         raise
-    notices = ranks.run_first(lambda: attempt.finish(name, best, keep, also))
+    notices = ranks.run_first(lambda: writer.finish(name, best, keep, also))
     return SaveReport(folder / name, size, time.monotonic() - started, tuple(notices))
 
 
 def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = None) -> LoadedCheckpoint:
-    """The newest undamaged checkpoint (of `step`, if given), whole and in plain tensors, whoever wrote it.
+    """Return the newest undamaged checkpoint (of `step`, if not None) with whole, plain tensors.
 
-    A damaged one is set aside and named in `notices`. Raises `IntegrityError` when none is left, `UsageError` when
-    handed a pickle, which is never opened.
+    Damaged checkpoints are moved to `quarantine/` and named in `notices`. Raise IntegrityError if none is left,
+    UsageError for a pickle, which is never opened.
     """
     checkpoint = find(folder, step, files=files)
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
@@ -112,22 +117,22 @@ def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = N
 def find(
     folder: Path, step: int | None = None, *, files: AtomicFiles | None = None, ranks: SingleProcess | None = None
 ) -> FoundCheckpoint:
-    """The first half of a load: which checkpoint, and its scalars, from which the tensors to `fill` can be built.
+    """Return the newest undamaged checkpoint (of `step`, if not None) without its tensors; `fill` reads them.
 
-    Rank 0 chooses as `load` does, and every rank gets its choice.
+    Rank 0 chooses as `load` does, and every rank receives its choice.
     """
     facts = (ranks or SingleProcess()).run_first(lambda: _choose(folder, step, files or AtomicFiles()))
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
 
 def find_of_run(folder: Path, step: int | None = None, *, ranks: SingleProcess | None = None) -> FoundCheckpoint:
-    """Do as `find`. Raises `IntegrityError` if the checkpoint does not hold the recipe, data and steps of its run."""
+    """Return the checkpoint as `find` does. Raise IntegrityError if it lacks the recipe, data or steps of its run."""
     saved = find(folder, step, ranks=ranks)
     kinds = {"recipe": dict, "data": dict, "steps": int}
     if lacking := [name for name, kind in kinds.items() if not isinstance(saved.scalars.get(name), kind)]:
         raise IntegrityError(
-            f"{saved.path} does not say the {' and the '.join(lacking)} of its run",
-            fix="bring the checkpoint back from a copy, or remove it to use the one before it",
+            f"{saved.path} lacks the {' and the '.join(lacking)} of its run",
+            fix="restore the checkpoint from a backup, or remove it to use the one before it",
         )
     return saved
 
@@ -139,10 +144,11 @@ def fill(
     ranks: SingleProcess | None = None,
     besides: Collection[str] = (),
 ) -> None:
-    """The second half of a load: the values of every tensor in `into`, plain or DTensor, in place.
+    """Copy a checkpoint into `into`: every tensor, plain or DTensor, in place.
 
-    Each rank reads only what its shards need. Raises `UsageError` before anything is changed if the names of all ranks
-    together, those that the caller reads `besides` included, shapes or dtypes are not exactly those of the checkpoint.
+    Each rank reads only the parts that its shards require. `besides` are names of tensors that the caller reads itself.
+    Raise UsageError, before any change, if the names of all ranks together, the shapes or the dtypes differ from the
+    checkpoint.
     """
     ranks = ranks or SingleProcess()
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
@@ -152,9 +158,9 @@ def fill(
 
 
 def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
-    """What this rank writes: its parts of each tensor, unless an earlier rank holds the same."""
+    """Return the parts that this rank writes: its own, without those that an earlier rank holds too."""
 
-    def offered() -> dict[str, Any]:
+    def all_parts() -> dict[str, Any]:
         parts = local_parts(tensors)
         counts = {name: sum(part.box.numel for part in own) for name, own in parts.items()}
         if ranks.size == 1 and any(counts[name] < tensor.numel() for name, tensor in tensors.items()):
@@ -163,14 +169,14 @@ def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
             )
         return {name: [_where(part) for part in own] for name, own in parts.items()}
 
-    earlier = ranks.gather_or_raise(offered)[: ranks.rank]
-    mine = {}
+    earlier = ranks.gather_or_raise(all_parts)[: ranks.rank]
+    own_parts = {}
     for name, own in local_parts(tensors).items():
-        taken = [part for theirs in earlier for part in theirs.get(name, ())]
+        written_before = [part for rank_parts in earlier for part in rank_parts.get(name, ())]
         is_empty = not tensors[name].numel()
-        if new := [part for part in own if _where(part) not in taken and (part.box.numel or is_empty)]:
-            mine[name] = new
-    return mine
+        if new := [part for part in own if _where(part) not in written_before and (part.box.numel or is_empty)]:
+            own_parts[name] = new
+    return own_parts
 
 
 def _where(part: LocalShard) -> list[list[int]]:
@@ -178,14 +184,14 @@ def _where(part: LocalShard) -> list[list[int]]:
 
 
 def _as_json(scalars: dict[str, Any]) -> str:
-    """JSON that reads back as the very same value (non-finite numbers in Python's spelling)."""
+    """Return JSON that reads back as the same value; non-finite numbers are spelled as in Python."""
     for name, value in scalars.items():
         try:
             same = repr(json.loads(json.dumps(value))) == repr(value) and isinstance(name, str)
         except (TypeError, ValueError, RecursionError):
             same = False
         if not same:
-            what = f"the state {name!r} would not come back from JSON as it is: {value!r:.200}"
+            what = f"JSON changes the value of the state {name!r}: {value!r:.200}"
             raise UsageError(what, "use dict with text keys, list, str, int, float, bool and None; no tuples")
     return json.dumps(scalars, indent=1)
 
@@ -204,13 +210,13 @@ def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any
             damaged.append((path, error.what))
             continue
         except (ValueError, TypeError, RecursionError):
-            damaged.append((path, f"{STATE} holds no state"))
+            damaged.append((path, f"{STATE} contains no state"))
             continue
         except OSError as error:
             if not path.is_dir():  # a running training has just removed it
                 continue
             if error.errno not in (errno.EIO, errno.ENOENT):
-                raise ThriftyError(f"{path} could not be read: {error.strerror}", "mend its permissions") from error
+                raise ThriftyError(f"{path} could not be read: {error.strerror}", "fix its permissions") from error
             damaged.append((path, str(error.strerror)))
             continue
         notices = [checkpoint_index.set_aside(bad, reason, files) for bad, reason in damaged]
@@ -219,19 +225,22 @@ def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any
 
 
 def _none_left(folder: Path, step: int | None, damaged: list[tuple[Path, str]]) -> IntegrityError:
-    """Damaged checkpoints stay where they are when there is no other, so that the next load says the same."""
+    """Return the error for a folder without an undamaged checkpoint.
+
+    The damaged checkpoints are not moved, so that the next load reports the same error.
+    """
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
     if damaged:
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
         what = f"no undamaged {wanted} is left in {folder} ({reasons})"
-        return IntegrityError(what, "bring the folder back from a copy, or start the run again")
+        return IntegrityError(what, "restore the folder from a backup, or start the run again")
     others = ", ".join(str(checkpoint_index.step_of(path)) for path in checkpoint_index.checkpoints(folder))
     fix = f"there are steps {others}" if others else "the run ended before its first save: start it again"
     return IntegrityError(f"there is no {wanted} in {folder}", fix)
 
 
 def _refuse_other(checkpoint: Path, stored: StoredTensorBoxes, into: Tensors, wanted: Collection[str]) -> None:
-    """`wanted` are the names of all ranks' tensors."""
+    """Raise UsageError if names, dtypes or shapes differ from the checkpoint; `wanted` are the names on all ranks."""
     for name in sorted(into.keys() | stored.pieces.keys() - wanted):
         there = stored.describe(name) if name in stored.pieces else "absent"
         here = f"{into[name].dtype} {tuple(into[name].shape)}" if name in into else "absent"

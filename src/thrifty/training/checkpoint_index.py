@@ -1,7 +1,7 @@
-"""A run's `checkpoints` folder: which checkpoints stand there, in what order, and how they leave it.
+"""The list of checkpoints in a run's `checkpoints` folder: names, order, removal and quarantine.
 
-A folder only ever appears and disappears by a rename, so a name `step-<number>` never stands for half a checkpoint. A
-step saved again, by a run that was resumed before it, gets an attempt suffix (`step-00000200.1`); the highest counts.
+A folder appears and disappears only by a rename, so `step-<number>` is never an incomplete checkpoint. A resumed run
+may save a step again: that folder gets an attempt suffix (`step-00000200.1`), and the highest attempt counts.
 """
 
 import re
@@ -17,18 +17,18 @@ LATEST, BEST, QUARANTINE = "LATEST", "BEST", "quarantine"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LEFTOVER = re.compile(rf"step-[\d.]+\.(?:partial|removed)-[0-9a-f]+|\.(?:{LATEST}|{BEST})\.(?:\w+\.)?partial")
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp"}
-_CONVERT = "reading a pickle can run code: convert it to safetensors where you trust it, and import that"
+_CONVERT = "a pickle can run code when it is read: convert it to safetensors on a machine you trust, and import that"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The finished checkpoints, oldest first; not verified."""
+    """Return the finished checkpoints, oldest first, without verifying them."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_place)
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint that `BEST` names, if it still stands."""
+    """Return the checkpoint that `BEST` names, or None if it is gone."""
     file = folder / BEST
     name = file.read_bytes().decode(errors="replace").strip() if file.is_file() else ""
     return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None
@@ -39,9 +39,9 @@ def step_of(path: Path) -> int:
 
 
 def free_name(folder: Path, step: int) -> str:
-    """The name for a new checkpoint of `step`, after all earlier attempts."""
-    taken = [_place(path)[1] for path in checkpoints(folder) if step_of(path) == step]
-    return f"step-{step:08d}" + (f".{max(taken) + 1}" if taken else "")
+    """Return the name for a new checkpoint of `step`, after all earlier attempts."""
+    attempts = [_place(path)[1] for path in checkpoints(folder) if step_of(path) == step]
+    return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
 
 
 def partial_name(step: int) -> str:
@@ -55,23 +55,26 @@ def _place(path: Path) -> tuple[int, int]:
 
 
 def remove_leftovers(folder: Path, files: AtomicFiles) -> None:
-    """Clears what an interrupted save or removal left behind: never a finished checkpoint."""
+    """Remove the remains of an interrupted save or removal; finished checkpoints are kept."""
     for path in sorted(folder.glob("*")):
         if _LEFTOVER.fullmatch(path.name):
             (files.remove_tree if path.is_dir() else files.remove_file)(path)
 
 
 def remove_old(saved: Path, keep: int, files: AtomicFiles, also: Collection[int] = ()) -> list[str]:
-    """Keeps `saved`, the newest others that verify up to `keep` in all, the best, and those of the steps in `also`;
-    returns notices."""
-    folder, kept, notices, old = saved.parent, 1, [], []
+    """Remove old checkpoints and return notices.
+
+    Kept are `saved`, the newest others that verify up to `keep` in total, the best one, and those of the steps in
+    `also`.
+    """
+    folder, count, notices, old = saved.parent, 1, [], []
     for path in reversed(checkpoints(folder)):
         if path == saved or step_of(path) in also or is_newer(path):
             continue
-        if kept < keep:
+        if count < keep:
             try:
                 verify(path)
-                kept += 1
+                count += 1
             except IntegrityError as error:
                 notices.append(set_aside(path, error.what, files))
         elif path != best(folder):
@@ -85,7 +88,7 @@ def remove_old(saved: Path, keep: int, files: AtomicFiles, also: Collection[int]
 
 
 def set_aside(path: Path, reason: str, files: AtomicFiles) -> str:
-    """Moves a damaged checkpoint to `quarantine/`; returns the notice for the user."""
+    """Move a damaged checkpoint to `quarantine/` and return the notice for the user."""
     quarantine = path.parent / QUARANTINE
     notice = f"checkpoint {path.name} is damaged: {reason}"
     try:
@@ -97,19 +100,19 @@ def set_aside(path: Path, reason: str, files: AtomicFiles) -> str:
         files.sync_folder(quarantine)
         files.sync_folder(path.parent)
     except OSError as error:
-        return f"{notice}; it could not be moved away ({error.strerror})"
+        return f"{notice}; it could not be moved ({error.strerror})"
     return f"{notice}; moved to {QUARANTINE}/{target.name}"
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises `UsageError` for a pickle, or for a folder that holds pickles and no checkpoint."""
+    """Raise UsageError for a pickle, and for a folder that contains pickles and no checkpoint."""
     if folder.is_file():
         with folder.open("rb") as content:
             start = content.read(4)
         if folder.suffix in _PICKLES or start[:1] == b"\x80" or start == b"PK\x03\x04":
             raise UsageError(f"{folder} is a pickle, which is refused", _CONVERT)
-        raise UsageError(f"{folder} is a file", "name the folder that holds the checkpoints of a run")
+        raise UsageError(f"{folder} is a file", "pass the `checkpoints` folder of a run")
     if folder.is_dir() and not checkpoints(folder):
         for path in sorted(folder.iterdir()):
             if path.suffix in _PICKLES or path.name == ".metadata":
-                raise UsageError(f"{folder} holds the pickle {path.name}, which is refused", _CONVERT)
+                raise UsageError(f"{folder} contains the pickle {path.name}, which is refused", _CONVERT)

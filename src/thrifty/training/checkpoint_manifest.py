@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, how long they are, their sha256, and a seal over the list itself."""
+"""The manifest of a checkpoint: its files with lengths and sha256, and a seal over this list."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ from thrifty.core.atomic_files import FileDigest
 from thrifty.core.errors import IntegrityError, ThriftyError
 
 FORMAT = 1
-"""Raised when the files of a checkpoint change their meaning; older formats stay readable."""
+"""Version of the checkpoint format. Increase it when the files change their meaning; older formats stay readable."""
 MANIFEST = "manifest.json"
 _MOST_BYTES = 16 << 20
 
 
 class NewerFormatError(ThriftyError):
-    """A checkpoint was written by a newer version. It is not damaged, and stays where it is."""
+    """A checkpoint was written by a newer version: it is not damaged and is not moved."""
 
 
 def manifest_text(step: int, ranks: int, files: dict[str, FileDigest]) -> str:
@@ -26,10 +26,10 @@ def manifest_text(step: int, ranks: int, files: dict[str, FileDigest]) -> str:
 
 
 def verify(folder: Path) -> int:
-    """The step of a complete and undamaged checkpoint. Reads every byte of it.
+    """Read every byte of a checkpoint and return its step.
 
-    Raises `IntegrityError` saying what is wrong: a missing, extra, shortened or changed file, or a changed manifest.
-    Raises `NewerFormatError` where it is of a format that is not known yet.
+    Raise IntegrityError for a missing, extra, shortened or changed file, or a changed manifest. Raise NewerFormatError
+    for a format that this version does not know.
     """
     if is_newer(folder):
         raise NewerFormatError(
@@ -41,7 +41,7 @@ def verify(folder: Path) -> int:
         step, files = int(manifest["step"]), manifest["files"]
         expected = {name: FileDigest(int(each["bytes"]), str(each["sha256"])) for name, each in files.items()}
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise IntegrityError(f"{MANIFEST} does not list what a checkpoint holds") from None
+        raise IntegrityError(f"{MANIFEST} does not list the files of a checkpoint") from None
     if folder.name.split(".")[0] != f"step-{step:08d}":
         raise IntegrityError(f"the manifest is of step {step}")
     present = {entry.name: entry for entry in os.scandir(folder) if entry.name != MANIFEST}
@@ -55,7 +55,7 @@ def verify(folder: Path) -> int:
 
 
 def is_newer(folder: Path) -> bool:
-    """Return whether a newer version wrote a checkpoint."""
+    """Return True if a newer version wrote the checkpoint."""
     with suppress(IntegrityError):
         form = _read(folder / MANIFEST).get("format")
         return isinstance(form, int) and form > FORMAT

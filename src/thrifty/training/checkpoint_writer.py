@@ -1,4 +1,4 @@
-"""One attempt to save: the order of the writes, and what a failing disk means to the user."""
+"""One attempt to save a checkpoint: the order of the writes, and the errors of a failing disk."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -41,7 +41,7 @@ def _explained(
 
 @dataclass
 class CheckpointWriter:
-    """The steps of one save, in this order. All but `write_pieces` are rank 0's."""
+    """The steps of one save, in this order. Only `write_pieces` runs on all ranks; the others run on rank 0."""
 
     folder: Path
     step: int
@@ -49,7 +49,7 @@ class CheckpointWriter:
     """Bytes of all tensors and the state."""
     files: AtomicFiles
     name: str = ""
-    """Of the folder written aside; the same on all ranks."""
+    """Name of the temporary folder, the same on all ranks."""
 
     @property
     def aside(self) -> Path:
@@ -57,7 +57,7 @@ class CheckpointWriter:
 
     @_explained
     def begin(self) -> str:
-        """Makes the folder for the new checkpoint, if the disk has room for it; returns its name."""
+        """Create the temporary folder and return its name. Raise ThriftyError if the disk lacks room."""
         self.files.make_folders(self.folder)
         checkpoint_index.remove_leftovers(self.folder, self.files)
         free, needed = self.files.free_bytes(self.folder), self.needed + _ROOM_FOR_LISTS
@@ -69,7 +69,7 @@ class CheckpointWriter:
 
     @_explained
     def write_pieces(self, tensors: dict[str, torch.Tensor], mine: Parts, ranks: SingleProcess) -> dict[str, Any]:
-        """Writes what this rank holds, if anything; returns what its file must be."""
+        """Write the parts of this rank; return the length and sha256 of its file by name, or {} if it writes none."""
         if not mine and ranks.rank > 0:
             return {}
         name = "tensors.safetensors"
@@ -80,7 +80,7 @@ class CheckpointWriter:
 
     @_explained
     def commit(self, state: bytes, pieces: list[dict[str, Any]]) -> list[Any]:
-        """From here on the checkpoint exists; returns its name and bytes."""
+        """Complete and rename the checkpoint, which exists from here on; return its name and bytes."""
         written = {name: FileDigest(*facts) for piece in pieces for name, facts in piece.items()}
         written[STATE] = self.files.write_file(self.aside / STATE, [state])
         self.files.write_file(self.aside / MANIFEST, [manifest_text(self.step, len(pieces), written).encode()])
@@ -88,7 +88,7 @@ class CheckpointWriter:
         try:
             verify(self.aside)
         except IntegrityError as error:
-            what = f"the disk does not give back what was written for step {self.step}: {error.what}"
+            what = f"the disk returned other bytes than were written for step {self.step}: {error.what}"
             raise IntegrityError(what, "check the disk or use another; all earlier checkpoints are kept") from error
         name = checkpoint_index.free_name(self.folder, self.step)
         self.files.rename(self.aside, self.folder / name)
@@ -97,13 +97,13 @@ class CheckpointWriter:
 
     @_explained
     def finish(self, name: str, best: bool, keep: int, also: Collection[int] = ()) -> list[str]:
-        """Points at the new checkpoint, then lets old ones go; returns notices."""
+        """Point LATEST, and BEST if `best`, to the new checkpoint, remove old checkpoints, and return notices."""
         for hint in (checkpoint_index.LATEST, checkpoint_index.BEST) if best else (checkpoint_index.LATEST,):
             self.files.swap_text(self.folder / hint, name + "\n")
         return checkpoint_index.remove_old(self.folder / name, keep, self.files, also)
 
     def discard(self) -> None:
-        """Takes back what was written aside; what cannot be removed now goes at the next save."""
+        """Remove the temporary folder; files that cannot be removed now are removed by the next save."""
         with suppress(OSError):
             if self.aside.is_dir():
                 self.files.remove_tree(self.aside)
@@ -111,7 +111,7 @@ class CheckpointWriter:
     def explain(self, error: OSError) -> ThriftyError:
         if error.errno not in NO_ROOM:
             what = f"saving step {self.step} in {self.folder} failed: {error.strerror or error}"
-            return ThriftyError(what, "all earlier checkpoints are kept: mend the disk, then `thrifty resume`")
+            return ThriftyError(what, "all earlier checkpoints are kept: repair the disk, then `thrifty resume`")
         written = sum(file.stat().st_size for file in self.aside.glob("*")) if self.name else 0
         needed, free = self.needed + _ROOM_FOR_LISTS - written, self.files.free_bytes(self.folder)
         if free >= needed:

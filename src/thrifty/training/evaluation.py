@@ -1,4 +1,4 @@
-"""Loss, whatever else an objective measures, and what can be seen of its predictions, on held-out data."""
+"""Evaluation on held-out data: loss, metrics and previews of predictions."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +13,8 @@ from thrifty.core.objective import Objective, Prediction
 
 
 @contextmanager
-def _judged(model: nn.Module) -> Iterator[None]:
-    """Without gradients and without randomness (dropout), and then as it was."""
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch off gradients and randomness (dropout) inside the block, then restore the training mode."""
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -29,19 +29,20 @@ def evaluate(
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
-    """The means over all examples of the batches by their weights: the "loss", in nats per prediction, and what the
-    objective `measures`; and what it makes of all of them together. Every rank evaluates the same data, so that all
-    agree to the last bit; randomness (dropout) is off.
+    """Return the mean "loss" and metrics of an objective over all examples, weighted by the batches' weights.
 
-    A mean over the rows of a batch counts only where the batch is as large as the first; `say` gets a line about
-    those that are not.
+    The loss is in nats per prediction. Metrics that an objective computes over all examples together are included.
+    Every rank evaluates the same data, so that all agree to the last bit. Randomness (dropout) is off.
+
+    A measure that is a mean over a batch counts only for batches as large as the first; `say` receives a line about the
+    others.
     """
     totals = dict.fromkeys(("loss", *objective.measured), 0.0)
     weights = dict(totals)
     rows: dict[str, list[Tensor]] = {name: [] for name in objective.collected}
     left_out: dict[str, int] = {}
     size = 0
-    with _judged(model):
+    with _evaluation_mode(model):
         for batch in batches:
             size = size or len(batch)
             here, weight = batch.to(device), batch.weight.double()
@@ -49,8 +50,8 @@ def evaluate(
             measures = {"loss": _losses(objective, prediction, here)}
             if objective.metrics:
                 measures |= objective.measures(prediction, here)
-            for name, kept in rows.items():
-                kept.append(measures[name].cpu())
+            for name, chunks in rows.items():
+                chunks.append(measures[name].cpu())
             for name in totals:
                 value = measures[name]
                 if value.ndim == 0 and len(batch) != size:
@@ -59,10 +60,10 @@ def evaluate(
                 values, counts = value if value.ndim > 1 else (value.expand(len(batch)), torch.ones(len(batch)))
                 totals[name] += float(values.double().cpu() @ weight)
                 weights[name] += float(counts.double().cpu() @ weight)
-        whole = {name: torch.cat(kept) for name, kept in rows.items()}
+        whole = {name: torch.cat(chunks) for name, chunks in rows.items()}
         overall = objective.overall(model, whole) if objective.summarized else {}
     for name, examples in left_out.items():
-        say(f"held-out {name} is a mean over each batch of {size}: the last {examples} examples do not count in it")
+        say(f"held-out {name} is a mean over batches of {size}: the last {examples} examples are not counted")
     means = {name: total / weights[name] if weights[name] else math.nan for name, total in totals.items()}
     return {name: (means | overall)[name] for name in ("loss", *objective.metrics)}
 
@@ -76,24 +77,26 @@ def _losses(objective: Objective, prediction: Prediction, batch: Batch) -> Tenso
 
 
 def held_out_loss(model: nn.Module, objective: Objective, batches: Iterable[Batch], device: torch.device) -> float:
-    """The loss alone, see `evaluate`."""
+    """Return only the loss of `evaluate`."""
     return evaluate(model, objective, batches, device)["loss"]
 
 
 @dataclass(frozen=True)
 class PredictionPreview:
-    """What can be seen of a model's predictions of some examples."""
+    """Predictions of some examples as images, with the loss of each example."""
 
     pictures: dict[str, Tensor]
-    """Images (b, c, h, w), pixels as the model is given them, by what they are."""
+    """Images (b, c, h, w) by caption, with pixels scaled as the model's inputs."""
     losses: list[float]
-    """Of each example."""
+    """Loss of each example."""
 
 
 def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device: torch.device) -> PredictionPreview:
-    """Predictions of the first `count` examples of a batch to look at, of an objective that has such (`pictured`). The
-    model is given all of the batch, since of another size it might be compiled anew. Every rank must ask for them."""
-    with _judged(model):
+    """Return previews of the first `count` examples of a batch, for an objective with `pictured` set.
+
+    The model processes the whole batch, since another size might trigger a recompilation. Every rank must call this.
+    """
+    with _evaluation_mode(model):
         here = batch.to(device)
         prediction = objective.predict(model, here)
         losses = objective.losses(prediction, here)[:count]

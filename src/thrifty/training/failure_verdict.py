@@ -1,4 +1,4 @@
-"""What ended a run on several ranks: one verdict, the same on all of them."""
+"""The verdict on a run that failed on several ranks: one cause, the same on all of them."""
 
 import json
 import os
@@ -10,19 +10,21 @@ from thrifty.core.errors import ThriftyError
 
 
 class LostContact(ThriftyError):
-    """A collective failed, which says nothing of whose fault it is."""
+    """A collective failed; the error does not identify the rank at fault."""
 
 
 @dataclass(frozen=True)
 class FailureVerdict:
+    """The cause of a failed run."""
+
     rank: int
-    """Whose fault it is."""
+    """Rank at fault."""
     text: str
     exit_code: int = 1
     silent: bool = False
-    """Whether that rank has nothing to say of it, as when it was asked to stop."""
+    """True if that rank prints nothing, for example after SIGTERM."""
     kill: str = ""
-    """The process that will not end by itself, as JSON, if there is one."""
+    """JSON of a process that will not end by itself, or ""."""
 
     def as_error(self) -> ThriftyError:
         error = ThriftyError(self.text)
@@ -38,21 +40,21 @@ class FailureVerdict:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Whether an error only says that other ranks cannot be reached. gloo's errors are plain RuntimeErrors."""
+    """Return True if an error only reports that other ranks are unreachable. gloo raises plain RuntimeErrors."""
     if isinstance(error, LostContact | dist.DistError):
         return True
     return type(error) is RuntimeError and any(name in str(error) for name in ("gloo", "Gloo", "NCCL"))
 
 
 def restarts() -> tuple[int, int]:
-    """How often torchrun has started the ranks again, and how often at most."""
+    """Return the number of restarts that torchrun has made, and their limit."""
     done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return done, most
 
 
 def restart_advice() -> str:
-    """What comes next, by how torchrun was told to restart."""
+    """Return what the user can expect or do next, depending on torchrun's restart limit."""
     done, most = restarts()
     if done < most:
-        return f"torchrun starts the ranks again from the last checkpoint ({done + 1} of at most {most} times)"
-    return "go on from the last checkpoint: `thrifty resume`, under torchrun as before"
+        return f"torchrun restarts the ranks from the last checkpoint (restart {done + 1} of at most {most})"
+    return "resume from the last checkpoint: `thrifty resume`, under torchrun as before"

@@ -1,4 +1,4 @@
-"""What a rank finds wrong with the others and with itself, by the beats that all write down where they meet."""
+"""Detection of dead, silent and hanging ranks from the heartbeats in the shared store."""
 
 import json
 from typing import Any
@@ -10,11 +10,11 @@ from thrifty.training.progress_watchdog import ProgressWatchdog, StallTimer
 from thrifty.training.rendezvous import ProcessIdentity
 
 ASIDE = 3.0
-"""Seconds without a beat after which a rank is lost where others have lost contact with somebody already."""
+"""Seconds without a heartbeat after which a rank counts as lost once contact with any rank is lost."""
 
 
 class FaultDetector:
-    """`store` is what the ranks of the meeting have written down, `near` the ranks on this rank's machine."""
+    """Checks of all ranks by their heartbeats. `store` holds the heartbeats; `near` are the ranks on this machine."""
 
     def __init__(
         self, store: dist.Store, rank: int, ranks: int, near: list[int], silence: float, pulse: ProgressWatchdog
@@ -24,12 +24,12 @@ class FaultDetector:
         self._after, self._each = StallTimer(), [StallTimer() for _ in range(ranks)]
 
     def find_failure(self, tick: float, lost: bool) -> FailureVerdict | None:
-        """What is wrong now; `lost` says that somebody cannot be reached, so that it is about who."""
+        """Return the verdict on a failure, or None. `lost` is True if some rank is known to be unreachable."""
         verdict = self._gone() or self._silent(tick) or self._hanging()
         return verdict or (self._unreached(tick) if lost else None)
 
     def beat(self, rank: int) -> dict[str, Any]:
-        """The last beat of a rank, {} before its first."""
+        """Return the last heartbeat of a rank; {} before its first."""
         key = f"beat/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else {}
 
@@ -46,7 +46,7 @@ class FaultDetector:
         return None
 
     def _silent(self, tick: float) -> FailureVerdict | None:
-        """Each rank looks at the next one, so that many ranks ask the store no more than few."""
+        """Check only the next rank, so that the load on the store stays constant per rank."""
         rank = (self.rank + 1) % self.ranks
         beat = self.beat(rank)
         seconds = self._after.update(beat, tick)
@@ -63,25 +63,25 @@ class FaultDetector:
     def _unheard(self, rank: int, beat: dict[str, Any], seconds: float) -> FailureVerdict | None:
         if rank == self.rank or not beat or beat["left"]:
             return None
-        stopped = "its process stands still"
+        stopped = "its process is stopped"
         if not self.process(rank).is_near:
-            stopped += " or its host is cut off"
-        what = f"has not been heard of for {seconds:.0f} s, last seen in {beat['doing']}: {stopped}"
+            stopped += " or its host is unreachable"
+        what = f"has sent no heartbeat for {seconds:.0f} s, last seen in {beat['doing']}: {stopped}"
         return self._against(rank, what, kill=True)
 
     def _hanging(self) -> FailureVerdict | None:
         if self.pulse.hangs:
-            return self._stands_still(self.rank, self.beat(self.rank), self.pulse.busy)
+            return self._hang_verdict(self.rank, self.beat(self.rank), self.pulse.busy)
         if not self.pulse.is_stuck:
             return None
         beats = [self.beat(rank) for rank in range(self.ranks)]
         for rank, beat in enumerate(beats):
             if beat and not beat["waits"] and not beat["left"]:
-                return None if beat["starting"] else self._stands_still(rank, beat, self.pulse.still)
+                return None if beat["starting"] else self._hang_verdict(rank, beat, self.pulse.still)
         what = f"has waited for {self.pulse.still:.0f} s in {self.pulse.doing}, at {beats[self.rank]['where']}"
-        return self._against(self.rank, f"{what}; all ranks wait, for different things or a device that has stopped")
+        return self._against(self.rank, f"{what}; all ranks wait: in different calls, or for a device that has stopped")
 
-    def _stands_still(self, rank: int, beat: dict[str, Any], seconds: float) -> FailureVerdict:
+    def _hang_verdict(self, rank: int, beat: dict[str, Any], seconds: float) -> FailureVerdict:
         what = f"hangs in {beat['doing']}: no progress for {seconds:.0f} s, at {beat['where']}"
         return self._against(rank, what, fix="; if it was only slow, set THRIFTY_HANG to more seconds")
 

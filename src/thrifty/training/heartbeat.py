@@ -1,12 +1,12 @@
-"""A rank that dies, hangs or is cut off ends the run on all ranks, soon, and is named once.
+"""Heartbeats of ranks: a rank that dies, hangs or loses contact ends the run on all ranks, and is named once.
 
-Every rank writes beats into the store where the ranks meet: what it does, and where it stands in the code. Each looks
-at the processes of its own machine, at the beat of the next rank, and at its own progress. What it finds becomes the
-verdict, which is one for all: the first. A rank that does not end by itself then, since it waits for one that is lost,
-is ended from here. Time limits on collectives, which torch has, cannot tell a rank that hangs from one that compiles.
+Every rank writes heartbeats into the shared store: its current activity and its position in the code. It checks the
+processes of its own machine, the heartbeat of the next rank, and its own progress. The first failure that a rank
+detects becomes the verdict of all. A rank that does not end by itself after the verdict, because it waits for a lost
+one, is ended from here. torch's time limits on collectives cannot distinguish a rank that hangs from one that compiles.
 
-`THRIFTY_SILENCE` (30): seconds without a beat, or without the store, after which a rank is lost. `THRIFTY_HANG` (600):
-seconds without progress after which one hangs; known steps have less, see `progress_watchdog.py`.
+`THRIFTY_SILENCE` (30): seconds without a heartbeat, or without the store, after which a rank is lost. `THRIFTY_HANG`
+(600): seconds without progress after which a rank hangs; known steps have a lower limit, see `progress_watchdog.py`.
 """
 
 import json
@@ -27,7 +27,7 @@ from thrifty.training.stack_state import thread_state
 from thrifty.training.stop_signals import StopRequest
 
 GRACE = 5.0
-"""Seconds that a rank has to end by itself once there is a verdict."""
+"""Seconds that a rank has to end by itself after the verdict."""
 
 T = TypeVar("T")
 _own: "Heartbeat | None" = None
@@ -35,8 +35,10 @@ _own: "Heartbeat | None" = None
 
 @contextmanager
 def run_heartbeat(depart: Callable[[], None]) -> Iterator[Rendezvous]:
-    """The heartbeat of one start of all ranks, for as long as the block lasts, and `depart` at its end. An error in the
-    block is told by one rank of each host, and raised on every rank as told."""
+    """Run the heartbeat of one start of all ranks inside the block, and call `depart` at its end.
+
+    An error in the block is raised on every rank and printed by one rank of each host.
+    """
     global _own
     _own = Heartbeat(_seconds("THRIFTY_SILENCE", 30), _seconds("THRIFTY_HANG", 600))
     with ExitStack() as until_departed:
@@ -44,14 +46,14 @@ def run_heartbeat(depart: Callable[[], None]) -> Iterator[Rendezvous]:
             yield _own.meeting
             _own.leave()
         except BaseException as error:
-            until_departed.enter_context(StopRequest())  # torchrun asks all to stop once one has failed
+            until_departed.enter_context(StopRequest())  # torchrun stops all ranks once one has failed
             ending = _own.judged(error)
             if ending is error:
                 raise
             raise ending from error
         finally:
             _own = None
-            last = threading.Timer(4 * GRACE, os._exit, [1])  # to leave may mean to wait for ranks that are lost
+            last = threading.Timer(4 * GRACE, os._exit, [1])  # `depart` may wait for ranks that are lost
             last.daemon = True
             last.start()
             depart()
@@ -59,22 +61,24 @@ def run_heartbeat(depart: Callable[[], None]) -> Iterator[Rendezvous]:
 
 
 def at(doing: str, *, step: bool = False) -> None:
-    """This rank begins something, such as "step 12"; `step` for what repeats and takes alike each time."""
+    """Record that this rank begins an activity, such as "step 12"; `step` marks repeated activities of equal length."""
     if _own:
         _own.pulse.at(doing, step=step)
 
 
-def report_progress(things: Iterable[T], doing: str) -> Iterator[T]:
-    """The things, each of which is progress."""
-    for thing in things:
+def report_progress(items: Iterable[T], doing: str) -> Iterator[T]:
+    """Yield each item, and record each as progress."""
+    for item in items:
         at(doing)
-        yield thing
+        yield item
 
 
 @contextmanager
 def explain_failure(last_words: Callable[[str], None]) -> Iterator[None]:
-    """What torch says of lost contact becomes an error that names the lost rank. `last_words` writes down why the run
-    ended where no error can, since the thread that trains is beyond reach."""
+    """Replace torch's error about lost contact by one that names the lost rank.
+
+    `last_words` writes down the cause if this rank must be ended from another thread and no error can be raised.
+    """
     if _own is None:
         yield
         return
@@ -90,8 +94,7 @@ def explain_failure(last_words: Callable[[str], None]) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Two threads beside the one that makes it and trains: `_beat` talks with the store, which may hold it up, and
-    `_watch` waits for nothing."""
+    """Two threads besides the training thread: `_beat` uses the store, which may block; `_watch` never blocks."""
 
     def __init__(self, silence: float, hang: float):
         self.silence, self.interval = silence, min(1.0, silence / 5)
@@ -100,7 +103,7 @@ class Heartbeat:
         self.last_words: Callable[[str], None] | None = None
         self.verdict: FailureVerdict | None = None
         self.speaks = False
-        """Whether this rank tells the verdict: one on each host does."""
+        """True if this rank prints the verdict: one rank on each host does."""
         self._store = self.meeting.connection()
         self._findings = FaultDetector(
             self._store, self.rank, self.meeting.ranks, self.meeting.near, silence, self.pulse
@@ -114,21 +117,21 @@ class Heartbeat:
             threading.Thread(target=work, name="heartbeat", daemon=True).start()
 
     def leave(self) -> None:
-        """This rank has done its part, and will not beat again."""
+        """Record that this rank has finished, and stop its heartbeat."""
         self._leaving = True
         self._wake.set()
         self._over.wait(GRACE)
         self._over.set()
 
     def judged(self, error: BaseException) -> BaseException:
-        """The error to end with, which one rank has told then."""
+        """Return the error to end with, after one rank of each host has printed it."""
         if lost_contact(error):
             error = self.cause(error)
         fault = self._own_fault(error)
-        verdict = self._settle(fault) or fault  # where nobody can be asked, each says what it knows
+        verdict = self._settle(fault) or fault  # without the store each rank reports its own error
         self._over.set()
         if self.speaks or self.verdict is None:
-            _say(verdict.text)  # of a fault that nobody foresaw the traceback follows
+            _say(verdict.text)  # the traceback of an unexpected error follows
         if verdict.rank != self.rank and verdict.text != str(error):
             error = verdict.as_error()
         if isinstance(error, ThriftyError):
@@ -136,7 +139,7 @@ class Heartbeat:
         return error
 
     def cause(self, error: BaseException) -> ThriftyError:
-        """Whose fault it is that contact was lost."""
+        """Return the error that names the rank at fault for a lost contact."""
         self._lost = True
         self._wake.set()
         self._judged.wait(3 * ASIDE)
@@ -148,14 +151,14 @@ class Heartbeat:
         if isinstance(error, ThriftyError):
             return FailureVerdict(self.rank, str(error), error.exit_code)
         if isinstance(error, SystemExit):
-            what = f"{self.name} was asked to stop in {self.pulse.doing}"
+            what = f"{self.name} received a stop signal in {self.pulse.doing}"
             return FailureVerdict(self.rank, what, int(error.code or 0), silent=True)
         first = (str(error).splitlines() or [""])[0]
         what = f"{self.name} failed in {self.pulse.doing}: {type(error).__name__}: {first}"
-        return FailureVerdict(self.rank, f"{what}\n  fix: its traceback says where; {restart_advice()}")
+        return FailureVerdict(self.rank, f"{what}\n  fix: see its traceback; {restart_advice()}")
 
     def _settle(self, charge: FailureVerdict) -> FailureVerdict | None:
-        """The verdict of all ranks, which is this one if there was no other; None if the store does not answer."""
+        """Return the verdict of all ranks: `charge` unless there is an earlier one; None without the store."""
         self._charge = charge
         self._wake.set()
         self._judged.wait(GRACE)
@@ -164,7 +167,7 @@ class Heartbeat:
     def _beat(self) -> None:
         ticks = TickTimer()
         while not self._over.is_set():
-            with suppress(RuntimeError):  # the store is gone; `_watch` sees that there are no beats any more
+            with suppress(RuntimeError):  # the store is gone; `_watch` notices that there are no more heartbeats
                 self._exchange(ticks.next())
             self._wake.wait(0.1 if self._lost else self.interval)
             self._wake.clear()
@@ -196,8 +199,8 @@ class Heartbeat:
             seconds = contact.update(self._beats, ticks.next())
             if self.verdict is None and seconds > self.silence:
                 what = (
-                    f"{self.name} has not reached {self.meeting.address}, where the ranks meet, for {seconds:.0f} s, "
-                    f"last seen in {self.pulse.doing}: it is cut off, or the start of all has ended\n"
+                    f"{self.name} could not reach the store at {self.meeting.address} for {seconds:.0f} s, "
+                    f"last seen in {self.pulse.doing}: its network is down, or the process with the store has ended\n"
                     f"  fix: {restart_advice()}"
                 )
                 self._judge(FailureVerdict(self.rank, what), speaks=self.meeting.is_first_near)
@@ -206,11 +209,11 @@ class Heartbeat:
                 self._end(self.verdict)
 
     def _end(self, verdict: FailureVerdict) -> None:
-        """The end of a rank that does not end itself."""
+        """End a rank that does not end by itself."""
         if self.speaks:
             _say(verdict.text)
             if verdict.kill and (lost := ProcessIdentity.from_json(verdict.kill)).is_near and not lost.is_gone:
-                os.kill(lost.pid, signal.SIGKILL)  # torchrun would wait for it half a minute
+                os.kill(lost.pid, signal.SIGKILL)  # torchrun would wait half a minute for it
         if self.last_words:
             writing = threading.Thread(target=self.last_words, args=(verdict.text,), daemon=True)
             writing.start()
@@ -221,13 +224,13 @@ class Heartbeat:
 
 
 def _say(text: str) -> None:
-    os.write(2, f"thrifty: {text}\n".encode())  # past Python's buffers, which a thread beyond reach may hold
+    os.write(2, f"thrifty: {text}\n".encode())  # bypasses Python's buffers, whose lock a blocked thread may hold
 
 
-def _seconds(variable: str, otherwise: float) -> float:
+def _seconds(variable: str, default: float) -> float:
     text = os.environ.get(variable, "")
     with suppress(ValueError):
-        seconds = float(text) if text else otherwise
+        seconds = float(text) if text else default
         if seconds > 0:
             return seconds
-    raise UsageError(f"{variable} is {text!r}", fix=f"give a number of seconds, such as {otherwise:.0f}")
+    raise UsageError(f"{variable} is {text!r}, not a positive number", fix=f"export {variable}={default:.0f}")

@@ -1,4 +1,4 @@
-"""Start ranks of this machine alone: torchrun, with its own options and a store on the loopback interface."""
+"""Start ranks on this machine only: torchrun with its own options and a store on the loopback interface."""
 
 import sys
 
@@ -9,7 +9,7 @@ from thrifty.training.rendezvous import LOOPBACK, loopback_store
 
 def start(arguments: list[str]) -> None:
     """Run torchrun with these arguments until its ranks have ended."""
-    store = loopback_store()  # which torchrun's own, opened at the same port in this process, shares
+    store = loopback_store()  # torchrun's own store, opened at the same port in this process, shares it
     main(["--nnodes=1", f"--master-addr={LOOPBACK}", f"--master-port={store.port}", *arguments])
 
 

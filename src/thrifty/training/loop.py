@@ -1,9 +1,9 @@
 """The training loop: a generator of records.
 
-    changes that are due → batch of the step → gradients → update → record
+    due structure changes → batch of the step → gradients → update → record
 
-Everything else (evaluating, saving, showing, stopping) is ordinary code around it that reads the records. A reader may
-touch the state between two records: at a yield the state is exactly what a checkpoint holds.
+Everything else (evaluate, save, display, stop) is ordinary code that reads the records. A reader may modify the state
+between two records: at a yield the state is exactly the content of a checkpoint.
 """
 
 import math
@@ -26,49 +26,49 @@ from thrifty.data.prefetch import prefetch
 from thrifty.optim.transform_elements import global_norm
 
 PATIENCE = 10
-"""Steps in a row without a finite gradient after which a run stops."""
+"""Consecutive steps without a finite gradient after which a run stops."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one step reports. `step` counts finished steps: 1 after the first."""
+    """The report of one step. `step` counts finished steps: 1 after the first."""
 
     step: int
     loss: float
     learning_rate: float
     gradient_norm: float
     tokens: int
-    """Of the data that this step went through, over all ranks."""
+    """Number of tokens (or other examples) processed in this step over all ranks."""
     seconds: float
-    """That it took, waiting for its batch included."""
+    """Duration of the step, including the wait for its batch."""
     skipped: bool = False
     notes: dict[str, float] = field(default_factory=dict)
     changes: tuple[StructureLogEntry, ...] = ()
     held_out_loss: float | None = None
-    """Loss on the held-out data where the run was evaluated after this step, ..."""
+    """Loss on the held-out data if the run was evaluated after this step, else None."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """... and its metrics."""
+    """Metrics of the same evaluation."""
     state: TrainState = field(default_factory=TrainState, repr=False, compare=False)
-    """The state in training; between two records it is what a checkpoint holds."""
+    """The state in training; between two records it equals the content of a checkpoint."""
 
     @property
     def model(self) -> nn.Module:
-        """The model in training, which a reader may evaluate; the next step puts it into training mode."""
+        """The model in training. A reader may evaluate it; the next step sets training mode again."""
         assert self.state.model is not None
         return self.state.model
 
 
 def step_seed(seed: int, step: int, draws: int) -> int:
-    """The random state inside a step: a function of these three and nothing that happened before."""
+    """Return the seed for the random state inside a step: a function of these three numbers and of nothing before."""
     return seed_of(f"{seed}/{step}/{draws}")
 
 
 def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, None]:
-    """Train from the state's step to the run's end, one record a step; the state moves along.
+    """Train from the state's step to the end of the run and yield one record per step; `state` is updated in place.
 
-    A step whose loss or gradient is not finite changes neither parameters nor buffers nor optimizer state nor
-    schedule. Raises ThriftyError after ten such steps in a row that nothing answered, IntegrityError when a technique's
-    promise breaks.
+    A step whose loss or gradient is not finite changes no parameters, buffers, optimizer state or schedule. Raise
+    ThriftyError after ten such steps in a row that no technique handled. Raise IntegrityError if a technique's promise
+    is broken.
     """
     run.verify(state)
     skipped, began = 0, time.perf_counter()
@@ -85,7 +85,7 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
             outcome = run.backward(model, run.objective, batch.to(run.device))
         buffers.forget_constant()
         norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
-        # one transfer for both, and the same numbers on every rank: all take the same decision
+        # one transfer for both values, which are equal on every rank: all take the same decision
         loss, gradient_norm = torch.stack([outcome.loss.float(), norm.float()]).tolist()
         learning_rate = optimizer.learning_rate()
         finite = math.isfinite(loss) and math.isfinite(gradient_norm)
@@ -120,7 +120,7 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
                 f"the last loss was {loss}, the last gradient norm {gradient_norm}",
                 fix="lower the learning rate, or switch on gradients.clip; parameters are as they were before",
             )
-        began = time.perf_counter()  # what a reader of the record does is no part of a step
+        began = time.perf_counter()  # the time that a reader spends on the record is not part of a step
     run.verify(state)
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process takes, above what it took before the model was built, and where freed memory goes."""
+"""Memory of this process above its level before the model was built, and the policy for freed memory."""
 
 import ctypes
 import os
@@ -15,35 +15,40 @@ from thrifty.composition.compose import Run
 from thrifty.core.out_of_memory import process_peak
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""What mallopt(3) of glibc calls the sizes from which free memory goes back to the kernel."""
+"""Parameter numbers in mallopt(3) of glibc: the sizes from which free memory is returned to the kernel."""
 _KEEPING = {_MMAP_THRESHOLD: 2**26, _TRIM_THRESHOLD: 2**31 - 1}
-"""Freed blocks of hundreds of megabytes, between which others would find no room, go back."""
+"""Only blocks of more than 64 MiB are returned, since such blocks fragment the heap."""
 _GIVING_BACK = {_MMAP_THRESHOLD: 2**20, _TRIM_THRESHOLD: 2**20}
 _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
-"""Where glibc's own limits, which move, end up in a program that frees large blocks. Once set they move no more."""
+"""Typical final values of glibc's adaptive limits in a program that frees large blocks; once set they no longer adapt.
+"""
 
 
 def set_freed_memory_policy(run: Run) -> AbstractContextManager[None]:
-    """Where memory goes that steps of this run free: back at once where a technique promises bytes, which pieces of
-    free memory between others would exceed; else it stays."""
+    """Return the policy for memory that the steps of this run free.
+
+    If a technique promises bytes, memory is returned at once, because fragments would exceed the promise. Otherwise it
+    stays with the process.
+    """
     promised = any(technique.limits_activation_bytes for technique in run.techniques)
     return return_freed_memory(run.device) if promised else keep_freed_memory(run.device)
 
 
 def keep_freed_memory(device: torch.device) -> AbstractContextManager[None]:
-    """Memory that a step on a processor frees stays with the process, for the next step, in blocks of up to 64 MiB; at
-    the end it is given back.
+    """Keep memory that a step on a CPU frees, in blocks of up to 64 MiB, for the next step; release it at the end.
 
-    By default the C library gives large blocks back to the kernel at once, which clears each of their pages when the
-    next step asks for as much (benchmarks/bench_freed_memory.py). Does nothing where the C library is not glibc, or
-    the environment has settings for it.
+    By default the C library returns large blocks to the kernel at once, and the kernel clears each page again in the
+    next step (benchmarks/bench_freed_memory.py). No effect if the C library is not glibc, or if the environment has
+    settings for it.
     """
     return _limited(device, _KEEPING)
 
 
 def return_freed_memory(device: torch.device) -> AbstractContextManager[None]:
-    """What a step on a processor frees goes back at once from a mebibyte on, so that the process holds what its tensors
-    do; the C library's own limit is 32 times that. It costs time, see `keep_freed_memory`."""
+    """Return freed blocks of 1 MiB or more to the kernel at once, so that the process holds only its tensors.
+
+    The default limit of the C library is 32 times larger. This costs time, see `keep_freed_memory`.
+    """
     return _limited(device, _GIVING_BACK)
 
 
@@ -63,17 +68,16 @@ def _limited(device: torch.device, limits: Mapping[int, int]) -> Iterator[None]:
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    told = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
-    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" and not told else None
+    configured = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
+    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" and not configured else None
 
 
 class MemoryMeter:
-    """Bytes now and at the peak since it was made: of the device on a GPU, resident ones on a CPU, without pages of
-    files that were mapped since, which the system drops when others need the room. `process` are those that a process
-    on a CPU held before; what it can do without is given back then.
+    """Bytes above the level at creation, now and at the peak: allocated on a GPU, resident on a CPU.
 
-    On Linux the kernel keeps the peak itself and lets a process reset its own; elsewhere the peak is the largest
-    value that was asked for.
+    Pages of files mapped since creation are not counted, because the system can drop them. `process` is the resident
+    memory of a CPU process at creation, after free memory was returned to the system. On Linux the kernel records the
+    peak and lets a process reset its own. On other systems the peak is the largest value that was queried.
     """
 
     def __init__(self, device: torch.device):
@@ -82,7 +86,7 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             if libc := _glibc():
-                libc.malloc_trim(0)  # of what counting a run on fake tensors leaves behind
+                libc.malloc_trim(0)  # memory that was freed after counting a run on fake tensors
             if Path("/proc/self/clear_refs").exists():
                 Path("/proc/self/clear_refs").write_text("5")
         self._mapped = _mapped_bytes()
@@ -104,7 +108,7 @@ class MemoryMeter:
         return max(process_peak() - self._dropped() - self._before, now, self._largest)
 
     def _dropped(self) -> int:
-        """Bytes that the system can drop: pages of files, more than when the meter was made."""
+        """Return the bytes of file pages mapped since creation, which the system can drop."""
         return max(_mapped_bytes() - self._mapped, 0)
 
     def _absolute(self) -> float:
@@ -114,7 +118,7 @@ class MemoryMeter:
 
 
 def _mapped_bytes() -> int:
-    """Bytes of this process's resident pages that lie in files; 0 where the kernel does not tell."""
+    """Return the bytes of this process's resident pages that belong to files; 0 if the kernel does not report them."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("RssFile:")).split()[1])

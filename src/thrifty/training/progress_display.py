@@ -1,4 +1,4 @@
-"""Progress of a run: one live line on a terminal, otherwise a plain line now and then."""
+"""Progress of a run: one live line on a terminal, otherwise a plain line every few seconds."""
 
 import time
 from collections.abc import Mapping
@@ -13,26 +13,26 @@ from thrifty.core.plain_values import write_size
 
 @dataclass(frozen=True)
 class StepProgress:
-    """The numbers of the display; `of_peak` is the share of the measured matrix rate, None when unknown."""
+    """The values of the progress line; `of_peak` is the fraction of the measured matrix rate, None if unknown."""
 
     step: int
     steps: int
     loss: float
     held_out: float | None
     evaluated_step: int | None
-    """Step after which `held_out` and `measured` were found."""
+    """Step after which `held_out` and `measured` were evaluated."""
     tokens_per_second: float
     of_peak: float | None
     memory: float
-    """Bytes of tensors on a GPU; on a processor those by which the process has grown."""
+    """Bytes of tensors on a GPU; growth of the process in bytes on a CPU."""
     predicted_memory: float | None
     seconds_left: float
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Shares that were measured on held-out data beside the loss, by name."""
+    """Metrics on held-out data in addition to the loss, by name."""
     unit: str = "tokens"
     """Unit of examples, such as tokens or images."""
     process: float = 0.0
-    """Bytes that the process held before, on a processor."""
+    """Bytes that the process held before the run, on a CPU."""
 
 
 def line(p: StepProgress) -> str:
@@ -44,7 +44,7 @@ def line(p: StepProgress) -> str:
     parts.append(f"{p.tokens_per_second:,.0f} {p.unit}/s")
     if p.of_peak is not None:
         parts.append(f"{p.of_peak:.0%} of peak")
-    if p.process:  # which holds more than the tensors that are predicted
+    if p.process:  # the process holds more than the predicted tensors
         parts.append(f"process {write_size(p.process + p.memory)}, grown by {write_size(p.memory)}")
     else:
         predicted = f" (predicted {write_size(p.predicted_memory)})" if p.predicted_memory else ""
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressDisplay:
-    """Quiet ranks print nothing. `update` is cheap enough to call at every step."""
+    """Printer of progress; quiet ranks print nothing. `update` is cheap enough for every step."""
 
     def __init__(self, quiet: bool = False, every: float = 10.0):
         self.console = Console(stderr=True, quiet=quiet, highlight=False)

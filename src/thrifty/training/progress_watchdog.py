@@ -1,7 +1,7 @@
-"""How long a rank has made no progress, and how long another has been silent.
+"""Stall detection: time without progress of this rank, and time without heartbeats of another.
 
-Time is counted in the ticks of the thread that watches, none counted longer than `LONGEST_TICK`: a process that was
-itself stopped, or a machine that slept, does not take that time for the silence of others.
+Time is counted in ticks of the watching thread, each at most `LONGEST_TICK`. A process that was itself stopped, or a
+machine that slept, does not count that time as silence of others.
 """
 
 import time
@@ -10,17 +10,17 @@ from collections import deque
 from thrifty.training.stack_state import ThreadState
 
 LONGEST_TICK = 2.0
-"""Seconds."""
+"""Longest time in seconds that one tick counts."""
 SLACK = 10
-"""A step may take so many times as long as the longest of the last ones …"""
+"""Factor by which a step may exceed the longest of the last steps."""
 FLOOR = 45.0
-"""… and so many seconds in any case."""
+"""Seconds that a step may take in any case."""
 KNOWN = 3
-"""Steps after which their duration is known."""
+"""Number of steps after which the step duration is known."""
 
 
 class TickTimer:
-    """Seconds between two looks, as they are counted."""
+    """Seconds between two checks, each limited to `LONGEST_TICK`."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -31,7 +31,7 @@ class TickTimer:
 
 
 class StallTimer:
-    """Seconds for which something has stayed the same."""
+    """Seconds for which a value has stayed the same."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -44,44 +44,44 @@ class StallTimer:
 
 
 class ProgressWatchdog:
-    """A rank's own progress. `at` is called by the thread that trains, the rest by the one that watches it."""
+    """The progress of this rank. The training thread calls `at`; the watching thread calls the other methods."""
 
     def __init__(self, hang: float):
         self.hang = hang
-        """Seconds without progress, whatever a rank does, after which it hangs; while it starts there is no limit."""
+        """Seconds without progress after which a rank hangs; no limit during the start."""
         self.doing, self.starting = "the start", True
         self.still = 0.0
         """Seconds since the last progress."""
         self.busy = 0.0
-        """Of these, the seconds in which it was seen at work in a step, waiting for nobody."""
+        """Seconds since the last progress in which the rank worked in a step without waiting for others."""
         self._marks = self._seen = 0
         self._in_step, self._began = False, 0.0
         self._steps: deque[float] = deque(maxlen=20)
 
     def at(self, doing: str, *, step: bool = False) -> None:
-        """A new thing is begun; `step` says whether it is one of the many steps that take alike."""
+        """Record that an activity begins; `step` marks repeated activities of equal length."""
         now = time.monotonic()
         if self._in_step:
             self._steps.append(now - self._began)
         self.doing, self.starting, self._in_step, self._began = doing, False, step, now
         self._marks += 1
 
-    def update(self, standing: ThreadState, tick: float) -> None:
+    def update(self, thread: ThreadState, tick: float) -> None:
         if self._seen != self._marks:
             self._seen, self.still, self.busy = self._marks, 0.0, 0.0
             return
         self.still += tick
-        if self._in_step and not (standing.waits or standing.long):
+        if self._in_step and not (thread.waits or thread.long):
             self.busy += tick
 
     @property
     def hangs(self) -> bool:
-        """Whether this rank itself holds up the run."""
+        """True if this rank itself blocks the run."""
         known = len(self._steps) >= KNOWN
         longest = min(max(FLOOR, SLACK * max(self._steps, default=0.0)), self.hang) if known else self.hang
         return self.busy > longest
 
     @property
     def is_stuck(self) -> bool:
-        """Whether nothing has moved for so long that some rank must hang, this one or another that it waits for."""
+        """True if nothing has moved for so long that this rank, or one that it waits for, must hang."""
         return not self.starting and self.still > self.hang

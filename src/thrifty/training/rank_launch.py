@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine and call a function in each; as a module it is one of these ranks."""
+"""Start the ranks of a run on this machine and call a function in each; run as a module, it is one of these ranks."""
 
 import json
 import os
@@ -22,17 +22,17 @@ from thrifty.training.sent_objects import read_value, refuse_start_during_import
 from thrifty.training.stop_signals import SIGNALS
 
 PATIENCE = 60.0
-"""Seconds that ranks have to end once one of them has failed."""
+"""Seconds that the other ranks have to end after one has failed."""
 
 
 def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Call `work` in `count` processes of this machine, and return the result of rank 0. Where a launcher has started
-    the processes already, or for one, it is called here.
+    """Call `work` in `count` processes of this machine, and return the result of rank 0.
 
-    Raises UsageError for arguments that cannot be sent, and the error of the first rank that fails.
+    If `count` is 1, or if a launcher has already started the processes, call `work` in this process. Raise UsageError
+    for arguments that cannot be sent, and the error of the first rank that fails.
     """
     if count < 1:
-        raise UsageError(f"ranks is {count}", fix="give a positive number")
+        raise UsageError(f"ranks is {count}, below the limit of 1", fix="--ranks 1")
     refuse_start_during_import()
     if count == 1 or "RANK" in os.environ or is_srun_step():
         return work(*arguments, **options)
@@ -47,7 +47,7 @@ def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, *
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        codes = _ended([_start(call, rank, variables) for rank in range(count)])
+        codes = _exit_codes([_start(call, rank, variables) for rank in range(count)])
         with suppress(OSError):
             answer = json.loads(_answer(call).read_text())
             if "result" in answer:
@@ -62,15 +62,15 @@ def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, *
 def _start(call: Path, rank: int, variables: dict[str, str]) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [sys.executable, "-m", __name__, str(call)],
-        stdin=subprocess.PIPE,  # whose end is the end of this process
+        stdin=subprocess.PIPE,  # closed when this process ends, see end_with_starter
         env=child_environment(**variables, RANK=str(rank), LOCAL_RANK=str(rank)),
-        start_new_session=True,  # an interrupt at the terminal is for this process, which passes it on once
+        start_new_session=True,  # an interrupt at the terminal reaches only this process, which forwards it once
     )
 
 
-def _ended(processes: "list[subprocess.Popen[bytes]]") -> list[int]:
-    """Wait for all processes, and end the others some time after one has failed; return their exit codes."""
-    with _signals_passed_on(processes):
+def _exit_codes(processes: "list[subprocess.Popen[bytes]]") -> list[int]:
+    """Wait for all processes and return their exit codes; kill the others PATIENCE seconds after one has failed."""
+    with _forwarded_signals(processes):
         end = float("inf")
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):
@@ -86,14 +86,14 @@ def _ended(processes: "list[subprocess.Popen[bytes]]") -> list[int]:
 
 
 @contextmanager
-def _signals_passed_on(processes: "list[subprocess.Popen[bytes]]") -> Iterator[None]:
-    def pass_on(number: int, frame: FrameType | None) -> None:
+def _forwarded_signals(processes: "list[subprocess.Popen[bytes]]") -> Iterator[None]:
+    def forward(number: int, frame: FrameType | None) -> None:
         for process in processes:
             with suppress(ProcessLookupError):
                 process.send_signal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS if is_main}
+    before = {number: signal.signal(number, forward) for number in SIGNALS if is_main}
     try:
         yield
     finally:
@@ -102,7 +102,7 @@ def _signals_passed_on(processes: "list[subprocess.Popen[bytes]]") -> Iterator[N
 
 
 def end_with_starter() -> None:
-    """End this process, as after SIGTERM, when the one that started it is gone and its standard input ends."""
+    """End this process, as after SIGTERM, when its starter is gone and its standard input ends."""
 
     def wait() -> None:
         sys.stdin.read()
@@ -116,10 +116,10 @@ def _answer(call: Path) -> Path:
 
 
 def _write_answer(call: Path, answer: dict[str, Any]) -> None:
-    """Write the answer of whichever rank is first."""
+    """Write the answer file, unless another rank has written it."""
     aside = call.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(answer))
-    with suppress(FileExistsError, FileNotFoundError):  # there is one; the starter is gone
+    with suppress(FileExistsError, FileNotFoundError):  # an answer exists, or the starter is gone
         os.link(aside, _answer(call))
 
 
@@ -140,4 +140,4 @@ if __name__ == "__main__":
     code = _serve(Path(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the thread that waits for the starter would otherwise be waited for
+    os._exit(code)  # a normal exit would wait for the thread that reads standard input

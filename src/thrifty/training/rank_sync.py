@@ -1,8 +1,8 @@
-"""Ranks that act as one: every rank learns every rank's result, or every rank raises the same error.
+"""Synchronized calls on ranks: every rank receives every rank's result, or every rank raises the same error.
 
-A save or a load is a few phases; each phase is one call of `gather_or_raise` or `run_first`, and each holds exactly one
-collective. A rank that fails inside a phase still takes part in it and reports its error as the result, so the others
-neither hang nor go on alone. What travels is JSON in a tensor of bytes, never a pickled object.
+A save or a load has a few phases. Each phase is one call of `gather_or_raise` or `run_first`, with exactly one
+collective. A rank that fails in a phase still joins its collective and reports the error as its result. So the others
+neither hang nor continue alone. Ranks exchange JSON in a tensor of bytes, never pickled objects.
 """
 
 import json
@@ -21,21 +21,21 @@ _KINDS = {kind.__name__: kind for kind in (ThriftyError, UsageError, InfeasibleE
 
 
 class SingleProcess:
-    """One process, no collectives: an error leaves as it is."""
+    """One process without collectives: errors are raised unchanged."""
 
     rank, size = 0, 1
 
     def gather_or_raise(self, work: Callable[[], Any]) -> list[Any]:
-        """Every rank does `work`; the results of all ranks in order of rank. Results must be JSON values."""
+        """Call `work` on every rank and return the results in order of rank. Results must be JSON values."""
         return [work()]
 
     def run_first(self, work: Callable[[], Any]) -> Any:
-        """Rank 0 does `work`; every rank gets its result."""
+        """Call `work` on rank 0 and return its result on every rank."""
         return work()
 
 
 class ProcessGroupSync(SingleProcess):
-    """The ranks of a process group (all of them by default), which must all make the same calls in the same order."""
+    """The ranks of a process group (by default all), which must all make the same calls in the same order."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
@@ -61,14 +61,14 @@ class ProcessGroupSync(SingleProcess):
 
     def _gather(self, message: bytes) -> list[bytes]:
         try:
-            return gather_bytes(message, self.group, self.device)  # blanks behind it are nothing to JSON
+            return gather_bytes(message, self.group, self.device)  # JSON ignores trailing padding
         except RuntimeError as error:
             what = f"rank {self.rank} lost contact with the other ranks: {str(error).splitlines()[0]}"
-            raise LostContact(what, "look at the first error printed by any rank, then `thrifty resume`") from error
+            raise LostContact(what, "see the first error printed by any rank, then `thrifty resume`") from error
 
 
 def process_group_sync() -> SingleProcess:
-    """All ranks of this process's group; this process alone where it has none."""
+    """Return the synchronization over all ranks, or a SingleProcess without a process group."""
     return ProcessGroupSync() if ranks() > 1 else SingleProcess()
 
 

@@ -1,8 +1,7 @@
-"""Where the ranks of one start meet: a store, under a name that no earlier start of the same job has used.
+"""The rendezvous of the ranks of one start: a store under a name that no earlier start of the same job has used.
 
-torchrun keeps one store over all its restarts, and torch's own start takes what the processes before left in it, such
-as addresses that nobody listens at any more, for the new ones'. So the ranks first agree on a fresh name, and all that
-they and torch write down is written under it.
+torchrun keeps one store over all restarts. torch would read stale entries of earlier processes there, such as addresses
+without a listener. So the ranks first agree on a fresh name, and all entries are written under it.
 """
 
 import json
@@ -26,18 +25,18 @@ from thrifty.machine.process_start import is_running, process_start
 
 LOOPBACK = "127.0.0.1"
 PORTS = range(20000, 30000)
-"""One of them by the number of the job is where the ranks of srun meet."""
+"""Ports for the rendezvous under srun; the job's number selects one."""
 _CURRENT = "thrifty/meeting"
 _CONNECTING = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, told apart from a later one with the same number."""
+    """A process, distinguished from a later process with the same number."""
 
     host: str
     space: int
-    """Where its number means something: hosts of the same name may be containers with numbers of their own."""
+    """PID namespace: hosts of the same name may be containers with process numbers of their own."""
     pid: int
     born: float
 
@@ -59,24 +58,26 @@ class ProcessIdentity:
 
     @property
     def is_near(self) -> bool:
-        """Whether it is one that this process can look at."""
+        """True if this process can observe it: same host and same PID namespace."""
         here = ProcessIdentity.of(os.getpid())
         return (self.host, self.space) == (here.host, here.space)
 
     @property
     def is_gone(self) -> bool:
-        """Of a process that is near: whether it has ended."""
+        """True if a near process has ended."""
         return not is_running(self.pid, self.born)
 
 
 def current_agent() -> str:
-    """The process of torchrun that started this one, and starts its successor if need be; "" for any other start."""
+    """Return the identity of the torchrun process that started this one; "" for any other start."""
     return ProcessIdentity.of(os.getppid()).as_json().decode() if "TORCHELASTIC_RUN_ID" in os.environ else ""
 
 
 def end_agent(seconds: float) -> None:
-    """Ends torchrun on this machine where it is cut off: in torch 2.13 it then waits for its store without a limit, and
-    answers no signal."""
+    """End torchrun on this machine after its host has lost the network.
+
+    torchrun of torch 2.13 then waits for its store without a limit and ignores signals.
+    """
     with suppress(psutil.Error):
         agent = psutil.Process(os.getppid())
         if agent.pid == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -94,8 +95,7 @@ def is_srun_step() -> bool:
 
 
 def take_srun_ranks() -> None:
-    """Describe the processes of srun in the variables of torchrun, where those are not set. The first host of the step
-    keeps the store."""
+    """Set torchrun's variables from srun's, unless they are set. The first host of the step keeps the store."""
     if "RANK" in os.environ or not is_srun_step():
         return
     hosts = os.environ.get("SLURM_STEP_NODELIST", LOOPBACK)
@@ -115,11 +115,13 @@ def take_srun_ranks() -> None:
 
 
 class Rendezvous:
-    """All ranks of this start, each of which makes one."""
+    """All ranks of one start; each rank creates one instance."""
 
     def __init__(self, seconds: float):
-        """Waits so long for rank 0, which waits for all; ThriftyError names one that has not come, UsageError what the
-        environment lacks."""
+        """Wait up to `seconds` for rank 0, which waits for all others.
+
+        Raise ThriftyError with the name of a missing rank, UsageError with the missing environment variables.
+        """
         if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             what = f"RANK is set in the environment, as for one of several ranks, but not {' or '.join(missing)}"
             raise UsageError(what, fix="start with: torchrun --nproc-per-node 2 -m thrifty train …, or unset RANK")
@@ -132,7 +134,7 @@ class Rendezvous:
 
     @property
     def near(self) -> list[int]:
-        """The other ranks that were started beside this one."""
+        """The other ranks on this machine."""
         first = self.rank - int(os.environ.get("LOCAL_RANK", 0))
         return [rank for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if rank != self.rank]
 
@@ -141,8 +143,8 @@ class Rendezvous:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def connection(self) -> dist.Store:
-        """A connection of its own to all that is written down under the meeting's name: one thread's request does not
-        wait for another's."""
+        """Return a new connection to the entries of this rendezvous: threads with separate connections do not block
+        each other."""
         return dist.PrefixStore(self.name, connect(host=False))
 
     def _call(self) -> str:
@@ -150,13 +152,14 @@ class Rendezvous:
         self._store.set(f"{name}/here/0", self._word)
         self._store.set(_CURRENT, name)
         for other in range(1, self.ranks):
-            self._wait(lambda here=f"{name}/here/{other}": self._store.check([here]), f"rank {other} has not come")
+            self._wait(lambda here=f"{name}/here/{other}": self._store.check([here]), f"rank {other} did not connect")
             self._store.set(f"{name}/seen/{other}", self._store.get(f"{name}/here/{other}"))
         return name
 
     def _answer(self) -> str:
-        """Until rank 0 says that it saw this very process: the name found at first may be of an earlier meeting."""
-        self._wait(self._is_seen, "rank 0 has not come")
+        """Return the name of the rendezvous once rank 0 has seen this process: the first name may be of an earlier
+        start."""
+        self._wait(self._is_seen, "rank 0 did not connect")
         return self._store.get(_CURRENT).decode()
 
     def _is_seen(self) -> bool:
@@ -167,20 +170,20 @@ class Rendezvous:
         seen = f"{name}/seen/{self.rank}"
         return self._store.check([seen]) and self._store.get(seen) == self._word
 
-    def _wait(self, there: Callable[[], bool], otherwise: str) -> None:
+    def _wait(self, condition: Callable[[], bool], failure: str) -> None:
         end, pause = time.monotonic() + self._seconds, 0.01
-        while not there():
+        while not condition():
             if time.monotonic() > end:
                 raise ThriftyError(
-                    f"{otherwise} to {self.address} within {self._seconds:.0f} s",
-                    fix="look at what that rank printed, and whether its host reaches this address",
+                    f"{failure} to {self.address} within {self._seconds:.0f} s",
+                    fix="read the output of that rank, and check that its host can reach this address",
                 )
-            time.sleep(pause)  # short enough for a signal to be answered
+            time.sleep(pause)  # short enough to handle a signal soon
             pause = min(1.5 * pause, 0.5)
 
 
 def _is_host(rank: int) -> bool:
-    """Whether this rank keeps the store: rank 0, where torchrun does not."""
+    """Return True if this rank keeps the store: rank 0, unless torchrun keeps one."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -192,8 +195,11 @@ def connect(host: bool) -> dist.TCPStore:
 
 
 def loopback_store(port: int = 0) -> dist.TCPStore:
-    """A store that listens on the loopback interface alone, where torch's own listens on all and answers whoever asks.
-    Stores that this process opens at its port later share what listens, for as long as one of them is kept."""
+    """Return a store that listens only on the loopback interface; torch's own store accepts connections on all
+    interfaces.
+
+    Stores that this process opens later at the same port share the listener while one of them exists.
+    """
     listening = socket.create_server((LOOPBACK, port))
     port = listening.getsockname()[1]
     options = {"is_master": True, "timeout": _CONNECTING, "multi_tenant": True}

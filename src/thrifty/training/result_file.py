@@ -1,4 +1,4 @@
-"""Refuse to overwrite a kept result."""
+"""Protection of saved results against overwriting."""
 
 from pathlib import Path
 
@@ -6,8 +6,8 @@ from thrifty.core.errors import UsageError
 
 
 def refuse_overwriting(place: str, file: Path, *beside: Path) -> None:
-    """Raise UsageError if --save-result names no .json file, or if it or a file in `beside` exists already; `place` is
-    the usual one for such a result."""
+    """Raise UsageError if --save-result is not a .json file, or if it or a file in `beside` exists; `place` is an
+    example path."""
     if file.suffix != ".json":
         raise UsageError(f"--save-result {file} is not a .json file", fix=f"--save-result {place}")
     for path in (file, *beside):

@@ -1,6 +1,6 @@
-"""What a run ran on: an allow-list of facts about the machine and the versions, and the command without its secrets.
+"""Environment of a run: facts about the machine, versions, and the command without secrets.
 
-No environment variable is ever read.
+Only an allow-list of facts is recorded. No environment variable is ever read.
 """
 
 import platform
@@ -18,7 +18,7 @@ from thrifty.machine.cpu_features import usable_cores
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The content of `environment.json`; memory in bytes, `started` in UTC."""
+    """Return the content of `environment.json`; memory in bytes, `started` in UTC."""
     return {
         "thrifty": _own_version(),
         "python": platform.python_version(),

@@ -1,7 +1,7 @@
-"""The folder of one run: everything that is kept of it, and the only place where training writes.
+"""The folder of one run, the only place where training writes.
 
-Each thing in it is written so that a crash at any moment leaves it readable: small JSON files are replaced as a whole,
-records are lines of which only the last can be cut, checkpoints have a module of their own.
+Every file stays readable after a crash at any moment. Small JSON files are replaced as a whole; only the last line of
+the records can be cut; for checkpoints see `checkpoint.py`.
 """
 
 import errno
@@ -25,19 +25,20 @@ Record = Mapping[str, Any]
 
 
 class RunFolder:
-    """`runs/<name>/`. `RunFolder(path)` looks at nothing; `create` and `lock` make this process its only writer.
+    """The folder `runs/<name>/`. `RunFolder(path)` reads nothing; `create` and `lock` make this process its only
+    writer.
 
-    with RunFolder.create(path) as run: ...          a new run
-    with RunFolder.open(path).lock() as run: ...     an existing one, to go on with
+        with RunFolder.create(path) as run: ...          a new run
+        with RunFolder.open(path).lock() as run: ...     an existing run, to resume
 
-    `agents` are the processes of torchrun that started the ranks, if it did. They outlive the ranks that they start, so
-    a start that has one of them in common with the last is the same job, started again.
+    `agents` are the torchrun processes that started the ranks, if any. They outlive the ranks, so a start that shares
+    an agent with the last start is a restart of the same job.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.again = False
-        """Whether this is the same job as the last one that had the run."""
+        """True if this is a restart of the job that last had the run."""
         self._lock: RunLock | None = None
         self._records: int | None = None
         self._written = hashlib.sha256()
@@ -45,8 +46,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, agents: Collection[str] = ()) -> "RunFolder":
-        """A new folder, locked. Raises `UsageError` if there is something in it that is not of the same job, or if
-        another process has it."""
+        """Create and lock a run folder.
+
+        Raise UsageError if it contains files of another job, or if another process has locked it.
+        """
         try:
             path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -65,7 +68,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """An existing run, not locked. Raises `UsageError` if there is none."""
+        """Return an existing run, not locked. Raise UsageError if there is none."""
         run = cls(path)
         if not run.recipe.is_file() and not checkpoints(run.checkpoints):
             runs = [recipe.parent.name for recipe in path.parent.glob("*/recipe.toml")]
@@ -74,8 +77,10 @@ class RunFolder:
         return run
 
     def lock(self, agents: Collection[str] = ()) -> "RunFolder":
-        """Raises `UsageError` if another process has the run, or if something in its folder is a link. See `notice`
-        for what was taken over."""
+        """Lock the folder and return it; `notice` reports a lock that was taken over.
+
+        Raise UsageError if another process has locked the run, or if the folder contains a link.
+        """
         refuse_links(self.path.resolve(), self.checkpoints)
         if self._lock is None:
             self.again = self._is_of(agents)
@@ -86,21 +91,21 @@ class RunFolder:
         return self
 
     def remove_leftovers(self) -> None:
-        """Clears what writes left that were cut off: files and folders that were never finished, or half removed."""
+        """Remove unfinished or partly removed files and folders of interrupted writes."""
         files = AtomicFiles()
-        with suppress(OSError):  # what cannot go now goes at the next start
+        with suppress(OSError):  # a file that cannot be removed now is removed at the next start
             for path in self.path.glob(".*.partial"):
                 files.remove_file(path)
             remove_leftovers(self.checkpoints, files)
 
     def _is_of(self, agents: Collection[str]) -> bool:
-        with suppress(IntegrityError, TypeError):  # whatever else stands in it names no agent
+        with suppress(IntegrityError, TypeError):  # other content names no agent
             return not set(agents).isdisjoint(self.read_json("job"))
         return False
 
     @property
     def notice(self) -> str:
-        """Whose lock was taken over, or nothing."""
+        """Notice about a lock that was taken over, or ""."""
         return self._lock.notice if self._lock else ""
 
     def close(self) -> None:
@@ -148,8 +153,8 @@ class RunFolder:
         return self.path / "plots"
 
     def refuse_moved(self) -> None:
-        """Raises ThriftyError where the folder that is locked is no longer at its path, so that nothing is written
-        into another one, or into none, without notice."""
+        """Raise ThriftyError if the locked folder is no longer at its path, so that nothing is written to another
+        folder."""
         if self._lock is not None and not self._lock.is_in_place:
             raise ThriftyError(
                 f"{self.path} was moved or deleted during the run, which stops",
@@ -157,8 +162,7 @@ class RunFolder:
             )
 
     def append(self, record: Record) -> None:
-        """Adds a record as one line without secrets, at once visible to readers. Numbers that are not finite become
-        null."""
+        """Append a record without secrets as one line, visible to readers at once; non-finite values become null."""
         self.refuse_moved()
         line = json.dumps(_finite(redact(record)), allow_nan=False).encode() + b"\n"
         if self._records is None:
@@ -172,7 +176,7 @@ class RunFolder:
         except OSError as error:
             os.ftruncate(descriptor, before)
             room = error.errno in NO_ROOM
-            fix = "free some space there, then `thrifty resume`" if room else "mend the disk, then `thrifty resume`"
+            fix = "free some space there, then `thrifty resume`" if room else "repair the disk, then `thrifty resume`"
             raise ThriftyError(f"{self.records} cannot be written: {error.strerror}", fix) from error
         self._written.update(line)
 
@@ -194,8 +198,11 @@ class RunFolder:
         ]
 
     def read_records(self) -> list[dict[str, Any]]:
-        """All records, oldest first. A line cut by a crash is left out, and of a step repeated after a resume the last
-        counts; changes and notices are told apart by what they say. Raises `IntegrityError` for a damaged line."""
+        """Return all records, oldest first. Raise IntegrityError for a damaged line.
+
+        A line cut by a crash is left out. Of a step repeated after a resume the last record counts; changes and notices
+        are distinguished by their text.
+        """
         records: dict[Any, dict[str, Any]] = {}
         content = self.records.read_bytes() if self.records.is_file() else b""
         for number, line in enumerate(content.split(b"\n")[:-1], start=1):
@@ -210,11 +217,11 @@ class RunFolder:
         return list(records.values())
 
     def write_json(self, name: str, value: Any) -> None:
-        """Replaces `<name>.json` as a whole, without secrets: environment, explanation, origins, summary."""
+        """Replace `<name>.json` as a whole, without secrets: environment, explanation, origins, summary."""
         self.write_text(f"{name}.json", json.dumps(_finite(redact(value)), indent=1, allow_nan=False) + "\n")
 
     def write_text(self, file: str, text: str) -> None:
-        """Replaces a file as a whole, unless it holds this text already."""
+        """Replace a file as a whole, unless it has this text already."""
         self.refuse_moved()
         try:
             if (self.path / file).is_file() and (self.path / file).read_bytes() == text.encode():
@@ -225,27 +232,27 @@ class RunFolder:
             raise ThriftyError(f"{self.path / file} cannot be written: {error.strerror}", fix) from error
 
     def read_json(self, name: str) -> Any:
-        """Raises `IntegrityError` if it is missing or not JSON."""
+        """Return the content of `<name>.json`. Raise IntegrityError if it is missing or not JSON."""
         try:
             return json.loads((self.path / f"{name}.json").read_bytes())
         except FileNotFoundError as error:
             raise IntegrityError(f"{self.path} has no {name}.json", "is this the folder of a run?") from error
         except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{self.path / name}.json is damaged: {error}", "bring it back from a copy") from error
+            raise IntegrityError(f"{self.path / name}.json is damaged: {error}", "restore it from a backup") from error
 
 
 def _refuse_full(path: Path) -> None:
-    # a start that was cut off leaves its lock, by whom it was, and at most a file that was being written
+    # an interrupted start leaves its lock, the identity of its job, and at most one unfinished file
     if any(entry.name not in ("lock", "job.json") and not entry.name.endswith(".partial") for entry in path.iterdir()):
         fix = spelled(
-            "give the new run another --name, or go on with this one: `thrifty resume`",
-            f"name=… gives the new run another; thrifty.resume({str(path)!r}, …) continues this one",
+            "choose another --name for the new run, or resume this one: `thrifty resume`",
+            f"name=… chooses another; thrifty.resume({str(path)!r}, …) resumes this one",
         )
         raise UsageError(f"the run folder {path} exists already", fix)
 
 
 def _opened_at_whole_lines(file: Path) -> tuple[int, bytes]:
-    """Open a file for appending without the partial last line of a crash. Return the descriptor and the content."""
+    """Open a file for appending and cut a partial last line of a crash; return the descriptor and the content."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     content = file.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
@@ -254,7 +261,7 @@ def _opened_at_whole_lines(file: Path) -> tuple[int, bytes]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no nan and no infinity."""
+    """Return a value with non-finite floats replaced by None: JSON has no nan and no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -15,17 +15,17 @@ from thrifty.training.judged_measure import BEST, WITHOUT_GAIN
 
 WEIGHTS = "parameters/"
 OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss", BEST, WITHOUT_GAIN)
-"""Counters that say nothing of a run with another recipe."""
+"""Counters that are reset in a fork, since they describe the old recipe."""
 
 
 def copy_matching_state(
     run: Run, state: TrainState, stored: checkpoint.FoundCheckpoint, *, rewound: bool, drop_weights: bool = False
 ) -> list[str]:
-    """Fill the state of a new run from a checkpoint; return the notices. A rewound run has masks of its own, and
-    nothing else of it starts fresh because of them.
+    """Fill the state of a new run from a checkpoint and return notices.
 
-    Raises UsageError where the new recipe promises what the old state does not keep, and where it has no place for
-    weights of the old one, unless they are to be dropped.
+    A rewound run uses its own masks; nothing else starts fresh because of them. Raise UsageError if the new recipe
+    promises a property that the old state violates. Raise UsageError if the new recipe lacks a place for old weights,
+    unless `drop_weights`.
     """
     assert state.model is not None and state.optimizer is not None
     loaded = checkpoint.load(stored.path.parent, stored.step).tensors
@@ -39,7 +39,7 @@ def copy_matching_state(
     dropped.sort(key=lambda name: not name.startswith(WEIGHTS))
     _refuse_lost_weights([name for name in dropped if name.startswith(WEIGHTS)], stored, drop_weights)
     _fill(own, tensors, slot_kind)
-    # once more, since what starts fresh (masks, averages) starts from the weights that were taken over
+    # a second time, since fresh tensors (masks, averages) start from the copied weights
     state.optimizer = TransformOptimizer(state.model.named_parameters(), run.transform())
     state.load_scalars(stored.scalars)
     own = state.tensors()
@@ -52,21 +52,20 @@ def copy_matching_state(
         run.verify(state)
     except IntegrityError as broken:
         raise UsageError(
-            f"the changed recipe promises what the old state does not keep: {broken.what}",
+            f"the old state breaks a promise of the changed recipe: {broken.what}",
             fix="leave that technique out of the fork, or start a new run with it",
         ) from None
-    taken = f"{'rewound to' if rewound else 'forked from'} {stored.path} at step {stored.step}"
+    origin = f"{'rewound to' if rewound else 'forked from'} {stored.path} at step {stored.step}"
     fresh_names = [name for name in own if name in fresh and not (rewound and _is_mask(name))]
     counts = [_counted(fresh_names, "start fresh"), _counted(dropped, "are left out")]
-    return [*stored.notices, "; ".join([taken, *filter(None, counts)])]
+    return [*stored.notices, "; ".join([origin, *filter(None, counts)])]
 
 
 def _start_fresh(optimizer: TransformOptimizer, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
     """Return the names of tensors that start fresh, and set the ages of the optimizer's elements accordingly.
 
-    Where some parameters are new to an element that keeps moments, all its moments start fresh, since it has one age:
-    under that of the old ones the first updates of the new ones would be several times too large, and the other way
-    round.
+    An element with moments has a single age. If some of its parameters are new, all its moments start fresh: with the
+    old age the first updates of the new parameters would be several times too large, and vice versa.
     """
     names = [name for name in own if not is_scales(name)]
     fresh = {name for name in names if not _is_alike(name, own, tensors)}
@@ -86,8 +85,8 @@ def _refuse_lost_weights(names: Sequence[str], stored: checkpoint.FoundCheckpoin
     if names and not dropped:
         first = names[0].removeprefix(WEIGHTS)
         raise UsageError(
-            f"the changed recipe has no place for {len(names)} parameters of {stored.path}, such as {first}: what they "
-            "learned would be lost",
+            f"the changed recipe lacks {len(names)} parameters of {stored.path}, such as {first}: their trained values "
+            "would be lost",
             fix="keep the technique that they belong to, or drop them: --drop-weights",
         )
 
@@ -106,7 +105,7 @@ def _is_mask(name: str) -> bool:
 
 
 def _is_alike(name: str, own: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> bool:
-    """Return True if the values can be copied: numbers between any formats, masks in one."""
+    """Return True if the values can be copied: floating-point tensors between any formats, masks in the same format."""
     if name not in own or name not in loaded or loaded[name].shape != own[name].shape:
         return False
     formats = {opened_dtype(name, own), loaded[name].dtype}

@@ -1,4 +1,4 @@
-"""Append runs and forecasts to the ledger of this machine."""
+"""The ledger of this machine: predicted and measured memory and step time of finished runs."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ from thrifty.machine.cpu_features import usable_cores
 from thrifty.machine.machine_info import machine_identity
 
 FREE = ("name", "about", "budget", "evaluation", "checkpoints")
-"""Sections of a recipe that change nothing about what a step holds and takes."""
+"""Sections of a recipe that change neither the memory nor the time of a step."""
 
 PATIENCE = 5.0
-"""Seconds that a run waits for others that write."""
+"""Seconds that a run waits for other writers."""
 
 CROWDED = 0.5
-"""The share of the cores by which more may be wanted: a load average counts threads that stand in line for a moment."""
+"""Fraction of the cores by which the load average may exceed them: it counts threads that wait for a moment."""
 
 TAIL = 1 << 20
 """Bytes at the end of a run's records that are read: its last thousands of steps."""
@@ -35,18 +35,18 @@ def ledger_file() -> Path:
 
 
 def definition(recipe: Mapping[str, Any]) -> str:
-    """What a forecast is of: the tables of a recipe, but for those that change nothing about its steps."""
+    """Return the hash that identifies a forecast: the recipe's tables without those in FREE."""
     relevant = {name: section for name, section in recipe.items() if name not in FREE}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def forecast_file(recipe: Mapping[str, Any]) -> Path:
-    """Where what is predicted of a recipe waits for a run of it."""
+    """Return the path of the stored forecast for a recipe."""
     return cache_folder() / "plans" / "forecasts" / f"{definition(recipe)}.json"
 
 
 def record_forecast(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -> None:
-    """Remember what is predicted of a recipe, for when a run of it is finished."""
+    """Store the prediction for a recipe until a run of it is finished."""
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         path = forecast_file(recipe)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,10 +54,10 @@ def record_forecast(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -
 
 
 def record_run(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Append a finished run; nothing for one that ended early."""
+    """Append a finished run to the ledger; do nothing for a run that ended early."""
     if summary.get("status") != "finished":
         return
-    with suppress(Exception):  # the run is finished, and its result counts for more than this
+    with suppress(Exception):  # an error here must not fail a run that is finished
         recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
         predicted = {"counted": float(summary["predicted_memory"])}
         with suppress(OSError, ValueError):
@@ -74,13 +74,13 @@ def record_run(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _is_crowded() -> bool:
-    """Whether more than a run's own threads wanted this machine's cores over the last minute: steps were slower than
-    forecasts are of."""
+    """Return True if other processes used this machine's cores during the last minute, so that steps were slower
+    than forecast."""
     return os.getloadavg()[0] > len(usable_cores()) * (1 + CROWDED)
 
 
 def _step_seconds(records: Path) -> list[float]:
-    """Of the last steps of a run, the first of all left out: it compiles, and warms up."""
+    """Return the durations of the last steps of a run, without the first two, which compile and warm up."""
     with records.open("rb") as file:
         file.seek(max(records.stat().st_size - TAIL, 0))
         lines = file.read().splitlines()
@@ -106,7 +106,7 @@ def _append(entry: Mapping[str, Any]) -> None:
 
 
 def _lock(handle: int) -> None:
-    """Raises BlockingIOError where another holds it for long: a run does not wait for a process that stands still."""
+    """Lock the file. Raise BlockingIOError after PATIENCE seconds, so that a run never waits for a stopped process."""
     until = time.monotonic() + PATIENCE
     while True:
         try:

@@ -1,8 +1,8 @@
-"""One process at a time writes a run folder.
+"""The lock of a run folder: one process at a time writes it.
 
-The system holds the lock (`flock`) and frees it when the process ends, however it ends; the file says who holds it. A
-file left by a process that died is taken over and said; one left on another machine is not ours to judge, unless it was
-left by the same job.
+The system holds the lock (`flock`) and frees it when the process ends; the file names the holder. A lock file of a dead
+process is taken over with a notice. A lock file from another machine is refused, because it cannot be checked, unless
+the same job left it.
 """
 
 import json
@@ -19,15 +19,15 @@ from thrifty.machine.process_start import process_start
 
 
 class RunLock:
-    """Held from the moment it is made until `release`. Raises `UsageError` if another process holds it.
+    """A lock, held from creation until `release`. Raise UsageError if another process holds it.
 
-    `ours` says that the owner before was a process of this very job, which torchrun has started again since.
+    `ours` is True if the previous owner was a process of this job that torchrun has restarted.
     """
 
     def __init__(self, file: Path, ours: bool = False):
         self.file, self.ours = file, ours
         self.notice = ""
-        """A notice about an earlier owner or about the file system, or ""."""
+        """Notice about an earlier owner or about the file system, or ""."""
         try:
             self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
@@ -45,8 +45,8 @@ class RunLock:
         try:
             if not lock_file(self._descriptor, wait=False):
                 self.notice = (
-                    f"the file system of {self.file.parent} has no locks: a second start at the same moment as this "
-                    "one would not be noticed"
+                    f"the file system of {self.file.parent} has no locks: a second start at the same moment would not "
+                    "be detected"
                 )
         except BlockingIOError as error:
             raise self._taken(self._owner()) from error
@@ -54,7 +54,7 @@ class RunLock:
         if owner and (is_alive(owner) if owner["host"] == socket.gethostname() else not self.ours):
             raise self._taken(owner)
         if owner:
-            self.notice = f"process {owner['pid']} ended without giving this run back; taken over from it"
+            self.notice = f"process {owner['pid']} ended without releasing the lock of this run, which was taken over"
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": process_start(os.getpid())}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(mine).encode(), 0)
@@ -64,20 +64,20 @@ class RunLock:
 
     def _taken(self, owner: dict[str, Any]) -> UsageError:
         who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-        fix = "wait for it to end, or give this run another --name"
+        fix = "wait for it to end, or choose another --name for this run"
         if owner and owner["host"] != socket.gethostname():
             fix = f"if it no longer runs there, remove {self.file}"
         return UsageError(f"{self.file.parent} is in use by {who}", fix)
 
     @property
     def is_in_place(self) -> bool:
-        """Return True if the path still leads to the locked file."""
-        held = os.fstat(self._descriptor)
+        """True if the path still leads to the locked file."""
+        locked = os.fstat(self._descriptor)
         try:
-            there = os.stat(self.file)
+            current = os.stat(self.file)
         except OSError:
             return False
-        return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+        return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
 
     def release(self) -> None:
         os.ftruncate(self._descriptor, 0)

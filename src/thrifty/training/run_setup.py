@@ -1,4 +1,4 @@
-"""From a recipe to a composed run: processes, device, data, the number of steps."""
+"""Setup of a run from a recipe: processes, device, data, number of steps."""
 
 import math
 import os
@@ -51,19 +51,19 @@ DATA_KINDS: dict[str, DataKind] = {
 }
 
 PROBED = 6
-"""Steps timed to turn a budget of seconds into steps; the first two are not counted."""
+"""Steps timed to convert a budget of seconds to steps; the first two are not counted."""
 
 EXAMPLES, MOST_BATCHES, LOOKING = 16, 64, 0.2
-"""An index without a row is looked for in batches of so many examples, in so many batches of an epoch at most, and for
-so many seconds."""
+"""Limits of the search for an index without a row: examples per batch, batches per epoch, seconds."""
 
 _NO_LIMIT = timedelta(days=30)
-"""Of a collective: the heartbeat finds who hangs, and one rank may prepare text for hours while the others wait."""
+"""Time limit of a collective. The heartbeat detects ranks that hang, and others may wait hours while one prepares
+text."""
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A recipe with its data opened and its techniques composed: all that is needed to start or to resume."""
+    """A recipe with opened data and composed techniques, ready to start or to resume."""
 
     recipe: Recipe
     data: RunData
@@ -76,13 +76,13 @@ class PreparedRun:
 
     @property
     def epoch_steps(self) -> float | None:
-        """Steps of an epoch, in the largest batch; None where the data have no epochs."""
+        """Steps of an epoch at the largest batch; None if the data have no epochs."""
         source = self.run.source
         return source.examples / (source.batch * mesh.axis("data").size) if source.examples else None
 
     @property
     def recipe_in_steps(self) -> Recipe:
-        """The recipe, with a budget in epochs as one in steps."""
+        """The recipe with a budget in epochs converted to steps."""
         if self.recipe.budget.epochs is None:
             return self.recipe
         steps = _steps(self.recipe, self.run.plain, self.run.device, self.data)
@@ -91,8 +91,10 @@ class PreparedRun:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The process group of a start by torchrun, for as long as the block lasts; nothing for a plain start. Raises
-    OutOfMemory in place of an allocator's error."""
+    """Open the process group of a start by torchrun or srun inside the block; do nothing for a single process.
+
+    Raise OutOfMemory in place of an allocator's error.
+    """
     take_srun_ranks()
     if "RANK" not in os.environ or dist.is_initialized():
         with explain_out_of_memory():
@@ -109,13 +111,13 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def ranks_of(recipe: Recipe) -> Iterator[None]:
-    """Open the process group of a recipe's mesh. Raises UsageError if it has too few ranks."""
+    """Open the process group for a recipe's mesh. Raise UsageError if it has too few ranks."""
     with process_group():
         if ranks() < (least := recipe.mesh.least_ranks):
             alone = ",".join(f"{name}=1" for name, size in vars(recipe.mesh).items() if size > 1)
             raise UsageError(
                 f"the mesh of {recipe.mesh.label} needs {least} ranks, and this start has {ranks()}",
-                fix=f"start with torchrun --nproc-per-node {least} -m thrifty …, or without ranks by --mesh {alone}",
+                fix=f"start with torchrun --nproc-per-node {least} -m thrifty …, or use --mesh {alone}",
             )
         yield
 
@@ -124,36 +126,36 @@ def _leave_group() -> None:
     mesh.clear_mesh()
     if dist.is_initialized():
         dist.destroy_process_group()
-    # gloo's threads need the interpreter to put down the last tensors; one that meets its end aborts the process
+    # gloo's threads need the interpreter to free the last tensors; after its shutdown they would abort the process
     time.sleep(0.1)
 
 
 def choose_device(name: str) -> torch.device:
-    """ "auto" takes a GPU where there is one; each local rank its own."""
+    """Return the device of this rank; "auto" selects a GPU if there is one, a different one for each local rank."""
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"unknown device {name!r}", fix='use "cpu", "cuda" or "auto"')
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError('device = "cuda", but torch sees no GPU here', fix='--set device=cpu, or device = "auto"')
+        raise UsageError('device = "cuda", but torch finds no GPU', fix='--set device=cpu, or device = "auto"')
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", rank() % torch.cuda.device_count())
 
 
 def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -> PreparedRun:
-    """Open the data and compose the run. Raises UsageError where an object that the recipe names was not passed.
+    """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed.
 
-    `steps` is known when a run is resumed; otherwise the recipe's budget decides, a budget of seconds by timing some
-    real steps.
+    `steps` is known for a resumed run; otherwise the recipe's budget determines it. For a budget of seconds some real
+    steps are timed.
     """
     recipe.refuse_missing_objects()
     device, model = choose_device(recipe.device), recipe.objects.model
     chosen_objective(recipe.objective)
-    if model is None:  # before data that take long are prepared
+    if model is None:  # checked before the data, whose preparation may take long
         refuse_model_to_be_fetched(Path(recipe.model.folder))
         check_model(recipe.model, recipe.objective.name)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
-    objective, data = _open_in_turn(recipe, _unsaid if quiet else print_to_stderr)
+    objective, data = _open_first_on_rank_0(recipe, _ignore if quiet else print_to_stderr)
 
     def build() -> nn.Module:
         torch.manual_seed(recipe.seed)
@@ -164,28 +166,30 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
     is_folder = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
     is_trained = is_folder or isinstance(model, nn.Module)
     plain = BaseRun(build, data.train, objective, is_trained)
-    if model is not None or recipe.objects.data is not None:  # sizes of others are those of their data
+    if model is not None or recipe.objects.data is not None:  # otherwise the model is built for the data
         process_group_sync().run_first(
-            lambda: refuse_indices_without_row(plain, _examples_to_look_at(recipe, data, objective))
+            lambda: refuse_indices_without_row(plain, _batches_to_check(recipe, data, objective))
         )
     steps = steps or _steps(recipe, plain, device, data)
     return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
 
 
-def _examples_to_look_at(recipe: Recipe, data: RunData, objective: Objective) -> Iterator[Batch]:
-    """Yield batches in which an index without a row is looked for: of the held-out examples that are judged, and of
-    training examples spread over an epoch, each for a moment."""
-    yield from _for_a_moment(data.held_out.batches(recipe.evaluation.examples, EXAMPLES))
+def _batches_to_check(recipe: Recipe, data: RunData, objective: Objective) -> Iterator[Batch]:
+    """Yield batches for the search for an index without a row, each part for LOOKING seconds at most.
+
+    They are the judged held-out examples, then training examples spread over an epoch.
+    """
+    yield from _until_time_limit(data.held_out.batches(recipe.evaluation.examples, EXAMPLES))
     source = data.train
     epoch = -(-source.examples // source.batch) if source.examples else 1
     rows, steps = min(source.batch, EXAMPLES), range(0, epoch, -(-epoch // MOST_BATCHES))
-    for batch in _for_a_moment(source.rows(step, 0, rows) for step in steps):
-        if isinstance(data.ends, TextModelSpec) and "tokens" in batch.fields:  # the largest token may be a rare one
+    for batch in _until_time_limit(source.rows(step, 0, rows) for step in steps):
+        if isinstance(data.ends, TextModelSpec) and "tokens" in batch.fields:  # the largest token may be rare
             batch["tokens"][0, [0, -1]] = data.ends.vocabulary - 1
         yield objective.examples(batch)
 
 
-def _for_a_moment(batches: Iterable[Batch]) -> Iterator[Batch]:
+def _until_time_limit(batches: Iterable[Batch]) -> Iterator[Batch]:
     began = time.monotonic()
     for batch in batches:
         yield batch
@@ -194,31 +198,31 @@ def _for_a_moment(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) -> tuple[Objective, RunData]:
-    """The objective of a recipe, and the data that it makes its examples of; those held out are made already."""
+    """Return the objective of a recipe and its data; the held-out examples are complete."""
     recipe.refuse_missing_objects("data", "held_out", "loss", "collate", "metrics")
     settings, objective = recipe.data, chosen_objective(recipe.objective)
     kinds = [DATA_KINDS[name] for name in objective.learns_from]
     for name in ("near_duplicates", "sources", "separate"):
         if getattr(settings, name) not in (None, False, {}) and name not in kinds[0].own_settings:
             raise UsageError(
-                f"data.{name} is set, which is for plain text, and {recipe.objective.name} learns from other data",
+                f"data.{name} is set, which is for plain text, but {recipe.objective.name} learns from other data",
                 fix=f"leave data.{name} out",
             )
     is_passed = recipe.objects.data is not None
-    if not (settings.source.strip() or is_passed):  # as of a shell's variable that is not set
-        raise UsageError("data.source is empty", fix="give a file, a folder or the name of a known set")
+    if not (settings.source.strip() or is_passed):  # for example, a shell variable that is not set
+        raise UsageError("data.source is empty", fix="pass a file, a folder or the name of a known data set")
     kind = kinds[-1] if is_passed else next((each for each in kinds if each.holds(settings.source)), kinds[-1])
-    if settings.sources or settings.separate:  # which are of plain text
+    if settings.sources or settings.separate:  # settings of plain text
         kind = kinds[0]
     for name in ("size", "augment"):
         if getattr(settings, name) is not None and name not in kind.own_settings:
             from_text = f"{recipe.objective.name} learns from text"
-            why = f"{settings.source} holds none" if objective.sees_images else from_text
-            raise UsageError(f"data.{name} is set, which is for images, and {why}", fix=f"leave data.{name} out")
+            why = f"{settings.source} contains none" if objective.sees_images else from_text
+            raise UsageError(f"data.{name} is set, which is for images, but {why}", fix=f"leave data.{name} out")
     for name in ("pair_column", "label_column", "held_out_source"):
         if getattr(settings, name) and name not in kind.own_settings:
             raise UsageError(
-                f"data.{name} is set, which is for labelled texts, and {recipe.objective.name} learns from other data",
+                f"data.{name} is set, which is for labelled texts, but {recipe.objective.name} learns from other data",
                 fix=f"leave data.{name} out, or set objective.name = classification or regression",
             )
     if kind.name == "labelled_text" and objective.label_form != "number" and not HAS_SCORES:
@@ -227,8 +231,8 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
     return kind.open(DataRequest(recipe, objective, *own))
 
 
-def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
-    """Open the data on rank 0, which prepares and reports what is missing, then on the others."""
+def _open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
+    """Open the data on rank 0, which prepares it and reports missing parts, then on the others."""
     objects = recipe.objects
 
     def opened_by(say: Callable[[str], None]) -> tuple[Objective, RunData]:
@@ -236,7 +240,7 @@ def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective
         if objects.data is None or (is_labelled and has_texts(objects.data)):
             if objects.metrics and not objects.loss:
                 raise UsageError(
-                    f"there are metrics, and the objective {recipe.objective.name} is judged by its own",
+                    f"metrics= was passed, but the objective {recipe.objective.name} has its own metrics",
                     fix="leave metrics out, or pass loss=, a function of (model, batch)",
                 )
             objective, data = open_examples(recipe, say)
@@ -249,26 +253,26 @@ def _open_in_turn(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective
 
     opened: list[tuple[Objective, RunData]] = []
     process_group_sync().run_first(lambda: opened.append(opened_by(say)))
-    return opened[0] if opened else opened_by(_unsaid)
+    return opened[0] if opened else opened_by(_ignore)
 
 
 def _fields(batch: Batch) -> dict[str, Tensor]:
     return dict(batch.fields)
 
 
-def _unsaid(text: str) -> None:
+def _ignore(text: str) -> None:
     pass
 
 
 def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
-    """How many of so many ranks lie along each axis of the recipe's mesh; raises UsageError where no technique would
-    use an axis."""
+    """Return the number of ranks along each axis of the recipe's mesh. Raise UsageError if no technique uses an
+    axis."""
     claims = {claim for technique in recipe.techniques for claim in technique.claims}
     sizes = recipe.mesh.sizes(count, sharded=Claim.PARAMETER_SHARDING in claims)
     for axis, (claim, technique) in mesh.USED_BY.items():
         if sizes[axis] > 1 and claim not in claims:
             raise UsageError(
-                f"there are {count} ranks, and no technique of the recipe divides the work among the {sizes[axis]} "
+                f"there are {count} ranks, but no technique of the recipe divides the work among the {sizes[axis]} "
                 f"along the {axis} axis",
                 fix=f"--with {technique}, or start fewer processes",
             )
@@ -276,18 +280,18 @@ def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
 
 
 def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, data: RunData) -> int:
-    """The number of steps that the budget pays for; raises InfeasibleError when it is none."""
+    """Return the number of steps that the budget allows. Raise InfeasibleError if it allows none."""
     budget = recipe.budget
     if budget.steps is not None:
         return budget.steps
     if budget.seconds is not None:
         return _steps_in_seconds(budget.seconds, recipe, plain, device)
-    source = _sizes_fixed(recipe, plain, device).source
-    # some techniques look at more than they train on
+    source = _with_fixed_batch(recipe, plain, device).source
+    # some techniques read more examples than they train on
     per_step = source.batch * mesh.axis("data").size * data.example_unit
     if budget.epochs is not None:
         whole = budget.in_epochs_of(source.examples and source.examples * data.example_unit)
-        return 1 + _steps_in_tokens(whole - 1, per_step, recipe, plain, device)  # the fewest that go through all
+        return 1 + _steps_in_tokens(whole - 1, per_step, recipe, plain, device)  # the fewest that cover all examples
     if budget.tokens is None:
         raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
     if budget.tokens < per_step:
@@ -299,21 +303,21 @@ def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, data: RunData) 
     return _steps_in_tokens(budget.tokens, per_step, recipe, plain, device)
 
 
-def _sizes_fixed(recipe: Recipe, plain: BaseRun, device: torch.device) -> Run:
-    """The run in batches that are all of one size."""
+def _with_fixed_batch(recipe: Recipe, plain: BaseRun, device: torch.device) -> Run:
+    """Return the run with batches of constant size."""
     fixed = [technique for technique in recipe.techniques if technique.stage is not Stage.RESIZE]
     return compose(plain, fixed, 1, device)
 
 
 def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
-    """The most steps that go through no more than so many tokens, a step of the largest batch through `per_step`."""
-    fixed = _sizes_fixed(recipe, plain, device)
+    """Return the largest number of steps within a token budget; a step of the largest batch uses `per_step` tokens."""
+    fixed = _with_fixed_batch(recipe, plain, device)
     if len(fixed.techniques) == len(recipe.techniques):
         return int(budget // per_step)
     batch = fixed.source.batch
 
     def spent(steps: int) -> float:
-        source = compose(plain, recipe.techniques, steps, device).source  # how fast batches grow may depend on steps
+        source = compose(plain, recipe.techniques, steps, device).source  # the growth of batches may depend on steps
         return per_step * sum(source.size(step) for step in range(steps)) / batch
 
     most = 1
@@ -323,8 +327,10 @@ def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: BaseRu
 
 
 def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
-    """Times a few real steps at the run's full structure, thrown away afterwards; what that takes is part of the
-    budget."""
+    """Return the number of steps within a time budget, from the measured time of a few real steps.
+
+    The steps run at the run's final structure and are discarded; their time counts in the budget.
+    """
     began = time.monotonic()
     run = compose(plain, recipe.techniques, 1000, device)
     state = run.init_state()

@@ -1,4 +1,4 @@
-"""Values passed from Python, on their way to the processes that this one starts: a private file that only they read."""
+"""Python values sent to processes that this one starts, through a private file that only they read."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ _preparing: list[Path] = []
 
 
 def write_value(value: Any, path: Path) -> None:
-    """Write a value for a process that this one starts. Raises UsageError for what cannot be sent."""
+    """Write a value for a process that this one starts. Raise UsageError if it cannot be sent."""
     try:
         content = pickle.dumps(value)
     except Exception as error:
@@ -38,7 +38,7 @@ def write_value(value: Any, path: Path) -> None:
 
 
 def can_be_sent(value: Any) -> bool:
-    """Return True if a process that this one starts can be given a value."""
+    """Return True if a value can be sent to a process that this one starts."""
     with tempfile.TemporaryDirectory() as folder, suppress(UsageError):
         write_value(value, Path(folder, "value"))
         return True
@@ -46,13 +46,12 @@ def can_be_sent(value: Any) -> bool:
 
 
 def read_value(path: Path) -> Any:
-    """Return the value that the process which started this one wrote. Raises UsageError for a file that others may
-    have written."""
+    """Return the value that the parent process wrote. Raise UsageError for a file that other users may have written."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise UsageError(
-                f"{path} is not private to this user", fix="leave such files to the processes that write them"
+                f"{path} is not private to this user", fix="start the ranks with thrifty, which writes this file itself"
             )
         about = pickle.load(file)  # noqa: S301
     sys.path += [place for place in about["path"] if place not in sys.path]
@@ -63,7 +62,8 @@ def read_value(path: Path) -> Any:
 
 
 def refuse_start_during_import() -> None:
-    """Raise UsageError if a process that was started imports the script that started it, which would start others."""
+    """Raise UsageError if a started process imports the script that started it, which would start processes without
+    end."""
     if _preparing or getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
             "the script starts processes while one of them imports it",
@@ -72,7 +72,7 @@ def refuse_start_during_import() -> None:
 
 
 def _unsendable(value: Any, error: Exception) -> UsageError:
-    """Return the error for a value, with the name of the object in it that is to blame."""
+    """Return the error for a value that cannot be sent, with the name of the object in it at fault."""
     recipes = [part for part in _parts(value) if isinstance(part, Recipe)]
     objects = [recipe.objects for recipe in recipes] or [
         part for part in _parts(value) if isinstance(part, UserObjects)

@@ -1,11 +1,12 @@
-"""Tensors in safetensors files, whole or in pieces, written as a stream and read into any sharding.
+"""Whole or sharded tensors in safetensors files, written as a stream and read into any sharding.
 
-A file holds what one rank owns of each tensor; where that lies in the full tensor stands in the file's own header,
-under the key that torch's `HuggingFaceStorageWriter` uses, so `torch.distributed.checkpoint` reads these files too.
-What a rank owns in several places is one entry for each, `NAME[0]` and so on, which torch takes for tensors of those
-names. Its savers are not used: they plan by exchanging pickled objects, and its native `.metadata` is a pickle, which
-can run code when read. Writing is ours because a stream needs the memory of one tensor and can be hashed on its way to
-the disk; reading is the safetensors library's, which checks the header.
+A file holds the parts of each tensor that one rank owns. Their position in the full tensor is in the file's own header,
+under the key of torch's `HuggingFaceStorageWriter`, so `torch.distributed.checkpoint` reads these files too. Several
+parts of one tensor are separate entries `NAME[0]`, `NAME[1]`, which torch reads as separate tensors.
+
+torch's savers are not used: they exchange pickled objects, and their native `.metadata` is a pickle, which can run code
+when read. The writer here streams: it holds one tensor in memory and hashes on the way to the disk. Reading uses the
+safetensors library, which checks the header.
 """
 
 import json
@@ -46,7 +47,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor, stored in a file as the entry of this name."""
+    """A box of a tensor, stored in a file under the name `entry`."""
 
     file: Path
     entry: str
@@ -55,11 +56,12 @@ class StoredBox:
 
 
 Parts = dict[str, list[LocalShard]]
-"""What a rank holds, or is to write, of each tensor."""
+"""The parts of each tensor that a rank owns or writes."""
 
 
 def local_parts(tensors: dict[str, torch.Tensor]) -> Parts:
-    """Which parts of each tensor this rank holds. Raises `UsageError` for what a safetensors file cannot hold."""
+    """Return the parts of each tensor that this rank owns. Raise UsageError for a tensor that safetensors cannot
+    store."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
             kind = "a meta tensor" if tensor.is_meta else f"{tensor.dtype}, {tensor.layout}"
@@ -70,20 +72,20 @@ def local_parts(tensors: dict[str, torch.Tensor]) -> Parts:
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's values, sharing memory with `tensor`."""
+    """Return this rank's values, sharing memory with `tensor`."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A part of a tensor under the name that it has in a file."""
+    """A part of a tensor with its name in a file."""
 
     name: str
     tensor: str
     part: LocalShard
     values: torch.Tensor
-    """Of the whole tensor, as far as this rank holds them."""
+    """All values of the tensor that this rank owns."""
 
     @property
     def bytes(self) -> int:
@@ -91,7 +93,7 @@ class _Entry:
 
 
 def _entries(tensors: dict[str, torch.Tensor], parts: Parts) -> list[_Entry]:
-    """Widest elements first, so that every entry starts at a multiple of its element size."""
+    """Return the entries, largest dtype first, so that every entry starts at a multiple of its element size."""
     all_entries = [
         _Entry(name if len(own) == 1 else f"{name}[{index}]", name, part, local_values(tensors[name]))
         for name, own in parts.items()
@@ -101,13 +103,13 @@ def _entries(tensors: dict[str, torch.Tensor], parts: Parts) -> list[_Entry]:
 
 
 def stored_bytes(tensors: dict[str, torch.Tensor], parts: Parts) -> int:
-    """Bytes of the file that `stream` writes."""
+    """Return the size in bytes of the file that `stream` writes."""
     entries = _entries(tensors, parts)
     return len(_header(entries)) + sum(entry.bytes for entry in entries)
 
 
 def stream(tensors: dict[str, torch.Tensor], parts: Parts) -> Iterator[memoryview | bytes]:
-    """The bytes of a safetensors file with these parts of what this rank holds, one in memory at a time."""
+    """Yield the bytes of a safetensors file with these parts, one part in memory at a time."""
     entries = _entries(tensors, parts)
     yield _header(entries)
     for entry in entries:
@@ -135,7 +137,7 @@ def _header(entries: list[_Entry]) -> bytes:
 
 
 class StoredTensorBoxes:
-    """The tensors of one or more files: `pieces` by name, and `read` into memory of any sharding."""
+    """The tensors of one or more files: boxes by name in `pieces`; `read` fills memory of any sharding."""
 
     def __init__(self, files: list[Path]):
         self._open: dict[Path, Any] = {}
@@ -149,18 +151,18 @@ class StoredTensorBoxes:
                 raise IntegrityError(f"{file} is not a tensor file of a checkpoint: {error}") from error
 
     def describe(self, name: str) -> str:
-        """Dtype and full shape, for messages and to compare."""
+        """Return dtype and full shape as text, for messages and comparison."""
         return f"{self.pieces[name][0].dtype} {self.pieces[name][0].box.full}"
 
     def full(self, name: str) -> torch.Tensor:
-        """The whole tensor, in memory of its own."""
+        """Return the whole tensor in newly allocated memory."""
         box = self.pieces[name][0].box
         target = torch.empty(box.full, dtype=self.pieces[name][0].dtype)
         self.read(name, TensorBox(box.full, (0,) * len(box.full), box.full), target)
         return target
 
     def read(self, name: str, box: TensorBox, target: torch.Tensor) -> None:
-        """Copies the part `box` of a tensor into `target`, which has its shape; only what overlaps is read."""
+        """Copy the part `box` of a tensor into `target` of the same shape, reading only what overlaps."""
         filled = 0
         for piece in self.pieces[name]:
             source = self._open[piece.file]
@@ -172,11 +174,13 @@ class StoredTensorBoxes:
                 target[overlap.within(box)].copy_(source.get_slice(piece.entry)[overlap.within(piece.box)])
                 filled += overlap.numel
         if filled != target.numel():
-            raise IntegrityError(f"the checkpoint holds {filled} of the {target.numel()} values wanted of {name!r}")
+            raise IntegrityError(
+                f"the checkpoint contains {filled} of the {target.numel()} required values of {name!r}"
+            )
 
 
 def _overlap(one: TensorBox, other: TensorBox) -> TensorBox:
-    """What both boxes hold; empty if nothing."""
+    """Return the intersection of two boxes, which may be empty."""
     start = [max(pair) for pair in zip(one.offset, other.offset, strict=True)]
     ends = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
     shape = [max(0, min(a + n, b + m) - first) for (a, n, b, m), first in zip(ends, start, strict=True)]

@@ -1,4 +1,4 @@
-"""Where a thread stands, read off its stack: at work, waiting for others, or at something known to take long."""
+"""State of a thread, read from its stack: at work, waiting, or in an operation known to take long."""
 
 import linecache
 import sys
@@ -8,28 +8,30 @@ from types import FrameType
 
 _WAITING_FILES = ("torch/distributed/", "threading.py", "queue.py", "selectors.py")
 _WAITING_CALLS = (".wait(", ".tolist(", ".item(", ".cpu(", "synchronize(")
-"""Of the innermost line. Values of a device are waited for, and with it for the ranks that it exchanges data with."""
+"""Calls in the innermost line that wait for a device, and so for the ranks that it communicates with."""
 _LONG_FILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/compile_fx.py",
     "thrifty/composition/compose.py",
     "/triton/",
 )
-"""Compiling and building a model, which may happen in any step."""
+"""Files that compile or build a model, which may happen in any step."""
 
 
 @dataclass(frozen=True)
 class ThreadState:
+    """The position and activity of a thread."""
+
     where: str = ""
-    """Such as `training/loop.py:71 in train`."""
+    """Position, such as `training/loop.py:71 in train`."""
     waits: bool = False
-    """For other ranks, a device or another thread."""
+    """True if it waits for other ranks, a device or another thread."""
     long: bool = False
-    """At something that may take minutes."""
+    """True if its operation may take minutes."""
 
 
 def thread_state(thread: int) -> ThreadState:
-    """Of a thread of this process, by its identifier."""
+    """Return the state of a thread of this process by its identifier."""
     innermost = sys._current_frames().get(thread)
     if innermost is None:
         return ThreadState()

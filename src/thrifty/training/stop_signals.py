@@ -1,4 +1,5 @@
-"""Requests to stop: finish the step, save, leave. SIGTERM and SIGINT do so with the usual code, at once if repeated."""
+"""Stop requests: finish the step, save, exit. SIGTERM and SIGINT do so with their usual exit code; repeated, at
+once."""
 
 import os
 import signal
@@ -13,11 +14,11 @@ from thrifty.core.ranks import ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ASKED = 1
-"""Stands for a request by the program itself, in place of a signal's number."""
+"""Marks a request by the program itself, in place of a signal number."""
 
 
 class StopRequest:
-    """While open, remembers the first signal instead of dying of it; `code` is the exit code it stands for."""
+    """Records the first stop signal while open; `code` is the resulting exit code."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -25,7 +26,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
-            return self  # only the main thread of a process may receive signals
+            return self  # only the main thread of a process may set signal handlers
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._remember)
         return self
@@ -49,14 +50,15 @@ class StopRequest:
 
     @property
     def reason(self) -> str:
-        return "as asked" if self.signal == ASKED else f"by signal {self.signal}"
+        return "as requested" if self.signal == ASKED else f"by signal {self.signal}"
 
     def agreed(self) -> bool:
-        """Whether any rank was asked to stop; all ranks must ask together, and all get the same answer."""
+        """Return True if any rank received a stop request. All ranks must call this together; all get the same
+        result."""
         if ranks() == 1:
             return bool(self.signal)
-        asked = torch.tensor(self.signal, device="cuda" if str(dist.get_backend()) == "nccl" else "cpu")
-        dist.all_reduce(asked, dist.ReduceOp.MAX)
-        if asked:  # a signal that came while the ranks talked stays for the next step
-            self.signal = int(asked)
-        return bool(asked)
+        signals = torch.tensor(self.signal, device="cuda" if str(dist.get_backend()) == "nccl" else "cpu")
+        dist.all_reduce(signals, dist.ReduceOp.MAX)
+        if signals:  # a signal that arrives during the reduction is handled in the next step
+            self.signal = int(signals)
+        return bool(signals)

@@ -1,6 +1,6 @@
-"""A run from its first step, or from a checkpoint, to its end: the observers around the loop.
+"""A training session: evaluation, checkpoints, records and stops around the training loop.
 
-Each record is written, shown, and followed by whatever is due: an evaluation, a checkpoint, a stop.
+Each record is written and displayed. Then follow the actions that are due: an evaluation, a checkpoint, a stop.
 """
 
 import math
@@ -34,39 +34,46 @@ from thrifty.training.run_folder import RunFolder
 from thrifty.training.stop_signals import StopRequest
 
 Steps = Generator[Record, None, dict[str, Any]]
-"""Records of a run, a step each, whose return value is its summary; closed early, they save and leave."""
+"""Generator of a run's records, one per step, whose return value is the summary; closed early, it saves the run."""
 Observer = Callable[[Record], Any]
-"""Receives each record, with the evaluation that was due; stops the run by returning False."""
+"""Function that receives each record, with the evaluation if one was due; it stops the run by returning False."""
 SHOWN = 8
-"""Held-out examples of which predictions are shown."""
+"""Number of held-out examples whose predictions are shown."""
 
 
 @dataclass
 class TrainSession:
+    """A run in training: its data, folder, settings and observers."""
+
     kept: Mapping[str, Any]
-    """Plain data that goes into each checkpoint beside the state, so that a resume can tell what changed: the recipe,
-    the number of steps, the identity of the data."""
+    """Plain data stored in each checkpoint in addition to the state: recipe, number of steps, identity of the data.
+
+    A resume compares them to detect changes.
+    """
     recipe: Recipe
     run: Run
     held_out: Sequence[Batch]
     folder: RunFolder
     facts: dict[str, Any] = field(default_factory=dict)
-    """What is known beforehand and belongs in the summary: the data's own facts (unigram_entropy, bytes_per_token;
-    label_entropy, unit), predicted_memory, peak_flops_per_second, flops_per_step."""
+    """Known values that the summary repeats: facts of the data (unigram_entropy, bytes_per_token; label_entropy,
+    unit), predicted_memory, peak_flops_per_second, flops_per_step."""
     notices: Sequence[str] = ()
-    """What a person should know before the first step, such as a damaged checkpoint that was passed over."""
+    """Notices for the user before the first step, such as a damaged checkpoint that was skipped."""
     quiet: bool = False
     remedy: Callable[[float], str] | None = None
-    """The fix for a run that is out of memory, by the bytes that it could have."""
+    """Function from the available bytes to the fix for a run that is out of memory."""
     drawn: Callable[[Tensor], list[str]] | None = None
-    """How images (b, c, h, w), as a model is given them, become addresses that hold pictures of them; None where there
-    are none to show."""
+    """Function from images (b, c, h, w), scaled as the model's inputs, to data addresses of pictures; None for data
+    without images."""
 
     observers: Sequence[Observer] = ()
 
     def steps(self, state: TrainState, meter: MemoryMeter) -> Steps:
-        """Train, evaluate, save; returns the summary, which is also in the folder. A stop by a signal, an observer or
-        the reader is not an error: the summary's status is "interrupted", and `exit_code` the signal's or 0."""
+        """Train, evaluate and save; return the summary, which is also in the folder.
+
+        A stop by a signal, an observer or the reader is not an error: the status in the summary is "interrupted", and
+        `exit_code` is the signal's or 0.
+        """
         together = ProcessGroupSync() if ranks() > 1 else SingleProcess()
         observer = _Observer(self, state, meter)
         observer.summarize("running", 0)
@@ -90,7 +97,7 @@ class TrainSession:
                 observer.stopped(text, getattr(error, "exit_code", 1))
                 raise
             together.run_first(self.folder.remove_leftovers)
-            # the signal handler stays, and no rank leaves, until rank 0 has written the end down
+            # the signal handler stays, and no rank exits, until rank 0 has written the summary
             return together.run_first(
                 lambda: observer.summarize(observer.status, 0 if observer.status == "finished" else stop.code)
             )
@@ -103,7 +110,7 @@ class _Observer:
         self.display = ProgressDisplay(quiet=True)
         self.held_out: float | None = None
         self.measured: dict[str, float] = {}
-        """What the last evaluation found beside the loss."""
+        """Metrics of the last evaluation without the loss."""
         self.last: Record | None = None
         self.saved_step = state.step if state.step else None
         self.evaluated_step: int | None = None
@@ -123,13 +130,13 @@ class _Observer:
             self.record(record)
             done = record.step == self.session.run.steps
             due = done or record.step % self.recipe.checkpoints.every == 0 or record.step in self.also
-            # what is saved by plan is evaluated first, so that the best checkpoint is the one that was measured
+            # evaluate before each scheduled save, so that the best checkpoint is one that was measured
             if due or record.step % self.recipe.evaluation.every == 0:
                 self.evaluate(by_plan=True)
                 early = reason_to_stop(self.recipe.evaluation, self.state.counters)
                 record = replace(record, held_out_loss=self.held_out, metrics=self.measured)
             self.show(record, now=done or bool(early))
-            if any([_says_stop(observer(record)) for observer in self.session.observers]):
+            if any([_is_false(observer(record)) for observer in self.session.observers]):
                 stop.ask()
             yield record
             stopping = stop.agreed()
@@ -154,13 +161,15 @@ class _Observer:
         self.status = "finished"
 
     def refuse_lost_weights(self, record: Record) -> None:
-        """Raises ThriftyError where neither the last step nor the evaluation has a finite loss: a checkpoint of such
-        weights would stand in for the last good one."""
+        """Raise ThriftyError if neither the last step nor the evaluation has a finite loss.
+
+        A checkpoint of such weights would replace the last good one.
+        """
         if record.skipped and self.held_out is not None and not math.isfinite(self.held_out):
-            kept = f"the newest checkpoint is that of step {self.saved_step}" if self.saved_step else "none was saved"
+            newest = f"the newest checkpoint is of step {self.saved_step}" if self.saved_step else "none was saved"
             raise ThriftyError(
-                f"the weights of step {record.step} give no finite loss: {record.loss} in training, {self.held_out} on "
-                f"held-out examples; they are not saved, and {kept}",
+                f"the loss of step {record.step} is not finite: {record.loss} in training, {self.held_out} on "
+                f"held-out examples; its weights are not saved, and {newest}",
                 fix="lower the learning rate, or switch on gradients.clip, and resume by: "
                 + self.recipe.resume_line(self.folder.path, fork="NAME"),
             )
@@ -212,7 +221,7 @@ class _Observer:
         )
 
     def evaluate(self, by_plan: bool = False) -> None:
-        """Evaluate; an evaluation that is not `by_plan` does not count for an early stop."""
+        """Evaluate the model; an evaluation that is not `by_plan` does not count for an early stop."""
         assert self.state.optimizer is not None
         with self.state.optimizer.use_eval_weights():
             self.measured = self.measure()
@@ -223,7 +232,7 @@ class _Observer:
         self.state.counters["best_held_out_loss"] = min(best, self.held_out)
         if by_plan:
             count(self.recipe.evaluation, self.state.counters, self.worth())
-        # where an average is judged, the weights in training are measured beside it
+        # if an average of the weights is judged, measure the weights in training too
         trained = (
             {} if self.state.optimizer.eval_weights() is None else {"trained_loss": _finite(self.measure()["loss"])}
         )
@@ -243,7 +252,7 @@ class _Observer:
             return evaluate(self.state.model, run.eval_objective, batches, run.device, say)
 
     def show_predictions(self) -> None:
-        """Keep for the report what the objective has to show of the first held-out examples."""
+        """Write previews of the first held-out examples to the run folder for the report."""
         objective, draw = self.session.run.eval_objective, self.session.drawn
         if not objective.pictured or draw is None:
             return
@@ -259,7 +268,8 @@ class _Observer:
         self.folder.write_json("pictures", {"step": self.state.step, "about": objective.pictured, "shown": shown})
 
     def _is_best_saved(self) -> bool:
-        """Whether this state was evaluated and beats every one saved before; evaluations in between do not count."""
+        """Return True if this state was evaluated and is better than every saved one; other evaluations do not
+        count."""
         if self.held_out is None or self.evaluated_step != self.state.step:
             return False
         best = self.state.counters.get("best_saved_loss", math.inf)
@@ -297,13 +307,15 @@ class _Observer:
             self.folder.append({"kind": kind, "step": self.state.step} | values)
 
     def stopped(self, text: str, exit_code: int = 1) -> None:
-        """Why and that the run ended, written down once: the thread that trains may come free, and find out by itself,
-        while another one writes this for it."""
+        """Write the reason for the end of the run, once.
+
+        The training thread may come free and call this while another thread is writing.
+        """
         with self._ending:
             if self._has_ended:
                 return
             self._has_ended = True
-            with suppress(ThriftyError):  # of a disk that is full the first message is the one to act on
+            with suppress(ThriftyError):  # if the disk is full, the first message is the one to act on
                 self.note("notice", text=text)
                 self.summarize("stopped", exit_code, error=text)
 
@@ -332,10 +344,10 @@ class _Observer:
         return summary
 
 
-def _says_stop(answer: Any) -> bool:
-    return isinstance(answer, bool | np.bool_) and not answer
+def _is_false(result: Any) -> bool:
+    return isinstance(result, bool | np.bool_) and not result
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no infinities: what is not finite is written as null."""
+    """Return None for a value that is not finite: JSON has no infinities."""
     return value if value is not None and math.isfinite(value) else None

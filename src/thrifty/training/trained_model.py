@@ -23,7 +23,7 @@ from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
 
 RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
-"""How a run is computed is of no matter to the model that comes out of it."""
+"""Stages that change only the computation, not the resulting model."""
 
 
 Adapters = Literal["merged", "kept", "left out"]
@@ -44,16 +44,16 @@ def load_trained_model(
     adapters: Adapters = "merged",
     objects: UserObjects | None = None,
 ) -> tuple[nn.Module, Recipe]:
-    """The trained model of a run folder, and the recipe.
+    """Return the trained model of a run folder, and the recipe.
 
-    What its techniques put on is taken off again, unless `plain` is false: a model that has lost its norms, say, can be
-    used as it is and not as its plain architecture; RefusedError says so. Adapters become part of the weights, or stay
-    on, or are left out, which gives the base that they were trained on. `objects` has the user's own model, and is
+    The changes of its techniques are removed unless `plain` is False. RefusedError is raised for a model that cannot
+    become its plain architecture, for example one without norms; pass `plain=False` for it. `adapters` are merged into
+    the weights, kept, or left out, which returns the base model. `objects` contains the user's own model and is
     required if the run trained one.
 
-    Takes the newest undamaged checkpoint, or the one of `step`; where the run judged an average of its weights that
-    average, or with `trained` the weights in training. Needs no data: the run folder keeps what is asked of inputs and
-    outputs.
+    The values are those of the newest undamaged checkpoint, or of `step`. If the run judged an average of its weights,
+    the average is returned, or with `trained` the weights in training. No data are required: the run folder stores the
+    model's input and output sizes.
     """
     trained_as = recipe_from_data(stored_recipe(folder))
     recipe = replace(trained_as, objects=objects or UserObjects())
@@ -78,8 +78,8 @@ def load_trained_model(
             fill_tensor(tensor, value)
         elif name.startswith("parameters/"):
             raise UsageError(
-                f"{folder} was trained with another model than its recipe says: {name} is not in its checkpoint",
-                fix="a model of your own is restored by your own code: thrifty.training.checkpoint.load",
+                f"{folder} was trained with another model than in its recipe: {name} is not in its checkpoint",
+                fix="load the tensors into your own model: thrifty.training.checkpoint.load",
             )
     state.load_scalars(stored.scalars)
     values = None if trained else optimizer.eval_weights()
@@ -96,7 +96,7 @@ def load_trained_model(
 
 
 def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
-    """Raise UsageError if a run trained another model than the one that was passed; report source that has changed."""
+    """Raise UsageError if a run trained another model than the one that was passed; report changed source code."""
     recipe.refuse_missing_objects("model")
     if recipe.model.build != stored.model.build:
         trained = stored.model.build or stored.model.folder or stored.model.preset
@@ -106,11 +106,11 @@ def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
     before = stored.python.sources
     for name, digest in recipe.python.sources.items() if recipe.objects.model is not None else ():
         if before.get(name) != digest:
-            print_to_stderr(f"the source of {name} is not the one that {folder} was trained with")
+            print_to_stderr(f"the source of {name} has changed since {folder} was trained")
 
 
 def _with_values(model: nn.Module, other: nn.Module) -> nn.Module:
-    """A model with the values of another that has more on it: surgery adds names, and changes none."""
+    """Copy the values into a model from another with additional modules: surgery adds names and changes none."""
     values = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         fill_tensor(parameter, values[name].detach())

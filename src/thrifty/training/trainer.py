@@ -1,6 +1,6 @@
-"""Runs: start one by a recipe, go on with one, go on from one as a new one.
+"""Start, resume, fork and rewind runs.
 
-Where the data, the models, the techniques and the training meet; the command line is thin over it.
+This module connects data, models, techniques and training; the command line is a thin layer over it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,15 +42,15 @@ from thrifty.training.state_loading import load_state
 from thrifty.training.train_session import Observer, Steps, TrainSession
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
-"""Parts of a recipe that do not touch what is computed, so that a resumed run may have others."""
+"""Parts of a recipe that do not change the computation, so that a resumed run may change them."""
 
 MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
-"""What must be the same for a resumed run to keep what was counted and measured when it started."""
+"""Facts that must be unchanged for a resumed run to reuse the counts and measurements from its start."""
 
 
 @contextmanager
 def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFolder]) -> Iterator[RunFolder]:
-    """The run folder, made or opened and locked by rank 0; an error there is raised on every rank."""
+    """Yield the run folder, created or opened and locked by rank 0; an error there is raised on every rank."""
     folders: list[RunFolder] = []
     agents = set(process_group_sync().gather_or_raise(current_agent)) - {""}
     process_group_sync().run_first(lambda: folders.append(claim(path, agents)))
@@ -66,7 +66,7 @@ def train(recipe: Recipe, runs: Path = Path("runs"), **options: Any) -> dict[str
 
 
 def _end_of(steps: Steps) -> dict[str, Any]:
-    """Make all steps and return the summary."""
+    """Run all steps and return the summary."""
     while True:
         try:
             next(steps)
@@ -82,11 +82,11 @@ def train_steps(
     observers: Sequence[Observer] = (),
     quiet: bool = False,
 ) -> Steps:
-    """Train by a recipe into runs/NAME, step by step; raises UsageError when that folder exists, unless it is torchrun
-    that starts the same job again: then the run goes on.
+    """Train by a recipe into runs/NAME, step by step.
 
-    Without a loss of its own a model of the user's maps tokens (b, t) to logits, or to hidden states (b, t, d) if it
-    has a list of blocks and a linear `head`.
+    Raise UsageError if that folder exists. Only a restart of the same job by torchrun resumes the run. Without a custom
+    loss, a user's model maps tokens (b, t) to logits. If it has a list of blocks and a linear `head`, it maps them to
+    hidden states (b, t, d).
     """
     with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
         recipe = with_data_parallelism(recipe)
@@ -110,12 +110,12 @@ def resume_steps(
     observers: Sequence[Observer] = (),
     quiet: bool = False,
 ) -> Steps:
-    """Go on from the newest undamaged checkpoint of a run folder, or from the first step if it ended before its first.
+    """Resume from the newest undamaged checkpoint of a run folder, or from the first step if it has none.
 
-    The recipe must be the one that the run was started with; UsageError says what differs. With `fork` the run goes
-    on as a new one of that name beside the old, by the changed recipe: what is the same in both is taken over, the
-    rest starts fresh or is left out and is counted; weights are left out only if `drop_weights`. `origins` holds where
-    changed values came from.
+    The recipe must be the one that the run was started with; UsageError reports the differences. With `fork` the run
+    continues as a new run of that name by the changed recipe. State that matches is copied; the rest starts fresh or is
+    left out, and is counted. Weights are left out only with `drop_weights`. `origins` are the sources of changed
+    values.
     """
     with ranks_of(recipe):
         recipe = with_data_parallelism(recipe)
@@ -136,8 +136,10 @@ def rewind_run(
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """A new run beside an old one that goes on from its checkpoint of a step: weights, optimizer, data order and
-    schedule as they were then, under the masks of its own recipe. A run of that name that was started so goes on."""
+    """Start a new run from an old run's checkpoint of a step, with the masks of its own recipe.
+
+    Weights, optimizer, data order and schedule are those of that step. An interrupted run of that name resumes.
+    """
     with ranks_of(recipe):
         target = folder.parent / recipe.name
         return _end_of(_fork(folder, recipe, target, origins or {}, quiet, rewound_to=step))
@@ -155,16 +157,16 @@ def _resume(
             fix=f"undo the change, or continue as a new run: {recipe.resume_line(folder.path, fork='NAME')}",
         )
     if saved is None:
-        again = [f"{folder.path} ended before its first checkpoint: started again from the first step"]
+        again = [f"{folder.path} ended before its first checkpoint: restarted from the first step"]
         prepared = prepare_run(recipe, quiet=quiet)
         return (yield from _run(prepared, folder, quiet, origins, observers, fill=lambda state: again))
     early = reason_to_stop(recipe.evaluation, saved.scalars["counters"])
     is_at_end = saved.step >= saved.scalars["steps"] or early
-    if is_at_end and (summary := _kept(folder, "summary")).get("status") == "finished":
+    if is_at_end and (summary := _stored(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
         why = f"it stopped early, since {early}" if early else f"it made all its {saved.step} steps"
-        raise UsageError(f"{folder.path} is finished: {why}", fix="go on with --fork NAME")
+        raise UsageError(f"{folder.path} is finished: {why}", fix="continue it as a new run: --fork NAME")
 
     def fill(state: TrainState) -> list[str]:
         load_state(state, saved, process_group_sync())
@@ -176,21 +178,23 @@ def _resume(
     if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
         raise IntegrityError(
             f"{recipe.data.source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
-            fix="bring the old data back, or start a new run on the new",
+            fix="restore the old data, or start a new run on the new data",
         )
     return (yield from _run(prepared, folder, quiet, origins, observers, read_log(saved.scalars), fill))
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
-    """What a run is tied to: all of its recipe but the sections that are free to change, and over what ranks its work
-    is divided."""
-    kept = tuple(technique for technique in recipe.techniques if not technique.divides_ranks)
-    data = recipe_to_data(replace(recipe, techniques=kept))
+    """Return the parts of a recipe that a resume may not change.
+
+    Excluded are the sections that are free to change, and the techniques that divide the work among ranks.
+    """
+    techniques = tuple(technique for technique in recipe.techniques if not technique.divides_ranks)
+    data = recipe_to_data(replace(recipe, techniques=techniques))
     return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
 
 
 def _newest(folder: RunFolder) -> checkpoint.FoundCheckpoint | None:
-    """The newest undamaged checkpoint; None when the run ended before it made one."""
+    """Return the newest undamaged checkpoint; None if the run ended before its first one."""
     try:
         return checkpoint.find_of_run(folder.checkpoints, ranks=process_group_sync())
     except IntegrityError:
@@ -236,7 +240,7 @@ def _fork(
         known = {technique.name for technique in started.techniques}
         refuse_trained_start([technique for technique in prepared.run.techniques if technique.name not in known])
         prepared.data.check_meaning(saved.scalars["data"], old)
-        inherited = {**rename_origins(_kept(RunFolder(old), "origins")), **origins}
+        inherited = {**rename_origins(_stored(RunFolder(old), "origins")), **origins}
         return (yield from _run(prepared, folder, quiet, inherited, observers, read_log(saved.scalars), fill))
 
 
@@ -253,10 +257,10 @@ def _run(
     log: list[StructureLogEntry] | None = None,
     fill: Callable[[TrainState], list[str]] = lambda state: [],
 ) -> Steps:
-    """Build the state, write down what the run is, and train. `fill` loads values and says what is worth knowing."""
+    """Build the state, write the files that describe the run, and train. `fill` loads values and returns notices."""
     recipe, run, data = prepared.recipe, prepared.run, prepared.data
     here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
-    before = {name: _kept(folder, name) for name in ("origins", "environment", "explanation", "summary")}
+    before = {name: _stored(folder, name) for name in ("origins", "environment", "explanation", "summary")}
     before |= {"origins": rename_origins(before["origins"]), "explanation": rename_techniques(before["explanation"])}
     same_machine = all(before["environment"].get(name) == here.get(name) for name in MACHINE)
     is_known = same_machine and _are_complete(before["explanation"], before["summary"])
@@ -271,8 +275,8 @@ def _run(
             source = run.plain.source
             assert state.model is not None
             divided = explain_divided_norms(batch_norms(state.model.train()), run.techniques)
-            told = [folder.notice, *source.notices, source.unrepeatable, divided]
-            notices = [*fill(state), *_lost_updates(run, state), *_partly_judged(prepared), *filter(None, told)]
+            texts = [folder.notice, *source.notices, source.unrepeatable, divided]
+            notices = [*fill(state), *_lost_updates(run, state), *_partly_judged(prepared), *filter(None, texts)]
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:
             folder.write_text("recipe.toml", write_recipe(recipe))
@@ -282,7 +286,7 @@ def _run(
     explained = explanation.as_dict(run.notes) if explanation else before["explanation"]
     known = dict(data.facts)
     if recipe.objective.name != "next_token" and "bytes_per_token" in known:
-        # only a model that predicts every token from those before it says how far the text could be compressed
+        # only next-token prediction measures how far the text can be compressed
         known["bytes_per_token"] = None
     measures = ("loss", *run.eval_objective.metrics)
     refuse_unknown("evaluation.judge names no measure of this run:", recipe.evaluation.judge, measures)
@@ -321,7 +325,7 @@ def _run(
 
 
 def _partly_judged(prepared: PreparedRun) -> list[str]:
-    """Return a notice if the user's own held-out examples are more than those that are judged."""
+    """Return a notice if the user's held-out data have more examples than are judged."""
     judged, there = prepared.recipe.evaluation.examples, len(prepared.data.held_out)
     if prepared.recipe.objects.data is None or there <= judged:
         return []
@@ -337,14 +341,16 @@ def _lost_updates(run: Run, state: TrainState) -> list[str]:
         return []
     named = " and ".join(sorted(str(each).removeprefix("torch.") for each in formats))
     return [
-        f"the model's trained weights are in {named}: updates that are small beside them are lost to rounding; give it "
-        "in float32 (model.float()), with precision.mixed for products in 16 bits, or with precision.bfloat16_weights"
+        f"the model's trained weights are in {named}: rounding loses small updates; pass the model in float32 "
+        "(model.float()), with precision.mixed for 16-bit products, or with precision.bfloat16_weights"
     ]
 
 
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
-    """Return the fix for a run that must fit into `memory` bytes. Each suggested technique was composed with the run,
-    without its other ranks."""
+    """Return the fix for a run that must fit into `memory` bytes.
+
+    Each suggested technique was composed with the run, without its other ranks.
+    """
     run = prepared.run
 
     def check(recipe: Recipe) -> None:
@@ -355,8 +361,8 @@ def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
     return leaner_start(prepared.recipe, folder.path, memory, check)
 
 
-def _kept(folder: RunFolder, name: str) -> dict[str, Any]:
-    """What an earlier part of the run wrote under this name, the same on every rank; {} where there is nothing."""
+def _stored(folder: RunFolder, name: str) -> dict[str, Any]:
+    """Return the content that an earlier part of the run wrote under this name, the same on every rank; {} if none."""
 
     def read() -> dict[str, Any]:
         with suppress(IntegrityError):
@@ -368,7 +374,7 @@ def _kept(folder: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _are_complete(explanation: Mapping[str, Any], summary: Mapping[str, Any]) -> bool:
-    """Return whether they hold what a resumed run takes from them; otherwise it is made again."""
+    """Return True if they contain the values that a resumed run reuses; otherwise these are recomputed."""
     try:
         numbers = (
             explanation["footprint"]["memory"],
@@ -381,11 +387,11 @@ def _are_complete(explanation: Mapping[str, Any], summary: Mapping[str, Any]) ->
 
 
 def _peak(recipe: Recipe, device: torch.device) -> float:
-    """FLOP/s of the matrix products of all ranks in the run's number format, measured."""
+    """Return the measured FLOP/s of matrix products over all ranks in the run's number format."""
     return peak_flops(device, _matrix_type(recipe)) * ranks()
 
 
 def _matrix_type(recipe: Recipe) -> torch.dtype:
-    """The number format of the run's matrix products, whose measured rate a share of peak refers to."""
+    """Return the number format of the run's matrix products, to which the fraction of peak refers."""
     formats = (technique.number_format for technique in recipe.techniques)
     return getattr(torch, next((name for name in formats if name != "float32"), "float32"))

@@ -228,5 +228,5 @@ def test_without_datasketch_the_error_says_what_to_install(copied, monkeypatch: 
 def test_what_is_no_plain_text_has_no_near_duplicates_to_look_for(objective: str) -> None:
     recipe = RECIPES["vit-digits"]()
     given = replace(recipe, objective=ObjectiveSettings(objective), data=replace(recipe.data, near_duplicates=0.8))
-    with pytest.raises(UsageError, match=f"for plain text, and {objective} learns from other data"):
+    with pytest.raises(UsageError, match=f"for plain text, but {objective} learns from other data"):
         open_examples(given)

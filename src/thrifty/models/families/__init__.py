@@ -1,4 +1,4 @@
-"""The published families of models, one file each."""
+"""The supported families of published models, one file each."""
 
 from torch import nn
 
@@ -16,17 +16,17 @@ from thrifty.models.model_config import ModelConfig
 FAMILIES: dict[str, ModelFamily] = {
     family.style: family for family in (GPT2(), GPT1(), Llama(), Bert(), T5(), Marian(), ViT(), CLIP(), ViTMAE())
 }
-"""By style."""
+"""Families by style."""
 
 
 def assemble(shape: ModelConfig) -> Model:
-    """The model of a shape, on the current default device ("meta" allocates nothing); values not yet initialised."""
+    """Return the uninitialized model of a shape on the current default device ("meta" allocates nothing)."""
     model = FAMILIES[shape.style].assemble(shape)
     tie(model, shape)
     return model
 
 
 def tie(model: nn.Module, shape: ModelConfig) -> None:
-    """Let the head have the token embedding's weight where the shape says so."""
+    """Share the token embedding's weight with the head if the shape requires it."""
     if shape.tied:
         model.head.weight = model.embedding.token.weight

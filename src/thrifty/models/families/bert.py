@@ -1,6 +1,6 @@
-"""BERT (Devlin et al. 2018, arXiv 1810.04805): a post-norm encoder that fills in masked tokens.
+"""BERT (Devlin et al. 2018, arXiv 1810.04805): a post-norm encoder for masked tokens.
 
-Pooler and next-sentence head of published folders are left out: they have no part in that.
+Pooler and next-sentence head of published folders are left out, since they do not affect masked-token predictions.
 """
 
 from collections.abc import Iterator
@@ -73,7 +73,7 @@ class Bert(ModelFamily):
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if not shape.tied:
             raise RefusedError(
-                "BERT's head is tied to its token embedding, this one is free", fix="train with model.tied"
+                "BERT's head is tied to its token embedding, but this one is untied", fix="--set model.tied=true"
             )
         return self.written_fields(shape) | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 

@@ -1,7 +1,7 @@
-"""CLIP (Radford et al. 2021, arXiv 2103.00020): a tower for images and one for captions that end in one space.
+"""CLIP (Radford et al. 2021, arXiv 2103.00020): an image encoder and a caption encoder that end in one space.
 
-What stands for a caption is read off at its end-of-text token, which a folder's config.json has to name: without a
-tokenizer that has one, nothing can be exported.
+A caption's vector is read at its end-of-text token, whose id config.json must contain. A model without a tokenizer that
+has this token cannot be exported.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from torch import nn
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.models.attention_layers import causal_attention
-from thrifty.models.contrastive_model import FIRST_SCALE, ContrastiveModel, ImageTower, TextTower
+from thrifty.models.contrastive_model import INITIAL_SCALE, ContrastiveModel, ImageTower, TextTower
 from thrifty.models.families.model_family import READ, SPELLED, Config, ModelFamily, ParameterPacking
 from thrifty.models.init_laws import clip_normal
 from thrifty.models.model_config import ModelConfig
@@ -110,8 +110,8 @@ class CLIP(ModelFamily):
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.pool != "class":
             raise RefusedError(
-                "a CLIP of transformers answers by its class token, and this model by the mean of its patches",
-                fix='train with model.pool = "class" what is to be exported',
+                "a CLIP of transformers pools by its class token, but this model by the mean of its patches",
+                fix='train with model.pool = "class" to export to this format',
             )
         common = {
             "hidden_act": _SPELLED[shape.activation],
@@ -121,20 +121,19 @@ class CLIP(ModelFamily):
         }
         return {
             "projection_dim": shape.space,
-            "logit_scale_init_value": FIRST_SCALE,
+            "logit_scale_init_value": INITIAL_SCALE,
             "text_config": self.written_fields(shape, _CAPTIONS) | common,
             "vision_config": self.written_fields(shape) | common,
         }
 
     def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
-        """Raises RefusedError for a tokenizer in which transformers would not find the end of a caption."""
+        """Return the config with special tokens. Raise RefusedError if transformers could not find the end of a
+        caption."""
         end = special.get("eos_token_id")
         if end is None:
-            raise RefusedError("transformers reads a caption off at its end of text, and no token is known to be one")
-        if end == 2:  # CLIPTextModel then takes the token with the highest number, as for its first published folders
-            raise RefusedError(
-                "transformers does not look for an end of text that is token 2, but for the highest number"
-            )
+            raise RefusedError("transformers reads a caption at its end-of-text token, but the tokenizer has none")
+        if end == 2:  # CLIPTextModel then uses the token with the highest id, as in its first published folders
+            raise RefusedError("transformers does not support an end-of-text token with id 2: it uses the highest id")
         return config | {"text_config": config["text_config"] | special}
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
@@ -160,15 +159,15 @@ class CLIP(ModelFamily):
 def _section(config: Config, name: str) -> Config:
     section = config.get(name) or {}
     if not isinstance(section, dict):
-        raise UsageError(f"config.json: {name} is {section!r}", fix="it must be an object with a tower's settings")
+        raise UsageError(f"config.json: {name} is {section!r}", fix="make it an object with a tower's settings")
     return section
 
 
 def _common(text: Config, vision: Config, key: str, default: Any) -> Any:
-    """What both towers must have alike."""
+    """Return a setting that both towers share. Raise RefusedError if they differ."""
     values = [section.get(key, default) for section in (text, vision)]
     if values[0] != values[1]:
         raise RefusedError(
-            f"config.json: {key} is {values[0]!r} for captions and {values[1]!r} for images, not imported"
+            f"config.json: {key} is {values[0]!r} for captions and {values[1]!r} for images, which is not supported"
         )
     return values[0]

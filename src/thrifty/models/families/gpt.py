@@ -29,7 +29,7 @@ def _embedding(shape: ModelConfig) -> TokenEmbedding:
 
 
 class GPT1(ModelFamily):
-    """Radford et al. 2018, Improving Language Understanding by Generative Pre-Training: a post-norm decoder."""
+    """GPT-1, a post-norm decoder (Radford et al. 2018, Improving Language Understanding by Generative Pre-Training)."""
 
     style, model_type, architecture, task = "gpt1", "openai-gpt", "OpenAIGPTLMHeadModel", "next_token"
     free_hidden = False
@@ -42,7 +42,7 @@ class GPT1(ModelFamily):
         "norm_eps": ("layer_norm_epsilon", 1e-5),
     }
     read = frozenset({"tie_word_embeddings"})
-    only: ClassVar = {"afn": ("gelu",)}  # the approximation by tanh is meant
+    only: ClassVar = {"afn": ("gelu",)}  # means the tanh approximation
     ignored = frozenset({"n_special", "predict_special_tokens"})
     body, token = "transformer.", "transformer.tokens_embed.weight"
     left_out = r"\.attn\.bias$|\.position_ids$"
@@ -65,7 +65,7 @@ class GPT1(ModelFamily):
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.hidden != 4 * shape.width:
             raise RefusedError(
-                f"GPT-1 has an inner width of 4 times the width, this model {shape.hidden} for {shape.width}",
+                f"GPT-1 has an inner width of 4 times the width, but this model has {shape.hidden} for {shape.width}",
                 fix="train without model.hidden to export to this format",
             )
         return self.written_fields(shape) | {"afn": "gelu"} | _WITHOUT_DROPOUT
@@ -77,7 +77,8 @@ class GPT1(ModelFamily):
 
 
 class GPT2(GPT1):
-    """Radford et al. 2019, Language Models are Unsupervised Multitask Learners: pre-norm, and a norm at the end."""
+    """GPT-2, a pre-norm decoder with a final norm (Radford et al. 2019, Language Models are Unsupervised Multitask
+    Learners)."""
 
     style, model_type, architecture = "gpt", "gpt2", "GPT2LMHeadModel"
     free_hidden = True

@@ -1,4 +1,5 @@
-"""Llama (Touvron et al. 2023, arXiv 2302.13971): a pre-norm decoder with rotary positions and gated networks."""
+"""Llama (Touvron et al. 2023, arXiv 2302.13971): a pre-norm decoder with rotary positions and gated feed-forward
+networks."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ _BLOCK = {
 
 
 def _rotary(shape: ModelConfig) -> RotaryPositions:
-    # values even where the weights have none yet: the table follows from the shape, no file brings it
+    # computed on the CPU even for a meta model: the table follows from the shape, and no file contains it
     frequencies = rotary_frequencies(shape.head_width, shape.rope_base, torch.device("cpu"))
     if shape.rope_scaling is not None:
         frequencies = shape.rope_scaling.slowed(frequencies)
@@ -73,9 +74,9 @@ class Llama(ModelFamily):
         fields = self.read_fields(config)
         heads, width = fields["heads"], fields["width"]
         head_width = number(config, "head_dim", int, width // heads)
-        is_narrower = config.get("head_dim") is not None and head_width * heads < width  # heads were taken out
+        is_narrower = config.get("head_dim") is not None and head_width * heads < width  # after pruning of heads
         if head_width * heads != width and not is_narrower:
-            raise RefusedError(f"config.json: {heads} heads of head_dim {head_width} do not make up the width {width}")
+            raise RefusedError(f"config.json: {heads} heads of head_dim {head_width} do not equal the width {width}")
         base, scaling = _rope(config)
         return ModelConfig(
             style=self.style,
@@ -104,7 +105,7 @@ class Llama(ModelFamily):
             "attention_bias": False,
             "mlp_bias": False,
             "rope_parameters": rope | {"rope_theta": shape.rope_base},
-            "rope_theta": shape.rope_base,  # the earlier spelling, for readers that do not know rope_parameters
+            "rope_theta": shape.rope_base,  # the older key, for readers that do not know rope_parameters
             "rope_scaling": None if shape.rope_scaling is None else rope,
         }
 
@@ -123,19 +124,20 @@ class Llama(ModelFamily):
 
 
 def _rope(config: Config) -> tuple[float, Llama3Scaling | None]:
-    """Both spellings: `rope_parameters` of transformers 5, and `rope_theta` with `rope_scaling` of earlier ones."""
+    """Return base and scaling from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`
+    (earlier)."""
     rope = {"rope_theta": config.get("rope_theta")} | dict(table(config, "rope_scaling"))
     rope |= dict(table(config, "rope_parameters"))
     base = number(rope, "rope_theta", float, 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise RefusedError(
-            "config.json rotates only a part of each head (partial_rotary_factor), which is not imported"
+            "config.json rotates only a part of each head (partial_rotary_factor), which is not supported"
         )
     if kind == "default":
         return base, None
     if kind != "llama3":
-        raise RefusedError(f"config.json has rotary positions of type {kind!r}; default and llama3 are imported")
+        raise RefusedError(f"config.json has rotary positions of type {kind!r}; default and llama3 are supported")
     scaling = Llama3Scaling(
         factor=number(rope, "factor", float),
         low=number(rope, "low_freq_factor", float),

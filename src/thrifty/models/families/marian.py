@@ -1,5 +1,8 @@
-"""Marian as transformers has it: the original Transformer (Vaswani et al. 2017, arXiv 1706.03762), a post-norm
-encoder–decoder with fixed positions, one embedding for both sides and the head, and a bias on the logits."""
+"""Marian in transformers: the original Transformer (Vaswani et al. 2017, arXiv 1706.03762), a post-norm
+encoder-decoder.
+
+It has fixed positions, one embedding for both sides and the head, and a bias on the logits.
+"""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -30,7 +33,7 @@ _OF_BOTH_SIDES = {
     "decoder_ffn_dim": "hidden",
     "decoder_vocab_size": "vocabulary",
 }
-"""Keys of config.json for the decoder, whose values are those of the encoder."""
+"""Keys of config.json for the decoder whose values must equal the encoder's."""
 
 
 class Marian(ModelFamily):
@@ -79,7 +82,9 @@ class Marian(ModelFamily):
         for key, name in _OF_BOTH_SIDES.items():
             same = fields[name]
             if number(config, key, int, same) != same:
-                raise RefusedError(f"config.json sets {key} = {config[key]}, unlike the encoder's {same}; not imported")
+                raise RefusedError(
+                    f"config.json sets {key} = {config[key]}, but the encoder has {same}, which is not supported"
+                )
         decoder_depth = number(config, "decoder_layers", int)
         return ModelConfig(
             style=self.style,
@@ -92,9 +97,11 @@ class Marian(ModelFamily):
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if not shape.tied:
-            raise RefusedError("Marian's head is tied to its embedding, this one is free", fix="train with model.tied")
+            raise RefusedError(
+                "Marian's head is tied to its embedding, but this one is untied", fix="--set model.tied=true"
+            )
         if shape.norm_eps != 1e-5:
-            raise RefusedError(f"Marian's norms have an epsilon of 1e-5, these {shape.norm_eps}")
+            raise RefusedError(f"Marian's norms have an epsilon of 1e-5, but these have {shape.norm_eps}")
         return {
             **self.written_fields(shape),
             **{key: getattr(shape, name) for key, name in _OF_BOTH_SIDES.items()},

@@ -1,4 +1,4 @@
-"""What a family of published models is: how it is put together, and how its Hugging Face folders spell it."""
+"""The interface of a family of published models: construction, and conversion of its Hugging Face folders."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +20,10 @@ from thrifty.models.vision_transformer import VisionTransformer
 
 Config = Mapping[str, Any]
 Fields = Mapping[str, tuple[str, float | str | None]]
-"""For a field of `ModelConfig` its key in config.json, and what is meant where that is missing (None: it may not be),
-which tells whole numbers, others and names of activations apart."""
+"""For each field of `ModelConfig`, its key in config.json and its default (None: required).
+
+The type of the default distinguishes integers, floats and names of activations.
+"""
 Model = Transformer | Encoder | EncoderDecoder | VisionTransformer | ContrastiveModel | MaskedAutoencoder
 
 ACTIVATION: dict[str, Callable[[], nn.Module]] = {
@@ -32,7 +34,7 @@ ACTIVATION: dict[str, Callable[[], nn.Module]] = {
     "quick_gelu": QuickGELU,
 }
 SPELLED = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
-"""Our names of activations in the spelling of transformers."""
+"""Names of activations, mapped to those of transformers."""
 Kinds = Sequence[Literal["weight", "bias"]]
 KINDS: Kinds = ("weight", "bias")
 READ = {theirs: ours for ours, theirs in SPELLED.items()} | {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
@@ -40,16 +42,16 @@ READ = {theirs: ours for ours, theirs in SPELLED.items()} | {"gelu_pytorch_tanh"
 
 @dataclass(frozen=True)
 class ParameterPacking:
-    """Our parameter is their tensors stacked along its rows (`rows` of each; none for a single tensor)."""
+    """The rule for one parameter: `ours` is the concatenation of their tensors along the rows, with `rows` of each."""
 
     ours: str
     theirs: tuple[str, ...]
     rows: tuple[int, ...] = ()
     transposed: bool = False
     as_row: bool = False
-    """Theirs is a matrix of one row, ours a vector."""
+    """True if their tensor is a matrix of one row and ours a vector."""
     ahead: int = 0
-    """So many dimensions of size 1 stand in front of ours that theirs has not."""
+    """Number of leading dimensions of size 1 that only our tensor has."""
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
         parts = [tensor.T if self.transposed else tensor for tensor in tensors]
@@ -66,59 +68,62 @@ class ParameterPacking:
     def renamed(
         cls, names: Mapping[str, str], ours: str = "", theirs: str = "", kinds: Kinds = KINDS
     ) -> Iterator[Self]:
-        """Modules whose parameters differ in their names alone, after these prefixes."""
-        for mine, yours in names.items():
+        """Yield the rules for modules whose parameters differ only in name, with these prefixes."""
+        for our_name, their_name in names.items():
             for kind in kinds:
-                yield cls(f"{ours}{mine}.{kind}", (f"{theirs}{yours}.{kind}",))
+                yield cls(f"{ours}{our_name}.{kind}", (f"{theirs}{their_name}.{kind}",))
 
     @classmethod
     def stacked(cls, ours: str, theirs: Sequence[str], rows: tuple[int, ...], kinds: Kinds = KINDS) -> Iterator[Self]:
-        """A module whose parameters are those of several of theirs, so many rows of each."""
+        """Yield the rules for a module that fuses several of their modules, with these numbers of rows."""
         for kind in kinds:
             yield cls(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), rows=rows)
 
 
 class ModelFamily:
-    """One architecture of transformers. `read` are the settings that `shape` looks at, `only` those with values it can
-    live with, `ignored` those that change nothing here."""
+    """One architecture of transformers.
+
+    `read` are the settings that `shape` uses, `only` settings with the values that are supported, `ignored` settings
+    without effect here.
+    """
 
     style: ClassVar[str]
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     task: ClassVar[Task]
     bounded: ClassVar[bool] = True
-    """Whether the model takes no more tokens than its length."""
+    """True if the model is limited to its length in tokens."""
 
     free_heads: ClassVar[bool] = False
-    """Whether config.json can say how wide a head is, so that heads together need not be as wide as the model."""
+    """True if config.json can set the width of a head, so that heads · width of a head may differ from the model's
+    width."""
     free_hidden: ClassVar[bool] = True
-    """Whether config.json can say how wide feed-forward networks are inside."""
+    """True if config.json can set the inner width of feed-forward networks."""
 
     sections: ClassVar[tuple[str, ...]] = ()
-    """Parts of config.json that hold settings like its own, one for each tower."""
+    """Nested tables of config.json with settings, one for each tower."""
     fields: ClassVar[Fields] = {}
     """Settings that are read and written unchanged, in the order of config.json."""
     read: ClassVar[frozenset[str]] = frozenset()
-    """Which other keys are understood."""
+    """Other supported keys."""
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     body: ClassVar[str] = ""
-    """What most names of tensors begin with, left out in some older files."""
+    """Prefix of most tensor names, missing in some older files."""
     token: ClassVar[str]
     """Their name of the token embedding."""
     head: ClassVar[str] = "lm_head.weight"
-    """Their name of the head, which holds the token embedding where it is tied; "" for a model without one."""
+    """Their name of the head, which is the token embedding if it is tied; "" for a model without a head."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """How names of tensors begin in some files, and how they begin in the table."""
+    """Prefixes of tensor names in some files, mapped to those of the table."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Names under which some files repeat a tensor."""
     left_out: ClassVar[str] = r"(?!)"
-    """Pattern of tensors that are no part of the model: masks and tables that follow from the architecture, and heads
-    for other tasks."""
+    """Pattern of tensors that are not part of the model: constant masks and tables, and heads for other tasks."""
 
     def assemble(self, shape: ModelConfig) -> Model:
-        """The model, its values not yet initialised; a tied head is tied by the caller."""
+        """Return the uninitialized model; the caller ties its head."""
         raise NotImplementedError
 
     def layer_norm_block(
@@ -129,9 +134,9 @@ class ModelFamily:
         activation: str = "",
         cross: bool = False,
     ) -> TransformerBlock:
-        """Return a block of the first Transformer: LayerNorms, biases in all layers, a network without a gate.
+        """Return a block with LayerNorms, biases in all layers and an ungated feed-forward network.
 
-        Pre-norm by default, `kind` says another; with attention over an encoder's memory where it is `cross`.
+        It is pre-norm unless `kind` is another class. `cross` adds attention over an encoder's memory.
         """
 
         def norm() -> nn.LayerNorm:
@@ -143,11 +148,12 @@ class ModelFamily:
         return kind(norm(), attention, norm(), mlp, *over_memory)
 
     def shape(self, config: Config) -> ModelConfig:
-        """Raises RefusedError for what the model does not compute, UsageError for what is missing or malformed."""
+        """Return the shape for a config. Raise RefusedError for unsupported settings, UsageError for missing or
+        malformed ones."""
         raise NotImplementedError
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
-        """The settings of config.json that are the family's own. Raises RefusedError for what it has no word for."""
+        """Return the family's own settings in config.json. Raise RefusedError for a shape that it cannot describe."""
         raise NotImplementedError
 
     def read_fields(self, config: Config, fields: Fields | None = None) -> dict[str, Any]:
@@ -158,12 +164,11 @@ class ModelFamily:
         return {key: SPELLED[value] if isinstance(value, str) else value for key, value in values.items()}
 
     def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
-        """config.json with the numbers of special tokens, where they belong. Raises RefusedError where one is missing
-        that the model cannot be used without."""
+        """Return config.json with the ids of special tokens. Raise RefusedError if a required one is missing."""
         return config | special
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
-        """Which of their tensors make up which of ours, a free head apart."""
+        """Yield the packing of each parameter except an untied head."""
         raise NotImplementedError
 
 
@@ -176,7 +181,7 @@ def _field(config: Config, name: str, key: str, default: Any) -> Any:
 
 
 def number(config: Config, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
-    """A positive number of config.json."""
+    """Return a positive number of config.json."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
@@ -184,33 +189,33 @@ def number(config: Config, key: str, kind: type[int] | type[float], default: flo
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST_INTEGER
     if not is_number or kind(value) != value:
         wanted = "whole number" if kind is int else "number"
-        raise UsageError(f"config.json: {key} is {value!r:.80}", fix=f"it must be a positive {wanted}")
+        raise UsageError(f"config.json: {key} is {value!r:.80}", fix=f"set it to a positive {wanted}")
     return kind(value)
 
 
 def table(config: Config, key: str) -> Config:
-    """A table of config.json, which may be missing."""
+    """Return a table of config.json; {} if it is missing."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
-        raise UsageError(f"config.json: {key} is {value!r:.80}", fix="it must be a JSON object")
+        raise UsageError(f"config.json: {key} is {value!r:.80}", fix="make it a JSON object")
     return value
 
 
 def flag(config: Config, key: str, default: bool) -> bool:
     value = config.get(key, default)
     if not isinstance(value, bool):
-        raise UsageError(f"config.json: {key} is {value!r}", fix="it must be true or false")
+        raise UsageError(f"config.json: {key} is {value!r}", fix="set it to true or false")
     return value
 
 
 def side(config: Config, key: str, default: int) -> int:
-    """A height and width of config.json, which may be given as one number or as two equal ones."""
+    """Return a side in pixels from config.json, which may be one number or a list of equal ones."""
     value = config.get(key)
     if isinstance(value, list):
         if not value or value.count(value[0]) != len(value):
-            raise RefusedError(f"config.json: {key} is {value!r:.80}, and images and patches are square here")
+            raise RefusedError(f"config.json: {key} is {value!r:.80}, but only square images and patches are supported")
         config = {**config, key: value[0]}
     pixels = number(config, key, int, default)
     if pixels > 1 << 16:
-        raise UsageError(f"config.json: {key} is {pixels}", fix="give a number of pixels")
+        raise UsageError(f"config.json: {key} is {pixels}", fix=f"set it to a number of pixels up to {1 << 16}")
     return pixels

@@ -1,7 +1,8 @@
-"""T5 (Raffel et al. 2020, arXiv 1910.10683): a pre-norm encoder–decoder whose positions are learned scores of distance.
+"""T5 (Raffel et al. 2020, arXiv 1910.10683): a pre-norm encoder-decoder with learned relative positions.
 
-Version 1.0 ties the head to the embedding and scales what it is given by 1 / sqrt(d); version 1.1 (Shazeer 2020, arXiv
-2002.05202) has gated networks and a free head without the scale. So here a tied head is scaled and a free one is not.
+Version 1.0 ties the head to the embedding and scales the head's input by 1 / sqrt(d). Version 1.1 (Shazeer 2020, arXiv
+2002.05202) has gated networks and an untied head without the scale. Here a tied head is scaled and an untied one is
+not.
 """
 
 from collections.abc import Iterator
@@ -155,21 +156,26 @@ def _block_table(shape: ModelConfig, ours: str, theirs: str) -> Iterator[Paramet
 
 
 def _tied(config: Config) -> bool:
-    """Whether the head is tied, and so scaled. transformers 5 writes `tie_word_embeddings` true for a free head, too,
-    and says by `scale_decoder_outputs` which of the two is meant."""
+    """Return True if the head is tied, and therefore scaled.
+
+    transformers 5 writes `tie_word_embeddings` true for an untied head too, and distinguishes them by
+    `scale_decoder_outputs`.
+    """
     tied = flag(config, "tie_word_embeddings", True)
     scaled = flag(config, "scale_decoder_outputs", tied)
     if scaled and not tied:
-        raise RefusedError("config.json sets scale_decoder_outputs = True for a free head, which is not imported")
+        raise RefusedError("config.json sets scale_decoder_outputs = True for an untied head, which is not supported")
     return scaled
 
 
 def _activation(config: Config) -> str:
-    """`feed_forward_proj` decides; what follows from it may stand beside it, but must not contradict."""
+    """Return the activation from `feed_forward_proj`; `dense_act_fn` and `is_gated_act` must not contradict it."""
     word = config.get("feed_forward_proj", "relu")
     gated, name = str(word).startswith(_GATED), str(word).removeprefix(_GATED)
-    name = "gelu_new" if word == "gated-gelu" else name  # T5 1.1 means the approximation by tanh
-    said = config.get("dense_act_fn", name)
-    if name not in READ or READ.get(said) != READ[name] or config.get("is_gated_act", gated) != gated:
-        raise RefusedError(f"config.json sets feed_forward_proj = {word!r} with dense_act_fn = {said!r}, not imported")
+    name = "gelu_new" if word == "gated-gelu" else name  # T5 1.1 means the tanh approximation
+    stated = config.get("dense_act_fn", name)
+    if name not in READ or READ.get(stated) != READ[name] or config.get("is_gated_act", gated) != gated:
+        raise RefusedError(
+            f"config.json sets feed_forward_proj = {word!r} with dense_act_fn = {stated!r}, which is not supported"
+        )
     return (_GATED if gated else "") + READ[name]

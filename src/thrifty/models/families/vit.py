@@ -1,7 +1,7 @@
 """ViT (Dosovitskiy et al. 2020, arXiv 2010.11929) and DeiT without its teacher: a pre-norm encoder of image patches.
 
-The pooler and the mask token of published folders are left out: a classifier has no use for them. DeiT's distilled
-models (`model_type` "deit") have a second token and a second head, which ours has not.
+Pooler and mask token of published folders are left out, since a classifier does not use them. DeiT's distilled models
+(`model_type` "deit") have a second token and a second head, which are not supported.
 """
 
 from collections.abc import Iterator
@@ -77,15 +77,15 @@ class ViT(PatchEncoder):
 
     def shape(self, config: Config) -> ModelConfig:
         labels = table(config, "id2label")
-        # transformers leaves labels out where there are two without names
+        # transformers leaves out the labels if there are two without names
         count = len(labels) if labels else number(config, "num_labels", int, 2)
         return ModelConfig(style=self.style, vocabulary=count, **self.encoder(config))
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.pool != "class":
             raise RefusedError(
-                "a ViT of transformers answers by its class token, and this model by the mean of its patches",
-                fix='train with model.pool = "class" what is to be exported',
+                "a ViT of transformers pools by its class token, but this model by the mean of its patches",
+                fix='train with model.pool = "class" to export to this format',
             )
         return super().config(shape) | {"id2label": {str(label): f"LABEL_{label}" for label in range(shape.vocabulary)}}
 
@@ -99,7 +99,7 @@ class ViT(PatchEncoder):
 
 
 def packed_blocks(ours: str, theirs: str, depth: int, width: int) -> Iterator[ParameterPacking]:
-    """Which of their tensors make up those of so many blocks, listed under these names."""
+    """Yield the packing of `depth` blocks with these prefixes."""
     for index in range(depth):
         qkv = [f"{theirs}.{index}.attention.attention.{part}" for part in ("query", "key", "value")]
         yield from ParameterPacking.stacked(f"{ours}.{index}.attention.qkv", qkv, (width,) * 3)

@@ -1,8 +1,8 @@
-"""MAE (He et al. 2021, arXiv 2111.06377) as transformers has it: a ViT, and a decoder that gives back pixels.
+"""MAE (He et al. 2021, arXiv 2111.06377) in transformers: a ViT, and a decoder that predicts pixels.
 
-Positions are fixed, and still stored: they are read and written like weights. A new model of transformers 5 starts with
-zeros for them, which is read as it stands. What share of patches is removed, and whether pixels are standardised, is
-said in config.json and part of how a model is trained, not of what it computes.
+Positions are fixed but stored, so they are read and written like weights. A new model of transformers 5 has zeros for
+them, which are read unchanged. The fraction of masked patches and the standardization of pixels are settings of the
+training, not of the model.
 """
 
 from collections.abc import Iterator
@@ -87,14 +87,14 @@ class ViTMAE(PatchEncoder):
 
 
 def encoder_shape(shape: ModelConfig, pool: str, labels: int) -> ModelConfig:
-    """Of the Vision Transformer that a MAE begins with, told to tell so many labels apart.
+    """Return the shape of a MAE's encoder as a Vision Transformer with this number of labels.
 
-    Raises UsageError for a `pool` of models that have no class token, as this one does.
+    Raise UsageError for a `pool` of models without a class token, since a MAE has one.
     """
     if pool == "mean":
         raise UsageError(
-            'model.pool = "mean" is for models without a class token, and a trained MAE has one',
-            fix='set model.pool = "patches" for the mean of the patches beside it, or leave it out',
+            'model.pool = "mean" is for models without a class token, but a trained MAE has one',
+            fix='set model.pool = "patches" for the mean of its patches, or leave it out',
         )
     shared = ("depth", "width", "heads", "kv_heads", "hidden", "norm_eps", "activation", "image", "patch", "channels")
     sizes = {name: getattr(shape, name) for name in shared}
@@ -102,6 +102,6 @@ def encoder_shape(shape: ModelConfig, pool: str, labels: int) -> ModelConfig:
 
 
 def _positions(shape: ModelConfig, width: int) -> Tensor:
-    """(1, 1 + t, width): none for the class token."""
+    """Return positions (1, 1 + t, width): zeros for the class token."""
     rows = shape.image // shape.patch
     return torch.cat((torch.zeros(1, width, device="cpu"), sinusoids_2d(rows, rows, width)))[None]

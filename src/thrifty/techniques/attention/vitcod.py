@@ -160,7 +160,7 @@ class Vitcod(CalibratedAttention):
         coded = AutoencodedCore(place, place.plain if watched else self.core(place, decided.get("found", {})))
         LOSING_CORES.of(model).append(coded)
         if watched:
-            watched.way = coded
+            watched.core = coded
         else:
             place.put(coded)
 

@@ -124,7 +124,7 @@ class PipelineObjective(WrappedObjective):
         assert self.line is not None
         if self.line.running:
             return find(prediction, batch)
-        return self.line.tell(find(prediction, batch) if self.line.has_last else None)
+        return self.line.broadcast_last(find(prediction, batch) if self.line.has_last else None)
 
 
 class ScheduledLossObjective(WrappedObjective):
