@@ -51,6 +51,19 @@ _TABLES = {
 
 
 class CLIP(ModelFamily):
+    """CLIP (Radford et al. 2021): an image encoder and a text encoder with one embedding space.
+
+    Paper       Radford et al. 2021, Learning Transferable Visual Models From Natural Language Supervision (arXiv
+                2103.00020).
+    Promise     Embeddings of folders with `model_type` "clip" equal those of transformers up to rounding.
+    Use         run = thrifty.train("clip-nano", "captions", loss="contrastive", budget="2000 steps")
+                print(thrifty.retrieve(run))
+    Start with  `clip-nano` for a first run, `clip-vit-b32` for the published size.
+    Cost        The loss compares all images with all captions of the effective batch.
+    Avoid       Small batches: each example has few negatives.
+    Does not    Export without a tokenizer that has an end-of-text token, where captions are read off.
+    """
+
     style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrastive"
     sections = ("text_config", "vision_config")
     fields: ClassVar = {

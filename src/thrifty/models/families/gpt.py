@@ -29,7 +29,17 @@ def _embedding(shape: ModelConfig) -> TokenEmbedding:
 
 
 class GPT1(ModelFamily):
-    """GPT-1, a post-norm decoder (Radford et al. 2018, Improving Language Understanding by Generative Pre-Training)."""
+    """GPT (Radford et al. 2018): a post-norm decoder with learned positions.
+
+    Paper       Radford et al. 2018, Improving Language Understanding by Generative Pre-Training.
+    Promise     Logits of folders with `model_type` "openai-gpt" equal those of transformers up to rounding.
+    Use         run = thrifty.train("gpt1-nano", "my.txt", budget="2000 steps")
+                thrifty.export(run, "my-gpt1")
+    Start with  `gpt1-nano` for a first run, `gpt1-small` for the published size.
+    Cost        Attention is quadratic in the length. The vocabulary is an input and an output, with tied weights.
+    Avoid       New models: post-norm decoders train less stably than `gpt` or `llama`.
+    Does not    Read texts longer than its positions.
+    """
 
     style, model_type, architecture, task = "gpt1", "openai-gpt", "OpenAIGPTLMHeadModel", "next_token"
     free_hidden = False
@@ -77,8 +87,17 @@ class GPT1(ModelFamily):
 
 
 class GPT2(GPT1):
-    """GPT-2, a pre-norm decoder with a final norm (Radford et al. 2019, Language Models are Unsupervised Multitask
-    Learners)."""
+    """GPT-2 (Radford et al. 2019): a pre-norm decoder with learned positions.
+
+    Paper       Radford et al. 2019, Language Models are Unsupervised Multitask Learners.
+    Promise     Logits of folders with `model_type` "gpt2" equal those of transformers up to rounding.
+    Use         run = thrifty.train("gpt-nano", "my.txt", budget="2000 steps")
+                thrifty.export(run, "my-gpt2")
+    Start with  `gpt-nano` for a first run, `gpt-small` for the published size.
+    Cost        Attention is quadratic in the length. The vocabulary is an input and an output, with tied weights.
+    Avoid       Lengths beyond training: learned positions do not extrapolate.
+    Does not    Read texts longer than its positions.
+    """
 
     style, model_type, architecture = "gpt", "gpt2", "GPT2LMHeadModel"
     free_hidden = True

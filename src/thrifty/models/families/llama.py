@@ -42,6 +42,18 @@ def _block(shape: ModelConfig, position: RotaryPositions) -> TransformerBlock:
 
 
 class Llama(ModelFamily):
+    """Llama (Touvron et al. 2023): a pre-norm decoder with rotary positions and gated feed-forward networks.
+
+    Paper       Touvron et al. 2023, LLaMA: Open and Efficient Foundation Language Models (arXiv 2302.13971).
+    Promise     Logits of folders with `model_type` "llama" equal those of transformers up to rounding.
+    Use         run = thrifty.train("llama-nano", "my.txt", budget="2000 steps")
+                thrifty.export(run, "my-llama")
+    Start with  `llama-nano` for a first run, `llama-small` for the size of GPT-2 small.
+    Cost        Attention is quadratic in the length. Grouped keys and values save memory in generation.
+    Avoid       Masked-token objectives: the attention is causal.
+    Does not    Extend its context without a rotary scaling in the preset.
+    """
+
     style, model_type, architecture, task = "llama", "llama", "LlamaForCausalLM", "next_token"
     free_heads = True
     fields: ClassVar = {

@@ -37,6 +37,18 @@ _OF_BOTH_SIDES = {
 
 
 class Marian(ModelFamily):
+    """Marian (Vaswani et al. 2017): the original Transformer, a post-norm encoder-decoder.
+
+    Paper       Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), as in transformers' Marian.
+    Promise     Logits of folders with `model_type` "marian" equal those of transformers up to rounding.
+    Use         run = thrifty.train("marian-nano", "my.txt", loss="sequence_to_sequence", budget="2000 steps")
+                thrifty.export(run, "my-marian")
+    Start with  `marian-nano` for a first run, `marian-base` for the size of opus-mt.
+    Cost        Encoder and decoder each have `depth` blocks and share one embedding with the head.
+    Avoid       New models: pre-norm encoder-decoders such as `t5` train more stably.
+    Does not    Learn positions: they are fixed sinusoids.
+    """
+
     style, model_type, architecture, task = "marian", "marian", "MarianMTModel", "sequence_to_sequence"
     fields: ClassVar = {
         "depth": ("encoder_layers", None),

@@ -55,6 +55,19 @@ def _stack(shape: ModelConfig, depth: int, decoder: bool) -> BlockStack:
 
 
 class T5(ModelFamily):
+    """T5 (Raffel et al. 2020): a pre-norm encoder-decoder with learned relative positions.
+
+    Paper       Raffel et al. 2020, Exploring the Limits of Transfer Learning (arXiv 1910.10683); version 1.1 is Shazeer
+                2020 (arXiv 2002.05202).
+    Promise     Logits of folders with `model_type` "t5" equal those of transformers up to rounding.
+    Use         run = thrifty.train("t5-nano", "my.txt", loss="sequence_to_sequence", budget="2000 steps")
+                thrifty.export(run, "my-t5")
+    Start with  `t5-nano` for a first run, `t5-small` or `t5-v1.1-small` for published sizes.
+    Cost        Encoder and decoder each have `depth` blocks.
+    Avoid       Plain next-token prediction, for which a decoder has half the blocks.
+    Does not    Limit the length: relative positions share buckets at long distances.
+    """
+
     style, model_type, architecture, task = "t5", "t5", "T5ForConditionalGeneration", "sequence_to_sequence"
     bounded = False
     fields: ClassVar = {

@@ -57,6 +57,19 @@ class PatchEncoder(ModelFamily):
 
 
 class ViT(PatchEncoder):
+    """ViT (Dosovitskiy et al. 2020): a pre-norm encoder of image patches with a classification head.
+
+    Paper       Dosovitskiy et al. 2020, An Image is Worth 16x16 Words (arXiv 2010.11929); DeiT sizes are Touvron et al.
+                2020 (arXiv 2012.12877).
+    Promise     Logits of folders with `model_type` "vit" equal those of transformers up to rounding.
+    Use         run = thrifty.train("vit-nano", "digits", loss="classification", budget="2000 steps")
+                thrifty.export(run, "my-vit")
+    Start with  `vit-nano` for images of 32 pixels, `deit-tiny` for 224 pixels.
+    Cost        Attention is quadratic in the number of patches.
+    Avoid       Small datasets without augmentation.
+    Does not    Have DeiT's distillation token, or the pooler of published folders.
+    """
+
     style, model_type, architecture, task = "vit", "vit", "ViTForImageClassification", "classification"
     read = frozenset({"num_labels"})
     ignored = frozenset({

@@ -32,6 +32,18 @@ _DECODER = {
 
 
 class ViTMAE(PatchEncoder):
+    """MAE (He et al. 2021): a ViT encoder of visible patches, and a decoder that predicts pixels.
+
+    Paper       He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (arXiv 2111.06377).
+    Promise     Outputs of folders with `model_type` "vit_mae" equal those of transformers up to rounding.
+    Use         run = thrifty.train("mae-nano", "digits", loss="masked_reconstruction", budget="2000 steps")
+                thrifty.export(run, "my-mae")
+    Start with  `mae-nano` and `data_selection.drop_masked_patches`, so that the encoder skips masked patches.
+    Cost        The decoder processes all patches.
+    Avoid       Classification before fine-tuning the encoder on labels.
+    Does not    Learn positions: they are fixed, and stored like weights.
+    """
+
     style, model_type, architecture, task = "mae", "vit_mae", "ViTMAEForPreTraining", "masked_reconstruction"
     read = frozenset({
         "decoder_num_attention_heads", "decoder_hidden_size", "decoder_num_hidden_layers", "decoder_intermediate_size",
