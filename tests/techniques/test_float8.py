@@ -59,8 +59,8 @@ def test_layers_inside_blocks_are_treated_but_not_those_at_the_ends() -> None:
     layers = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
     assert treated(model) == [f"blocks.{block}.{layer}" for block in (1, 2) for layer in layers]
     text = " ".join(notes)
-    assert "8 of 17 modules" in text and "skipped head: it is in no block" in text
-    assert "blocks.0 is kept as the first block" in text and "blocks.3 is kept as the last block" in text
+    assert "8 of 17 modules" in text and "skipped head: it is outside the blocks" in text
+    assert "blocks.0 is skipped as the first block" in text and "blocks.3 is skipped as the last block" in text
     assert len(treated(Float8(skip_end_blocks=False).model(tiny_model(depth=4)))) == 16
     assert len(treated(Float8().model(tiny_model(depth=2)))) == 8  # nothing would be left between its ends
     assert treated(Float8(where="up").model(tiny_model(depth=3))) == ["blocks.1.mlp.up"]
@@ -83,8 +83,8 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
     assert treated(model) == ["blocks.0.fits", "blocks.1.fits"]
     text = " ".join(notes)
     assert "blocks.0.narrow: its widths 40 and 32 are not both multiples of 16" in text
-    assert "blocks.1.odd: what a Odd computes is not known" in text
-    assert "blocks.0.a.out_proj: the attention that holds it reads its weight itself" in text
+    assert "blocks.1.odd: the product of a Odd is unknown" in text
+    assert "blocks.0.a.out_proj: its attention reads the weight directly" in text
     with pytest.raises(RefusedError, match="no list of equal blocks"):
         Float8().model(nn.Sequential(nn.Linear(32, 32), nn.ReLU()))
     with pytest.raises(RefusedError, match="no module matches 'nowhere'"):
@@ -92,7 +92,7 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
 
 
 def test_rows_with_delayed_scales_are_refused_with_the_way_out() -> None:
-    with pytest.raises(UsageError, match="rows of a step are other rows") as refused:
+    with pytest.raises(UsageError, match="granularity 'row' has no history") as refused:
         Float8(granularity="row")
     assert "scaling=current" in refused.value.fix
 

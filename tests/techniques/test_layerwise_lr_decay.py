@@ -214,12 +214,12 @@ def test_explain_tells_what_was_taken_for_before_and_behind() -> None:
     run.build_model()
     assert run.notes["optimizers.layerwise_lr_decay"] == [
         "before the blocks, at 0.237 of the rate: embedding, embedding.patch",
-        "behind them, at 1 of the rate: head, norm",
+        "after the blocks, at 1 of the rate: head, norm",
     ]
 
 
 def test_a_parameter_that_came_after_its_depth_was_found_is_an_error_and_no_silent_rate() -> None:
-    with pytest.raises(IntegrityError, match="layerwise_lr_decay: weight is not the parameter"):
+    with pytest.raises(IntegrityError, match="layerwise_lr_decay: 'weight' is not the parameter"):
         TransformOptimizer(nn.Linear(2, 2).named_parameters(), LayerwiseLearningRateDecay().update(adamw()))
 
 
@@ -231,7 +231,7 @@ def test_what_it_cannot_do_is_refused_in_words() -> None:
     for decay in (0.0, 1.1):
         with pytest.raises(UsageError, match="decay must be above 0 and at most 1"):
             LayerwiseLearningRateDecay(decay=decay)
-    with pytest.raises(UsageError, match="has no depth of its own"):
+    with pytest.raises(UsageError, match="shared by all blocks have no depth"):
         compose(plain_run(), with_optimizer([LayerwiseLearningRateDecay(), technique("memory.share_parameters")]), 2)
 
 

@@ -164,7 +164,7 @@ def test_at_the_least_scale_the_run_stops_and_says_what_to_do() -> None:
     run = run_of(float16(init_scale=16.0, min_scale=4.0, hysteresis=2), Overflowing(at=tuple(range(20))), steps=20)
     state = run.start()
     before = snapshot(state)
-    with pytest.raises(ThriftyError, match="not finite even at the least loss scale, 4") as stopped:
+    with pytest.raises(ThriftyError, match="not finite even at min_scale, 4") as stopped:
         advance(run, state)
     assert state.step == 3  # one for the hysteresis, two halvings
     assert "precision.mixed.format=bfloat16" in stopped.value.fix and "lower the learning rate" in stopped.value.fix

@@ -67,7 +67,7 @@ def test_linear_layers_in_blocks_are_treated_and_nothing_else() -> None:
         model = NOfM().model(tiny_model(depth=2))
     assert list(treated(model)) == [f"blocks.{block}.{layer}" for block in range(2) for layer in LAYERS]
     text = " ".join(notes)
-    assert "8 of 9 modules" in text and "skipped head: it is in no block" in text
+    assert "8 of 9 modules" in text and "skipped head: it is outside the blocks" in text
     assert "dense products of masked weights" in text
     assert len(treated(NOfM(where="mlp").model(tiny_model(depth=2)))) == 4
     with pytest.raises(RefusedError, match="no module matches 'nowhere'"):
@@ -91,8 +91,8 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
         assert list(treated(NOfM().model(model()))) == ["blocks.0.fits", "blocks.1.fits"]
     text = " ".join(notes)
     assert "blocks.0.narrow: its 30 inputs and 32 outputs are no whole groups of 4" in text
-    assert "blocks.1.odd: what this Odd computes is not known" in text
-    assert "blocks.0.a.out_proj: the attention that holds it reads its weight itself" in text
+    assert "blocks.1.odd: the product of a Odd is unknown" in text
+    assert "blocks.0.a.out_proj: its attention reads the weight directly" in text
     with pytest.raises(RefusedError, match="its 32 inputs and 6 outputs are no whole groups of 4"):
         NOfM(transposable=True, where="fits").model(model())
 

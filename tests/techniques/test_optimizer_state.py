@@ -313,7 +313,7 @@ def test_where_a_mask_moved_away_no_moment_stays(form: str) -> None:
 
 
 def test_a_model_without_large_matrices_is_refused_with_the_setting_that_takes_it() -> None:
-    with pytest.raises(RefusedError, match="no matrix of the model has 4096 numbers") as refused:
+    with pytest.raises(RefusedError, match="no matrix of the model has 4096 elements") as refused:
         OptimizerState().model(nn.Linear(63, 64))
     assert "--set techniques.precision.optimizer_state.min_elements=1" in refused.value.fix
     OptimizerState(min_elements=1).model(nn.Linear(63, 64))

@@ -225,7 +225,7 @@ class NOfM(Technique):
 
         def skip(name: str, layer: nn.Module) -> str | None:
             if not any(is_under(name, stack) for stack in stacks):
-                return "it is in no block"
+                return "it is outside the blocks"
             return _reason_to_skip(layer, self.pattern)
 
         return select(model, (nn.Linear, *kinds), self.where, skip).matched
@@ -279,9 +279,9 @@ class NOfM(Technique):
 
 def _reason_to_skip(layer: nn.Module, pattern: NOfMPattern) -> str | None:
     if isinstance(layer, NonDynamicallyQuantizableLinear):
-        return "the attention that holds it reads its weight itself"
+        return "its attention reads the weight directly"
     if "forward" in vars(layer) or (isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward):
-        return f"what this {type(layer).__name__} computes is not known"
+        return f"the product of a {type(layer).__name__} is unknown"
     shape = tuple(layer.weight.shape[::-1] if is_transposed(layer) else layer.weight.shape)
     if not pattern.fits(shape):
         return f"its {shape[1]} inputs and {shape[0]} outputs are no whole groups of {pattern.m}"
