@@ -20,11 +20,8 @@ SEEDS = torch.arange(-(2**15), 2**15).to(torch.int16)[:, None]
 
 
 def value_of_bits(magnitude: int, bits: int) -> float:
-    """Return a value by section 1.3 of the paper.
-
-    The number of leading zeros is a power of ten and a 1 ends them. The remaining bits are a linear fraction: the
-    midpoint of one of that many equal parts of [0.1, 1].
-    """
+    """Return a value by section 1.3 of the paper. The number of leading zeros is a power of ten and a 1 ends them. The
+    remaining bits are a linear fraction: the midpoint of one of that many equal parts of [0.1, 1]."""
     leading = bits - magnitude.bit_length()
     parts = 2 ** (magnitude.bit_length() - 1)
     return 10.0**-leading * (0.1 + 0.9 * (magnitude - parts + 0.5) / parts)

@@ -87,8 +87,7 @@ def linear_cross_entropy(
     chunk: int = 512,
     step: Step = chunk_step,
 ) -> tuple[Tensor, Tensor]:
-    """Return losses and log-sum-exps (n,) in float32 for hidden (n, d), weight (v, d), bias (v,) and targets (n,)
-    int64.
+    """Return losses and log-sum-exps (n,) in float32 for hidden (n, d), weight (v, d), bias (v,), targets (n,) int64.
 
     `expected` (n,) is the weight that the caller will multiply each loss with, up to one common factor. Without it, or
     if another gradient arrives, the backward pass recomputes the logits of each chunk. `step` is `chunk_step` or a
@@ -118,7 +117,7 @@ def linear_cross_entropy_reference(
 def gradient_norm_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int = 512
 ) -> Tensor:
-    """Return the squared norm of each token's loss gradient at the logits, ||softmax - one-hot||², (n,) float32; 0 if
+    """Return the squared norm of each token's gradient at the logits, ||softmax - one-hot||², (n,) float32; 0 if
     ignored.
 
     Its root is the importance of Katharopoulos & Fleuret 2018 (arXiv 1803.00942) and EL2N of Paul et al. 2021.
@@ -174,8 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | None]:
-    """Run `step` over all tokens. Returns losses, lse and the wanted gradients, for weight and bias summed in
-    float32."""
+    """Return losses, lse and the wanted gradients of `step` over all tokens; weight and bias sums are in float32."""
     wants = ctx.wants if soft is not None else (False, False, False)
     accurate = _accurate(hidden.dtype)
     cast_weight, cast_bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
@@ -203,10 +201,7 @@ def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | 
 
 def head_filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Pad a head to (v', d) and (v',) with v' a multiple of 64; the padded tokens have a logit of minus infinity by
-    their bias.
-
-    On a GPU, 16-bit products with an odd v, such as 50,257, take three times as long.
-    """
+    their bias. On a GPU, 16-bit products with an odd v, such as 50,257, take three times as long."""
     missing = -len(weight) % 64
     if not missing:
         return weight, bias

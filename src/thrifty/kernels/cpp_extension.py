@@ -38,11 +38,8 @@ class NativeLibrary:
         return self._loaded is not None
 
     def run(self, name: str, arguments: Sequence[Tensor | int | None], count: int, fewest: int = 1) -> None:
-        """Run a function over [0, count), split over threads into parts of at least `fewest`.
-
-        The function takes the arguments, then the first index of a part and the index after its last. Tensors must be
-        contiguous.
-        """
+        """Run a function over [0, count), split over threads into parts of at least `fewest`. The function takes the
+        arguments, then the first index of a part and the index after its last. Tensors must be contiguous."""
         function = getattr(self._loaded, name)
         passed = [_passed(argument) for argument in arguments]
 

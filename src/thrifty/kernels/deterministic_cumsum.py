@@ -7,11 +7,9 @@ _PARTS = 2.0**36
 
 
 def running_sums(numbers: Tensor, dim: int) -> Tensor:
-    """Return the cumsum along a dim of finite elements (…) with sums below 2^27, such as probabilities; without a
-    gradient.
+    """Return the cumsum along a dim of finite elements (…) with sums below 2^27, such as probabilities; no gradient.
 
-    A GPU adds floating-point values in no fixed order, but integers exactly. There the elements are rounded to
-    multiples of 2^-36.
+    A GPU sums floats in no fixed order, but integers exactly: there, elements are rounded to multiples of 2^-36.
     """
     if not numbers.is_cuda:
         return numbers.cumsum(dim)

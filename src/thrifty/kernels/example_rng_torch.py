@@ -19,8 +19,8 @@ def random_integers_torch(keys: Tensor, count: int) -> Tensor:
 
 
 def random_subset_torch(scores: Tensor, count: int) -> Tensor:
-    """Return the positions of the `count` smallest of each row of random numbers (b, n), read as unsigned, ascending:
-    int64 (b, count)."""
+    """Return the ascending positions of the `count` smallest, read as unsigned, of each row of scores (b, n): (b,
+    count)."""
     places = (scores ^ _LOWEST).topk(count, dim=1, largest=False).indices
     return places.sort(dim=1).values
 

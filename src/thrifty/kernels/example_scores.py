@@ -30,18 +30,14 @@ def wanted_shares(labels: Tensor, classes: int) -> Tensor:
 
 @torch.no_grad()
 def el2n(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the norm of softmax minus one-hot (n,), between 0 and sqrt 2, for logits (n, c) and labels (n,) or (n,
-    c)."""
+    """Return the norm of softmax minus one-hot (n,), 0 to sqrt 2, for logits (n, c) and labels (n,) or (n, c)."""
     return (logits.float().softmax(-1) - wanted_shares(labels, logits.shape[-1])).norm(dim=-1)
 
 
 @torch.no_grad()
 def margin(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the probability of the likeliest wrong label minus that of the right one (n,), for logits (n, c), labels
-    (n,).
-
-    The margin is -1 if the right label is certain, and 1 if a wrong one is.
-    """
+    (n,). The margin is -1 if the right label is certain, and 1 if a wrong one is."""
     probability = logits.float().softmax(-1)
     right = probability.gather(1, labels[:, None]).squeeze(1)
     return probability.scatter(1, labels[:, None], -1.0).amax(1) - right

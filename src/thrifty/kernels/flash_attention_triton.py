@@ -81,8 +81,8 @@ def _gradients_of_scores(
     queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale,
     causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Return probabilities and gradients of unscaled products, (tile, tile) each, of queries from `first`, keys from
-    `at` on."""
+    """Return probabilities and gradients of unscaled products, (tile, tile), of queries from `first`, keys from
+    `at`."""
     row = first + tl.arange(0, tile)
     sums = tl.load(lse + row, mask=row < tokens, other=0.0)
     row_shared = tl.load(shared + row, mask=row < tokens, other=0.0)
@@ -149,11 +149,8 @@ def _keys_kernel(
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, segments: Tensor | None = None, tile: int = TILE
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over k and v (b, g, t, k), as (b, h, t, k).
-
-    With `segments` int64 (b, t), tokens attend only to tokens of the same id. There is no second derivative. Raises
-    UsageError for other shapes.
-    """
+    """Return attention of q (b, h, t, k) over k and v (b, g, t, k), as (b, h, t, k). With `segments` int64 (b, t),
+    tokens attend only to tokens of the same id. There is no second derivative. Raises UsageError for other shapes."""
     width = q.shape[-1]
     if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1] or k.shape != v.shape or width < 16 or width & (width - 1):
         raise UsageError(
@@ -238,7 +235,7 @@ _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _flops(q: Tensor, products: int) -> int:
-    """Return the FLOPs of so many products over all pairs, including causally masked ones, as torch counts its own."""
+    """Return the FLOPs of `products` products over all pairs, causally masked ones included, as torch counts."""
     return 2 * products * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.shape[-1]
 
 

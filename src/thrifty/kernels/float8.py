@@ -1,8 +1,8 @@
 """FP8 tensors with a scale per tensor or per row: casts, scales, products.
 
-Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv 2209.05433). An FP8 element represents its value divided
-by the scale. E4M3 has one more mantissa bit; E5M2 reaches seven powers of two further in both directions, as gradients
-require.
+Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv 2209.05433). An FP8 element stores the original value
+times the scale. E4M3 has one more mantissa bit; E5M2 reaches seven powers of two further in both directions, as
+gradients require.
 
 A finite value beyond the largest becomes the largest. A non-finite value never becomes finite. Libraries differ there:
 some versions of torch return 448 for infinity, so that a diverged run would continue unnoticed.

@@ -38,8 +38,7 @@ class CastRule:
 
 @dataclass
 class DelayedScaling:
-    """Scales from earlier steps. All tensors start at zero; without an earlier step, the current tensor sets the
-    scale."""
+    """Scales from earlier steps. All tensors start at zero; at first, the current tensor sets the scale."""
 
     scales: Tensor
     """Scales (3,) of input, weight and gradient; 0 if there is none yet."""
@@ -52,11 +51,8 @@ class DelayedScaling:
 def next_scales(
     histories: Tensor, scales: Tensor, seen: Tensor, casting: CastRule, most_recent: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return histories (…, 3, h) and scales (…, 3) after a step with these largest magnitudes (…, 3).
-
-    Scales follow the largest of the history, or with `most_recent` the newest. A scale without a usable magnitude does
-    not change.
-    """
+    """Return histories (…, 3, h) and scales (…, 3) after a step with these largest magnitudes (…, 3). Scales follow the
+    largest of the history, or with `most_recent` the newest. A scale without a usable magnitude does not change."""
     histories = float8.update_amax_history(histories, seen)
     amax = histories[..., 0] if most_recent else histories.amax(-1)
     roles = [casting.scale(amax[..., role], role, scales[..., role]) for role in (INPUT, WEIGHT, GRADIENT)]

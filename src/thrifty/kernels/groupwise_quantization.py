@@ -19,8 +19,7 @@ from torch import Tensor
 _ONE = 2**16
 """A step in fixed point: 16 random bits decide between two codes."""
 _LEAST_STEP = 2.0**-111
-"""Smallest step. Narrower groups count as constant, because the inverse of a smaller step, times 2^16, would
-overflow."""
+"""Smallest step. Narrower groups count as constant, because 2^16 times the inverse step would overflow."""
 _FRACTION = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
 """Bits of a float32 that these formats drop."""
 _SPREAD = -1640531527
@@ -133,11 +132,8 @@ def unpack_lines(
     zeros: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the values (n, w) of the bytes of groups (n, 1).
-
-    If `dtype` is narrower than float32, values are rounded stochastically too. Rounded to the nearest bfloat16, 8-bit
-    codes would be biased by a twentieth of a step.
-    """
+    """Return the values (n, w) of the bytes of groups (n, 1). If `dtype` is narrower than float32, values are rounded
+    stochastically too. Rounded to the nearest bfloat16, 8-bit codes would be biased by a twentieth of a step."""
     least, step, fraction = least.float(), step.float(), _FRACTION.get(dtype, 0)
     lanes, parts, word = packed.shape[1], [], torch.zeros(())
     by_line = words_of_lines(first, len(packed), seed + 1)  # independent of the words that chose the code

@@ -47,11 +47,8 @@ def hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fastfood:
-    """A matrix P of shape (total, dimension), a stack of blocks s H G Π H B.
-
-    Each block has its own signs B and normal factors G; the permutation Π is shared. The variance of (P z)_i is the
-    mean square of z.
-    """
+    """A matrix P of shape (total, dimension), a stack of blocks s H G Π H B. Each block has its own signs B and normal
+    factors G; the permutation Π is shared. The variance of (P z)_i is the mean square of z."""
 
     dimension: int
     total: int
@@ -96,8 +93,7 @@ class Fastfood:
 
 
 def draw_fastfood(dimension: int, total: int, generator: torch.Generator, device: torch.device) -> Fastfood:
-    """Return a random projection from `dimension` to `total` values, sampled on the generator's device and then
-    moved."""
+    """Return a random projection from `dimension` to `total` values, sampled on the generator's device."""
     width = 1 << (dimension - 1).bit_length()
     rows = -(-total // width)
     at = generator.device

@@ -9,11 +9,8 @@ from torch import Tensor
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Return images (b, c, h, w) as pixels of their patches (b, t, p · p · c).
-
-    Pixels of a patch come row by row, with the channels of a pixel adjacent, as in MAE's decoder (He et al. 2021, arXiv
-    2111.06377).
-    """
+    """Return images (b, c, h, w) as pixels of their patches (b, t, p · p · c). Pixels of a patch come row by row, with
+    the channels of a pixel adjacent, as in MAE's decoder (He et al. 2021, arXiv 2111.06377)."""
     b, c, h, w = images.shape
     cut = images.reshape(b, c, h // patch, patch, w // patch, patch)
     return cut.permute(0, 2, 4, 3, 5, 1).reshape(b, (h // patch) * (w // patch), patch * patch * c)
@@ -27,17 +24,13 @@ def unpatchify(pixels: Tensor, patch: int, height: int, width: int) -> Tensor:
 
 def standardize_patches(pixels: Tensor) -> Tensor:
     """Return each patch (…, m) minus its mean, divided by sqrt(variance + 1e-6), the variance with m - 1 in the
-    denominator.
-
-    As in MAE, section 4.1, and its published code.
-    """
+    denominator. As in MAE, section 4.1, and its published code."""
     variance, mean = torch.var_mean(pixels, dim=-1, correction=1, keepdim=True)
     return (pixels - mean) / (variance + 1e-6).sqrt()
 
 
 def match_brightness(pixels: Tensor, like: Tensor) -> Tensor:
-    """Return standardized patches (…, m) with the mean and deviation of `like`: the inverse of
-    `standardize_patches`."""
+    """Return standardized patches (…, m) with the mean and deviation of `like`; inverts `standardize_patches`."""
     variance, mean = torch.var_mean(like, dim=-1, correction=1, keepdim=True)
     return pixels * (variance + 1e-6).sqrt() + mean
 

@@ -18,8 +18,7 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def scaled_side(side: int, share: float, multiple: int) -> int:
-    """Return a side times `share`, rounded to multiples of `multiple`: at least one multiple, at most the side
-    itself."""
+    """Return side · share rounded to multiples of `multiple`: at least one multiple, at most the side."""
     return side if share >= 1 else min(max(round(side * share / multiple), 1) * multiple, side)
 
 

@@ -24,8 +24,6 @@ ROWS, COLUMNS = 32, 64
 
 @dataclass(frozen=True)
 class NOfMProducts:
-    """Settings of a layer's products."""
-
     pattern: NOfMPattern
     estimate: bool = False
     """True if the weight's gradient uses an unbiased N:M estimate of the output's gradient."""
@@ -46,10 +44,7 @@ def has_sparse_units(device: torch.device, pattern: NOfMPattern) -> bool:
 
 def masked_linear(x: Tensor, weight: Tensor, mask: Tensor, bias: Tensor | None, products: NOfMProducts) -> Tensor:
     """Return x (…, in) times weight (out, in) under a mask of its shape, plus the bias, in the dtype of `F.linear`
-    here.
-
-    The weight's gradient is that of the masked weight, also at masked positions.
-    """
+    here. The weight's gradient is that of the masked weight, also at masked positions."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     result = _MaskedProduct.apply(x.reshape(-1, x.shape[-1]), weight, mask, bias, products, dtype)

@@ -53,10 +53,7 @@ class NOfMPattern:
 
 def n_of_m_mask(weight: Tensor, n: int, m: int) -> Tensor:
     """Return the mask (…, k) that keeps the n largest magnitudes of each m neighbors along the last dim, a multiple of
-    m.
-
-    Of equal magnitudes the first are kept, on every device.
-    """
+    m. Of equal magnitudes the first are kept, on every device."""
     groups = weight.detach().abs().unflatten(-1, (-1, m)).unbind(-1)
     # compares each pair, which is several times as fast as sorting rows of four
     lost = [torch.zeros(groups[0].shape, dtype=torch.int8, device=weight.device) for _ in groups]

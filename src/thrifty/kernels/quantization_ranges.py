@@ -12,11 +12,8 @@ GROUP = 256
 
 @dataclass(frozen=True)
 class QuantizationRanges:
-    """Groups of elements that share a minimum and a step.
-
-    A tensor in memory order is seen as (outer, count, inner); elements with the same middle index share a range. Each
-    line of `width` elements lies in one range.
-    """
+    """Groups of elements that share a minimum and a step. A tensor in memory order is seen as (outer, count, inner);
+    elements with the same middle index share a range. Each line of `width` elements lies in one range."""
 
     outer: int
     count: int

@@ -85,12 +85,9 @@ class PackedMask:
 def quantize_tensor(
     tensor: Tensor, bits: int, seed: int, ranges: QuantizationRanges | None = None, zeros: bool = False
 ) -> QuantizedTensor | None:
-    """Return a dense floating-point tensor quantized to 2, 4 or 8 bits.
-
-    Returns None if it has non-finite elements, or elements beyond 10^30, which only masks have. With `zeros`, exact
-    zeros stay zero, and no positive element becomes zero if its group has no negative ones. The backward pass of ReLU
-    relies on that.
-    """
+    """Return a dense floating-point tensor quantized to 2, 4 or 8 bits. Returns None if it has non-finite elements, or
+    elements beyond 10^30, which only masks have. With `zeros`, exact zeros stay zero, and no positive element becomes
+    zero if its group has no negative ones. The backward pass of ReLU relies on that."""
     r = ranges or by_group(tensor.numel())
     codes, least, step, sound = _encode(memory_order(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)
     if not isinstance(sound, FakeTensor) and not bool(sound):

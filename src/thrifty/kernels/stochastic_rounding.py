@@ -1,5 +1,4 @@
-"""Stochastic rounding to bfloat16: up or down with a probability proportional to the distance, so that the mean is
-exact.
+"""Stochastic rounding to bfloat16: up or down at random, so that the expectation is exact.
 
 A moving average with decay 0.999 changes by a thousandth of itself in a step. That is less than half the distance
 between two neighbors with 8 mantissa bits: rounded to the nearest, it would never move. Rounded stochastically, it

@@ -121,8 +121,7 @@ def tiled_backward(
 
 
 def _scores(grouped: Tensor, first_query: int, keys: Tensor, first_key: int, mask: Tensor | None) -> Tensor:
-    """Return scaled scores of queries (b, g, r, n, k) against keys (b, g, m, k) as (b, g, r·n, m), -inf for invisible
-    pairs."""
+    """Return scaled scores of q (b, g, r, n, k) and keys (b, g, m, k) as (b, g, r·n, m), -inf for invisible pairs."""
     rows, count = grouped.flatten(2, 3), grouped.shape[3]
     scores = (rows @ keys.transpose(-1, -2)).to(torch.promote_types(rows.dtype, torch.float32)) * rows.shape[-1] ** -0.5
     query = (torch.arange(count, device=rows.device) + first_query).repeat(grouped.shape[2])[:, None]

@@ -1,5 +1,4 @@
-"""Gathering tokens from positions of a sequence, and scattering them back. Shapes: b batch, t tokens, n of them, d
-width."""
+"""Gathering and scattering of tokens by position. Shapes: b batch, t tokens, n of them, d width."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,6 @@ def gather_tokens(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def scatter_tokens(tokens: Tensor, places: Tensor, absent: Tensor, total: int) -> Tensor:
-    """Return `total` tokens (b, t, d): `tokens` (b, n, d) at their positions (b, n), `absent` (1, 1 or t, d) at all
-    others."""
+    """Return `total` tokens (b, t, d): `tokens` (b, n, d) at positions (b, n), `absent` (1, 1 or t, d) at others."""
     rows = absent.to(tokens.dtype).expand(len(tokens), total, -1)
     return rows.scatter(1, places[..., None].expand_as(tokens), tokens)

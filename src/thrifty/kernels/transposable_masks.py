@@ -1,5 +1,4 @@
-"""Transposable N:M masks: n of each m along rows and along columns, so that a matrix and its transpose are both N:M
-sparse.
+"""Transposable N:M masks: n of each m along rows and columns, so that the transpose is N:M sparse too.
 
 A tile of m x m is one of finitely many patterns, 90 for 2:4, and the best keeps the largest sum of magnitudes. One
 matrix product scores all tiles against all patterns. Hubara et al. 2021 (arXiv 2102.08124) compute such masks
@@ -31,8 +30,7 @@ def _patterns(n: int, m: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def transposable_patterns(n: int, m: int) -> Tensor:
-    """Return all tiles (patterns, m, m) of zeros and ones with n ones in each row and column. Raises RefusedError if
-    there are too many."""
+    """Return all tiles (patterns, m, m) of 0 and 1 with n ones per row and column. Raises RefusedError if too many."""
     if m > LARGEST_TILE:
         raise RefusedError(
             f"transposable {n}:{m} masks are not supported: the search tries all patterns of a tile, 90 for 2:4 but "

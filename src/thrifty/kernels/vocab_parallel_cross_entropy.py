@@ -76,10 +76,7 @@ def linear_cross_entropy(
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
     """Return `chunked_cross_entropy.linear_cross_entropy` for a head sharded along the vocabulary over a mesh of one
-    axis.
-
-    All ranks must call this with the same hidden states, targets and weights, and get the same losses.
-    """
+    axis. All ranks must call this with the same hidden states, targets and weights, and get the same losses."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)

@@ -87,8 +87,7 @@ def survey(
 
 
 def forward_seconds(call: Callable[..., Any], args: tuple, kwargs: dict, times: int = 3) -> float:
-    """Return the shortest of some timed calls after a warm-up; over several ranks the mean, so that all decide
-    alike."""
+    """Return the shortest of some timed calls after a warm-up; the mean over ranks, so that all decide alike."""
     seconds = []
     with saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
         for _ in range(1 + times):

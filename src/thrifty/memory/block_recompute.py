@@ -139,11 +139,8 @@ class BlockCall:
         self.relay = None
 
     def rerun(self, linked: Sequence[Tensor], keep: bool, stop: bool) -> list[Tensor]:
-        """Repeat the call and return its output.
-
-        With `keep`, the tensors that autograd saves go to `recomputed`. With `stop`, the call ends at the last saved
-        tensor and returns no output.
-        """
+        """Repeat the call and return its output. With `keep`, the tensors that autograd saves go to `recomputed`. With
+        `stop`, the call ends at the last saved tensor and returns no output."""
         tensors: list[Tensor | None] = []
 
         def pack(tensor: Tensor) -> None:
@@ -248,10 +245,7 @@ def _wrapped_type(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def wrap_call(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Replace every call of a module by `wrapper(module, inner, *args, **kwargs)`.
-
-    `inner` is the original call with all of its hooks, compiled or not. A wrapped forward runs inside the hooks; this
-    wrapper runs outside.
-    """
+    """Replace every call of a module by `wrapper(module, inner, *args, **kwargs)`. `inner` is the original call with
+    all of its hooks, compiled or not. A wrapped forward runs inside the hooks; this wrapper runs outside."""
     module.call_wrapper = wrapper  # type: ignore[assignment]
     module.__class__ = _wrapped_type(type(module))

@@ -81,8 +81,7 @@ class DryRun:
         return BlockMemory(temporary, stage, intervals)
 
     def movable(self, args: tuple) -> Tensor | None:
-        """Return the hidden states of a call if only this call uses them: output of the previous call, or made before
-        all calls."""
+        """Return the hidden states of a call if they are the previous output, or made before all calls."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.grad_fn is None:
             return None

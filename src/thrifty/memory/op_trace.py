@@ -39,7 +39,6 @@ class OpOutput:
     """The storages that one operation makes, with their values after the last write into them."""
 
     number: int
-    """Number of the operation."""
     name: str
     where: str
     """Name of its module inside the block; "" is the block itself."""

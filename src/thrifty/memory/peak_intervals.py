@@ -136,7 +136,7 @@ class _PeakTracer:
         self.back.append(self.live.end_interval()[0])
 
     def intervals(self, results: int) -> list[PeakInterval]:
-        """Return the intervals. The bytes of the `results` do not count in the backward pass, because other code counts
+        """Return the intervals. The bytes of the `results` do not count in the backward pass: other code counts
         them."""
         saved = self.tape.saved_tensors
         places = range(len(saved))

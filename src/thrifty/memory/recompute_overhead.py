@@ -18,10 +18,7 @@ LINKS, TIMES = 24, 5
 @cache
 def measured_overheads() -> tuple[float, float]:
     """Return the extra seconds per operation, forward and backward, of following a plan and of recomputing the whole
-    block.
-
-    Measured on a chain of tiny operations on a CPU; the best of a few runs.
-    """
+    block. Measured on a chain of tiny operations on a CPU; the best of a few runs."""
     with _disable_current_modes(), unset_fake_temporarily(), torch.enable_grad():
         x = torch.ones(4, requires_grad=True)
         _, tape = record(_chain, (x,), {}, lambda *_: 0.0, lambda: "")

@@ -45,7 +45,7 @@ class RecomputeSchedule:
 
 @dataclass(frozen=True)
 class ChainStageCost:
-    """Cost of one stage. Times are in any unit; temporary bytes are peak bytes in addition to inputs, outputs and saved
+    """Cost of a stage. Times are in any unit; temporary bytes are peak bytes beyond inputs, outputs and saved
     tensors."""
 
     forward: float

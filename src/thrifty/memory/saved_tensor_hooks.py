@@ -26,8 +26,7 @@ _SAME_VALUES = frozenset(
 
 
 def is_quantizable(tensor: Tensor) -> bool:
-    """Return True for floating-point tensors that 8-bit quantization makes smaller; FP8 tensors are quantized
-    already."""
+    """Return True for floating-point tensors that 8-bit quantization makes smaller, which excludes FP8."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 

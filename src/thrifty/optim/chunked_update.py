@@ -30,8 +30,7 @@ Span = tuple[int, slice | None]
 
 
 class UpdateExecutor(Protocol):
-    """A callable that turns gradients into updates. It adds them to the parameters or writes them over the
-    gradients."""
+    """An executor that turns gradients into updates, added to the parameters or written over the gradients."""
 
     def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None: ...
 
@@ -153,7 +152,7 @@ def _rows(tensor: Tensor, elements: int) -> int:
 
 
 def chunks_like(parts: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor with as many rows into the same parts."""
+    """Split a tensor into the same numbers of rows as `parts`."""
     return tensor.split([len(part) for part in parts]) if len(parts) > 1 else (tensor,)
 
 

@@ -64,8 +64,8 @@ def global_count(shapes: Shapes, density: float) -> int:
 
 
 def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
-    """Return a boolean mask like `parameter` (sharded alike) with round(density · numel) True values, sampled from
-    `key` alone."""
+    """Return a boolean mask like `parameter` (sharded alike) with round(density · numel) True values, sampled by
+    `key`."""
     generator = keyed_generator(key)
     mask = torch.zeros(parameter.numel(), dtype=torch.bool)
     mask[torch.randperm(mask.numel(), generator=generator)[: round(density * mask.numel())]] = True

@@ -2,8 +2,7 @@
 
 An 8-bit moment has two slots: quantized values under the moment's name, and scales under that name with the ending
 `.scales`. The number of scales of a row is its number of blocks, and no block lies on two ranks. A sharded row
-therefore has the same format as a whole one. Only a mesh that requires another number of blocks dequantizes and
-quantizes it again.
+therefore has the same format as a whole one. Only a mesh that requires another number of blocks requantizes it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -121,7 +120,6 @@ def opened(name: str, tensors: Mapping[str, Tensor], slot_kind: SlotKind) -> Ten
 
 
 def opened_dtype(name: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
-    """Return the dtype of the result of `opened`."""
     return tensors[name].dtype if _scales(name, tensors) is None else torch.float32
 
 

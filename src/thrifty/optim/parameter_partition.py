@@ -21,8 +21,7 @@ from thrifty.core.gradient_transform import (
 
 
 class ParameterPartition(GradientTransform):
-    """A transform that sends each parameter to the first rule that matches it. A parameter without a rule is an
-    error."""
+    """A transform that sends each parameter to its first matching rule. A parameter without a rule is an error."""
 
     name = "partition"
 
@@ -67,8 +66,7 @@ class ParameterPartition(GradientTransform):
         return slots
 
     def _members(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> Iterator[Any]:
-        """Yield, for each rule: indices of its parameters, its transform, and its part of slots, parameters and
-        numbers."""
+        """Yield each rule's parameter indices, transform, and part of slots, parameters and numbers."""
         for label, (_, transform) in self.rules.items():
             own = self.members[label]
             state = {slot: [tensors[i] for i in own] for slot, tensors in without_prefix(label, slots).items()}
@@ -123,6 +121,5 @@ class ParameterPartition(GradientTransform):
 
 
 def partition(*rules: tuple[str, Rule, GradientTransform]) -> ParameterPartition:
-    """Return a partition, e.g. `partition(("matrices", is_matrix, chain(…)), ("rest", lambda n, p: True,
-    chain(…)))`."""
+    """Return a partition: `partition(("matrices", is_matrix, chain(…)), ("rest", lambda n, p: True, chain(…)))`."""
     return ParameterPartition(rules)

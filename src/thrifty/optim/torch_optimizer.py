@@ -26,8 +26,7 @@ from thrifty.optim.update_plan import split_chain
 
 
 class UpdateLocation:
-    """The place of an update and its state: by default, the device of the parameters. A chain can set its own
-    `site`."""
+    """The place of an update and its state: by default the parameters' device, or else the chain's own `site`."""
 
     behind = False
     """True if the parameters are one update behind the state."""
@@ -147,7 +146,6 @@ class TransformOptimizer(torch.optim.Optimizer):
         return loss
 
     def make_update(self) -> None:
-        """Update the parameters by their gradients."""
         parameters = self.parameters
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
         self.site.update(gradients, parameters, self.updates, self.age)
@@ -166,8 +164,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def apply_constraints(self) -> None:
-        """Apply the constraints of the state (masks) to parameters and state. Call it after filling either with other
-        values."""
+        """Apply the constraints of the state (masks). Call it after loading other values into parameters or state."""
         self.site.apply_constraints(self.parameters)
 
     @contextmanager

@@ -216,8 +216,7 @@ def scale_by_learning_rate(rate: float) -> ScaleBySchedule:
 
 
 class ClipByGlobalNorm(GradientTransform):
-    """An element that scales all gradients together so that their joint 2-norm is at most `largest` (Pascanu et al.
-    2013)."""
+    """An element that scales all gradients to a joint 2-norm of at most `largest` (Pascanu et al. 2013)."""
 
     name = "clip_by_global_norm"
 
@@ -267,10 +266,7 @@ def layer_norms(
     tensors: Sequence[Tensor], cuts: Sequence[FusedSlices | None], orders: Sequence[FusedOrder | None] | None = None
 ) -> list[Tensor]:
     """Return the 2-norm of each tensor; for a cut tensor, the norm of the slice of each line, broadcastable to the
-    tensor.
-
-    Sharded tensors count whole; `orders` are the fused orders of their parameters.
-    """
+    tensor. Sharded tensors count whole; `orders` are the fused orders of their parameters."""
     orders = orders or [None] * len(tensors)
     norms = [
         tensor if cut is None else _slice_norms(tensor, cut, order)
@@ -298,8 +294,7 @@ def full_values(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
 
 
 def match_layout(tensor: Tensor, sharded: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """Return a tensor that every rank has, in the order and the placements of `sharded`, so that the two can be
-    combined."""
+    """Return a tensor that every rank has in the order and the placements of `sharded`, for operations on both."""
     if order is not None:
         tensor = order.kept(tensor)
     if not is_dtensor(sharded):

@@ -46,8 +46,7 @@ class PartitionedUpdate:
 
 
 def split_chain(chain: TransformChain, parameters: Sequence[Tensor]) -> tuple[TransformChain, UpdateExecutor]:
-    """Split a chain, initialized with these parameters, into the elements that require all of them together, and its
-    tail."""
+    """Split an initialized chain into the elements that require all parameters together, and its tail."""
     keys = [key for key, element in chain.elements.items() if changes_updates(element)]
     far = max((i + 1 for i, key in enumerate(keys) if chain.elements[key].reach is TransformScope.ALL), default=0)
     return chain.part(keys[:far]), update_tail(chain.part(keys[far:]), parameters)

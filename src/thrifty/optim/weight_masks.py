@@ -31,8 +31,7 @@ from thrifty.core.state import TrainState, fill_tensor, full_value
 from thrifty.optim.mask_selection import masked_shapes
 
 SLOT = "masks.mask"
-"""Slot of the masks in the optimizer's state: booleans in the shape of the weight, empty for a weight without a
-mask."""
+"""Slot of the masks in the optimizer's state: booleans in the shape of the weight, empty without a mask."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""Attention filters from accelerator papers: they estimate which keys a query attends to, for less than the cost of
-scores.
+"""Attention filters from accelerator papers: cheap estimates of the keys that a query attends to.
 
 All share one frame: an estimate of the scores, a keep set per query, and exact softmax attention over the keep set. A
 keep set is a mask of pairs, True for kept ones.

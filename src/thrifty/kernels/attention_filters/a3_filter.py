@@ -47,8 +47,7 @@ def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) 
 
 
 def a3_candidates(q: Tensor, k: Tensor, share: float, visible: Tensor) -> Tensor:
-    """Return keys with a positive greedy score after ⌈share · n⌉ rounds, (b, h, t, s); n is the number of visible
-    keys."""
+    """Return keys with a positive greedy score after ⌈share · n⌉ rounds, (b, h, t, s), for n visible keys."""
     (b, h, t, width), k = q.shape, heads_of_keys(k, q.shape[1])
     visible = visible.expand(b, h, t, k.shape[2])
     queries, seen = q.flatten(0, 2), visible.flatten(0, 2)

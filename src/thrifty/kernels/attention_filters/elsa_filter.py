@@ -19,8 +19,7 @@ PAIRS, PROJECTIONS = 2048, 96
 
 
 def factor_sizes(width: int) -> tuple[int, ...]:
-    """Return the sizes of small matrices whose Kronecker product is (width, width): fours first, then other prime
-    factors."""
+    """Return sizes of matrices whose Kronecker product is (width, width): fours first, then other prime factors."""
     sizes: list[int] = []
     for divisor in (4, *range(2, width + 1)):
         while width % divisor == 0 and width > 1:
@@ -30,8 +29,7 @@ def factor_sizes(width: int) -> tuple[int, ...]:
 
 
 def multiplies(sizes: Sequence[int]) -> int:
-    """Return the number of multiplications of one projection: 768 for three sizes of 4, against 4096 for the whole
-    matrix."""
+    """Return the multiplications of one projection: 768 for three sizes of 4, against 4096 for the whole matrix."""
     return math.prod(sizes) * sum(sizes)
 
 
@@ -114,8 +112,7 @@ def largest_norm(k: Tensor, heads: int, visible: Tensor) -> Tensor:
 def elsa_keep(
     q: Tensor, k: Tensor, factors: Sequence[Tensor], bias: float, threshold: float, visible: Tensor
 ) -> Tensor:
-    """Return the keys with a similarity above threshold · the largest norm of a visible key, or else the most similar
-    key."""
+    """Return keys with a similarity above threshold · the largest visible norm, or else the most similar key."""
     similarity = elsa_similarity(q, k, factors, bias)
     keep = (similarity > threshold * largest_norm(k, q.shape[1], visible)) & visible
     return with_one(keep, similarity, visible)
@@ -124,8 +121,8 @@ def elsa_keep(
 def threshold_samples(q: Tensor, k: Tensor, p: float, visible: Tensor) -> Tensor:
     """Return the threshold that each query requires, (b, h, t).
 
-    It is the lowest score of the keys with a softmax weight above p / n, over |q| · the largest |k|; n is the number of
-    visible keys. If no weight is above p / n, the highest score replaces it.
+    It is the lowest score of the keys with a softmax weight above p / n, divided by |q| and the largest |k|; n is the
+    number of visible keys. If no weight is above p / n, the highest score replaces it.
     """
     scores = exact_scores(q, k).masked_fill(~visible, float("-inf"))
     n = visible.sum(-1, keepdim=True)

@@ -50,8 +50,7 @@ def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 def filtered_attention(
     keep: Callable[..., Tensor], causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over the keep set of k and v (b, g, s, k) that `keep(q, k, visible=…)`
-    returns."""
+    """Return attention of q (b, h, t, k) over the keys of k and v (b, g, s, k) that `keep(q, k, visible=…)` keeps."""
     visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
     with torch.no_grad():
         kept = keep(q, k, visible=visible)

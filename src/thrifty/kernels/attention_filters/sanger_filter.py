@@ -18,8 +18,7 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantized(x: Tensor, bits: int, largest: float | Tensor) -> Tensor:
-    """Return x rounded to signed `bits`, evenly from -largest to largest, as floats; gradients pass straight
-    through."""
+    """Return x rounded to signed `bits`, evenly from -largest to largest, with a straight-through gradient."""
     levels = 2 ** (bits - 1) - 1
     scale = levels / largest
     rounded = (x * scale).round().clamp(-levels, levels) / scale

@@ -66,10 +66,7 @@ def pruned_share(block: int, blocks: int, average: float, spread: float, spared:
 
 def cascade(importance: Tensor, alive: Tensor, keep: int | Tensor, always: Tensor | None = None) -> Tensor:
     """Return a mask of the `keep` most important remaining entries, by sums over all blocks so far (…, n), and of
-    `always`.
-
-    `keep` is an integer or integers (…, 1). A pruned entry, not in `alive` (…, n), stays pruned.
-    """
+    `always`. `keep` is an integer or integers (…, 1). A pruned entry, not in `alive` (…, n), stays pruned."""
     ranked = importance.masked_fill(~alive, float("-inf"))
     if always is not None:
         ranked = ranked.masked_fill(always & alive, float("inf"))
@@ -124,8 +121,8 @@ def cascade_attention(
     """Return attention of q (b, h, t, k) over the remaining k and v (b, g, t, k), and the state after it.
 
     `visible` pairs are (b, 1 or h, t, t). A pruned head outputs zeros. Weights of values that are not fetched are lost,
-    as in the paper; the others are not rescaled. With `bits`, the weights are computed from queries and keys of so many
-    bits, and more where they are flat. The gradients are those of exact weights.
+    as in the paper; the others are not rescaled. With `bits`, the weights come from queries and keys of this many bits,
+    and more where they are flat. The gradients are those of exact weights.
     """
     with torch.autocast(q.device.type, enabled=False):
         k, v = heads_of_keys(k, q.shape[1]), heads_of_keys(v, q.shape[1])

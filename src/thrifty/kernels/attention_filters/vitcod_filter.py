@@ -39,10 +39,7 @@ def autoencoder_loss(x: Tensor, restored: Tensor) -> Tensor:
 
 def informative_pairs(average: Tensor, cut: float, first: int = 1) -> Tensor:
     """Return a mask of the largest entries of each row of average attention maps (…, t, s), until their sum reaches
-    `cut`.
-
-    Rows sum to 1. Rows and columns of the `first` tokens are always kept.
-    """
+    `cut`. Rows sum to 1. Rows and columns of the `first` tokens are always kept."""
     ordered = average.sort(dim=-1, descending=True, stable=True)
     before = running_sums(ordered.values, -1) - ordered.values
     kept = torch.zeros_like(average, dtype=torch.bool).scatter(-1, ordered.indices, before < cut)

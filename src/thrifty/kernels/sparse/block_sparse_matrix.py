@@ -32,8 +32,7 @@ class BlockSparseMatrix:
 
     @classmethod
     def of(cls, mask: Tensor, block: int = LANES) -> "BlockSparseMatrix":
-        """Return the pattern of every block of a mask (m, k) with a True position. Raises UsageError if blocks do not
-        fit."""
+        """Return the pattern of every nonempty block of a mask (m, k). Raises UsageError if blocks do not fit."""
         kept = kept_blocks(mask, block)
         rows, columns = kept.nonzero(as_tuple=True)
         return cls(CsrMatrix.of(kept), block, (rows, columns))
@@ -83,7 +82,7 @@ def kept_blocks(mask: Tensor, block: int) -> Tensor:
 
 
 def tokens_of_tile(inputs: int) -> int:
-    """Return the number of tokens in a tile of so many inputs that fits the cache."""
+    """Return the number of tokens of a tile with `inputs` inputs that fits the cache."""
     return next((tokens for tokens in (128, 64, 32) if inputs * tokens * 4 <= TILE_BYTES), LANES)
 
 

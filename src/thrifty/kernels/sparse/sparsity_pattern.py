@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 class SparsityPattern(Protocol):
-    """The kept positions of a matrix S (m, k). Its values are passed separately, by rows or, for the transpose, by
-    columns."""
+    """The kept positions of a matrix S (m, k). Its values are separate, by rows or, for the transpose, by columns."""
 
     @property
     def shape(self) -> tuple[int, int]: ...

@@ -30,12 +30,10 @@ def block_attention(
     segments: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over k and v (b, g, s, k), limited to kept blocks and the grid's sight: (b, h,
-    t, k).
+    """Return attention of q (b, h, t, k) over visible k and v (b, g, s, k) in kept blocks, as (b, h, t, k).
 
     `mask`, boolean (b, 1 or h, 1 or t, s), and equal ids in `segments` int64 (b, t) limit it further. `scale`
-    multiplies the scores, by default 1 / sqrt(k). There is no second derivative. Raises UsageError for a grid of
-    another size.
+    multiplies the scores, by default 1 / sqrt(k). There is no second derivative. Another grid size raises UsageError.
     """
     check_grid(grid, q, k)
     q, k, v = cast_for_autocast(q, k, v)
@@ -164,7 +162,7 @@ _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _flops(q: Tensor, block: int, count: int, products: int) -> int:
-    """Return the FLOPs of so many products over the kept blocks of all heads and examples."""
+    """Return the FLOPs of `products` products over the kept blocks of all heads and examples."""
     return 2 * products * q.shape[0] * q.shape[1] * count * block**2 * q.shape[-1]
 
 

@@ -21,8 +21,7 @@ GPU_SCORES = 2**24
 
 @dataclass(frozen=True)
 class BlockedInputs:
-    """Inputs laid out in blocks: N = b · G rows of T blocks of queries; G is the number of heads with their own
-    grid."""
+    """Inputs in blocks: N = b · G rows of T blocks of queries, with G heads that have their own grid."""
 
     q: Tensor
     """(N · T, r · B, k), with the r query heads of a grid's head stacked."""

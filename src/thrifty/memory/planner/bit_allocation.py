@@ -13,15 +13,14 @@ RESOLUTION = 4096
 
 
 def disturbance(sensitivity: float, bits: int) -> float:
-    """Return the variance that a tensor's quantization causes in a result; `sensitivity` is the variance with a single
-    step."""
+    """Return the variance that quantization to `bits` causes; `sensitivity` is the variance with a single step."""
     return sensitivity / (2**bits - 1) ** 2
 
 
 def allocate_bits(
     sensitivities: Sequence[float], sizes: Sequence[int], mean_bits: float, choices: Sequence[int] = (2, 4, 8)
 ) -> list[int]:
-    """Return the bits for each tensor of so many elements, at most `mean_bits` per element on average.
+    """Return the bits per element of tensors with these `sizes` in elements, on average at most `mean_bits`.
 
     The problem is from ActNN (Chen et al. 2021, arXiv 2104.14129), which greedily adds one bit where it helps most.
     That is optimal if all tensors are alike and any number of bits is possible. Here neither holds, so the problem is

@@ -1,7 +1,7 @@
 """The best schedule of whole blocks as a memory plan.
 
-`chain_schedule` computes the schedule, with costs in seconds. Everything outside the blocks is one more stage, which
-cannot be recomputed.
+`chain_schedule` computes the schedule, with costs in seconds. One more stage stands for everything outside the blocks
+and cannot be recomputed.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,7 @@ MOST_PORTIONS = 5_000_000
 
 
 def chain_costs(blocks: Sequence[BlockCosts]) -> ChainCost | None:
-    """Return the blocks as a chain; the last block stands for everything outside. Return None if a block cannot be
-    recomputed."""
+    """Return the blocks as a chain, or None if a block cannot be recomputed. The last block is everything outside."""
     *inside, rest = blocks
     stages = [block.stage for block in inside if block.stage is not None]
     if not inside or len(stages) < len(inside):
@@ -57,11 +56,8 @@ def schedule_plan(blocks: Sequence[BlockCosts], budget: float) -> MemoryPlan | N
 
 
 def _schedules(chain: ChainCost, budget: int) -> list[list[ScheduledOperation]]:
-    """Return schedules of the whole chain, and schedules of the blocks alone.
-
-    Schedules of the blocks alone are computed for the whole budget, and for the budget minus the memory of the last
-    stage.
-    """
+    """Return schedules of the whole chain, and schedules of the blocks alone. Schedules of the blocks alone are
+    computed for the whole budget, and for the budget minus the memory of the last stage."""
     end, alone = chain.stages[-1], replace(chain, stages=chain.stages[:-1])
     portions = max(MOST_PORTIONS // len(chain) ** 2, PORTIONS)
     schedules = schedules_near(chain, budget, min(portions, 4 * PORTIONS))
@@ -72,8 +68,7 @@ def _schedules(chain: ChainCost, budget: int) -> list[list[ScheduledOperation]]:
 
 
 def add_chain_end(operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:
-    """Insert the last stage, everything outside the blocks, between the forward and backward passes of a schedule of
-    the blocks alone."""
+    """Insert the last stage, everything outside the blocks, between forward and backward passes of the blocks."""
     turn = next(place for place, (do, _) in enumerate(operations) if do is RecomputeAction.BACKWARD)
     end = operations[turn].stage + 1
     return [
@@ -85,8 +80,7 @@ def add_chain_end(operations: Sequence[ScheduledOperation]) -> list[ScheduledOpe
 
 
 def actions_of(blocks: Sequence[BlockCosts], schedule: RecomputeSchedule) -> tuple[dict[int, TensorAction], ...]:
-    """Return the actions of a schedule for single items: of each block, all saved tensors are kept or all are
-    recomputed."""
+    """Return a schedule's actions for single items: a block's saved tensors are all kept or all recomputed."""
     return tuple(
         dict.fromkeys(saved_items(block.tape), TensorAction.KEEP)
         if place == len(blocks) - 1 or schedule.first.get(place, RecomputeAction.KEEP_INPUT) is RecomputeAction.KEEP_ALL

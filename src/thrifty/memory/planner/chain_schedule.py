@@ -96,7 +96,7 @@ def simulate(chain: ChainCost, schedule: Sequence[ScheduledOperation]) -> tuple[
 def periodic_schedule(stages: int, every: int) -> list[ScheduledOperation]:
     """Return the schedule that keeps the input of every k-th stage and recomputes the k stages after it together.
 
-    The last k stages keep all, because their backward pass comes at once (Chen et al. 2016, arXiv 1604.06174).
+    The last k stages keep all, because their backward pass follows directly (Chen et al. 2016, arXiv 1604.06174).
     """
     starts = range(0, stages, every)
     operations: list[ScheduledOperation] = []
@@ -121,11 +121,8 @@ def least_bytes(chain: ChainCost) -> int:
 
 def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[ScheduledOperation]:
     """Return the fastest schedule with a peak within `bytes`. Raises InfeasibleError with the smallest budget if none
-    fits.
-
-    Bytes are counted in at most `slots` portions. With as many slots as bytes the result is exact. With fewer, it is
-    the fastest of `schedules_near` the budget whose exact peak fits.
-    """
+    fits. Bytes are counted in at most `slots` portions. With as many slots as bytes the result is exact. With fewer, it
+    is the fastest of `schedules_near` the budget whose exact peak fits."""
     least = least_bytes(chain)
     if bytes < least:
         raise InfeasibleError(
@@ -138,8 +135,7 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Sch
 def fastest_within(
     chain: ChainCost, schedules: Iterable[Sequence[ScheduledOperation]], bytes: int
 ) -> tuple[ScheduledOperation, ...]:
-    """Return the fastest of these schedules with a peak within `bytes`; of equally fast ones the smallest. One must
-    fit."""
+    """Return the fastest of these schedules with a peak within `bytes`, the smallest of equals. One must fit."""
     costs = {schedule: simulate(chain, schedule) for schedule in dict.fromkeys(map(tuple, schedules))}
     return min((each for each in costs if costs[each][1] <= bytes), key=costs.__getitem__)
 
@@ -173,8 +169,7 @@ def _unit(chain: ChainCost, bytes: int, slots: int) -> int:
 
 
 Choose = Callable[[int, int, int], tuple[int, int, int]]
-"""A function of first stage, last stage and room. Returns the first choice, and the room for the stages after and
-before."""
+"""A function of first stage, last stage and room: the first choice, and the room for later and earlier stages."""
 
 
 def _unrolled(chain: ChainCost, choose: Choose, room: int) -> list[ScheduledOperation]:
@@ -274,8 +269,7 @@ class _LeastTimeTable:
         return shifted
 
     def choices(self, first: int, last: int) -> np.ndarray:
-        """Return times by room, shape (1 + splits, room): keep all of the first stage, or keep its input and start at a
-        split."""
+        """Return times by room, (1 + splits, room): keep all of the first stage, or its input and start at a split."""
         chain, peaks = self.chain, self.peaks
         all_kept = np.full_like(self.room, chain.stages[first].backward, dtype=float)
         if first == last:

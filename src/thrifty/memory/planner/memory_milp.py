@@ -1,5 +1,4 @@
-"""Mixed-integer program that keeps, compresses, offloads or recomputes each saved tensor for the fastest step in a
-budget.
+"""Mixed-integer program: keep, compress, offload or recompute each saved tensor for the fastest step in a budget.
 
 One program covers all blocks; HiGHS solves it. Each item of a block's trace has at most one action. A saved item needs
 one action, and the sources of a recomputed item need an exact one. Alternatively a whole block is recomputed at once,

@@ -30,8 +30,6 @@ BlockActions = Mapping[int, TensorAction]
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Cost of one call of a block."""
-
     tape: OpTrace
     temporary: float
     """Peak bytes of its backward pass in addition to saved tensors."""
@@ -105,7 +103,6 @@ class OffloadLink:
 @dataclass(frozen=True)
 class MemoryPlan:
     actions: tuple[BlockActions, ...]
-    """Actions for each block."""
     seconds: float
     """Extra seconds of a step compared with keeping everything."""
     peak: float
@@ -165,8 +162,7 @@ def saved_items(tape: OpTrace) -> list[int]:
 
 
 def plan_peak(blocks: Sequence[BlockCosts], chosen: Sequence[BlockActions], bits: float = 0.0) -> float:
-    """Return the peak bytes over the backward passes: stored bytes of all blocks so far, plus the block's temporary
-    bytes."""
+    """Return the peak over the backward passes: stored bytes of all blocks so far plus the block's temporary bytes."""
     stored, peak, returning = 0.0, 0.0, 0.0
     for block, actions in zip(blocks, chosen, strict=True):
         tape, moved = block.tape, actions.get(INPUT)

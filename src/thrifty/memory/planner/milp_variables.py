@@ -49,8 +49,6 @@ class MilpOptions:
 
 
 class BlockColumns:
-    """The columns of one block."""
-
     def __init__(self, options: MilpOptions, block: BlockCosts):
         self.costs, self.tape = block, block.tape
         self.columns = {n: options.item_columns(item) for n, item in self.tape.items.items()}
@@ -86,12 +84,11 @@ class BlockColumns:
         return coefficients, float(tape.input_bytes - unsaved)
 
     def intervals(self) -> list[tuple[dict[int, float], float]]:
-        """Return the bytes in addition to stored ones, for each interval that may have the peak: by column, and
-        constant."""
+        """Return the bytes beyond stored ones, for each interval that may have the peak: by column, and constant."""
         tape, saved = self.tape, self.tape.saved_tensors
         kept = {self.columns[n][TensorAction.KEEP]: -float(tape.items[n].saved_bytes) for n in saved_items(tape)}
         input_back = {} if self.input is None else {self.input: float(tape.movable_input)}
-        absent: dict[int, float] = {}  # moved tensors, which `kept` counts as recomputed
+        absent: dict[int, float] = {}  # moved tensors, which `always` counts although they are offloaded
         for number, columns in self.streams.items():
             if number != INPUT:
                 absent |= dict.fromkeys(columns.values(), -float(tape.items[number].saved_bytes))
@@ -140,7 +137,6 @@ class BlockColumns:
         return self.returning() | {column: float(sizes[TensorAction.OFFLOAD]) for column, sizes in streamed}
 
     def chosen(self, x: np.ndarray) -> dict[int, TensorAction]:
-        """Return the actions of a solution."""
         moved = {INPUT: TensorAction.OFFLOAD} if self.input is not None and x[self.input] > 0.5 else {}
         if any(x[column] > 0.5 for column in self.whole):
             return dict.fromkeys(self.tape.items, TensorAction.RECOMPUTE) | moved

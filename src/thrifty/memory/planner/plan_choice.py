@@ -67,8 +67,7 @@ def best_plan(blocks: Sequence[BlockCosts], budget: float, allowed: AllowedActio
 
 
 def agree_on_plan(plan: MemoryPlan, blocks: Sequence[BlockCosts]) -> MemoryPlan:
-    """Return the first rank's plan on all ranks, because measured costs differ and ranks must gather weights
-    together."""
+    """Return the first rank's plan on all ranks: measured costs differ, but ranks must gather weights together."""
     if ranks() == 1:
         return plan
     count, items = len(blocks), [(place, n) for place, block in enumerate(blocks) for n in (*block.tape.items, INPUT)]

@@ -90,8 +90,7 @@ class TierStore:
 
 
 def build_block_plan(block: BlockCosts, actions: BlockActions, offload: Store, bits: int, key: str) -> BlockPlan:
-    """Return the plan of a block with these actions. `offload` stores offloaded tensors; `key` seeds stochastic
-    rounding."""
+    """Return the plan of a block. `offload` stores offloaded tensors; `key` seeds stochastic rounding."""
     items, stored = block.tape.items, dict[int, Store]()
     for number, action in actions.items():
         if action is TensorAction.KEEP:
