@@ -1,4 +1,4 @@
-"""Bias-only training: what is a bias, what is trained, and models that have none."""
+"""Bias-only training: biases, trained parameters, and models without biases."""
 
 import pytest
 import torch
@@ -20,20 +20,20 @@ def test_biases_of_layers_and_norms_are_trained_and_nothing_else() -> None:
     assert sum(p.requires_grad for p in model.parameters()) == 2 * 6 + 1  # 4 layers and 2 norms a block, the last norm
 
 
-def test_a_fused_projection_has_one_and_a_table_of_relative_positions_is_none() -> None:
+def test_relative_position_tables_are_not_biases() -> None:
     assert {name for name in bias_names(KINDS["torch's encoder"].model()) if "in_proj" in name}
     assert not any("relative_attention_bias" in name for name in bias_names(KINDS["t5"].model()))
 
 
-def test_a_head_is_trained_when_asked() -> None:
+def test_the_head_is_trained_on_request() -> None:
     model = BiasOnly(head=True).model(tiny_model(style="gpt", tied=False))
     assert model.head.weight.requires_grad and not model.embedding.token.weight.requires_grad
 
 
-def test_a_model_without_biases_is_refused_or_given_some() -> None:
+def test_a_model_without_biases_is_refused_or_extended() -> None:
     with pytest.raises(RefusedError, match="has no biases to train") as refused:
         BiasOnly().model(tiny_model())
-    assert "adapters.bias_only.add = true" in refused.value.fix
+    assert "adapters.bias_only.add=true" in refused.value.fix
     model = BiasOnly(add=True).model(tiny_model(depth=2))
     tokens = TOKENS % 256
     assert torch.equal(model(tokens), tiny_model(depth=2)(tokens))
@@ -45,7 +45,7 @@ def test_a_model_without_biases_is_refused_or_given_some() -> None:
     assert (model(tokens) - tiny_model(depth=2)(tokens)).abs().max() > 0.1
 
 
-def test_what_is_trained_is_the_plain_architecture() -> None:
+def test_the_trained_model_has_the_plain_architecture() -> None:
     one = BiasOnly()
     run = compose(plain_run(style="gpt"), [one, technique("optimizers.adamw")], 4)
     state = run.start()
@@ -59,8 +59,8 @@ def test_what_is_trained_is_the_plain_architecture() -> None:
     assert moved and all(name.endswith("bias") for name in moved)
 
 
-def test_only_layers_whose_result_is_known_are_given_a_bias() -> None:
-    """A router of experts has a matrix, and gives several results."""
+def test_biases_are_added_to_known_layers_only() -> None:
+    """A router of experts has a matrix and returns several results."""
     config = transformers.MixtralConfig(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64,
@@ -70,6 +70,4 @@ def test_only_layers_whose_result_is_known_are_given_a_bias() -> None:
     with collect_notes() as notes:
         model = BiasOnly(add=True).model(model)
     assert torch.equal(model(input_ids=TOKENS).logits, before)
-    assert (
-        "8 layers were given a bias; what a MixtralTopKRouter computes is not known, so those were given none" in notes
-    )
+    assert "biases added to 8 layers; not to MixtralTopKRouter, whose computation is unknown" in notes

@@ -1,4 +1,4 @@
-"""Bottleneck adapters: the formula, where they stand, and what is trained."""
+"""Bottleneck adapters: formula, positions and trained parameters."""
 
 from collections.abc import Callable
 
@@ -22,13 +22,13 @@ def trained(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def test_the_formula_is_the_papers_with_a_residual_of_its_own() -> None:
+def test_the_formula_equals_the_paper() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w1, b1, w2, b2 = (torch.randn(s, generator=generator) for s in ((2, 3, 8), (4, 8), (4,), (8, 4), (8,)))
     torch.testing.assert_close(apply_bottleneck(x, w1, b1, w2, b2), x + F.gelu(x @ w1.T + b1) @ w2.T + b2)
 
 
-def test_first_values_are_small_and_cut_off_and_biases_zero() -> None:
+def test_initial_values_are_truncated_normal_with_zero_biases() -> None:
     model = BottleneckAdapter(width=64).model(tiny_model())
     for name, parameter in model.named_parameters():
         if name.endswith(("adapter_down", "adapter_up")):
@@ -39,7 +39,7 @@ def test_first_values_are_small_and_cut_off_and_biases_zero() -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_function_is_nearly_the_frozen_one_at_first_and_not_when_trained(kind: str) -> None:
+def test_the_function_is_nearly_frozen_at_first(kind: str) -> None:
     plain = KINDS[kind].loss(KINDS[kind].model())
     model = BottleneckAdapter(width=8).model(KINDS[kind].model())
     loss = KINDS[kind].loss(model)
@@ -57,7 +57,7 @@ def test_the_function_is_nearly_the_frozen_one_at_first_and_not_when_trained(kin
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize(("placement", "count"), [("both", 4), ("feed_forward", 2)])
-def test_they_stand_behind_the_last_layer_of_each_branch(kind: str, placement: str, count: int) -> None:
+def test_adapters_follow_the_last_layer_of_each_branch(kind: str, placement: str, count: int) -> None:
     model = theirs(kind)
     seen: list[str] = []
     BottleneckAdapter(width=8, placement=placement).model(model)  # type: ignore[arg-type]
@@ -74,11 +74,11 @@ def test_they_stand_behind_the_last_layer_of_each_branch(kind: str, placement: s
     assert len(seen) == count and (model(TOKENS).logits - before).abs().max() > 1e-2
 
 
-def test_the_adapter_acts_before_the_sum_and_the_norm_of_a_post_norm_block() -> None:
+def test_the_adapter_precedes_the_sum_of_a_post_norm_block() -> None:
     model = assemble(ModelConfig("bert", 1, 32, 4, 4, 64, 300, 32, True))
     initialize(model, 0)
     BottleneckAdapter(width=8).model(model)
-    with torch.no_grad():  # a constant added before a norm of the sum is taken out again by it
+    with torch.no_grad():  # the norm of the sum removes a constant
         model.blocks[0].mlp.down.adapter_up_bias.fill_(3.0)
     changed = model(TOKENS)
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_the_adapter_acts_before_the_sum_and_the_norm_of_a_post_norm_block() -> 
         ({"head": True}, lambda name: "norm" in name or name == "head.weight"),
     ],
 )
-def test_adapters_norms_and_head_are_trained_as_asked(settings: dict, others: Callable[[str], bool]) -> None:
+def test_adapters_norms_and_head_are_trained_as_set(settings: dict, others: Callable[[str], bool]) -> None:
     model = BottleneckAdapter(width=8, **settings).model(tiny_model(tied=False, style="gpt"))
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (name.endswith(PARTS) or others(name)), name
@@ -105,7 +105,7 @@ def test_a_tied_head_stays_with_the_frozen_embedding() -> None:
     assert "embedding.token.weight" not in trained(model)
 
 
-def test_weights_that_are_not_its_own_stay_as_they_were() -> None:
+def test_frozen_weights_are_unchanged() -> None:
     run = compose(plain_run(), [technique("adapters.bottleneck"), technique("optimizers.adamw")], 4)
     state = run.start()
     advance(run, state)
@@ -113,4 +113,4 @@ def test_weights_that_are_not_its_own_stay_as_they_were() -> None:
     now = dict(state.model.named_parameters())
     for name, value in plain_run().build().named_parameters():
         assert torch.equal(now[name], value) != ("norm" in name)
-    assert len(find_branches(state.model)["blocks"]) == 4  # its parameters are in nobody's way
+    assert len(find_branches(state.model)["blocks"]) == 4  # its parameters do not hide the branches

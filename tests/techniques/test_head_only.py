@@ -1,4 +1,4 @@
-"""The linear probe: nothing but the head is trained, and nothing is kept for a backward pass in front of it."""
+"""The linear probe trains the head only and saves no activations before it."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def probed(steps: int = 5) -> tuple[list[float], TrainState]:
     return losses(records), state
 
 
-def test_it_is_logistic_regression_on_the_features_of_the_frozen_model() -> None:
+def test_training_equals_logistic_regression_on_features() -> None:
     found, state = probed()
     source, base = image_run(batch=8).source, tiny_vit()
     weight, bias = (parameter.detach().clone().requires_grad_() for parameter in base.head.parameters())
@@ -39,7 +39,7 @@ def test_it_is_logistic_regression_on_the_features_of_the_frozen_model() -> None
             assert torch.equal(state.model.get_parameter(name), value), name
 
 
-def test_optimizer_state_and_gradients_are_the_heads_alone_and_no_activations_of_blocks_are_kept() -> None:
+def test_no_activations_or_state_outside_the_head() -> None:
     run = compose(image_run(batch=32), with_optimizer([HeadOnly()]), 4)
     (_, plain), (_, probe) = count(run, ()), count(run, run.techniques)
     of_head = sum(parameter.numel() for parameter in tiny_vit().head.parameters())
@@ -50,7 +50,7 @@ def test_optimizer_state_and_gradients_are_the_heads_alone_and_no_activations_of
     assert probe.flops == pytest.approx(plain.flops / 3, rel=0.05)  # the backward pass is two thirds
 
 
-def test_what_was_trained_is_the_plain_model_with_all_of_it_free_again() -> None:
+def test_the_trained_model_is_plain_and_unfrozen() -> None:
     _, state = probed(2)
     assert state.model is not None
     finished = HeadOnly().finish(state.model)
@@ -60,7 +60,7 @@ def test_what_was_trained_is_the_plain_model_with_all_of_it_free_again() -> None
 def test_a_head_that_is_also_the_embedding_is_refused() -> None:
     with pytest.raises(RefusedError, match="no head of its own to train") as refused:
         HeadOnly().model(tiny_model())
-    assert "model.tied = false" in refused.value.fix
+    assert "model.tied=false" in refused.value.fix
     free = HeadOnly().model(tiny_model(tied=False))
     assert [name for name, parameter in free.named_parameters() if parameter.requires_grad] == ["head.weight"]
 
@@ -70,6 +70,6 @@ def test_only_one_technique_decides_what_is_frozen() -> None:
         compose(image_run(), with_optimizer([HeadOnly(), technique("adapters.lora")]), 4)
 
 
-def test_it_does_not_go_with_parameters_in_pieces_whose_gathering_hangs_on_gradients() -> None:
-    with pytest.raises(UsageError, match="cannot go together: they are gathered and freed by the gradient"):
+def test_sharded_parameters_are_refused() -> None:
+    with pytest.raises(UsageError, match="cannot go together: gathering and freeing follow the gradient"):
         compose(image_run(), with_optimizer([HeadOnly(), technique("parallelism.shard")]), 4)

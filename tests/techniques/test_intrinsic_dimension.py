@@ -1,4 +1,4 @@
-"""Training in a random subspace: where the weights are, what is trained, and how it grows with the dimension."""
+"""Training in a random subspace: weights, gradients, and accuracy by dimension."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError
 from thrifty.data.images.digits import digits
 from thrifty.techniques.adapters.intrinsic_dimension import (
-    CONFINED,
+    SUBSPACE,
     IntrinsicDimension,
     restrict_to_subspace,
     subspace_backward,
@@ -24,13 +24,13 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for name, p in model.named_parameters() if name != "subspace"])
 
 
-def test_the_function_is_the_frozen_one_bit_for_bit_at_first() -> None:
+def test_the_initial_function_is_bit_identical() -> None:
     assert torch.equal(IntrinsicDimension(dimension=50).model(tiny_model())(IDS), tiny_model()(IDS))
 
 
-def test_weights_are_where_z_says_in_every_forward_pass() -> None:
+def test_weights_follow_z_in_every_forward_pass() -> None:
     model = IntrinsicDimension(dimension=50).model(tiny_model())
-    projection, origin = CONFINED.of(model).projection, flat(model)
+    projection, origin = SUBSPACE.of(model).projection, flat(model)
     with torch.no_grad():
         model.subspace.normal_()
     model(IDS)
@@ -41,20 +41,20 @@ def test_weights_are_where_z_says_in_every_forward_pass() -> None:
     assert torch.equal(flat(model), origin)
 
 
-def test_the_gradient_of_z_is_the_projected_gradient_of_the_weights() -> None:
+def test_the_gradient_of_z_is_the_projected_weight_gradient() -> None:
     plain = plain_run()
     batch = plain.source.at(0)
     reference = tiny_model()
     losses = plain.objective.losses(plain.objective.predict(reference, batch), batch)
     (losses * batch.weight).sum().backward()
     gradient = torch.cat([p.grad.flatten() for p in reference.parameters()])
-    for parts in (1, 2):  # found once for all micro-batches
+    for parts in (1, 2):  # computed once for all micro-batches
         chosen = [technique("large_batch.gradient_accumulation", micro_batches=parts)] if parts > 1 else []
         run = compose(plain, with_optimizer([IntrinsicDimension(dimension=50), *chosen]), 4)
         state = run.start()
         assert state.model is not None
         run.backward(state.model, run.objective, batch)
-        wanted = CONFINED.of(state.model).projection.apply_transposed(gradient)
+        wanted = SUBSPACE.of(state.model).projection.apply_transposed(gradient)
         torch.testing.assert_close(state.model.subspace.grad, wanted, rtol=1e-3, atol=1e-5)
         assert all(p.grad is None and not p.requires_grad for n, p in state.model.named_parameters() if n != "subspace")
 
@@ -70,7 +70,7 @@ def test_a_failing_backward_pass_leaves_the_weights_frozen() -> None:
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["subspace"]
 
 
-def test_finishing_leaves_what_was_trained_and_nothing_else() -> None:
+def test_finishing_leaves_the_trained_weights_only() -> None:
     one = IntrinsicDimension(dimension=50)
     run = compose(plain_run(), [one, technique("optimizers.adamw")], 4)
     state = run.start()
@@ -91,19 +91,19 @@ def test_more_dimensions_than_weights_are_refused() -> None:
 
 
 def trained_accuracy(dimension: int, seed: int) -> float:
-    """Of a network of 64-64-10 on held-out digits after 150 steps in a subspace."""
+    """Return the held-out accuracy on digits of a 64-64-10 network after 150 steps in a subspace."""
     images, labels = digits()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     x, y = images.flatten(1)[order], labels[order]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    confined = restrict_to_subspace(model, dimension, seed)
+    subspace = restrict_to_subspace(model, dimension, seed)
     optimizer = torch.optim.Adam([model.subspace], 0.03)
     for _ in range(150):
-        with confined.gradients_of(model.subspace):
+        with subspace.gradients_of(model.subspace):
             F.cross_entropy(model(x[:1200]), y[:1200]).backward()
-        model.subspace.grad = confined.take_gradients()
+        model.subspace.grad = subspace.take_gradients()
         optimizer.step()
     with torch.no_grad():
         return float((model(x[1200:]).argmax(1) == y[1200:]).float().mean())

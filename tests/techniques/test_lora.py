@@ -36,7 +36,7 @@ FIRST = {"gpt2": "c_attn", "llama": "q_proj", "bert": "query"}
 
 
 def frozen(family: str = "") -> Any:
-    """A base: one of transformers', or our own."""
+    """Return a frozen base model of transformers or of this package."""
     model = random_model(CONFIGS[family]()) if family else tiny_model(depth=2)
     return model.requires_grad_(False)
 
@@ -62,7 +62,7 @@ def output(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["", *CONFIGS])
-def test_at_the_start_the_function_of_any_model_is_the_frozen_one_bit_for_bit(family: str) -> None:
+def test_the_initial_function_is_bit_identical(family: str) -> None:
     base, model = frozen(family), adapted_model(family, where=".", rank=2)
     assert torch.equal(output(model), output(base))
     with torch.autocast("cpu", torch.bfloat16):
@@ -70,7 +70,7 @@ def test_at_the_start_the_function_of_any_model_is_the_frozen_one_bit_for_bit(fa
     assert not torch.allclose(output(randomized(model)), output(base), atol=1e-2)
 
 
-def test_first_values_are_kaimings_for_a_and_zero_for_b_and_in_an_embedding_zero_and_normal() -> None:
+def test_initial_values_of_a_and_b() -> None:
     model = adapted_model("gpt2-untied", where=".")
     tables = 0
     for layer in adapted_layers(model).values():
@@ -85,7 +85,7 @@ def test_first_values_are_kaimings_for_a_and_zero_for_b_and_in_an_embedding_zero
 
 
 @pytest.mark.parametrize("family", ["", "gpt2-untied", "llama"])
-def test_the_first_gradient_of_what_is_not_zero_is_exactly_zero_and_the_base_has_none(family: str) -> None:
+def test_the_first_gradient_of_nonzero_factors_is_zero(family: str) -> None:
     model = adapted_model(family, where=".")
     output(model).square().sum().backward()
     factors = factor_names(model)
@@ -100,7 +100,7 @@ def test_the_first_gradient_of_what_is_not_zero_is_exactly_zero_and_the_base_has
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_by_default_it_takes_the_layers_that_peft_takes_as_all_linear_ones_and_names_them(family: str) -> None:
+def test_default_layers_equal_all_linear_in_peft(family: str) -> None:
     with collect_notes() as notes:
         ours = adapted_layers(adapted_model(family, rank=2))
     theirs = peft.get_peft_model(frozen(family), peft.LoraConfig(r=2, target_modules="all-linear")).base_model.model
@@ -108,7 +108,7 @@ def test_by_default_it_takes_the_layers_that_peft_takes_as_all_linear_ones_and_n
     assert "adapted: " in notes[1] and re.sub(r"\.\d+\.", ".N.", min(ours)) in notes[1]
 
 
-def test_by_default_a_layer_smaller_than_the_rank_is_left_out_and_experts_in_one_tensor_are_named() -> None:
+def test_small_layers_and_expert_tensors_are_skipped() -> None:
     config = transformers.MixtralConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
     )
@@ -132,7 +132,7 @@ def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("rslora", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gpt2-untied", "t5-1.1"])
-def test_outputs_and_gradients_are_pefts(family: str, rslora: bool) -> None:
+def test_outputs_and_gradients_equal_peft(family: str, rslora: bool) -> None:
     settings = {"alpha": 6.0, "rank_stabilized": rslora, "where": ".", "slices": "", "rank": 2}
     ours = randomized(adapted_model(family, **settings).double())
     layers = adapted_layers(ours)
@@ -143,7 +143,7 @@ def test_outputs_and_gradients_are_pefts(family: str, rslora: bool) -> None:
     with torch.no_grad():
         for name, layer in layers.items():
             for mine, yours in zip((layer.lora_a, layer.lora_b), pairs[name], strict=True):
-                yours.data = mine.detach().clone()  # peft's own are float32 until now
+                yours.data = mine.detach().clone()  # those of peft are float32 so far
     found, wanted = output(ours), output(theirs)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
     for result in (found, wanted):
@@ -153,7 +153,7 @@ def test_outputs_and_gradients_are_pefts(family: str, rslora: bool) -> None:
             torch.testing.assert_close(mine.grad, yours.grad, rtol=1e-6, atol=1e-8)
 
 
-def test_dropout_falls_on_what_a_is_given_and_on_nothing_else() -> None:
+def test_dropout_applies_to_the_input_of_a_only() -> None:
     linear, x = nn.Linear(6, 5), torch.randn(50, 6)
     theirs = peft.tuners.lora.Linear(
         nn.Linear(6, 5), "default", peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.5), r=2, lora_alpha=4
@@ -173,8 +173,8 @@ def test_dropout_falls_on_what_a_is_given_and_on_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("slices", ["qkv", "qv", "k"])
-def test_slices_of_a_fused_layer_are_adapted_as_layers_of_their_own_would_be(slices: str) -> None:
-    """Our Llama fuses what that of transformers keeps apart."""
+def test_slices_of_a_fused_layer_equal_separate_layers(slices: str) -> None:
+    """The Llama of this package fuses layers that are separate in transformers."""
     model = randomized(adapted_model(where="qkv", slices=slices, rank=2))
     for path, layer in adapted_layers(model).items():
         x = torch.randn(3, layer.in_features)
@@ -194,32 +194,32 @@ def test_slices_of_a_fused_layer_are_adapted_as_layers_of_their_own_would_be(sli
         assert seen == len(slices), path
 
 
-def test_slices_choose_among_layers_that_are_apart_as_well() -> None:
+def test_slices_select_separate_layers() -> None:
     names = {name.rpartition(".")[2] for name in adapted_layers(adapted_model("llama", where="attn", slices="qv"))}
     assert names == {"q_proj", "v_proj", "o_proj"}
     with collect_notes() as notes:
         adapted_model("llama", where="attn", slices="qv")
-    assert "model.layers.0.self_attn.k_proj: slices=qv leaves it out" in notes[0]
+    assert "model.layers.0.self_attn.k_proj: slices=qv excludes it" in notes[0]
     gates = adapted_layers(
         adapted_model(where="up", slices="q")
     )  # gate and value are no part of attention: each its own A
     assert {layer.lora_a.shape[0] for layer in gates.values()} == {8}
 
 
-def test_heads_that_take_turns_are_adapted_as_a_whole_or_not_at_all() -> None:
+def test_interleaved_heads_are_adapted_as_a_whole_or_refused() -> None:
     config = transformers.GPTNeoXConfig(
         num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=32, vocab_size=32
     )
     model = random_model(config)
     whole = Lora(rank=2, where="query_key_value").attach(model)
     assert whole.gpt_neox.layers[0].attention.query_key_value.lora_a.shape == (2, 16)
-    with pytest.raises(RefusedError, match=r"which part of .*query_key_value makes queries"):
+    with pytest.raises(RefusedError, match=r"queries, keys and values of .*query_key_value cannot be told apart"):
         Lora(rank=2, slices="qv").attach(random_model(config))
     with pytest.raises(UsageError, match="slices is 'qx'"):
         Lora(slices="qx")
 
 
-def test_torchs_own_attention_computes_with_the_additions_trained_or_evaluated() -> None:
+def test_torch_attention_uses_the_additions() -> None:
     def encoder() -> nn.Module:
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -234,7 +234,7 @@ def test_torchs_own_attention_computes_with_the_additions_trained_or_evaluated()
         name = "in_proj_weight" if isinstance(layer, nn.MultiheadAttention) else "weight"
         dense.get_submodule(path).get_parameter(name).add_(scale * b.detach() @ a.detach()).requires_grad_()
     torch.testing.assert_close(model(x), dense(x))
-    with torch.no_grad():  # torch's encoder would read the weights itself here
+    with torch.no_grad():  # torch's encoder would use its fast path here
         torch.testing.assert_close(model.eval()(x), dense(x))
     for each in (model, dense):
         each.train()(x).square().sum().backward()
@@ -247,12 +247,12 @@ def test_torchs_own_attention_computes_with_the_additions_trained_or_evaluated()
     assert plain == names
     with collect_notes() as notes:
         Lora(rank=2, where=".", dropout=0.1).attach(encoder())
-    assert "layers.0.self_attn: dropout cannot come before A" in notes[0]
+    assert "layers.0.self_attn: dropout cannot precede A" in notes[0]
 
 
 @pytest.mark.parametrize("family", ["", "gpt2-untied", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_merging_keeps_the_function_and_unmerging_the_bits(family: str, dtype: torch.dtype) -> None:
+def test_merge_keeps_the_function_and_unmerge_the_bits(family: str, dtype: torch.dtype) -> None:
     model = randomized(adapted_model(family, where=".").eval().to(dtype))
     with torch.no_grad():
         for name in factor_names(model):
@@ -272,7 +272,7 @@ def test_merging_keeps_the_function_and_unmerging_the_bits(family: str, dtype: t
     assert torch.equal(output(model), apart)
 
 
-def test_a_merged_weight_is_rounded_once_and_subtracting_would_not_undo_it() -> None:
+def test_a_merged_weight_is_rounded_once() -> None:
     generator = torch.Generator().manual_seed(0)
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -295,7 +295,7 @@ def test_a_merged_weight_is_rounded_once_and_subtracting_would_not_undo_it() -> 
     assert errors[torch.float32] < 1e-5 < 0.01 < errors[torch.bfloat16]
 
 
-def test_a_tied_weight_is_passed_over_and_never_merged() -> None:
+def test_a_tied_weight_is_skipped_and_never_merged() -> None:
     model = adapted_model(where="head|up")
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         f"blocks.{i}.mlp.up.lora_{x}" for i in (0, 1) for x in "ab"
@@ -323,7 +323,7 @@ def test_several_adapters_share_the_tensors_of_one_base() -> None:
         Lora(rank=2 + seed, where="attn" if seed else "mlp", seed=seed).attach(model, name)
         randomized(model)
         outputs[name] = output(model)  # the newest is the active one
-    for seed, (name, expected) in enumerate(outputs.items()):  # values were drawn again with each that came
+    for seed, (name, expected) in enumerate(outputs.items()):  # each new adapter has new values
         activate(model, name)
         outputs[name] = output(model)
         assert seed == 2 or not torch.equal(outputs[name], base), expected
@@ -369,7 +369,7 @@ def test_names_of_adapters_are_checked() -> None:
     assert "did you mean 'default'" in error.value.fix
 
 
-def test_what_was_wrapped_before_is_wrapped_again_when_the_adapter_is_gone() -> None:
+def test_removal_restores_wrapped_layers() -> None:
     linear = nn.Linear(4, 4)
     linear.forward = lambda x: x * 2
     add_factors(linear, LoraFactors(2, 2.0))
@@ -380,7 +380,7 @@ def test_what_was_wrapped_before_is_wrapped_again_when_the_adapter_is_gone() -> 
     assert torch.equal(linear(x), x * 2)
 
 
-def test_also_names_parameters_that_are_trained_as_they_are() -> None:
+def test_also_selects_parameters_trained_without_factors() -> None:
     run = compose(plain_run(), [technique("adapters.lora", also="norm"), technique("optimizers.adamw")], 5)
     state = run.start()
     advance(run, state)
@@ -403,12 +403,12 @@ def test_merging_in_the_middle_of_training_is_noticed() -> None:
     state = run.start()
     assert state.model is not None
     merge(state.model)
-    with pytest.raises(IntegrityError, match="merged into the weights while"):
+    with pytest.raises(IntegrityError, match="merged into the weights during"):
         run.verify(state)
 
 
-def test_an_oversized_rank_is_refused_and_what_cannot_be_adapted_is_named() -> None:
-    with pytest.raises(RefusedError, match="rank 33 is larger than a weight of shape") as refused:
+def test_an_oversized_rank_is_refused() -> None:
+    with pytest.raises(RefusedError, match="rank 33 is larger than the weight") as refused:
         adapted_model(rank=33, where="out")
     assert "at most 32" in refused.value.fix
     with collect_notes() as notes:
@@ -416,10 +416,10 @@ def test_an_oversized_rank_is_refused_and_what_cannot_be_adapted_is_named() -> N
     assert "relative_attention_bias: it holds scores" in notes[0]
     with collect_notes() as notes:
         adapted_model("marian", where="embed_positions|fc1")
-    assert "what a MarianSinusoidalPositionalEmbedding computes is not known" in notes[0]
+    assert "the computation of a MarianSinusoidalPositionalEmbedding is unknown" in notes[0]
 
 
-def test_a_table_that_multiplies_what_it_gives_multiplies_the_addition_too() -> None:
+def test_a_scaled_embedding_scales_the_addition() -> None:
     config = transformers.Gemma3TextConfig(
         vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=8, tie_word_embeddings=False,
@@ -431,7 +431,7 @@ def test_a_table_that_multiplies_what_it_gives_multiplies_the_addition_too() -> 
     torch.testing.assert_close(output(model), apart, rtol=1e-4, atol=1e-4)
 
 
-def test_a_training_step_holds_no_more_than_pefts() -> None:
+def test_a_training_step_needs_no_more_memory_than_peft() -> None:
     def peak(model: Any) -> tuple[int, int]:
         parameters = list(model.parameters())
         with gc_disabled(), StepTrace(*parameters, TOKENS) as trace:
@@ -469,7 +469,7 @@ def test_training_leaves_the_frozen_weights_untouched() -> None:
     assert all(name.endswith(("lora_a", "lora_b")) for name in state.optimizer.names)
 
 
-def test_the_factors_do_not_depend_on_what_was_drawn_before_and_draw_nothing_from_others() -> None:
+def test_factors_depend_on_the_seed_only() -> None:
     models = [tiny_model(depth=2) for _ in range(2)]
     for seed, model in enumerate(models):
         torch.manual_seed(seed)
@@ -480,8 +480,8 @@ def test_the_factors_do_not_depend_on_what_was_drawn_before_and_draw_nothing_fro
 
 
 @pytest.mark.slow
-def test_a_change_of_rank_four_is_learned_by_rank_four_and_not_by_rank_three() -> None:
-    """The cliff at the true rank: the teacher is the base plus a product of rank 4."""
+def test_a_rank_four_change_is_learned_with_rank_four_only() -> None:
+    """The teacher is the base plus a product of rank 4, so rank 3 cannot reach it."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, 32, generator=generator)
     base = torch.randn(24, 32, generator=generator) / 32**0.5
@@ -506,7 +506,7 @@ def test_a_change_of_rank_four_is_learned_by_rank_four_and_not_by_rank_three() -
 
 
 def test_the_default_pattern_finds_the_layers_of_a_t5() -> None:
-    """Whose attentions are called SelfAttention and EncDecAttention, and its feed-forward network DenseReluDense."""
+    """T5 names its layers SelfAttention, EncDecAttention and DenseReluDense."""
     config = transformers.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
     found = Lora(rank=4).layers(transformers.T5ForConditionalGeneration(config))
     assert len(found) == 2 * (4 + 2) + 2 * (8 + 2)

@@ -36,16 +36,18 @@ from thrifty.techniques.memory.recompute import Recompute
 COUNT, HIDDEN = 5, 16
 
 
-def pefts(model: Any, hidden: int) -> Any:
+def peft_model(model: Any, hidden: int) -> Any:
     network = {"prefix_projection": True, "encoder_hidden_size": hidden} if hidden else {}
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=COUNT, **network)
     return peft.get_peft_model(model, config).eval()
 
 
 @torch.no_grad()
-def take_theirs(model: nn.Module, encoder: Any, order: Sequence[int] = ()) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Give our model the values of peft's encoder; for each of its parameters, ours that make it up. `order` says whose
-    block's prefix each part is, where it is not the blocks' own."""
+def copy_from_peft(model: nn.Module, encoder: Any, order: Sequence[int] = ()) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Copy the values of peft's encoder into our model; return our parameters for each parameter of the encoder.
+
+    `order` lists the blocks of the parts if it is not the order of the blocks.
+    """
     pairs: dict[str, list[torch.Tensor]] = {}
     named = dict(model.named_parameters())
     last_words = {
@@ -67,14 +69,14 @@ def take_theirs(model: nn.Module, encoder: Any, order: Sequence[int] = ()) -> di
 
 @pytest.mark.parametrize("hidden", [0, HIDDEN])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_its_outputs_and_gradients_are_pefts(kind: str, hidden: int, tmp_path: Path) -> None:
-    wanted_model = pefts(theirs(kind), hidden)
+def test_outputs_and_gradients_equal_peft(kind: str, hidden: int, tmp_path: Path) -> None:
+    wanted_model = peft_model(theirs(kind), hidden)
     encoder = wanted_model.prompt_encoder["default"]
     wanted = wanted_model(input_ids=TOKENS).logits
     next_token_loss(wanted, TOKENS).backward()
     for model in (theirs(kind), HuggingFaceCausalLM(theirs(kind)), ours(kind, tmp_path)):
         model = PrefixTuning(tokens=COUNT, hidden=hidden).model(model).eval()
-        pairs = take_theirs(model, encoder)
+        pairs = copy_from_peft(model, encoder)
         found = model.logits(TOKENS) if hasattr(model, "task") else model(input_ids=TOKENS).logits
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
         next_token_loss(found, TOKENS).backward()
@@ -84,13 +86,13 @@ def test_its_outputs_and_gradients_are_pefts(kind: str, hidden: int, tmp_path: P
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_masks_account_for_the_prefix_as_pefts_do(kind: str) -> None:
+def test_masks_include_the_prefix_as_in_peft(kind: str) -> None:
     keep = torch.ones_like(TOKENS)
     keep[0, :4] = 0
     labels = TOKENS.masked_fill(keep == 0, -100)
-    wanted_model = pefts(theirs(kind), 0)
+    wanted_model = peft_model(theirs(kind), 0)
     model = PrefixTuning(tokens=COUNT, hidden=0).model(theirs(kind))
-    take_theirs(model, wanted_model.prompt_encoder["default"])
+    copy_from_peft(model, wanted_model.prompt_encoder["default"])
     wanted = wanted_model(input_ids=TOKENS, attention_mask=keep, labels=labels).loss
     positions = torch.arange(TOKENS.shape[1]).expand(2, -1)
     for more in ({}, {"position_ids": positions}):
@@ -98,8 +100,8 @@ def test_masks_account_for_the_prefix_as_pefts_do(kind: str) -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def two_ended(kind: str) -> Any:
-    """A tiny model of transformers that is no decoder, the same at every call, in eval mode."""
+def encoder_or_encoder_decoder(kind: str) -> Any:
+    """Return a tiny encoder or encoder-decoder of transformers in eval mode, equal at every call."""
     sizes = {"vocab_size": 300, "initializer_range": 0.2}
     bart = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": LENGTH}
@@ -118,9 +120,10 @@ def two_ended(kind: str) -> Any:
 
 @pytest.mark.parametrize("hidden", [0, HIDDEN])
 @pytest.mark.parametrize("kind", ["bert", "roberta", "t5", "bart"])
-def test_of_encoders_and_of_two_sided_models_too(kind: str, hidden: int) -> None:
-    """Masks and all; a two-sided model has prefixes in the decoder's attention to itself. peft 0.21 gives its block i
-    of three the prefix 2i mod 3; of an even number of blocks it leaves half of the prefixes out.
+def test_encoders_and_encoder_decoders_equal_peft(kind: str, hidden: int) -> None:
+    """Outputs and gradients are equal, with masks; an encoder-decoder has prefixes in the decoder's self-attention.
+
+    peft 0.21 gives block i of three the prefix 2i mod 3; for an even number of blocks it omits half of the prefixes.
     """
     two_sided = kind in ("t5", "bart")
     network = {"prefix_projection": True, "encoder_hidden_size": hidden} if hidden else {}
@@ -132,23 +135,23 @@ def test_of_encoders_and_of_two_sided_models_too(kind: str, hidden: int) -> None
     keep[0, 9:] = 0
     later = {"decoder_input_ids": TOKENS[:, 3:9], "decoder_attention_mask": keep[:, 5:11]} if two_sided else {}
     inputs = {"input_ids": TOKENS + 2, "attention_mask": keep} | later
-    wanted_model = peft.get_peft_model(two_ended(kind), config).eval()
+    wanted_model = peft.get_peft_model(encoder_or_encoder_decoder(kind), config).eval()
     encoder = wanted_model.prompt_encoder["default"]
     wanted = wanted_model(**inputs)[0]
     wanted.square().mean().backward()
-    model = PrefixTuning(tokens=COUNT, hidden=hidden).model(two_ended(kind)).eval()
-    pairs = take_theirs(model, encoder, [0, 2, 1] if two_sided else ())
+    model = PrefixTuning(tokens=COUNT, hidden=hidden).model(encoder_or_encoder_decoder(kind)).eval()
+    pairs = copy_from_peft(model, encoder, [0, 2, 1] if two_sided else ())
     found = model(**inputs)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
-    assert not torch.allclose(found, two_ended(kind)(**inputs)[0], atol=1e-2)
+    assert not torch.allclose(found, encoder_or_encoder_decoder(kind)(**inputs)[0], atol=1e-2)
     found.square().mean().backward()
     for name, parameter in encoder.named_parameters():
         gradient = torch.cat([own.grad for own in pairs[name]], 1 if name == "embedding.weight" else 0)
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-def test_a_decoder_beside_a_tower_of_images_gets_one_of_its_own() -> None:
-    """It has two stacks, and attends to no encoder."""
+def test_the_decoder_of_an_image_text_model_gets_a_prefix() -> None:
+    """The model has two stacks and no cross-attention."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     torch.manual_seed(0)
     tower = transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8)
@@ -165,26 +168,26 @@ def test_a_decoder_beside_a_tower_of_images_gets_one_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "bart"])
-def test_encoders_and_two_sided_models_compute_their_blocks_again(kind: str) -> None:
+def test_encoders_and_encoder_decoders_support_recompute(kind: str) -> None:
     gradients, texts = [], (TOKENS, TOKENS[:, :5]) if kind != "bert" else (TOKENS,)
     for again in (False, True):
-        model = PrefixTuning(tokens=4, hidden=8).model(two_ended(kind))
+        model = PrefixTuning(tokens=4, hidden=8).model(encoder_or_encoder_decoder(kind))
         model = Recompute().model(model) if again else model
         model(*texts[:1], **({"decoder_input_ids": texts[1]} if texts[1:] else {}))[0].square().mean().backward()
         gradients.append(body_of(model).prefix_in.grad)
     assert gradients[0].any() and torch.equal(*gradients)
 
 
-def test_a_model_that_computes_its_blocks_again_itself_is_refused() -> None:
-    """It would leave out its cache, and the prefix with it."""
+def test_a_model_with_its_own_checkpointing_is_refused() -> None:
+    """The model would ignore its cache, and with it the prefix."""
     model = PrefixTuning(tokens=3).model(theirs("gpt2"))
     model.gradient_checkpointing_enable()
     model.eval()(input_ids=TOKENS)
-    with pytest.raises(UsageError, match="computes its blocks again itself"):
+    with pytest.raises(UsageError, match="recomputes its blocks itself"):
         model.train()(input_ids=TOKENS)
 
 
-def test_what_neither_it_nor_peft_reaches_is_refused(tmp_path: Path) -> None:
+def test_models_without_a_cache_are_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     vit = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **sizes))
     distilbert = transformers.DistilBertModel(
@@ -193,13 +196,13 @@ def test_what_neither_it_nor_peft_reaches_is_refused(tmp_path: Path) -> None:
     for model in (vit, distilbert):
         with pytest.raises(RefusedError, match="nor a cache of keys and values"):
             PrefixTuning().model(model)
-    t5 = PrefixTuning(tokens=3, hidden=0).model(two_ended("t5"))
+    t5 = PrefixTuning(tokens=3, hidden=0).model(encoder_or_encoder_decoder("t5"))
     with pytest.raises(RefusedError, match="prefixes for the blocks of a decoder"):
         save_adapter(t5, tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("core", [causal_attention_reference, tiled_causal_attention])
-def test_a_causal_core_sees_the_prefix_and_the_past(core: Any) -> None:
+def test_a_causal_core_attends_to_prefix_and_past(core: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 6, 8, generator=generator) for heads in (4, 2, 2))
     prefix = torch.randn(3, 2 * 2 * 8, generator=generator)
@@ -209,7 +212,7 @@ def test_a_causal_core_sees_the_prefix_and_the_past(core: Any) -> None:
     torch.testing.assert_close(attend_with_prefix(core, prefix, q, k, v), wanted)
 
 
-def test_a_mask_leaves_the_prefix_in_sight() -> None:
+def test_a_mask_leaves_the_prefix_visible() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 4, 6, 8, generator=generator) for _ in range(3))
     prefix = torch.randn(3, 2 * 4 * 8, generator=generator)
@@ -223,7 +226,7 @@ def test_a_mask_leaves_the_prefix_in_sight() -> None:
 
 
 @pytest.mark.parametrize("style", ["bert", "t5", "marian"])
-def test_every_attention_of_an_encoder_or_an_encoder_decoder_gets_one(style: str) -> None:
+def test_every_attention_of_our_models_gets_a_prefix(style: str) -> None:
     model = assemble(ModelConfig(style, 2, 32, 4, 4, 64, 300, 32, True))  # type: ignore[arg-type]
     initialize(model, 0)
     inputs = (TOKENS,) if style == "bert" else (TOKENS, TOKENS[:, :5])
@@ -236,7 +239,7 @@ def test_every_attention_of_an_encoder_or_an_encoder_decoder_gets_one(style: str
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
 
 
-def test_the_network_makes_what_is_kept_when_it_is_dropped() -> None:
+def test_collapse_keeps_the_prefixes_of_the_network() -> None:
     model = PrefixTuning(tokens=4, hidden=8).model(tiny_model(depth=2)).eval()
     before = model(TOKENS % 256)
     made = [prefix_of(block.attention, body_of(model)) for block in model.blocks]
@@ -248,7 +251,7 @@ def test_the_network_makes_what_is_kept_when_it_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("build", [lambda: tiny_model(depth=2), lambda: HuggingFaceCausalLM(theirs("gpt2"))])
-def test_its_gradient_is_the_same_through_recomputed_blocks(build: Any) -> None:
+def test_gradients_are_equal_with_recompute(build: Any) -> None:
     gradients = []
     for again in (False, True):
         model = PrefixTuning(tokens=4, hidden=8).model(build())
@@ -270,8 +273,8 @@ def test_only_the_prefix_is_trained(style: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["falcon", "gpt_bigcode", "gemma2"])
-def test_heads_of_keys_and_values_are_those_that_the_model_keeps(kind: str) -> None:
-    """One for all queries, though their configs say otherwise, or of another width."""
+def test_key_value_heads_follow_the_cache_of_the_model(kind: str) -> None:
+    """Some models share one head among all queries, against their config, or have heads of another width."""
     sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     more: dict[str, Any] = {"gemma2": {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48}}
     torch.manual_seed(0)
@@ -287,29 +290,29 @@ def test_heads_of_keys_and_values_are_those_that_the_model_keeps(kind: str) -> N
     assert len(trained) == 2 and all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
 
 
-def test_what_it_cannot_work_with_is_refused() -> None:
+def test_unsupported_inputs_are_refused() -> None:
     model = PrefixTuning(tokens=2).model(theirs("gpt2"))
-    with pytest.raises(UsageError, match="64 positions, 2 of them virtual tokens', and was given 63"):
+    with pytest.raises(UsageError, match="2 virtual tokens and 63 tokens exceed the 64 positions"):
         model(input_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long))
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), 0)
-    with pytest.raises(UsageError, match="cannot go on from a cache"):
+    with pytest.raises(UsageError, match="cannot continue from a cache"):
         model(input_ids=TOKENS, past_key_values=cache)
-    with pytest.raises(UsageError, match="cannot go on from a cache"):
+    with pytest.raises(UsageError, match="cannot continue from a cache"):
         model.generate(TOKENS, max_new_tokens=2)  # it would see one token at a time
     assert model.generate(TOKENS, max_new_tokens=2, use_cache=False).shape == (2, TOKENS.shape[1] + 2)
 
 
 @pytest.fixture(scope="module")
 def reader() -> dict[str, torch.Tensor]:
-    """The weights of a tiny model that has learned some of the standard library's text."""
+    """Weights of a tiny model trained on some of the standard library's text."""
     _, state = run_through(plain_run(batch=8), [technique("optimizers.adamw")], 200)
     assert state.model is not None
     return state.model.state_dict()
 
 
 def loss_of_continuation(model: nn.Module, seed: int, rate: float, steps: int) -> float:
-    """Of the same 8 letters behind whatever 6 bytes of text, after the trained parameters have learned them."""
+    """Train the model to continue any 6 bytes of text with the same 8 letters; return the loss of the letters."""
     letters = torch.randint(97, 123, (8,), generator=torch.Generator().manual_seed(seed))
     source = plain_run(batch=8).source
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], rate)
@@ -328,9 +331,7 @@ def loss_of_continuation(model: nn.Module, seed: int, rate: float, steps: int) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_it_teaches_a_frozen_model_a_continuation_that_as_long_a_prompt_does_not(
-    reader: dict[str, torch.Tensor], seed: int
-) -> None:
+def test_a_prefix_learns_what_an_equally_long_prompt_does_not(reader: dict[str, torch.Tensor], seed: int) -> None:
     found = {}
     choices = {
         "prefix": PrefixTuning(tokens=4, hidden=0, seed=seed),
@@ -345,7 +346,7 @@ def test_it_teaches_a_frozen_model_a_continuation_that_as_long_a_prompt_does_not
     assert found["prefix"] < found["prompt"] - 1 and found["network"] < found["prompt"] - 1
 
 
-def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
+def test_packed_rows_are_refused_with_a_fix() -> None:
     model = technique("adapters.prefix_tuning").model(tiny_model(style="gpt"))
     with pytest.raises(UsageError, match="several texts share one") as refused:
         model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))
@@ -353,8 +354,8 @@ def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
 
 
 @pytest.mark.parametrize("kind", ["opt", "gpt2"])
-def test_a_model_in_training_says_what_it_keeps_and_stays_in_training(kind: str) -> None:
-    """Even where it leaves blocks out, makes them again, or gives tuples."""
+def test_cache_shapes_of_a_model_in_training_mode(kind: str) -> None:
+    """Shapes are found if the model skips or recomputes blocks, or returns tuples."""
     torch.manual_seed(0)
     if kind == "opt":
         sizes = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 4}

@@ -34,7 +34,7 @@ def set_prompt(model: nn.Module, values: torch.Tensor) -> nn.Parameter:
     return found
 
 
-def test_virtual_tokens_are_numbered_below_zero_and_stand_for_rows_of_the_prompt() -> None:
+def test_negative_tokens_are_rows_of_the_prompt() -> None:
     longer = lengthen(torch.tensor([[7, 8], [9, 9]]), 3)
     assert longer.tolist() == [[-1, -2, -3, 7, 8], [-1, -2, -3, 9, 9]]
     prompt, words = torch.randn(3, 4), torch.randn(2, 5, 4)
@@ -42,7 +42,7 @@ def test_virtual_tokens_are_numbered_below_zero_and_stand_for_rows_of_the_prompt
     assert torch.equal(found[:, :3], prompt.expand(2, -1, -1)) and torch.equal(found[:, 3:], words[:, 3:])
 
 
-def test_it_starts_from_rows_of_the_vocabulary_or_from_small_numbers() -> None:
+def test_initialization_from_embedding_rows_or_uniform() -> None:
     table, generator = torch.randn(40, 8), torch.Generator().manual_seed(0)
     words = initial_prompt(table, 12, "words", generator)
     rows = [next(i for i, row in enumerate(table) if torch.equal(row, word)) for word in words]
@@ -53,7 +53,7 @@ def test_it_starts_from_rows_of_the_vocabulary_or_from_small_numbers() -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_its_outputs_and_gradients_are_pefts(kind: str, tmp_path: Path) -> None:
+def test_outputs_and_gradients_equal_peft(kind: str, tmp_path: Path) -> None:
     wanted_model = pefts(theirs(kind))
     wanted_prompt = wanted_model.prompt_encoder["default"].embedding.weight
     wanted = wanted_model(input_ids=TOKENS).logits[:, COUNT:]
@@ -67,7 +67,7 @@ def test_its_outputs_and_gradients_are_pefts(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_masks_and_labels_account_for_virtual_tokens_as_pefts_do(kind: str) -> None:
+def test_masks_and_labels_include_virtual_tokens_as_in_peft(kind: str) -> None:
     keep = torch.ones_like(TOKENS)
     keep[0, :4] = 0
     labels = TOKENS.masked_fill(keep == 0, -100)
@@ -83,7 +83,7 @@ def test_masks_and_labels_account_for_virtual_tokens_as_pefts_do(kind: str) -> N
     torch.testing.assert_close(again.loss, wanted.loss, rtol=1e-5, atol=1e-6)
 
 
-def test_the_encoder_of_an_encoder_decoder_gets_the_prompt_as_pefts_does() -> None:
+def test_the_encoder_of_an_encoder_decoder_equals_peft() -> None:
     sizes = {"vocab_size": 300, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2}
     settings: dict[str, Any] = {**sizes, "decoder_start_token_id": 0}
     config = transformers.T5Config(**settings)
@@ -100,7 +100,7 @@ def test_the_encoder_of_an_encoder_decoder_gets_the_prompt_as_pefts_does() -> No
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
-def test_only_the_prompt_is_trained_and_what_the_model_gives_is_as_long_as_the_text(style: str) -> None:
+def test_only_the_prompt_is_trained_and_outputs_keep_length(style: str) -> None:
     run = compose(plain_run(style=style), [technique("adapters.prompt_tuning"), technique("optimizers.adamw")], 4)
     state = run.start()
     advance(run, state)
@@ -111,7 +111,7 @@ def test_only_the_prompt_is_trained_and_what_the_model_gives_is_as_long_as_the_t
     assert state.model(TOKENS % 256).shape == (2, 12, 32)
 
 
-def test_its_gradient_is_the_same_through_recomputed_blocks() -> None:
+def test_gradients_are_equal_with_recompute() -> None:
     gradients = []
     for again in (False, True):
         model = PromptTuning(tokens=4).model(tiny_model(depth=2))
@@ -121,37 +121,37 @@ def test_its_gradient_is_the_same_through_recomputed_blocks() -> None:
     assert gradients[0].any() and torch.equal(*gradients)
 
 
-def test_text_is_sampled_behind_the_prompt() -> None:
+def test_text_is_sampled_after_the_prompt() -> None:
     model = PromptTuning(tokens=4).model(tiny_model(depth=2)).eval()
     tokens = generate(model, TOKENS[:1, :3] % 256, 3, greedy=True)
     for length in (3, 4, 5):
         assert tokens[0, length] == model.logits(tokens[:, :length])[0, -1].argmax()
 
 
-def test_the_room_that_is_left_for_text_is_what_the_model_has_beyond_the_prompt() -> None:
+def test_the_prompt_shortens_the_context_length() -> None:
     model = PromptTuning(tokens=4).model(theirs("gpt2"))
     fitting = torch.zeros(1, LENGTH - 4, dtype=torch.long)
     model(input_ids=fitting)
-    with pytest.raises(UsageError, match="64 positions, 4 of them virtual tokens', and was given 61") as refused:
+    with pytest.raises(UsageError, match="4 virtual tokens and 61 tokens exceed the 64 positions") as refused:
         model(input_ids=torch.cat((fitting, fitting[:, :1]), 1))
     assert "60 tokens" in refused.value.fix
 
 
-def test_what_it_cannot_work_with_is_refused() -> None:
-    with pytest.raises(RefusedError, match="no table of tokens"):
+def test_unsupported_inputs_are_refused() -> None:
+    with pytest.raises(RefusedError, match="no token embedding"):
         PromptTuning().model(nn.Sequential(nn.ModuleList([nn.Linear(2, 2)])))
     model = PromptTuning(tokens=2).model(theirs("llama"))
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), 0)
-    with pytest.raises(UsageError, match="cannot go on from a cache"):
+    with pytest.raises(UsageError, match="cannot continue from a cache"):
         model(input_ids=TOKENS, past_key_values=cache)
-    with pytest.raises(UsageError, match="none were given"):
+    with pytest.raises(UsageError, match="there are none"):
         model(inputs_embeds=torch.zeros(2, 3, 32))
     with pytest.raises(UsageError, match="attention_mask has shape"):
         model(input_ids=TOKENS, attention_mask=torch.ones(2, 1, 12, 12))
 
 
-def test_texts_that_share_a_row_are_refused_with_what_to_set() -> None:
+def test_packed_rows_are_refused_with_a_fix() -> None:
     model = technique("adapters.prompt_tuning").model(tiny_model(style="gpt"))
     with pytest.raises(UsageError, match="several texts share one") as refused:
         model(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[1, 1, 2, 2]]))

@@ -1,4 +1,4 @@
-"""Visual prompts: where they stand, what each block sees, and what is trained."""
+"""Visual prompts: their positions, the input of each block, and the trained parameters."""
 
 import math
 
@@ -9,7 +9,7 @@ from tiny_runs import tiny_model
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, UsageError
-from thrifty.techniques.adapters.visual_prompt import NAME, VisualPrompt, cut_out, first_bound, insert
+from thrifty.techniques.adapters.visual_prompt import NAME, VisualPrompt, cut_out, initial_bound, insert
 from thrifty.techniques.memory.recompute import Recompute
 
 VIT = KINDS["vit"]
@@ -19,7 +19,7 @@ def prompts_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if name.endswith(NAME)}
 
 
-def test_prompts_come_behind_the_first_tokens_and_are_cut_out_again() -> None:
+def test_prompts_follow_the_first_tokens_and_are_cut_out() -> None:
     x, prompt = torch.randn(2, 5, 4), torch.randn(3, 4)
     longer = insert(x, prompt, 1)
     assert torch.equal(longer, torch.cat((x[:, :1], prompt.expand(2, -1, -1), x[:, 1:]), 1))
@@ -28,19 +28,19 @@ def test_prompts_come_behind_the_first_tokens_and_are_cut_out_again() -> None:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_first_values_are_uniform_within_the_papers_bound(deep: bool) -> None:
+def test_initial_values_are_uniform_within_the_paper_bound(deep: bool) -> None:
     model = VisualPrompt(tokens=50, deep=deep).model(VIT.model())
     found = prompts_of(model)
     assert [*found] == [f"vit.layers.{index}.{NAME}" for index in (range(3) if deep else (0,))]
     bound = math.sqrt(6 / (3 * 4 * 4 + 32))
-    assert first_bound(4, 32) == bound
+    assert initial_bound(4, 32) == bound
     for values in found.values():
         assert values.shape == (50, 32) and 0.98 * bound < values.abs().max() <= bound
     assert len({float(values.sum()) for values in found.values()}) == len(found)
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_each_block_sees_its_prompt_or_what_became_of_it(deep: bool) -> None:
+def test_each_block_sees_its_prompt_or_the_prompt_output(deep: bool) -> None:
     model = VIT.model()
     seen: list[Tensor] = []
     for block in model.vit.layers:
@@ -55,7 +55,7 @@ def test_each_block_sees_its_prompt_or_what_became_of_it(deep: bool) -> None:
         assert own == (deep or index == 0)
 
 
-def test_it_is_the_model_over_longer_sequences() -> None:
+def test_outputs_equal_the_model_on_longer_sequences() -> None:
     model = VIT.model()
     VisualPrompt(tokens=3, deep=False).model(model)
     plain = VIT.model()
@@ -84,7 +84,7 @@ def test_only_prompts_and_the_head_are_trained_and_they_learn(kind: str, head: b
     assert len(LABELS) == 4
 
 
-def test_its_gradient_is_the_same_through_recomputed_blocks() -> None:
+def test_gradients_are_equal_with_recompute() -> None:
     gradients = []
     for again in (False, True):
         model = VisualPrompt(tokens=3).model(VIT.model())
@@ -93,12 +93,12 @@ def test_its_gradient_is_the_same_through_recomputed_blocks() -> None:
     assert all(torch.equal(a, b) and a.any() for a, b in zip(*gradients, strict=True))
 
 
-def test_what_has_no_patches_no_room_or_two_stacks_is_refused() -> None:
+def test_models_without_patches_or_with_masks_are_refused() -> None:
     with pytest.raises(RefusedError, match="no convolution that cuts an image") as refused:
         VisualPrompt().model(tiny_model())
-    assert "patch = 16" in refused.value.fix
+    assert "adapters.visual_prompt.patch=16" in refused.value.fix
     with pytest.raises(RefusedError, match="has 2 stacks of blocks"):
         VisualPrompt(patch=4).model(KINDS["t5"].model())
     model = VisualPrompt(patch=4).model(KINDS["llama"].model())
-    with pytest.raises(UsageError, match="a mask or positions beside its tokens"):
+    with pytest.raises(UsageError, match="a mask or positions with its tokens"):
         KINDS["llama"].loss(model)

@@ -1,5 +1,4 @@
-"""Where models of transformers look for the keys and values of what they have read before, and something put there for
-them to find: prefixes of adapters."""
+"""Read-only caches of keys and values through which models of transformers receive the prefixes of adapters."""
 
 import inspect
 from functools import cache
@@ -15,32 +14,34 @@ _READER = {"input_ids", "past_key_values"}
 
 
 def is_reader(module: nn.Module) -> bool:
-    """Whether a module takes tokens together with keys and values of earlier ones."""
+    """Return True if the forward pass takes tokens and a cache of keys and values."""
     return inspect.signature(type(module).forward).parameters.keys() >= _READER
 
 
 def is_two_sided(model: nn.Module) -> bool:
-    """Whether a model, or one inside it, has an encoder that its reader attends to."""
+    """Return True if the model contains an encoder-decoder."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "is_encoder_decoder", False) for config in configs)
 
 
 def cache_shapes(body: nn.Module) -> list[torch.Size]:
-    """Of the keys of self-attention that each block of a reader would keep, (b, g, t, k), as it says itself: configs
-    name heads in many ways, and some share one among all queries. An encoder says so only of a cache that it is given.
-    Raises RefusedError where values are not of the same shape."""
+    """Return the shape (b, g, t, k) of the keys that the self-attention of each block caches.
+
+    The shapes come from a forward pass, because configs name heads in many ways and some share one among all queries.
+    An encoder fills only a cache that it receives. Raises RefusedError if the values have another shape.
+    """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
-    in_training = [module for module in body.modules() if module.training]
-    body.eval()  # in training a model may leave blocks out, or keep nothing because it makes its blocks again
+    training_modules = [module for module in body.modules() if module.training]
+    body.eval()  # in training a model may skip blocks, or cache nothing because it recomputes its blocks
     with torch.no_grad(), preserved_draws([tokens]):
         filled = _fill(body, tokens)
-    for module in in_training:
+    for module in training_modules:
         module.training = True
     layers = getattr(getattr(filled, "self_attention_cache", filled), "layers", [])
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
     if any(keys is None or values is None or keys.ndim != 4 or keys.shape != values.shape for keys, values in pairs):
         raise RefusedError(
-            f"{type(body).__name__} keeps something else than keys and values of equal shape", fix="use adapters.lora"
+            f"{type(body).__name__} caches something else than keys and values of equal shape", fix="use adapters.lora"
         )
     return [keys.shape for keys, _ in pairs]
 
@@ -48,27 +49,28 @@ def cache_shapes(body: nn.Module) -> list[torch.Size]:
 def _fill(body: nn.Module, tokens: Tensor) -> Any:
     from transformers import DynamicCache
 
-    # by its class, since a prefix that is there already would not let the cache out
-    forward, more = type(body).forward, {"input_ids": tokens, "return_dict": True}
-    kept = forward(body, **more, use_cache=True).past_key_values
-    if kept is None:
-        forward(body, **more, past_key_values=(kept := DynamicCache()))
-    return kept
+    # the method of the class: an existing prefix would remove the cache from the output
+    forward, inputs = type(body).forward, {"input_ids": tokens, "return_dict": True}
+    cache = forward(body, **inputs, use_cache=True).past_key_values
+    if cache is None:
+        forward(body, **inputs, past_key_values=(cache := DynamicCache()))
+    return cache
 
 
 def refuse_own_recomputation(body: nn.Module) -> None:
-    """Raises UsageError for a reader that will leave out its cache because it computes its blocks again itself."""
+    """Raise UsageError for a model that ignores its cache because its own gradient checkpointing is on."""
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in body.modules()):
         raise UsageError(
-            f"{type(body).__name__} computes its blocks again itself, and leaves out its cache with the prefix in it",
-            fix="call its gradient_checkpointing_disable, and take --with memory.recompute",
+            f"{type(body).__name__} recomputes its blocks itself, and then ignores its cache with the prefix",
+            fix="call its gradient_checkpointing_disable, and use --with memory.recompute",
         )
 
 
 def unwritten_cache(pairs: list[tuple[Tensor, Tensor]], batch: int, two_sided: bool) -> Any:
-    """A cache in which each block finds keys and values (g, p, k), and in which nothing is kept: what is computed again
-    finds it unchanged. For the decoder of a two-sided model they are those of its self-attention, and what it attends
-    to of the encoder is left as it is."""
+    """Return a read-only cache with keys and values (g, p, k) for each block, so that recomputation finds it unchanged.
+
+    In the decoder of an encoder-decoder, self-attention reads it and cross-attention is unchanged.
+    """
     filled = _layers_of([tuple(x.expand(batch, -1, -1, -1) for x in pair) for pair in pairs])
     if not two_sided:
         return filled
@@ -80,10 +82,10 @@ def unwritten_cache(pairs: list[tuple[Tensor, Tensor]], batch: int, two_sided: b
 
 
 class _NeverWritten(dict[int, bool]):
-    """By block, whether the keys of the encoder's tokens are in the cache already: never."""
+    """A mapping from blocks to True if the cache holds the encoder's keys; it stays empty."""
 
     def __setitem__(self, block: int, written: bool) -> None:
-        """Forgotten, as the keys are."""
+        """Ignore the assignment."""
 
 
 def _layers_of(pairs: list[Any]) -> Any:
@@ -104,13 +106,13 @@ def _unwritten_layer() -> type:
     from transformers.cache_utils import DynamicLayer
 
     class UnwrittenLayer(DynamicLayer):
-        """Gives what it holds, in front of what it is given, and keeps nothing."""
+        """A cache layer that prepends its keys and values to new ones without storing them."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:
                 return key_states, value_states
             pairs = ((self.keys, key_states), (self.values, value_states))
-            keys, values = (torch.cat((before.to(new.dtype), new), 2) for before, new in pairs)
+            keys, values = (torch.cat((prefix.to(new.dtype), new), 2) for prefix, new in pairs)
             return keys, values
 
     return UnwrittenLayer

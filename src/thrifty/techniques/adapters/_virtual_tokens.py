@@ -1,4 +1,4 @@
-"""Room in a model's inputs for tokens that are in no text: prompts and prefixes of adapters."""
+"""Inputs of a model extended by virtual tokens: the prompts and prefixes of adapters."""
 
 import inspect
 import re
@@ -15,8 +15,10 @@ _MASKS = ("attention_mask", "keep")
 
 
 def input_names(module: nn.Module) -> list[str]:
-    """What a module's class calls the inputs of its forward, however that is wrapped. Raises RefusedError where it
-    takes them without names."""
+    """Return the parameter names of the class's forward method, also if a wrapper replaces it.
+
+    Raises RefusedError if it takes unnamed inputs.
+    """
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         raise RefusedError(
@@ -27,44 +29,44 @@ def input_names(module: nn.Module) -> list[str]:
 
 
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Everything a module was called with, by name."""
+    """Return all arguments of a call by name."""
     return dict(zip(input_names(module), args, strict=False)) | kwargs
 
 
 def extend_masks(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """Masks (b, t) of inputs by name, longer by `count` tokens in front that all may see.
+    """Return the masks (b, t) among the inputs, extended to (b, count + t) by visible tokens at the front.
 
-    Raises UsageError for a mask of another shape, for several texts in one row, of which only the first would be
-    behind the virtual tokens, and for a cache: what is in it would be before them, and an empty one would be used
-    later on.
+    Raises UsageError for a mask of another shape, for several texts in one row and for a cache. Only the first text of
+    a row would follow the virtual tokens. Cached tokens would precede them.
     """
     refuse_shared_rows(inputs)
     if inputs.get("past_key_values") is not None:
         raise UsageError(
-            "a model with virtual tokens cannot go on from a cache of what it read", fix="generate with use_cache=False"
+            "a model with virtual tokens cannot continue from a cache of keys and values",
+            fix="generate with use_cache=False",
         )
     longer = {}
     for name in _MASKS:
         if (mask := inputs.get(name)) is not None:
             if mask.ndim != 2:
-                raise UsageError(f"{name} has shape {tuple(mask.shape)}", fix="give one of shape (batch, tokens)")
+                raise UsageError(f"{name} has shape {tuple(mask.shape)}", fix="pass one of shape (batch, tokens)")
             longer[name] = F.pad(mask, (count, 0), value=1)
     return longer
 
 
 def refuse_shared_rows(inputs: dict[str, Any]) -> None:
-    """Raises UsageError where the inputs of a model say that several texts share a row."""
+    """Raise UsageError if several texts share a row (`segments`)."""
     if inputs.get("segments") is not None:
         raise UsageError(
-            "virtual tokens stand before a row, and several texts share one", fix="--set objective.packed=false"
+            "virtual tokens precede a row, and several texts share one", fix="--set objective.packed=false"
         )
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """How many tokens the tables of positions in a model have room for; None where it has no tables."""
+    """Return the context length of the position tables in a model, None without tables."""
     limits = []
     for name, module in model.named_modules():
-        if isinstance(table := getattr(module, "cos", None), Tensor):  # of rotary positions
+        if isinstance(table := getattr(module, "cos", None), Tensor):  # rotary positions
             limits.append(len(table))
         elif _POSITIONS.fullmatch(name.rpartition(".")[2]) and hasattr(module, "num_embeddings"):
             limits.append(module.num_embeddings)
@@ -72,16 +74,16 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def refuse_beyond(limit: int | None, count: int, tokens: int) -> None:
-    """Raises UsageError where `count` virtual tokens and `tokens` real ones do not fit a model of `limit` positions."""
+    """Raise UsageError if `count` virtual and `tokens` real tokens exceed `limit` positions."""
     if limit is not None and count + tokens > limit:
         raise UsageError(
-            f"the model has {limit} positions, {count} of them virtual tokens', and was given {tokens} tokens",
-            fix=f"give it {limit - count} tokens or fewer (data.length), or take fewer virtual ones",
+            f"{count} virtual tokens and {tokens} tokens exceed the {limit} positions of the model",
+            fix=f"use texts of at most {limit - count} tokens (data.length), or fewer virtual tokens",
         )
 
 
 def common_path(names: Iterable[str]) -> str:
-    """The module that holds all of these, by name."""
+    """Return the name of the innermost module that contains all named modules."""
     shared: list[str] = []
     for words in zip(*(name.split(".")[:-1] for name in names), strict=False):
         if len(set(words)) > 1:

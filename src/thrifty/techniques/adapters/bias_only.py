@@ -30,7 +30,7 @@ ADDED = "added_bias"
 
 
 def bias_names(model: nn.Module) -> set[str]:
-    """The parameters that are biases: vectors whose name says so, of linear layers, norms and fused projections."""
+    """Return the names of the bias vectors of linear layers, norms and fused projections."""
     return {
         name
         for name, parameter in model.named_parameters()
@@ -39,7 +39,7 @@ def bias_names(model: nn.Module) -> set[str]:
 
 
 def add_bias(layer: nn.Module) -> None:
-    """A vector, zero at first, that is added to what a layer gives."""
+    """Add a bias vector, initially zero, to the output of a layer."""
     layer.added_bias = nn.Parameter(torch.zeros(out_width(layer), device=layer.weight.device))
     layer.register_forward_hook(_plus_bias)
 
@@ -56,9 +56,9 @@ class BiasOnly(AdapterTechnique):
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
 
     head: bool = False
-    """Train the head too, where it is not also the embedding."""
+    """Train the head too, unless it is also the embedding."""
     add: bool = False
-    """Give the linear layers of the blocks that have no bias one that starts at zero."""
+    """Add zero biases to the linear layers of the blocks that have none."""
 
     def model(self, model: nn.Module) -> nn.Module:
         if self.add:
@@ -67,7 +67,7 @@ class BiasOnly(AdapterTechnique):
         if not trained:
             raise RefusedError(
                 f"{type(model).__name__} has no biases to train",
-                fix=f"set {self.name}.add = true to give its layers some, or use adapters.lora",
+                fix=f"--set techniques.{self.name}.add=true to add biases, or --with adapters.lora",
             )
         train_only(model, trained | (head_names(model) if self.head else set()))
         return model
@@ -85,10 +85,10 @@ class BiasOnly(AdapterTechnique):
         for layer in linear:
             add_bias(layer)
         kinds = {type(layer).__name__ for layer in without.values() if layer not in linear}
-        unknown = f"; what a {' or a '.join(sorted(kinds))} computes is not known, so those were given none"
-        add_note(f"{len(linear)} layers were given a bias{unknown if kinds else ''}")
+        unknown = f"; not to {' or '.join(sorted(kinds))}, whose computation is unknown"
+        add_note(f"biases added to {len(linear)} layers{unknown if kinds else ''}")
 
     def finish(self, model: nn.Module) -> nn.Module:
         if names_ending(model, ADDED):
-            raise self.refuse_plain("biases of layers that have none")
+            raise self.refuse_plain("added biases")
         return model.requires_grad_(True)

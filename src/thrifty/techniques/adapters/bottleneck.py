@@ -33,20 +33,19 @@ PARTS = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
 
 
 def apply_bottleneck(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """x + W2 gelu(W1 x + b1) + b2 for x (..., d), W1 (width, d), W2 (d, width)."""
+    """Return x + W2 gelu(W1 x + b1) + b2 for x (..., d), W1 (width, d), W2 (d, width)."""
     return x + F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
 
 def draw_truncated_normal(values: Tensor, std: float, generator: torch.Generator | None = None) -> None:
-    """Fill a tensor from a normal that is cut off at two standard deviations, by the inverse of its distribution."""
+    """Fill a tensor from a normal distribution truncated at two standard deviations, by its inverse CDF."""
     largest = math.erf(math.sqrt(2))
     values.uniform_(-largest, largest, generator=generator).erfinv_().mul_(std * math.sqrt(2))
 
 
 @torch.no_grad()
 def add_bottleneck(writer: nn.Module, d: int, width: int, std: float, generator: torch.Generator | None = None) -> None:
-    """Let what a module gives (the first of it where it gives several) pass a bottleneck, whose parameters become the
-    module's. Biases start at zero."""
+    """Add a bottleneck to the (first) output of a module, with its parameters on the module. Biases start at zero."""
     device = next(writer.parameters()).device
     for name, shape in zip(PARTS, ((width, d), (width,), (d, width), (d,)), strict=True):
         values = torch.zeros(shape, device=device)
@@ -68,17 +67,17 @@ class BottleneckAdapter(AdapterTechnique):
 
     width: Positive = 64
     placement: Literal["both", "feed_forward"] = "both"
-    """Behind attention and feed-forward networks, or behind the latter alone."""
+    """After attention and feed-forward networks, or after the latter alone."""
     norms: bool = True
     """Train the norms too."""
     head: bool = False
-    """Train the head too, where it is not also the embedding."""
+    """Train the head too, unless it is also the embedding."""
     std: Rate = 1e-3
-    """Of the first values of both matrices."""
+    """Standard deviation of the initial values of both matrices."""
     where: str = ""
-    """Pattern of the modules inside a block that write into the residual stream; empty finds them."""
+    """Pattern of the modules inside a block that write into the residual stream; empty to detect them."""
     seed: int = 0
-    """Of the first values, together with each layer's name."""
+    """Seed of the initial values, combined with each layer's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
         branches = (
@@ -86,7 +85,7 @@ class BottleneckAdapter(AdapterTechnique):
         )
         chosen = [branch for branch in branches if self.placement == "both" or branch.kind == "mlp"]
         if not chosen:
-            raise RefusedError("no feed-forward branch was found", fix="set placement = both")
+            raise RefusedError("no feed-forward branch was found", fix=f"--set techniques.{self.name}.placement=both")
         for branch in chosen:
             generator = keyed_generator(f"{self.seed}/{branch.name}", next(branch.writer.parameters()))
             add_bottleneck(branch.writer, out_width(branch.last), self.width, self.std, generator)
@@ -97,4 +96,4 @@ class BottleneckAdapter(AdapterTechnique):
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:
-        raise self.refuse_plain("networks behind the branches")
+        raise self.refuse_plain("networks after the branches")

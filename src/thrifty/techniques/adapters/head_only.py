@@ -30,7 +30,7 @@ class HeadOnly(AdapterTechnique):
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.PARAMETER_SHARDING: "they are gathered and freed by the gradient of what the model gives, which has none"
+        Claim.PARAMETER_SHARDING: "gathering and freeing follow the gradient of the output, which has none"
     }
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -38,7 +38,7 @@ class HeadOnly(AdapterTechnique):
         if not trained:
             raise RefusedError(
                 f"{type(model).__name__} has no head of its own to train",
-                fix="set model.tied = false where it shares the embedding's weights, or use adapters.lora",
+                fix="--set model.tied=false if it shares the embedding's weights, or --with adapters.lora",
             )
         train_only(model, trained)
         return model

@@ -35,21 +35,21 @@ from thrifty.kernels.hadamard import Fastfood, draw_fastfood
 from thrifty.modeling.adapter_base import ALSO_TRAINED, AdapterTechnique, train_only
 
 NAME = "subspace"
-"""Of the parameter z."""
+"""Name of the parameter z."""
 
 
 class RandomSubspace:
-    """The weights of a model as a function of z: θ₀ + P z."""
+    """The weights of a model as a function θ₀ + P z of the vector z."""
 
     def __init__(self, weights: list[nn.Parameter], projection: Fastfood):
         self.weights, self.projection = weights, projection
         self.origin = torch.cat([weight.detach().flatten().float() for weight in weights])
         self.is_placed = False
-        """Whether z is known not to have changed: while one step's gradients are being found."""
+        """True while the gradients of one step are computed, during which z does not change."""
 
     @torch.no_grad()
     def place(self, z: Tensor) -> None:
-        """Put the weights where z says."""
+        """Set the weights to θ₀ + P z for z (d,)."""
         if self.is_placed:
             return
         values = self.origin + self.projection.apply(z)
@@ -58,7 +58,7 @@ class RandomSubspace:
 
     @contextmanager
     def gradients_of(self, z: Tensor) -> Iterator[None]:
-        """Inside, the weights are where z says and have gradients."""
+        """Set the weights to θ₀ + P z and let them require gradients inside the context."""
         self.place(z)
         self.is_placed = True
         for weight in self.weights:
@@ -72,7 +72,7 @@ class RandomSubspace:
 
     @torch.no_grad()
     def take_gradients(self) -> Tensor:
-        """The gradient of z, from those of the weights, which are given up."""
+        """Return the gradient of z (d,) from the gradients of the weights, and clear the latter."""
         gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights]
         flat = torch.cat([gradient.flatten().float() for gradient in gradients])
         for weight in self.weights:
@@ -80,36 +80,39 @@ class RandomSubspace:
         return self.projection.apply_transposed(flat)
 
 
-CONFINED: ModuleNote[RandomSubspace] = ModuleNote("confined")
-PLACING: ModuleNote[RemovableHandle] = ModuleNote("placing")
+SUBSPACE: ModuleNote[RandomSubspace] = ModuleNote("random_subspace")
+PLACEMENT_HOOK: ModuleNote[RemovableHandle] = ModuleNote("placement_hook")
 
 
 def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomSubspace:
-    """Give a model the parameter z, zero at first; its own parameters follow it before each forward pass."""
+    """Add the parameter z to a model, initially zero, and set the weights from it before each forward pass."""
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     total = sum(weight.numel() for weight in weights)
     if dimension > total:
-        raise RefusedError(f"dimension {dimension} is more than the {total} weights", fix=f"set {total} or less")
-    # drawn on the processor: the same projection on every device
+        raise RefusedError(
+            f"dimension {dimension} is more than the {total} weights of the model",
+            fix=f"use a dimension of at most {total}",
+        )
+    # sampled on the CPU: the same projection on every device
     projection = draw_fastfood(dimension, total, keyed_generator(f"{seed}/{NAME}"), weights[0].device)
-    confined = CONFINED.set(model, RandomSubspace(weights, projection))
+    subspace = SUBSPACE.set(model, RandomSubspace(weights, projection))
     model.subspace = nn.Parameter(torch.zeros(dimension, device=weights[0].device))
-    PLACING.set(model, model.register_forward_pre_hook(_place))
-    return confined
+    PLACEMENT_HOOK.set(model, model.register_forward_pre_hook(_place))
+    return subspace
 
 
 def _place(model: nn.Module, args: Any) -> None:
-    CONFINED.of(model).place(model.subspace)
+    SUBSPACE.of(model).place(model.subspace)
 
 
 def subspace_backward(backward: Backward) -> Backward:
-    """A backward pass that leaves the gradient of z in place of those of the weights."""
+    """Return a backward pass that stores the gradient of z instead of the gradients of the weights."""
 
     def projected(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-        confined = CONFINED.of(model)
-        with confined.gradients_of(model.subspace):
+        subspace = SUBSPACE.of(model)
+        with subspace.gradients_of(model.subspace):
             outcome = backward(model, objective, batch)
-        model.subspace.grad = confined.take_gradients().to(model.subspace.dtype)
+        model.subspace.grad = subspace.take_gradients().to(model.subspace.dtype)
         return outcome
 
     return projected
@@ -123,20 +126,20 @@ class IntrinsicDimension(AdapterTechnique):
 
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.DEPTH: "blocks that are added have no θ₀ in common with those they grew from",
+        Claim.DEPTH: "added blocks share no θ₀ with the blocks that they copy",
         Claim.PARAMETER_SHARDING: "the projection needs all weights in one place",
         Claim.TENSOR_PARALLELISM: "the projection needs all weights in one place",
     }
 
     dimension: Positive = 1000
-    """Numbers that are trained, d."""
+    """Number of trained values, d."""
     seed: int = 0
-    """Of the projection."""
+    """Seed of the projection."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        confined = restrict_to_subspace(model, self.dimension, self.seed)
-        add_note(f"{len(confined.origin):,} weights in a subspace of {self.dimension:,} dimensions")
-        ALSO_TRAINED.set(model, frozenset())  # a new head moves in the subspace as all weights do
+        subspace = restrict_to_subspace(model, self.dimension, self.seed)
+        add_note(f"{len(subspace.origin):,} weights in a subspace of {self.dimension:,} dimensions")
+        ALSO_TRAINED.set(model, frozenset())  # a new head is part of the subspace like all weights
         train_only(model, {NAME})
         return model
 
@@ -145,15 +148,15 @@ class IntrinsicDimension(AdapterTechnique):
         return frozenset({"backward"})
 
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
-        confined = CONFINED.of(model)
+        subspace = SUBSPACE.of(model)
 
         def take(*_: object) -> None:
-            model.subspace.grad = confined.take_gradients().to(model.subspace.dtype)
-            for weight in confined.weights:
+            model.subspace.grad = subspace.take_gradients().to(model.subspace.dtype)
+            for weight in subspace.weights:
                 weight.requires_grad_(False)
 
         def open_weights(*_: object) -> None:
-            for weight in confined.weights if torch.is_grad_enabled() else ():
+            for weight in subspace.weights if torch.is_grad_enabled() else ():
                 weight.requires_grad_(True)
 
         model.register_forward_pre_hook(open_weights)
@@ -163,7 +166,7 @@ class IntrinsicDimension(AdapterTechnique):
         return subspace_backward(backward)
 
     def finish(self, model: nn.Module) -> nn.Module:
-        CONFINED.remove(model).place(model.subspace)
-        PLACING.remove(model).remove()
+        SUBSPACE.remove(model).place(model.subspace)
+        PLACEMENT_HOOK.remove(model).remove()
         del model.subspace
         return model.requires_grad_(True)

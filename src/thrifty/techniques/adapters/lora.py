@@ -33,8 +33,8 @@ from thrifty.modeling.module_surgery import select, tied_names, weight_layers
 from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices
 from thrifty.modeling.residual_branches import is_transposed, part_of_attention
 
-_READ_BY_OTHERS = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
-"""torch's own attention, and the last layer inside it."""
+_USED_BY_ATTENTION = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
+"""torch's own attention, and its output layer, whose weight it reads itself."""
 
 
 class Lora(AdapterTechnique):
@@ -49,40 +49,42 @@ class Lora(AdapterTechnique):
     rank: Positive = 8
     alpha: float = 16.0
     dropout: Probability = 0.0
-    """Of what A is given; the frozen layer is given all of it."""
+    """Dropout probability of the input of A; the frozen layer receives the whole input."""
     where: str = ""
-    """Pattern that the name of a layer must contain; `embed` finds most embeddings, "." takes all. Empty takes every
-    linear layer but those that produce the model's outputs, whatever their names."""
+    """Pattern in the names of adapted layers; `embed` matches most embeddings, "." every layer. Empty adapts every
+    linear layer except those that produce the model's outputs."""
     slices: str = "qkv"
-    """Which of queries, keys and values get factors, whether fused in one layer or not. In a fused layer each has its
-    own A; with an empty text such a layer counts as one."""
+    """Letters of queries, keys and values to adapt, in fused and separate layers. In a fused layer each has its own A;
+    an empty text adapts a fused layer as one."""
     also: str = ""
-    """Pattern of the names of parameters of the model that are trained as they are, such as a head or norms."""
+    """Pattern in the names of parameters that are trained without factors, such as a head or norms."""
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     seed: int = 0
-    """Of the first values of A, together with each layer's name."""
+    """Seed of the initial values of A, combined with each layer's name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not set(self.slices) <= set("qkv"):
             raise UsageError(
-                f"{self.name}: slices is {self.slices!r}", fix="use letters of qkv, such as slices=qv, or nothing"
+                f"{self.name}: slices is {self.slices!r}", fix="use letters of qkv, such as slices=qv, or an empty text"
             )
 
     def model(self, model: nn.Module) -> nn.Module:
         return self.attach(model)
 
     def attach(self, model: nn.Module, name: str = DEFAULT) -> nn.Module:
-        """Put an adapter of this name, with these settings, on a model, which may have others already."""
+        """Add an adapter of this name with these settings to a model, which may have other adapters."""
         layers, also = self.layers(model), self._also_trained(model)
         attach(model, layers, name, self.seed)
         train_only(model, factor_names(model) | also)
         return model
 
     def layers(self, model: nn.Module) -> dict[str, LoraFactors]:
-        """What each layer that is adapted gets, by its name. Raises RefusedError where nothing matches, a rank is too
-        large, or a fused layer cannot be cut into slices."""
+        """Return the factors of each adapted layer, by its name.
+
+        Raises RefusedError if nothing matches, the rank is too large, or a fused layer cannot be cut into slices.
+        """
         linear = weight_layers(model)
         heads = {} if self.where else output_layers(model)
         kinds = {type(layer) for layer in linear.values()} | ({nn.Embedding} if self.where else set())
@@ -99,39 +101,42 @@ class Lora(AdapterTechnique):
                 return "its weight is tied"
             letters = _letters(name, cuts.get(name))
             if self.slices and letters and not set(letters) & set(self.slices):
-                return f"slices={self.slices} leaves it out"
-            if self.dropout and isinstance(layer, _READ_BY_OTHERS):
-                return "dropout cannot come before A where an attention reads the weight itself"
+                return f"slices={self.slices} excludes it"
+            if self.dropout and isinstance(layer, _USED_BY_ATTENTION):
+                return "dropout cannot precede A if an attention reads the weight itself"
             return _reason_to_skip(name, layer)
 
         selection = select(model, (nn.Linear, nn.MultiheadAttention, *kinds), self.where, skip)
         add_note(f"adapted: {_numberless(selection.matched)}")
         if several := [*_stacked_matrices(model)]:
-            add_note(f"left out: {_numberless(several)}, which hold several matrices in one tensor")
+            add_note(f"not adapted: {_numberless(several)}, which hold several matrices in one tensor")
         return {name: self._factors(name, layer, cuts.get(name)) for name, layer in selection.matched.items()}
 
     def _factors(self, name: str, layer: nn.Module, cut: FusedSlices | None) -> LoraFactors:
         letters = _letters(name, cut)
         if cut is None and self.slices and not set(letters) <= set(self.slices):
             raise RefusedError(
-                f"it cannot be told which part of {name} makes queries, keys or values",
-                fix="adapt all of it with slices=qkv, or leave it out by where",
+                f"the queries, keys and values of {name} cannot be told apart",
+                fix="adapt all of it with slices=qkv, or exclude it by where",
             )
         sizes = cut.sizes if cut is not None and self.slices else ()
         chosen = tuple(i for i in range(len(sizes)) if not letters or letters[i] in self.slices)
-        takes, gives = widths(layer)
-        gives = min((sizes[i] for i in chosen), default=gives)
-        if self.rank > min(takes, gives):
+        width_in, width_out = widths(layer)
+        width_out = min((sizes[i] for i in chosen), default=width_out)
+        if self.rank > min(width_in, width_out):
             raise RefusedError(
-                f"rank {self.rank} is larger than a weight of shape {(gives, takes)}",
-                fix=f"use a rank of at most {min(takes, gives)}",
+                f"rank {self.rank} is larger than the weight {(width_out, width_in)} of {name}",
+                fix=f"use a rank of at most {min(width_in, width_out)}",
             )
         return LoraFactors(self.rank, self.alpha, self.dropout, self.rank_stabilized, sizes, chosen)
 
     def _also_trained(self, model: nn.Module) -> set[str]:
         names = {name for name, _ in model.named_parameters() if self.also and re.search(self.also, name)}
         if self.also and not names:
-            raise RefusedError(f"no parameter matches also={self.also!r}", fix="give a pattern of parameters' names")
+            raise RefusedError(
+                f"no parameter matches also={self.also!r}",
+                fix='use a pattern of parameter names, such as also="head|norm"',
+            )
         return names
 
     def finish(self, model: nn.Module) -> nn.Module:
@@ -142,7 +147,7 @@ class Lora(AdapterTechnique):
         super().holds(state)
         assert state.model is not None
         if is_merged(state.model):
-            raise IntegrityError(f"{self.name}: the additions are merged into the weights while they are trained")
+            raise IntegrityError(f"{self.name}: the additions are merged into the weights during training")
 
 
 def _numberless(names: Iterable[str]) -> str:
@@ -150,7 +155,7 @@ def _numberless(names: Iterable[str]) -> str:
 
 
 def _stacked_matrices(model: nn.Module) -> Iterator[str]:
-    """Names of parameters that hold a matrix for each of several experts."""
+    """Yield the names of parameters that hold one matrix per expert."""
     for name, module in model.named_modules():
         for last, parameter in module.named_parameters(recurse=False):
             if (
@@ -162,20 +167,19 @@ def _stacked_matrices(model: nn.Module) -> Iterator[str]:
 
 
 def _narrow(layer: nn.Module) -> int:
-    """The smaller side of a layer's weight; 0 where it has no single one."""
+    """Return the smaller side of a layer's weight, 0 without a single weight."""
     return 0 if getattr(layer, weight_name(layer)) is None else min(widths(layer))
 
 
 def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
-    """The layers of a model that fuse several, by name."""
+    """Return the slices of each fused layer, by name."""
     named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name.endswith("weight")}
     cuts = zip(named, fused_slices([*named], [*named.values()]), strict=True)
     return {re.sub(r"\.(in_proj_)?weight$", "", name): cut for name, cut in cuts if cut is not None}
 
 
 def _letters(name: str, cut: FusedSlices | None) -> str:
-    """Of queries, keys and values those that a layer makes, as letters in their order; "" for a layer of another
-    kind."""
+    """Return the letters of the queries, keys and values that a layer produces, in order; "" for another layer."""
     part = part_of_attention(name)
     if cut is not None:
         return "qkv" if len(cut.sizes) == 3 else "kv" if part else ""
@@ -188,14 +192,14 @@ def _reason_to_skip(name: str, layer: nn.Module) -> str | None:
     if weight is None:
         return "its queries, keys and values have different inputs"
     if not weight.is_floating_point():
-        return "its weight is quantised"
+        return "its weight is quantized"
     if isinstance(layer, nn.Embedding):
         if any("relative" in word for word in name.split(".")[-2:]):
             return "it holds scores, not vectors"
         if layer.max_norm is not None:
             return "it changes its weight when it is used (max_norm)"
-        # positions are often looked up by a class of its own, from something else than tokens
+        # many position embeddings have a class of their own, whose input is not tokens
         is_known = type(layer).forward is nn.Embedding.forward or hasattr(layer, "embed_scale")
     else:
         is_known = isinstance(layer, nn.Linear | nn.MultiheadAttention) or is_transposed(layer)
-    return None if is_known else f"what a {type(layer).__name__} computes is not known"
+    return None if is_known else f"the computation of a {type(layer).__name__} is unknown"

@@ -40,30 +40,30 @@ from thrifty.techniques.adapters._virtual_tokens import (
     refuse_shared_rows,
 )
 
-OF_NETWORK = ("prefix_table", "prefix_in", "prefix_in_bias")
-OF_PLACE = ("prefix_out", "prefix_out_bias")
+NETWORK_PARAMETERS = ("prefix_table", "prefix_in", "prefix_in_bias")
+SITE_PARAMETERS = ("prefix_out", "prefix_out_bias")
 
 
 class PrefixSite(NamedTuple):
-    """A module that gets a prefix: an attention of ours, or a block of transformers."""
+    """A module with a prefix: an attention of this package, or a block of transformers."""
 
     module: nn.Module
     heads: int
-    """Key-value heads, g."""
+    """Number of key-value heads, g."""
     head_width: int
 
 
-Places = Mapping[str, PrefixSite]
+PrefixSites = Mapping[str, PrefixSite]
 AttentionCore = Callable[..., Tensor]
 
 
 def make_prefix(table: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
-    """One block's prefix (p, 2 · g · k) by the network: tanh(E W_inᵀ + b_in) W_outᵀ + b_out for E (p, e)."""
+    """Return the prefix (p, 2 · g · k) of a block: tanh(E W_inᵀ + b_in) W_outᵀ + b_out for E (p, e)."""
     return F.linear(torch.tanh(F.linear(table, w_in, b_in)), w_out, b_out)
 
 
 def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """A prefix (p, 2 · g · k), keys first, as keys and values (g, p, k) of g heads."""
+    """Split a prefix (p, 2 · g · k), keys first, into keys and values (g, p, k) of g heads."""
     keys, values = prefix.unflatten(-1, (2, heads, -1)).permute(1, 2, 0, 3)
     return keys, values
 
@@ -71,51 +71,56 @@ def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def attend_with_prefix(
     core: AttentionCore, prefix: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """An attention core over a prefix (p, 2 · g · k) and then over keys and values (b, g, s, k).
+    """Return the attention of q (b, h, t, k) over a prefix (p, 2 · g · k) and keys and values (b, g, s, k).
 
-    A core without a mask may be causal and lines up the last query with the last key: p queries are put in front, and
-    what they see is thrown away.
+    A core without a mask may be causal and aligns the last query with the last key. So p queries are prepended and
+    their outputs dropped.
     """
-    before = [x.to(k.dtype).expand(len(k), -1, -1, -1) for x in keys_and_values(prefix, k.shape[1])]
-    k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
+    prefixes = [x.to(k.dtype).expand(len(k), -1, -1, -1) for x in keys_and_values(prefix, k.shape[1])]
+    k, v = (torch.cat(pair, 2) for pair in zip(prefixes, (k, v), strict=True))
     if mask is None:
         return core(F.pad(q, (0, 0, len(prefix), 0)), k, v)[:, :, len(prefix) :]
     return core(q, k, v, F.pad(mask, (len(prefix), 0), value=True if mask.dtype == torch.bool else 0.0))
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    """The module that the network's table is kept on: in a model of transformers the one around the (last) stack of
-    blocks that reads tokens behind a cache, in others the one that holds the (first) stack."""
+    """Return the module that holds the network's table.
+
+    In a model of transformers it is the module around the (last) stack of blocks that takes tokens and a cache; in
+    others it is the parent of the (first) stack.
+    """
     return model.get_submodule(_body_path(model))
 
 
 def _body_path(model: nn.Module) -> str:
     stacks = [*find_stacks(model)]
     words = stacks[-1].split(".")
-    around = (".".join(words[:count]) for count in reversed(range(len(words))))
-    return next((path for path in around if is_reader(model.get_submodule(path))), stacks[0].rpartition(".")[0])
+    ancestors = (".".join(words[:count]) for count in reversed(range(len(words))))
+    return next((path for path in ancestors if is_reader(model.get_submodule(path))), stacks[0].rpartition(".")[0])
 
 
-def prefix_of(place: nn.Module, body: nn.Module) -> Tensor:
-    """The prefix of a module that has one, outright or by the network."""
-    if hasattr(place, "prefix"):
-        return place.prefix
-    network = (getattr(body, name) for name in OF_NETWORK)
-    return make_prefix(*network, place.prefix_out, place.prefix_out_bias)
+def prefix_of(module: nn.Module, body: nn.Module) -> Tensor:
+    """Return the prefix (p, 2 · g · k) of a module, stored or computed by the network."""
+    if hasattr(module, "prefix"):
+        return module.prefix
+    network = (getattr(body, name) for name in NETWORK_PARAMETERS)
+    return make_prefix(*network, module.prefix_out, module.prefix_out_bias)
 
 
 @torch.no_grad()
-def set_prefixes(model: nn.Module, places: Places, tokens: int, hidden: int, seed: int) -> None:
-    """Each place its parameters, with keyed first values: those of `nn.Embedding` and `nn.Linear`."""
+def set_prefixes(model: nn.Module, sites: PrefixSites, tokens: int, hidden: int, seed: int) -> None:
+    """Add the parameters of each site, with seeded initial values as in `nn.Embedding` and `nn.Linear`."""
     shapes: dict[str, tuple[int, ...]] = {}
     path = _body_path(model)
-    on_body = f"{path}." if path else ""
-    for name, (_, heads, head_width) in places.items():
+    body_prefix = f"{path}." if path else ""
+    for name, (_, heads, head_width) in sites.items():
         width = heads * head_width
         if hidden:
             shapes |= {f"{name}.prefix_out": (2 * width, hidden), f"{name}.prefix_out_bias": (2 * width,)}
-            of_network = ((tokens, width), (hidden, width), (hidden,))
-            shapes |= {f"{on_body}{last}": shape for last, shape in zip(OF_NETWORK, of_network, strict=True)}
+            network_shapes = ((tokens, width), (hidden, width), (hidden,))
+            shapes |= {
+                f"{body_prefix}{last}": shape for last, shape in zip(NETWORK_PARAMETERS, network_shapes, strict=True)
+            }
         else:
             shapes[f"{name}.prefix"] = (tokens, 2 * width)
     like = next(model.parameters())
@@ -132,7 +137,7 @@ def set_prefixes(model: nn.Module, places: Places, tokens: int, hidden: int, see
 
 @torch.no_grad()
 def collapse(model: nn.Module) -> None:
-    """Plain prefixes in the place of the network that makes them."""
+    """Replace the network by the prefixes that it computes."""
     body = body_of(model)
     for module in model.modules():
         if hasattr(module, "prefix_out"):
@@ -143,8 +148,8 @@ def collapse(model: nn.Module) -> None:
     train_only(model, names_ending(model, "prefix"))
 
 
-def find_prefix_sites(model: nn.Module) -> Places:
-    """Every attention with a replaceable core; in a model of transformers the blocks of the reader."""
+def find_prefix_sites(model: nn.Module) -> PrefixSites:
+    """Return every attention with a replaceable core; in a model of transformers the blocks that read the cache."""
     cores = {
         name: PrefixSite(module, getattr(module, "kv_heads", module.heads), module.head_width)
         for name, module in model.named_modules()
@@ -153,42 +158,44 @@ def find_prefix_sites(model: nn.Module) -> Places:
     return cores or _cached_blocks(model)
 
 
-def _cached_blocks(model: nn.Module) -> Places:
+def _cached_blocks(model: nn.Module) -> PrefixSites:
     stacks = find_stacks(model)
     name, blocks = [*stacks.items()][-1]
     body = body_of(model)
     if len(stacks) > 2 or not hasattr(body, "config") or not is_reader(body):
         raise RefusedError(
             f"{type(model).__name__} has neither attention with a replaceable core nor a cache of keys and values",
-            fix="use a model of ours, a decoder, an encoder-decoder or an encoder such as BERT of transformers, or "
+            fix="use a preset, a decoder, an encoder-decoder or an encoder such as BERT of transformers, or "
             "adapters.lora",
         )
     shapes = cache_shapes(body)
     if len(shapes) != len(blocks):
-        told = f"{type(model).__name__} has {len(blocks)} blocks and keeps keys and values of {len(shapes)}"
-        raise RefusedError(told, fix="use adapters.lora")
+        raise RefusedError(
+            f"{type(model).__name__} has {len(blocks)} blocks and caches keys and values of {len(shapes)}",
+            fix="use adapters.lora",
+        )
     pairs = enumerate(zip(blocks, shapes, strict=True))
     return {f"{name}.{index}": PrefixSite(block, shape[1], shape[3]) for index, (block, shape) in pairs}
 
 
-def prepend_prefix(model: nn.Module, places: Places, tokens: int) -> None:
-    """Let every attention look at its prefix first, and positions count on from there."""
+def prepend_prefix(model: nn.Module, sites: PrefixSites, tokens: int) -> None:
+    """Prepend the prefix in every attention and shift the positions of the tokens by its length."""
     body = body_of(model)
-    if not all(hasattr(place.module, "core") for place in places.values()):
+    if not all(hasattr(site.module, "core") for site in sites.values()):
         wrap_forward(
-            body, partial(_behind_cache, [*places.values()], tokens, position_limit(body), is_two_sided(model))
+            body, partial(_with_prefix_cache, [*sites.values()], tokens, position_limit(body), is_two_sided(model))
         )
         return
-    wrap_forward(body, _one_text_a_row)
-    for place in places.values():
-        place.module.core = partial(_core_with_prefix, place.module, body, place.module.core)
+    wrap_forward(body, _refuse_packed_rows)
+    for site in sites.values():
+        site.module.core = partial(_core_with_prefix, site.module, body, site.module.core)
     if len(find_stacks(model)) == 1:
         for module in model.modules():
             if isinstance(getattr(module, "start", None), int):
                 module.start = tokens
 
 
-def _one_text_a_row(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_packed_rows(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     refuse_shared_rows(named_inputs(body, args, kwargs))
     return inner(*args, **kwargs)
 
@@ -197,8 +204,8 @@ def _core_with_prefix(attention: nn.Module, body: nn.Module, core: AttentionCore
     return attend_with_prefix(core, prefix_of(attention, body), *inputs)
 
 
-def _behind_cache(
-    places: list[PrefixSite],
+def _with_prefix_cache(
+    sites: list[PrefixSite],
     tokens: int,
     limit: int | None,
     two_sided: bool,
@@ -207,16 +214,16 @@ def _behind_cache(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A model of transformers finds the prefixes where it looks for what it has read before."""
+    """Call a model of transformers with the prefixes as its cache of keys and values."""
     refuse_own_recomputation(body)
     inputs = named_inputs(body, args, kwargs)
     inputs |= extend_masks(inputs, tokens) | {"use_cache": False}
     if inputs.get("position_ids") is not None:
         inputs["position_ids"] = inputs["position_ids"] + tokens
-    read = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
-    refuse_beyond(limit, tokens, read.shape[1])
-    pairs = [keys_and_values(prefix_of(place.module, body), place.heads) for place in places]
-    inputs["past_key_values"] = unwritten_cache(pairs, len(read), two_sided)
+    tokens_or_states = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+    refuse_beyond(limit, tokens, tokens_or_states.shape[1])
+    pairs = [keys_and_values(prefix_of(site.module, body), site.heads) for site in sites]
+    inputs["past_key_values"] = unwritten_cache(pairs, len(tokens_or_states), two_sided)
     output = inner(**inputs)
     if "past_key_values" in output:
         output.past_key_values = None
@@ -238,19 +245,19 @@ class PrefixTuning(AdapterTechnique):
     """
 
     tokens: Positive = 5
-    """Virtual tokens, p."""
+    """Number of virtual tokens, p."""
     hidden: Natural = 512
-    """Width of the network that makes the prefixes; 0 trains them themselves."""
+    """Width of the network that computes the prefixes; 0 trains the prefixes directly."""
     seed: int = 0
-    """Of the first values, together with each parameter's name."""
+    """Seed of the initial values, combined with each parameter's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        places = find_prefix_sites(model)
-        set_prefixes(model, places, self.tokens, self.hidden, self.seed)
-        prepend_prefix(model, places, self.tokens)
-        add_note(f"{self.tokens} keys and values in front of {len(places)} attentions")
-        train_only(model, names_ending(model, "prefix", *OF_NETWORK, *OF_PLACE))
+        sites = find_prefix_sites(model)
+        set_prefixes(model, sites, self.tokens, self.hidden, self.seed)
+        prepend_prefix(model, sites, self.tokens)
+        add_note(f"{self.tokens} keys and values before those of {len(sites)} attentions")
+        train_only(model, names_ending(model, "prefix", *NETWORK_PARAMETERS, *SITE_PARAMETERS))
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:
-        raise self.refuse_plain("keys and values in front of the text")
+        raise self.refuse_plain("keys and values before the text")

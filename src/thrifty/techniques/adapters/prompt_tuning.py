@@ -34,33 +34,32 @@ from thrifty.techniques.adapters._virtual_tokens import (
     refuse_beyond,
 )
 
-Start = Literal["words", "random"]
+Initialization = Literal["words", "random"]
 
 
 def lengthen(tokens: Tensor, count: int) -> Tensor:
-    """Tokens (b, t) behind `count` virtual ones, (b, count + t): the numbers -1, -2, … stand for rows of the prompt."""
+    """Prepend `count` virtual tokens to tokens (b, t): (b, count + t). Token -1 is row 0 of the prompt, -2 row 1, …"""
     virtual = -1 - torch.arange(count, device=tokens.device, dtype=tokens.dtype)
     return torch.cat((virtual.expand(len(tokens), -1), tokens), 1)
 
 
 def embed(tokens: Tensor, words: Tensor, prompt: Tensor) -> Tensor:
-    """`words` (b, t, d), the embedding of the tokens that are real, with the prompt's rows (k, d) at virtual ones."""
+    """Return the embeddings `words` (b, t, d) of real tokens, with rows of the prompt (k, d) at virtual tokens."""
     rows = F.embedding((-1 - tokens).clamp(min=0), prompt)
     return torch.where((tokens < 0)[..., None], rows.to(words.dtype), words)
 
 
 @torch.no_grad()
-def initial_prompt(table: Tensor, count: int, start: Start, generator: torch.Generator) -> Tensor:
-    """A prompt (k, d): rows of the vocabulary's table, each once as long as there are enough, or uniform in ±0.5."""
-    if start == "random":
+def initial_prompt(table: Tensor, count: int, initialization: Initialization, generator: torch.Generator) -> Tensor:
+    """Return a prompt (k, d): random rows of the table, without repetition if possible, or uniform in ±0.5."""
+    if initialization == "random":
         return table.new_empty(count, table.shape[1]).uniform_(-0.5, 0.5, generator=generator)
     rows = torch.randperm(len(table), generator=generator, device=table.device)
     return table[rows.repeat(-(-count // len(rows)))[:count]].clone()
 
 
 def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
-    """Let a model read every sequence behind a prompt (k, d), which becomes the parameter `prompt` of its table of
-    tokens."""
+    """Prepend a prompt (k, d) to every sequence of a model; it becomes the parameter `prompt` of the embedding."""
     tables, stacks = feeding_tables(model), find_stacks(model)
     prompt = nn.Parameter(values)
     for table in tables.values():
@@ -72,17 +71,17 @@ def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
     body.virtual_tokens, body.position_limit = len(values), position_limit(model)
     body.is_output_cut = len(stacks) == 1
     wrap_forward(body, _read_with_prompt)
-    add_note(f"{len(values)} virtual tokens in front of {path or 'the model'}")
+    add_note(f"{len(values)} virtual tokens before the input of {path or 'the model'}")
     return prompt
 
 
 def feeding_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """The table of tokens in front of the first stack, and the modules that share its weight, by name."""
+    """Return the token embedding before the first stack and the modules that share its weight, by name."""
     tables, stacks = token_tables(model), find_stacks(model)
     first = next((t for name, t in tables.items() if stack_after(name, stacks) == next(iter(stacks))), None)
     if first is None:
         raise RefusedError(
-            f"{type(model).__name__} has no table of tokens to put a prompt beside",
+            f"{type(model).__name__} has no token embedding to add a prompt to",
             fix="use adapters.visual_prompt, which acts on the blocks",
         )
     return {name: table for name, table in tables.items() if table.weight is first.weight}
@@ -95,7 +94,7 @@ def _embed_with_prompt(table: nn.Module, inner: Any, tokens: Tensor) -> Tensor:
 def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = named_inputs(body, args, kwargs)
     if inputs.get(body.tokens_name) is None:
-        raise UsageError("a prompt stands in front of tokens, and none were given", fix=f"give {body.tokens_name}")
+        raise UsageError("a prompt precedes tokens, and there are none", fix=f"pass the tokens as {body.tokens_name}")
     refuse_beyond(body.position_limit, body.virtual_tokens, inputs[body.tokens_name].shape[1])
     output = inner(**_lengthen_inputs(inputs, body.tokens_name, body.virtual_tokens))
     return _cut(output, body.virtual_tokens) if body.is_output_cut else output
@@ -127,11 +126,11 @@ class PromptTuning(AdapterTechnique):
     """
 
     tokens: Positive = 20
-    """Virtual tokens, k."""
-    initialization: Start = "words"
-    """First values: sampled rows of the vocabulary's table, or uniform in ±0.5."""
+    """Number of virtual tokens, k."""
+    initialization: Initialization = "words"
+    """Initial values: random rows of the embedding table, or uniform in ±0.5."""
     seed: int = 0
-    """Of the first values."""
+    """Seed of the initial values."""
 
     def model(self, model: nn.Module) -> nn.Module:
         table = next(iter(feeding_tables(model).values())).weight

@@ -30,25 +30,24 @@ from thrifty.modeling.residual_branches import find_branches, in_width
 NAME = "visual_prompt"
 
 
-def first_bound(patch: int, width: int) -> float:
-    """Bound of the uniform first values: Xavier's for a layer from a patch's colours to the width."""
+def initial_bound(patch: int, width: int) -> float:
+    """Return the bound of the uniform initial values: Xavier's, for a layer from the pixels of a patch to the width."""
     return math.sqrt(6 / (3 * patch * patch + width))
 
 
 def insert(x: Tensor, prompt: Tensor, after: int) -> Tensor:
-    """x (b, t, d) with a prompt (k, d) behind its first `after` tokens: (b, t + k, d)."""
+    """Insert a prompt (k, d) after the first `after` tokens of x (b, t, d): (b, t + k, d)."""
     rows = prompt.to(x.dtype).expand(len(x), -1, -1)
     return torch.cat((x[:, :after], rows, x[:, after:]), 1)
 
 
 def cut_out(x: Tensor, count: int, after: int) -> Tensor:
-    """x (b, t + k, d) without the k tokens behind its first `after`."""
+    """Remove k = `count` tokens after the first `after` tokens of x (b, t + k, d): (b, t, d)."""
     return torch.cat((x[:, :after], x[:, after + count :]), 1)
 
 
 def add_prompts(blocks: nn.ModuleList, prompts: dict[int, Tensor], after: int) -> None:
-    """Give some blocks of a stack, the first among them, a prompt of their own (k, d) as the parameter
-    `visual_prompt`."""
+    """Add a prompt (k, d) to some blocks of a stack, including the first, as the parameter `visual_prompt`."""
     count, last = len(prompts[0]), len(blocks) - 1
     for index, block in enumerate(blocks):
         if index in prompts:
@@ -67,10 +66,10 @@ def _with_prompt(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What a block gives behind its prompt; `place` is how long that is and behind how many tokens."""
-    if any(_is_of_tokens(each, x) for each in (*args, *kwargs.values())):
+    """Call a block with its prompt; `place` is the prompt length and the number of tokens before it."""
+    if any(_has_token_dim(each, x) for each in (*args, *kwargs.values())):
         raise UsageError(
-            f"{type(block).__name__} is given a mask or positions beside its tokens, which have no room for prompts",
+            f"{type(block).__name__} receives a mask or positions with its tokens, which do not cover prompts",
             fix="use adapters.prompt_tuning for text, or images without padding",
         )
     if hasattr(block, NAME):
@@ -79,18 +78,19 @@ def _with_prompt(
     return change_first(output, lambda x: cut_out(x, *place)) if is_last else output
 
 
-def _is_of_tokens(value: Any, x: Tensor) -> bool:
+def _has_token_dim(value: Any, x: Tensor) -> bool:
     parts = value if isinstance(value, tuple | list) else (value,)
     return any(isinstance(part, Tensor) and x.shape[1] in part.shape[1:] for part in parts)
 
 
 def patch_size(model: nn.Module) -> int:
-    """The side of the patches that the model's first convolution cuts an image into."""
+    """Return the side in pixels of the patches that the first convolution of the model cuts."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
             return module.kernel_size[0]
     raise RefusedError(
-        "no convolution that cuts an image into patches was found", fix="say how large they are: patch = 16"
+        "no convolution that cuts an image into patches was found",
+        fix="--set techniques.adapters.visual_prompt.patch=16, the side of a patch in pixels",
     )
 
 
@@ -104,27 +104,28 @@ class VisualPrompt(AdapterTechnique):
     """
 
     tokens: Positive = 10
-    """Prompts, k, in each block that has some."""
+    """Number of prompts, k, in each block that has prompts."""
     deep: bool = True
-    """New prompts in every block, not in front of the first alone."""
+    """Use new prompts in every block, not only in the first."""
     after: Natural = 1
-    """Tokens that stay in front of the prompts: the class token, and a distilled model's second one."""
+    """Number of tokens before the prompts: the class token, and the second one of a distilled model."""
     patch: Natural = 0
-    """Side of a patch in pixels, for the first values; 0 takes it from the model."""
+    """Side of a patch in pixels, for the initial values; 0 reads it from the model."""
     head: bool = True
-    """Train the head too, where it is not also an embedding."""
+    """Train the head too, unless it is also an embedding."""
     seed: int = 0
-    """Of the first values, together with each block's name."""
+    """Seed of the initial values, combined with each block's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         if len(stacks) > 1:
             raise RefusedError(
-                f"{type(model).__name__} has {len(stacks)} stacks of blocks", fix="give a model that has one"
+                f"{type(model).__name__} has {len(stacks)} stacks of blocks",
+                fix="use a model with one stack, such as a ViT",
             )
         ((name, blocks),) = stacks.items()
         first = next(iter(find_branches(model)[name][0][0].inner.values()))
-        bound = first_bound(self.patch or patch_size(model), in_width(first))
+        bound = initial_bound(self.patch or patch_size(model), in_width(first))
         prompts: dict[int, Tensor] = {}
         for index in range(len(blocks) if self.deep else 1):
             values = torch.empty(self.tokens, in_width(first), device=next(blocks.parameters()).device)
@@ -136,4 +137,4 @@ class VisualPrompt(AdapterTechnique):
         return model
 
     def finish(self, model: nn.Module) -> nn.Module:
-        raise self.refuse_plain("prompts among the patches")
+        raise self.refuse_plain("prompts between the patches")
