@@ -44,13 +44,13 @@ def contrastive_losses_reference(images: Tensor, captions: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def places_of_own(queries: Tensor, keys: Tensor, of_queries: Tensor, of_keys: Tensor, tile: int = TILE) -> Tensor:
+def places_of_own(queries: Tensor, keys: Tensor, query_ids: Tensor, key_ids: Tensor, tile: int = TILE) -> Tensor:
     """Return the rank (q,), from 0, at which each query (q, e) finds its first matching key (k, e), sorted by their
     products. A query and a key match if their ids (q,) and (k,) are equal; each query must have a matching key. Of
     equal products, other keys come first, so that identical vectors gain nothing."""
     places = []
-    for rows, own in zip(queries.split(tile), of_queries.split(tile), strict=True):
-        products, is_match = rows @ keys.T, own[:, None] == of_keys
+    for rows, own in zip(queries.split(tile), query_ids.split(tile), strict=True):
+        products, is_match = rows @ keys.T, own[:, None] == key_ids
         best = products.masked_fill(~is_match, -torch.inf).amax(1, keepdim=True)
         places.append((~(products < best) & ~is_match).sum(1))  # NaN counts as not found
     return torch.cat(places)

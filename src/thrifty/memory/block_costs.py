@@ -153,8 +153,8 @@ def _returning_bytes(work: CostTrace, result: Any, inputs: Sequence[Tensor], own
     gradients = [torch.empty_like(end) for end in ends]
     work.peak = started = work.now
     torch.autograd.backward(ends, gradients, inputs=[tensor for tensor in (*inputs, *own) if tensor.requires_grad])
-    of_input = storage_bytes(tensor.grad for tensor in inputs if tensor.grad is not None)
-    return max(work.peak - started - of_input, 0)
+    input_gradients = storage_bytes(tensor.grad for tensor in inputs if tensor.grad is not None)
+    return max(work.peak - started - input_gradients, 0)
 
 
 @contextmanager

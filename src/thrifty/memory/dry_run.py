@@ -75,8 +75,8 @@ class DryRun:
     ) -> BlockMemory:
         stage, temporary = counted_stage(block, function, args, kwargs), temporary_bytes(function, args, kwargs)
         if stage is not None:  # its count also contains the transient gradients of parameters
-            of_inputs = storage_bytes(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
-            temporary = max(temporary, stage.output + stage.returning + of_inputs)
+            gradients = storage_bytes(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
+            temporary = max(temporary, stage.output + stage.returning + gradients)
         intervals = peak_intervals(block, function, args, kwargs, tape) if self.streams else []
         return BlockMemory(temporary, stage, intervals)
 

@@ -188,17 +188,17 @@ class _OpRecorder(EagerTrace):
         targets = list(_written(func, args, kwargs))
         written = self.owners_of(targets)
         reads = self.owners_of(inputs) - written
-        made = self.made(inputs, result)
-        if made:
-            items[number] = OpOutput(number, _short(func), self.module(), storage_bytes(made), reads=reads)
-            items[number].quantizable = is_quantizable(made[0])
-            items[number].itemsize = made[0].element_size()
-            for storage in (StorageWeakRef(tensor.untyped_storage()) for tensor in made):
+        new = self.new_results(inputs, result)
+        if new:
+            items[number] = OpOutput(number, _short(func), self.module(), storage_bytes(new), reads=reads)
+            items[number].quantizable = is_quantizable(new[0])
+            items[number].itemsize = new[0].element_size()
+            for storage in (StorageWeakRef(tensor.untyped_storage()) for tensor in new):
                 self.owners[storage.cdata] = storage, number
         for item in (items[owner] for owner in written):
             item.reads |= reads
             item.storable &= item.number not in self.read_items
-        owner = number if made else min(written, default=None)
+        owner = number if new else min(written, default=None)
         if _short(func) in UNDECLARED_WRITERS or any(self.owner(target) is None for target in targets):
             if owner is None:
                 self.tape.outside.add(number)
@@ -212,7 +212,7 @@ class _OpRecorder(EagerTrace):
         self.tape.operations.append(str(func))
         self.tape.owners.append(owner)
 
-    def made(self, inputs: Sequence[Tensor], result: Any) -> list[Tensor]:
+    def new_results(self, inputs: Sequence[Tensor], result: Any) -> list[Tensor]:
         """Return the results with new storages, not those of arguments."""
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
         return [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in before]

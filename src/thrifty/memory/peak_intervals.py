@@ -143,9 +143,9 @@ class _PeakTracer:
         moved = [each.bytes if each.owner not in (None, INPUT) else 0 for each in saved]
         stays = self.tape.saved_bytes - sum(moved)
         peaks = []
-        for made, (peak, alive) in enumerate(self.forth):
-            here = alive | frozenset(places[made:]) | self._inputs()
-            peaks.append((peak, here, tuple(reversed(places[:made]))))
+        for stored, (peak, alive) in enumerate(self.forth):
+            here = alive | frozenset(places[stored:]) | self._inputs()
+            peaks.append((peak, here, tuple(reversed(places[:stored]))))
         for count, peak in enumerate(self.back):
             gone = frozenset(self.unpacked[:count])
             peaks.append((peak - results, gone, tuple(place for place in reversed(places) if place not in gone)))

@@ -72,8 +72,8 @@ def is_parameter(tensor: Tensor) -> bool:
     node = tensor.grad_fn
     while node is not None and node.name() in _SAME_VALUES and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-    of_leaf = node is not None and node.name() == "torch::autograd::AccumulateGrad"
-    return of_leaf or (tensor.is_leaf and tensor.requires_grad)
+    reaches_leaf = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+    return reaches_leaf or (tensor.is_leaf and tensor.requires_grad)
 
 
 class _SavedActivation:

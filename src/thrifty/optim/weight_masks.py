@@ -180,15 +180,17 @@ def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -
     for name, most in allowed.items():
         nonzero = int(full_value(parameters[name]).count_nonzero())
         if nonzero > most:
-            raise IntegrityError(f"{technique}: {name} has {nonzero} non-zero weights, at most {most} promised")
+            raise IntegrityError(f"{technique}: {name} has {nonzero} non-zero weights, but at most {most} are allowed")
         # a connection that has just grown is zero until the next update
         if name in masks and (places := int(full_value(masks[name]).sum())) > most:
-            raise IntegrityError(f"{technique}: the mask of {name} keeps {places} weights, at most {most} promised")
+            raise IntegrityError(
+                f"{technique}: the mask of {name} keeps {places} weights, but at most {most} are allowed"
+            )
     checked = {slot: tensors for slot, tensors in optimizer.slots.items() if not slot.endswith(SLOT)}
     if not optimizer.site.behind:
-        checked["the value"] = optimizer.parameters
-        if (judged := optimizer.eval_weights()) is not None:
-            checked["the judged value"] = judged
+        checked["the weight"] = optimizer.parameters
+        if (eval_weights := optimizer.eval_weights()) is not None:
+            checked["the evaluation weight"] = eval_weights
     for slot, tensors in checked.items():
         for name, parameter, tensor in zip(optimizer.names, optimizer.parameters, tensors, strict=True):
             mask, order = masks.get(name), order_of(parameter)

@@ -74,7 +74,7 @@ def read_masks(text: str, heads: int, tokens: int) -> np.ndarray:
     count = heads * tokens**2
     bits = np.unpackbits(np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8))
     if not count <= len(bits) < count + 8:
-        raise IntegrityError(f"{len(bits)} bits are no masks of {heads} heads and {tokens} tokens")
+        raise IntegrityError(f"the masks have {len(bits)} bits, but {heads} heads of {tokens} tokens require {count}")
     return bits[:count].reshape(heads, tokens, tokens).astype(bool)
 
 

@@ -56,7 +56,8 @@ def _check(a: Tensor, b: Tensor) -> None:
         )
     if a.shape[1] != b.shape[0]:
         raise UsageError(
-            f"SpGEMM of {tuple(a.shape)} and {tuple(b.shape)}: A has {a.shape[1]} columns, but B has {b.shape[0]} rows"
+            f"SpGEMM of {tuple(a.shape)} and {tuple(b.shape)}: A has {a.shape[1]} columns, but B has {b.shape[0]} rows",
+            fix="multiply by a B with as many rows as A has columns",
         )
 
 

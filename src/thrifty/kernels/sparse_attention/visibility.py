@@ -30,10 +30,10 @@ class VisibilityRule:
         if self.window:
             last = block - 1
             away_least = ((q - k).abs() - last).clamp(min=0)
-            of_first = (k < self.first) | (q < self.first)
-            wholly_first = (k + last < self.first) | (q + last < self.first)
-            some = (away_least < self.window) | of_first
-            all_ = ((q - k).abs() + last < self.window) | wholly_first
+            is_first = (k < self.first) | (q < self.first)
+            all_first = (k + last < self.first) | (q + last < self.first)
+            some = (away_least < self.window) | is_first
+            all_ = ((q - k).abs() + last < self.window) | all_first
         if self.causal:
             some, all_ = some & (keys <= queries), all_ & (keys < queries)
         return some, all_
