@@ -198,7 +198,7 @@ def test_compression_is_noise_that_training_survives_and_a_resume_repeats() -> N
 
 def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
     run = run_of(plain_run(), bytes=1e4)
-    with pytest.raises(InfeasibleError, match=r"4 blocks do not fit 0\.01 MB; .* made again they take") as refused:
+    with pytest.raises(InfeasibleError, match=r"4 blocks do not fit 0\.01 MB; .* recomputed they take") as refused:
         run.backward(run.build_model(), run.objective, run.source.at(0))
     assert "techniques.memory.activation_budget.bytes=" in refused.value.fix
 

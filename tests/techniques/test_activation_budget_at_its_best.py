@@ -269,7 +269,7 @@ def test_blocks_that_save_unlike_tensors_or_none_train_as_without_it(build: Call
 
 
 def test_the_refusal_says_what_may_be_given_up() -> None:
-    for settings, words in (({}, "made again"), ({"offload": "simulated"}, "made again or moved")):
+    for settings, words in (({}, "recomputed"), ({"offload": "simulated"}, "recomputed or offloaded")):
         run = run_of(nano(), bytes=1000, **settings)
         with pytest.raises(InfeasibleError, match=f"6 blocks do not fit 0.00 MB; with everything {words} they take"):
             run.objective.predict(run.build_model().train(), run.source.at(0))

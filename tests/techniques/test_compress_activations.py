@@ -60,12 +60,12 @@ def small_codes(seed: int, bits: Callable[[int], int] = lambda position: 4) -> Q
     return QuantizedStore(seed, bits, smallest=1)
 
 
-def gradients_of(model: nn.Module, loss: Callable[[], Tensor], keeper: QuantizedStore | None) -> list[Tensor]:
+def gradients_of(model: nn.Module, loss: Callable[[], Tensor], store: QuantizedStore | None) -> list[Tensor]:
     model.zero_grad()
-    if keeper is None:
+    if store is None:
         value = loss()
     else:
-        with use_activation_store(keeper, smallest=1):
+        with use_activation_store(store, smallest=1):
             value = loss()
     value.backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -110,9 +110,9 @@ def test_the_gradient_averaged_over_draws_is_the_exact_one(bits: int) -> None:
 
 def test_numbers_of_8_bits_stay_as_they_are() -> None:
     """Compiled products in FP8 keep their factors."""
-    keeper = small_codes(0)
-    assert keeper.store(torch.randn(32, 64).to(torch.float8_e4m3fn)) is None
-    assert keeper.store(torch.randn(32, 64)) is not None
+    store = small_codes(0)
+    assert store.store(torch.randn(32, 64).to(torch.float8_e4m3fn)) is None
+    assert store.store(torch.randn(32, 64)) is not None
 
 
 def test_two_forward_passes_before_one_backward_pass_do_not_mix() -> None:
@@ -140,27 +140,27 @@ def test_statistics_of_norms_and_of_attention_parameters_and_buffers_stay_exact(
     model = assemble(ModelConfig(style, 2, 64, 4, 4, 128, 256, 32, True))  # type: ignore[arg-type]
     tokens = torch.arange(128).view(4, 32)
     alive = frozenset(buffer.untyped_storage()._cdata for buffer in model.buffers())
-    keeper = Watching(0, alive=alive)
+    store = Watching(0, alive=alive)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        gradients_of(model, lambda: model.head(model(tokens)).float().square().mean(), keeper)
+        gradients_of(model, lambda: model.head(model(tokens)).float().square().mean(), store)
     rows = 4 * 32
-    for shape, dtype in keeper.exact():
+    for shape, dtype in store.exact():
         is_table = style == "llama" and shape.numel() <= 32 * 16
         assert not dtype.is_floating_point or is_table or shape.numel() in (rows, rows * 4), (shape, dtype)
-    statistics = [shape for shape, _ in keeper.exact() if shape in (torch.Size([4, 4, 32]), torch.Size([4, 32, 4]))]
+    statistics = [shape for shape, _ in store.exact() if shape in (torch.Size([4, 4, 32]), torch.Size([4, 32, 4]))]
     assert len(statistics) == 2  # the normalisers of both attentions
-    coded = [entry for entry in keeper.seen if isinstance(entry[2], QuantizedTensor)]
+    coded = [entry for entry in store.seen if isinstance(entry[2], QuantizedTensor)]
     assert len(coded) >= 2 * 8 and all(shape.numel() >= rows * 64 for shape, _, _ in coded)
 
 
 def test_masks_take_one_bit_exactly_as_truth_values_and_as_numbers() -> None:
-    keeper = Watching(0)
+    store = Watching(0)
     x = torch.randn(64, 64, requires_grad=True)
-    with use_activation_store(keeper, smallest=1):
+    with use_activation_store(store, smallest=1):
         dropped = F.dropout(x, 0.3)
         chosen = torch.where(torch.rand(64, 64) < 0.5, dropped, 0.0)
         chosen.sum().backward()
-    kinds = [(dtype, type(coded)) for _, dtype, coded in keeper.seen]
+    kinds = [(dtype, type(coded)) for _, dtype, coded in store.seen]
     assert (torch.float32, PackedMask) in kinds or (torch.bool, PackedMask) in kinds
     assert x.grad is not None
     values = set(x.grad.unique().tolist())
@@ -174,12 +174,12 @@ def test_masks_take_one_bit_exactly_as_truth_values_and_as_numbers() -> None:
 def test_an_additive_mask_with_infinities_passes_unharmed() -> None:
     scores = torch.randn(4, 64, 64, requires_grad=True)
     mask = torch.full((64, 64), -torch.inf).triu(1)
-    keeper = Watching(0)
-    with use_activation_store(keeper, smallest=1):
+    store = Watching(0)
+    with use_activation_store(store, smallest=1):
         weights = torch.randn(64, 64)
         result = ((scores + mask).softmax(-1) * (weights + mask)).nan_to_num(0.0, 0.0, 0.0).sum()
     result.backward()
-    assert not any(isinstance(coded, QuantizedTensor) and coded.size == mask.shape for _, _, coded in keeper.seen)
+    assert not any(isinstance(coded, QuantizedTensor) and coded.size == mask.shape for _, _, coded in store.seen)
 
 
 def twelve_blocks() -> BaseRun:
@@ -199,10 +199,10 @@ def test_activations_that_explain_counts_are_the_bytes_that_are_held(bits: int) 
     bare = compose(twelve_blocks(), with_optimizer([]), 2)
     _, plain = count(bare, bare.techniques)
     held = 0
-    keeper = Watching(0, lambda position: bits, smallest=512)
-    with use_activation_store(keeper, smallest=1):
+    store = Watching(0, lambda position: bits, smallest=512)
+    with use_activation_store(store, smallest=1):
         prediction = run.objective.predict(model, run.source.at(1))
-    for shape, dtype, coded in keeper.seen:
+    for shape, dtype, coded in store.seen:
         parts = (
             (coded.codes, coded.least, coded.step)
             if isinstance(coded, QuantizedTensor)
@@ -219,12 +219,12 @@ def test_memory_is_freed_while_the_forward_pass_goes_on() -> None:
     x = torch.randn(128, 256)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
     peaks = []
-    for keeper in (None, QuantizedStore(0)):
+    for store in (None, QuantizedStore(0)):
         with StepTrace(x, *layers.parameters()) as live:
-            if keeper is None:
+            if store is None:
                 loss = layers(x).sum()
             else:
-                with use_activation_store(keeper):
+                with use_activation_store(store):
                     loss = layers(x).sum()
             peaks.append(live.peak)
             del loss
@@ -243,17 +243,17 @@ def test_micro_batches_are_rounded_independently_and_evaluation_is_not_counted()
         return plain_backward(model, objective, batch) + plain_backward(model, objective, batch)
 
     backward = QuantizingBackward(inner, settings)
-    made = backward.keeper
-    backward.keeper = lambda *args: note_seed(made(*args), seeds)  # type: ignore[method-assign]
+    original = backward.store
+    backward.store = lambda *args: note_seed(original(*args), seeds)  # type: ignore[method-assign]
     model = plain.build()
     for _ in range(2):
         backward(model, plain.objective, plain.source.at(0))
     assert len(seeds) == len(set(seeds)) == 4 and int(backward.state["calls"]) == 2
 
 
-def note_seed(keeper: QuantizedStore, seeds: list[int]) -> QuantizedStore:
-    seeds.append(keeper.seed)
-    return keeper
+def note_seed(store: QuantizedStore, seeds: list[int]) -> QuantizedStore:
+    seeds.append(store.seed)
+    return store
 
 
 @pytest.mark.slow
@@ -316,8 +316,8 @@ def test_a_sensitivity_is_the_variance_that_coding_the_tensor_leaves_in_the_grad
     exact = gradients_of(net, lambda: net(x).square().mean(), None)
 
     def run(disturbed: int | None, seed: int = 0) -> None:
-        keeper = small_codes(seed, lambda position: 4 if position == disturbed else 8)
-        with use_activation_store(keeper, smallest=1):
+        store = small_codes(seed, lambda position: 4 if position == disturbed else 8)
+        with use_activation_store(store, smallest=1):
             loss = net(x).square().mean()
         loss.backward()
 
@@ -327,8 +327,8 @@ def test_a_sensitivity_is_the_variance_that_coding_the_tensor_leaves_in_the_grad
     for position in range(3):
         draws = []
         for seed in range(200):
-            keeper = small_codes(seed * 10, lambda p, position=position: 4 if p == position else 8)
-            codes = gradients_of(net, lambda: net(x).square().mean(), keeper)
+            store = small_codes(seed * 10, lambda p, position=position: 4 if p == position else 8)
+            codes = gradients_of(net, lambda: net(x).square().mean(), store)
             draws.append(sum((a - b).square().sum().item() for a, b in zip(codes, exact, strict=True)))
         mean = sum(draws) / len(draws)
         assert 0.5 * mean < found[position] < 2 * mean
@@ -385,8 +385,8 @@ def test_adaptive_bits_disturb_the_gradient_less_than_equal_ones() -> None:
     exact = gradients(objective)
 
     def variance(bits: Callable[[int], int]) -> float:
-        keepers = (backward.keeper(model, batch, str(seed), bits) for seed in range(20))
-        draws = [gradients(QuantizingObjective(objective, lambda *_, keeper=keeper: keeper)) for keeper in keepers]
+        stores = (backward.store(model, batch, str(seed), bits) for seed in range(20))
+        draws = [gradients(QuantizingObjective(objective, lambda *_, store=store: store)) for store in stores]
         return sum((a - b).square().sum().item() for draw in draws for a, b in zip(draw, exact, strict=True)) / 20
 
     model.zero_grad()

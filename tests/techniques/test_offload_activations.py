@@ -60,10 +60,10 @@ def test_so_it_is_on_two_ranks(strategy: str) -> None:
     ) == [[], []]
 
 
-def saved_products(keeper: OffloadingStore, weights: list[Tensor]) -> Tensor:
+def saved_products(store: OffloadingStore, weights: list[Tensor]) -> Tensor:
     """A chain of products, each of which saves its input; the input itself is a parameter and stays."""
     x = torch.ones(len(weights[0]), requires_grad=True)
-    with use_activation_store(keeper, smallest=1):
+    with use_activation_store(store, smallest=1):
         for weight in weights:
             x = x * weight
     return x.sum()
@@ -111,11 +111,11 @@ WINDOWS = (st.integers(1, 4), st.integers(0, 3))
 def seconds_taken(stages: list[tuple[int, float]], link: SimulatedLink, ahead: int, keep_last: int) -> float:
     """Of a forward and a backward pass, twice as long, over stages of so many bytes and seconds."""
     tier = SimulatedTier(link)
-    keeper = OffloadingStore(tier, ahead, keep_last)
+    store = OffloadingStore(tier, ahead, keep_last)
     saved = []
     for size, seconds in stages:
         tier.clock.compute(seconds)
-        saved.append(keeper.store(torch.empty(size, dtype=torch.uint8)))
+        saved.append(store.store(torch.empty(size, dtype=torch.uint8)))
     for _, seconds in reversed(stages):
         saved.pop()()
         tier.clock.compute(2 * seconds)
@@ -183,6 +183,6 @@ def test_most_activations_are_not_in_the_devices_memory() -> None:
 
 def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:
     run = Run(plain_run(), (technique("memory.offload_activations", to="host"),), 2)
-    with pytest.raises(RefusedError, match="the host's memory is where") as refused:
+    with pytest.raises(RefusedError, match="cannot offload to host memory") as refused:
         run.build_model()
     assert 'to="disk"' in refused.value.fix

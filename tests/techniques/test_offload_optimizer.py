@@ -125,9 +125,9 @@ def test_nothing_of_the_state_is_counted_as_the_devices_and_all_of_it_is_in_the_
 
 
 def test_tiles_are_neighbours_of_a_certain_size_and_leave_nothing_out() -> None:
-    assert tiles([5, 5, 5, 20, 1], numbers=10) == [[0, 1], [2, 3], [4]]
-    assert tiles([5, 5], numbers=10) == [[0, 1]]
-    assert tiles([7], numbers=100) == [[0]]
+    assert tiles([5, 5, 5, 20, 1], elements=10) == [[0, 1], [2, 3], [4]]
+    assert tiles([5, 5], elements=10) == [[0, 1]]
+    assert tiles([7], elements=100) == [[0]]
 
 
 def test_gradients_and_values_cross_the_link_once_each_way() -> None:
@@ -230,7 +230,7 @@ def test_a_tier_that_there_is_none_of_is_refused_with_those_that_there_are() -> 
 
 def test_there_is_nothing_to_delay_for_on_a_disk() -> None:
     chosen = with_optimizer([technique("memory.offload_optimizer", to="disk", delay=True)])
-    with pytest.raises(RefusedError, match="nothing to delay it for") as refused:
+    with pytest.raises(RefusedError, match="a delay saves nothing") as refused:
         compose(plain_run(), chosen, 2).start()
     assert "delay=false" in refused.value.fix
 
@@ -238,7 +238,7 @@ def test_there_is_nothing_to_delay_for_on_a_disk() -> None:
 def test_a_delayed_update_that_talks_to_other_ranks_is_refused() -> None:
     offload = ("memory.offload_optimizer", DELAYED)
     found = on_ranks(2, refusal, "parallelism.shard", offload, "optimizers.lamb")
-    assert all("cannot talk to other ranks" in what for what in found)
+    assert all("cannot communicate with other ranks" in what for what in found)
 
 
 def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:

@@ -277,7 +277,7 @@ def test_dotas_loss_is_the_same_when_blocks_are_run_again() -> None:
 
 def test_segments_that_run_again_together_are_refused_beside_a_loss_of_detectors() -> None:
     run = compose(plain_run(), with_optimizer([technique("attention.dota"), Recompute(schedule="sqrt")]), 4)
-    with pytest.raises(RefusedError, match="leave a loss beside their result"):
+    with pytest.raises(RefusedError, match="return an additional loss"):
         run.start()
 
 

@@ -129,7 +129,7 @@ def test_the_loss_of_a_factorised_head_never_builds_all_logits_and_is_the_same()
 @pytest.mark.parametrize("kind", KINDS)
 def test_finishing_unties_the_blocks_and_multiplies_the_tables_out(kind: str) -> None:
     if "vit" in kind:
-        pytest.skip("no table of tokens")
+        pytest.skip("no token embedding")
     one = ShareParameters(embedding=8)
     model = one.model(KINDS[kind].model()).eval()
     before = KINDS[kind].loss(model)
@@ -174,7 +174,7 @@ def test_a_parameter_that_a_block_uses_twice_is_shared_in_both_places() -> None:
 def test_what_saves_nothing_is_refused() -> None:
     with pytest.raises(RefusedError, match="embedding 32 saves nothing at width 32"):
         ShareParameters(embedding=32).model(tiny_model())
-    with pytest.raises(RefusedError, match="2 blocks do not make 3 groups"):
+    with pytest.raises(RefusedError, match="2 blocks do not form 3 groups"):
         ShareParameters(groups=3).model(tiny_model(depth=2))
 
 

@@ -1,4 +1,4 @@
-"""How much each of several disturbances moves a gradient."""
+"""Sensitivity of a gradient to each of several perturbations."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,25 +12,25 @@ from thrifty.optim.transform_elements import global_norm
 
 
 def sensitivities(run: Callable[[int | None], None], model: nn.Module, count: int) -> list[float]:
-    """The squared distance between the gradient with disturbance i and the one without any, for each i < `count`.
+    """Return the squared distance between the gradients with perturbation i and without, for each i < `count`.
 
-    `run(i)` leaves gradients in the parameters. It is called once for each, with the same random numbers inside and the
-    same buffers; afterwards those and the gradients are as before. Where ranks differ, the mean over them.
+    `run(i)` leaves gradients in the parameters; `run(None)` has no perturbation. Each call has the same random state
+    and buffers. Afterwards buffers, random state and gradients are restored. The result is the mean over ranks.
     """
-    with preserve_gradients(model) as again:
-        plain = _gradients(run, model, None, again)
+    with preserve_gradients(model) as restore:
+        plain = _gradients(run, model, None, restore)
         squares = []
         for index in range(count):
-            gradients = _gradients(run, model, index, again)
-            differences = [mine - theirs for mine, theirs in zip(gradients, plain, strict=True)]
+            gradients = _gradients(run, model, index, restore)
+            differences = [perturbed - exact for perturbed, exact in zip(gradients, plain, strict=True)]
             squares.append(global_norm(differences).double().square())
     return mean_over_ranks(torch.stack(squares)).tolist() if squares else []
 
 
 def _gradients(
-    run: Callable[[int | None], None], model: nn.Module, index: int | None, again: Callable[[], None]
+    run: Callable[[int | None], None], model: nn.Module, index: int | None, restore: Callable[[], None]
 ) -> list[Tensor]:
-    again()
+    restore()
     run(index)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [parameter.grad for parameter in parameters]
@@ -41,14 +41,16 @@ def _gradients(
 
 @contextmanager
 def preserve_gradients(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Inside, gradients start from none; afterwards they, buffers and random numbers are as before. What is yielded
-    brings buffers and random numbers back in between."""
+    """Run a block without gradients, and restore gradients, buffers and random state afterwards.
+
+    Yield a function that restores buffers and random state within the block.
+    """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     generators = GeneratorStates({parameter.device for parameter in parameters})
 
-    def again() -> None:
+    def restore() -> None:
         generators.put_back()
         for buffer, value in buffers:
             buffer.data.copy_(value)
@@ -56,8 +58,8 @@ def preserve_gradients(model: nn.Module) -> Iterator[Callable[[], None]]:
     for parameter in parameters:
         parameter.grad = None
     try:
-        yield again
+        yield restore
     finally:
-        again()
+        restore()
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -55,44 +55,44 @@ from thrifty.modeling.attention_sites import LOSING_CORES
 from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_forward
 
 OVERHEADS = 45e-6, 12e-6
-"""Seconds that each operation of a block costs in Python, both ways together, where its operations are followed one by
-one, and where it is made again as a whole; where costs are counted, and beside a GPU."""
+"""Python overhead in seconds per operation, forward and backward together: of operations followed one by one, and of
+blocks recomputed as a whole. Used if costs are counted, and on a GPU."""
 COUNTED_PASSES = 4
-"""Times that either direction of coding goes over a tensor, where costs are counted."""
+"""Passes over a tensor for quantization, and for dequantization, if costs are counted."""
 COUNTED_LINK = 1e9
-"""Bytes per second of the way to a tier, where costs are counted."""
+"""Bytes per second of the link to a tier, if costs are counted."""
 MEASURED = MeasuredSeconds()
-"""Shared, so that what is explained is what is run."""
+"""Measured costs, shared so that `explain` and the run use the same."""
 
 
 class ActivationPlanner:
-    """Makes a plan for each shape of batch that comes, and hands it out to the blocks in the order they are called."""
+    """Planner that computes a plan for each batch shape and applies it to the blocks in call order."""
 
     def __init__(self, settings: "ActivationBudget"):
         self.settings = settings
         self.plans: dict[Any, tuple[list[BlockCosts], MemoryPlan]] = {}
         self.blocks: list[str] = []
-        """Names, in the order of the model."""
+        """Names of the blocks, in the order of the model."""
         self.chain: BlockChain | None = None
-        """Of the same blocks, where they may be made again together."""
+        """Chain of the same blocks, if they may be recomputed together."""
         self.current: list[BlockPlan] = []
         self.called = 0
-        self.elsewhere: TierStore | None = None
+        self.store: TierStore | None = None
         self.rehearsal: DryRun | None = None
         self.seed, self.passes = 0, 0
 
     def run(self, name: str, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
         if self.rehearsal is not None:
             return self.rehearsal.run(name, block, inner, args, kwargs)
-        if self.called == len(self.current):  # nothing is trained: evaluation, sampling
+        if self.called == len(self.current):  # without gradients: evaluation, sampling
             return inner(*args, **kwargs)
         place, self.called = self.called, self.called + 1
         if self.chain and self.chain.schedule:
             with same_casts():
                 return inner(*args, **kwargs)
-        if self.elsewhere:
-            self.elsewhere.finish_transfer(place - 2)
-            self.elsewhere.end_stream(place - 1)
+        if self.store:
+            self.store.finish_transfer(place - 2)
+            self.store.end_stream(place - 1)
         return run_block_plan(self.current[place], inner, args, kwargs)
 
     def predict(self, objective: Objective, model: nn.Module, batch: Batch) -> Prediction:
@@ -100,7 +100,7 @@ class ActivationPlanner:
         if key not in self.plans:
             self.plans[key] = self.plan(objective, model, batch)
         if self.settings.offload != "never":
-            self.elsewhere = TierStore(tier_for(self.settings.offload, batch.weight, self.settings.folder))
+            self.store = TierStore(tier_for(self.settings.offload, batch.weight, self.settings.folder))
         self.current, self.called = self.block_plans(*self.plans[key]), 0
         if self.chain:
             self.chain.schedule = self.plans[key][1].schedule
@@ -109,10 +109,10 @@ class ActivationPlanner:
         finally:
             if self.chain:
                 self.chain.schedule = None
-            for place in range(self.called if self.elsewhere else 0):
-                self.elsewhere.finish_transfer(place)
-                self.elsewhere.end_stream(place)
-            self.current, self.called, self.elsewhere = [], 0, None
+            for place in range(self.called if self.store else 0):
+                self.store.finish_transfer(place)
+                self.store.end_stream(place)
+            self.current, self.called, self.store = [], 0, None
 
     def plan(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[list[BlockCosts], MemoryPlan]:
         learned, rest = self.rehearse(objective, model, batch)
@@ -121,14 +121,14 @@ class ActivationPlanner:
         blocks = [costs_of(*each, overheads) for each in zip(learned.tapes, learned.memories, strict=True)]
         if self.chain is None or learned.names != self.blocks or LOSING_CORES.get(model) is not None:
             blocks = [replace(block, stage=None) for block in blocks]
-        blocks.append(rest)  # comes last and has nothing to decide
+        blocks.append(rest)  # the last entry, without decisions
         plan = agree_on_plan(self.settings.solve(blocks, batch.weight.device), blocks)
         for line in (summary(blocks, plan), *decisions(learned.names, blocks, plan)):
             add_note(line)
         return blocks, plan
 
     def rehearse(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[DryRun, BlockCosts]:
-        """What the blocks do, and what everything else holds: what is saved outside of them, and the loss."""
+        """Return the operations of the blocks, and the costs outside of them: saved tensors and the loss."""
         known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
         try:
             streams = bool(self.settings.bits) or self.settings.offload != "never"
@@ -139,8 +139,8 @@ class ActivationPlanner:
                 ends = [end for end in (prediction.hidden, prediction.given) if end is not None and end.requires_grad]
                 edges = [get_gradient_edge(end) for end in ends]
                 loss = (objective.losses(prediction, batch) * batch.weight).sum()
-                del prediction, ends  # as in a step, where the loss alone holds what it needs
-                if edges:  # none where nothing but the head is trained
+                del prediction, ends  # as in a step, where only the loss refers to them
+                if edges:  # there are none if only the head is trained
                     torch.autograd.grad(loss, edges, allow_unused=True)
                 del loss
                 rest = BlockCosts(OpTrace(input_bytes=outside), live.peak - outside, 0.0, 0.0, 0.0)
@@ -149,17 +149,17 @@ class ActivationPlanner:
             self.rehearsal = None
 
     def block_plans(self, blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[BlockPlan]:
-        """What one forward pass follows."""
+        """Return the plan of each block for one forward pass."""
         key, plans = self._key_of_pass(), []
-        for place, (block, ways) in enumerate(zip(blocks[:-1], plan.actions, strict=False)):
-            elsewhere = keep_tensor
-            if self.elsewhere:
-                elsewhere = self.elsewhere.stream(place) if is_streamed(block, ways) else self.elsewhere.store(place)
-            plans.append(build_block_plan(block, ways, elsewhere, self.settings.bits, f"{key}/{place}"))
+        for place, (block, actions) in enumerate(zip(blocks[:-1], plan.actions, strict=False)):
+            keep = keep_tensor
+            if self.store:
+                keep = self.store.stream(place) if is_streamed(block, actions) else self.store.store(place)
+            plans.append(build_block_plan(block, actions, keep, self.settings.bits, f"{key}/{place}"))
         return plans
 
     def _key_of_pass(self) -> str:
-        """Another one for each forward pass, the same when the step is made again."""
+        """Return a key that differs between forward passes, and is the same when a step is repeated."""
         seed = torch.initial_seed()
         self.seed, self.passes = seed, self.passes + 1 if seed == self.seed else 0
         return f"{seed}/{self.passes}"
@@ -169,7 +169,7 @@ ACTIVATION_PLANNER: ModuleNote[ActivationPlanner] = ModuleNote("activation_plann
 
 
 class PlannedObjective(WrappedObjective):
-    """Another objective whose model runs by its planner's plans."""
+    """A wrapped objective whose model follows the plans of its planner."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         planner = ACTIVATION_PLANNER.get(model)
@@ -179,7 +179,7 @@ class PlannedObjective(WrappedObjective):
 
 
 class ForwardPass(Objective):
-    """One call of a model's forward pass with arguments of any form; its loss stands for one that is not known."""
+    """An objective that calls a model with any arguments. Its loss replaces the unknown loss of the caller."""
 
     def __init__(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.inner, self.args, self.kwargs = inner, args, kwargs
@@ -218,22 +218,22 @@ class ActivationBudget(Technique):
     claims = frozenset({Claim.SAVED_TENSORS, Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES, Claim.RANK_WIDE_PLAN})
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.COMPILED_BLOCKS: "it follows single operations, which a compiler fuses",
-        Claim.TENSOR_PARALLELISM: "it follows single operations, and those between ranks cannot be made again by one",
+        Claim.TENSOR_PARALLELISM: "it follows single operations, and one rank cannot recompute those between ranks",
     }
 
     bytes: Annotated[float, SettingBound(above=0)] = 0.5
-    """For all activations at the peak, in bytes; up to 1 a share of what they take when all are kept, or what they take
-    when all may be made again and that is more."""
+    """Limit of the activations at the peak, in bytes. A value up to 1 is relative to the peak without a limit; if
+    that is infeasible with recomputation, the smallest feasible peak."""
     recompute: bool = True
-    """Whether tensors may be made again."""
+    """True to allow recomputation."""
     bits: Bits = 0
-    """Whether tensors may be compressed, to 2, 4 or 8 bits a number, which makes gradients noisy; 0 is no."""
+    """Bits per element of compressed tensors (2, 4 or 8), which makes gradients noisy; 0 allows none."""
     offload: Literal["never", "auto", "host", "disk", "simulated"] = "never"
-    """Where tensors may wait: the host's memory, a disk, or either as the device has it."""
+    """Memory to which tensors may be offloaded; "auto" is the host for a GPU and the disk for a CPU."""
     folder: str = ""
-    """For files; $TMPDIR or /var/tmp by default."""
+    """Folder of the files; $TMPDIR or /var/tmp by default."""
     cost_source: Literal["measured", "counted"] = "measured"
-    """Of an operation: timed on this machine, or told from its shapes; counted wherever `bits` are allowed."""
+    """Source of the costs of operations: timed on this machine, or counted from shapes. `bits` implies "counted"."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,7 +254,7 @@ class ActivationBudget(Technique):
         for name, blocks in stacks.items():
             names = {block: f"{name}.{place}" for place, block in enumerate(blocks)}
             planner.blocks += (names[block] for block in blocks)
-            for block, own in names.items():  # each once, in however many places it is
+            for block, own in names.items():  # once per block, even if it is used several times
                 wrap_forward(block, partial(planner.run, own))
             add_note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is made at the first step")
         if self.recompute:
@@ -274,7 +274,7 @@ class ActivationBudget(Technique):
         return model
 
     def solve(self, blocks: list[BlockCosts], device: torch.device) -> MemoryPlan:
-        """The fastest plan for these blocks; raises InfeasibleError where a budget in bytes allows none."""
+        """Return the fastest plan for these blocks. Raise InfeasibleError if no plan fits a budget in bytes."""
         allowed = AllowedActions(self.recompute, self._compression(device), self._link(device))
         kept, least = peak_when_kept(blocks), least_peak(blocks, allowed)
         budget = self.bytes * kept if self.bytes <= 1 else self.bytes
@@ -282,12 +282,12 @@ class ActivationBudget(Technique):
             budget = max(budget, least)
         plan = best_plan(blocks, budget, allowed)
         if plan is None:
-            may_be = {"made again": self.recompute, "moved": allowed.link, "compressed": allowed.compression}
-            given_up = " or ".join(words for words, is_allowed in may_be.items() if is_allowed)
-            more = f"bytes={least * 1.02:.3g}" if self.recompute else "recompute=true, or more bytes"
+            actions = {"recomputed": self.recompute, "offloaded": allowed.link, "compressed": allowed.compression}
+            allowed_words = " or ".join(word for word, is_allowed in actions.items() if is_allowed)
+            more = f"bytes={least * 1.02:.3g}" if self.recompute else "recompute=true"
             raise InfeasibleError(
                 f"{self.name}: {len(blocks) - 1} blocks do not fit {budget / 1e6:,.2f} MB; with everything "
-                f"{given_up or 'kept'} they take {least / 1e6:,.2f} MB, with everything kept {kept / 1e6:,.2f} MB",
+                f"{allowed_words or 'kept'} they take {least / 1e6:,.2f} MB, with everything kept {kept / 1e6:,.2f} MB",
                 fix=f"--set techniques.{self.name}.{more}",
             )
         return plan

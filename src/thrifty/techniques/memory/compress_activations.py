@@ -40,37 +40,37 @@ from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.techniques.memory._gradient_sensitivity import preserve_gradients, sensitivities
 
 CHOICES = (2, 4, 8)
-"""Bits that adaptive tensors may get."""
+"""Bits per element among which `adaptive` chooses."""
 TENSORS = 4096
-"""Saved tensors of a forward pass that are decided on singly; later ones get the average."""
+"""Number of saved tensors per forward pass with bits of their own; later ones get the average."""
 PROBED = 8
-"""Sensitivity is measured on one in so many examples of a micro-batch."""
+"""Number of examples in a micro-batch for each one on which sensitivity is measured."""
 
 
 class QuantizingObjective(WrappedObjective):
-    """Another objective whose predictions are made with a new keeper each."""
+    """A wrapped objective whose predictions use a new quantized store each."""
 
-    def __init__(self, inner: Objective, keeper: Callable[[nn.Module, Batch], QuantizedStore]):
+    def __init__(self, inner: Objective, new_store: Callable[[nn.Module, Batch], QuantizedStore]):
         super().__init__(inner)
-        self.keeper = keeper
+        self.new_store = new_store
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if not torch.is_grad_enabled():
             return super().predict(model, batch)
-        with use_activation_store(self.keeper(model, batch), smallest=1):
+        with use_activation_store(self.new_store(model, batch), smallest=1):
             return super().predict(model, batch)
 
 
 class QuantizingBackward:
-    """A backward pass whose forward passes leave their activations in codes.
+    """A backward pass whose forward passes quantize their activations.
 
-    `state` counts the calls. With `adaptive` it also holds how many tensors and rows the first forward pass of the last
-    call had, for how many tensors bits were decided, and those bits.
+    `state` has the number of calls. With `adaptive` it also has the numbers of tensors and rows in the first forward
+    pass of the last call, the number of tensors with decided bits, and these bits.
     """
 
     def __init__(self, inner: Backward, settings: "CompressActivations"):
         self.inner, self.settings = inner, settings
-        # values that can be read even where only shapes are traced, unlike those of torch.zeros
+        # torch.tensor is readable while shapes are traced, torch.zeros is not
         self.state = {"calls": torch.tensor(0)}
         if settings.adaptive:
             self.state |= {name: torch.tensor(0) for name in ("tensors", "rows", "decided")}
@@ -83,30 +83,30 @@ class QuantizingBackward:
         bits, passes = self.decided(), list[QuantizedStore]()
         rows = 0
 
-        def keeper(model: nn.Module, part: Batch) -> QuantizedStore:
+        def new_store(model: nn.Module, part: Batch) -> QuantizedStore:
             nonlocal rows
             rows = rows or len(part)
-            passes.append(self.keeper(model, part, f"{calls}/{len(passes)}", bits))
+            passes.append(self.store(model, part, f"{calls}/{len(passes)}", bits))
             return passes[-1]
 
-        outcome = self.inner(model, QuantizingObjective(objective, keeper), batch)
+        outcome = self.inner(model, QuantizingObjective(objective, new_store), batch)
         self.state["calls"].fill_(calls + 1)
         if self.settings.adaptive and passes:
             self.state["tensors"].fill_(len(passes[0].numbers))
             self.state["rows"].fill_(rows)
         return replace(outcome, notes=outcome.notes | notes)
 
-    def keeper(
+    def store(
         self, model: nn.Module, batch: Batch, key: str, bits: Callable[[int], int], like: QuantizedStore | None = None
     ) -> QuantizedStore:
-        # the loop seeds torch's generator with the run, the step and the rank; nothing is drawn from it
+        # the loop seeds torch's generator with the run, the step and the rank; the seed is only read
         seed = seed_of(f"{torch.initial_seed()}/{key}") % 2**32
         alive = frozenset(t.untyped_storage()._cdata for t in (*model.buffers(), *batch.fields.values()))
         s = self.settings
         return QuantizedStore(seed, bits, s.group, s.ranges == "head", s.min_elements, alive, like)
 
     def decided(self) -> Callable[[int], int]:
-        """Bits by position, the average where nothing is decided."""
+        """Return a function from positions to bits, which are the average for undecided tensors."""
         decided = self.state.get("bits")
         if decided is None or isinstance(decided, FakeTensor):
             return lambda position: self.settings.bits
@@ -114,7 +114,7 @@ class QuantizingBackward:
         return lambda position: (bits[position] if position < TENSORS else 0) or self.settings.bits
 
     def adapt(self, model: nn.Module, objective: Objective, batch: Batch, calls: int) -> dict[str, float]:
-        """Measure and decide, where that is due or the tensors are no longer those that were decided on."""
+        """Measure sensitivity and allocate bits, if due or if the number of tensors has changed; return notes."""
         tensors, rows, decided = (int(self.state[name]) for name in ("tensors", "rows", "decided"))
         if (calls - 1) % self.settings.every and tensors == decided:
             return {}
@@ -128,17 +128,19 @@ class QuantizingBackward:
         return {f"share_in_{b}_bits": share for b, share in shares.items()}
 
     def measure(self, model: nn.Module, objective: Objective, batch: Batch) -> tuple[list[float], list[int]]:
-        """For each tensor what it does to the gradient of some of these examples to be kept in 4 bits while all others
-        have 8; and how many numbers each has."""
-        whole = self.keeper(model, batch, "whole", self.decided())
-        # the list of saved tensors comes from a forward pass of a whole micro-batch
+        """Return the sensitivity of the gradient to each tensor, and the number of elements of each.
+
+        The tensor is kept in 4 bits and all others in 8, on a fraction of the examples.
+        """
+        whole = self.store(model, batch, "whole", self.decided())
+        # the forward pass of a whole micro-batch lists the saved tensors
         with preserve_gradients(model):
             QuantizingObjective(objective, lambda *_: whole).predict(model, batch)
         part = batch.rows(0, max(len(batch) // PROBED, 1))
 
-        def run(disturbed: int | None) -> None:
-            keeper = self.keeper(model, part, "part", lambda position: 4 if position == disturbed else 8, whole)
-            plain_backward(model, QuantizingObjective(objective, lambda *_: keeper), part)
+        def run(perturbed: int | None) -> None:
+            store = self.store(model, part, "part", lambda position: 4 if position == perturbed else 8, whole)
+            plain_backward(model, QuantizingObjective(objective, lambda *_: store), part)
 
         return sensitivities(run, model, len(whole.numbers)), whole.numbers
 
@@ -154,28 +156,31 @@ class CompressActivations(Technique):
     claims = frozenset({Claim.SAVED_TENSORS})
 
     bits: Literal[2, 4, 8] = 4
-    """For each number; the average with `adaptive`."""
+    """Bits per element; the average with `adaptive`."""
     group: Positive = GROUP
-    """Neighbours that share a range, a multiple of 8."""
+    """Number of neighboring elements that share a range, a multiple of 8."""
     ranges: Literal["group", "head"] = "group"
-    """What shares a range: neighbours of one token, or over all tokens a head, or `group` neighbouring channels where
-    a tensor shows no heads."""
+    """Scope of a range: "group" is neighboring elements of one token; "head" is a head over all tokens, or `group`
+    neighboring channels of a tensor without heads."""
     min_elements: Positive = SMALLEST
-    """Tensors of fewer numbers stay as they are."""
+    """Smallest compressed tensor, in elements."""
     adaptive: bool = False
-    """2, 4 or 8 bits for each tensor by how much it disturbs the gradient, at the same total. That is measured, tensor
-    by tensor, on an eighth of a micro-batch."""
+    """True to choose 2, 4 or 8 bits for each tensor by its effect on the gradient, at the same total. The effect is
+    measured, tensor by tensor, on an eighth of a micro-batch."""
     every: Positive = 1000
-    """Steps from one measurement to the next."""
+    """Number of steps between measurements."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.group % 8:
-            raise UsageError(f"{self.name}: group is {self.group}", fix=f"a multiple of 8: {-(-self.group // 8) * 8}")
+            raise UsageError(
+                f"{self.name}: group {self.group} is no multiple of 8",
+                fix=f"--set techniques.{self.name}.group={-(-self.group // 8) * 8}",
+            )
         if self.adaptive and self.bits != 4:
             raise UsageError(
-                f"{self.name}: of 2, 4 and 8 bits an average of {self.bits} leaves no choice",
-                fix="adaptive goes with bits = 4",
+                f"{self.name}: adaptive bits of 2, 4 and 8 require an average of 4, and bits is {self.bits}",
+                fix=f"--set techniques.{self.name}.bits=4",
             )
 
     @property
@@ -185,7 +190,7 @@ class CompressActivations(Technique):
     def change_forward(self, model: nn.Module) -> None:
         if self.adaptive:
             raise NeedsTrainer(
-                f"{self.name}: adaptive bits are measured in backward passes, which only the trainer makes",
+                f"{self.name}: adaptive bits are measured in backward passes, which only the trainer runs",
                 fix="adaptive=False",
             )
         stores, calls = QuantizingBackward(plain_backward, self), count()
@@ -195,7 +200,7 @@ class CompressActivations(Technique):
                 return inner(*args, **kwargs)
             inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
             batch = Batch({str(place): each for place, each in enumerate(inputs)}, torch.empty(0))
-            store = stores.keeper(model, batch, str(next(calls)), stores.decided())
+            store = stores.store(model, batch, str(next(calls)), stores.decided())
             with use_activation_store(store, smallest=1):
                 return inner(*args, **kwargs)
 

@@ -30,17 +30,16 @@ from thrifty.modeling.module_surgery import wrap_forward
 
 
 class OffloadingStore:
-    """Keeps the activations of one forward pass on a tier: `use_activation_store(Offloading(tier))` around any forward
-    pass.
+    """Store that offloads the activations of one forward pass: `use_activation_store(OffloadingStore(tier))`.
 
-    Tensors are sent in the order in which they are saved, each once `keep_last` more have come, since those saved last
-    are needed first. At most `prefetch` are on their way: before one more leaves the first of them must be gone, and
-    when one is asked for, those saved before it are sent for.
+    Tensors are sent in the order in which they are saved, each after `keep_last` more, since those saved last are
+    needed first. At most `prefetch` are in transfer: the next one waits for the first. When a tensor is read, the
+    tensors saved before it are prefetched.
     """
 
     def __init__(self, tier: StorageTier, prefetch: int = 4, keep_last: int = 0):
         self.tier, self.prefetch, self.keep_last = tier, prefetch, keep_last
-        # they live as long as the graph that saved them
+        # weak references: the autograd graph owns the tensors
         self.saved: list[weakref.ref[_OffloadedActivation]] = []
 
     def store(self, activation: Tensor) -> Callable[[], Tensor]:
@@ -50,51 +49,51 @@ class OffloadingStore:
             due.send()
         if late := self.at(new.place - self.keep_last - self.prefetch):
             late.finish_transfer()
-        return new.give
+        return new.read
 
     def at(self, place: int) -> "_OffloadedActivation | None":
         return self.saved[place]() if place >= 0 else None
 
-    def send_for_those_before(self, place: int) -> None:
-        """Begins the way back of what will be asked for next."""
-        for each in range(place - 1, place - self.prefetch - 1, -1):
-            if saved := self.at(each):
+    def prefetch_before(self, place: int) -> None:
+        """Prefetch the tensors that the backward pass reads next."""
+        for earlier in range(place - 1, place - self.prefetch - 1, -1):
+            if saved := self.at(earlier):
                 saved.prefetch()
 
 
 class _OffloadedActivation:
-    """One saved tensor: itself until it is sent, its ticket from then on."""
+    """A saved tensor, replaced by a handle once it is offloaded."""
 
-    def __init__(self, keeper: OffloadingStore, place: int, tensor: Tensor):
-        self.keeper, self.place = keeper, place
+    def __init__(self, store: OffloadingStore, place: int, tensor: Tensor):
+        self.store, self.place = store, place
         self.tensor: Tensor | None = tensor
-        self.ticket: OffloadHandle | None = None
-        self.given = False
+        self.handle: OffloadHandle | None = None
+        self.is_read = False
 
     def send(self) -> None:
         assert self.tensor is not None
-        self.ticket, self.tensor = self.keeper.tier.send(self.tensor), None
+        self.handle, self.tensor = self.store.tier.send(self.tensor), None
 
     def finish_transfer(self) -> None:
-        if self.ticket is not None:
-            self.ticket.finish_transfer()
+        if self.handle is not None:
+            self.handle.finish_transfer()
 
     def prefetch(self) -> None:
-        if self.ticket is not None and not self.given:
-            self.ticket.prefetch()
+        if self.handle is not None and not self.is_read:
+            self.handle.prefetch()
 
-    def give(self) -> Tensor:
+    def read(self) -> Tensor:
         self.prefetch()
-        self.given = True
-        self.keeper.send_for_those_before(self.place)
-        if self.ticket is not None:
-            return self.ticket.get()
+        self.is_read = True
+        self.store.prefetch_before(self.place)
+        if self.handle is not None:
+            return self.handle.get()
         assert self.tensor is not None
         return self.tensor
 
 
 class OffloadingObjective(WrappedObjective):
-    """Another objective whose predictions leave their activations on a tier."""
+    """A wrapped objective whose predictions offload their activations to a tier."""
 
     def __init__(self, inner: Objective, settings: "OffloadActivations"):
         super().__init__(inner)
@@ -112,15 +111,15 @@ class OffloadActivations(Technique):
     claims = frozenset({Claim.SAVED_TENSORS})
 
     to: Where = "auto"
-    """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""
+    """Target: host memory, disk or a simulated link; "auto" is the host for a GPU and the disk for a CPU."""
     prefetch: Positive = 4
-    """Tensors on their way at a time, out or back."""
+    """Largest number of tensors in transfer, in either direction."""
     keep_last: Natural = 8
-    """Of the tensors of a forward pass, how many of the last stay."""
+    """Number of tensors, the last ones of a forward pass, that stay on the device."""
     min_elements: Positive = SMALLEST
-    """Tensors of fewer numbers stay."""
+    """Smallest offloaded tensor, in elements."""
     folder: str = ""
-    """For files; $TMPDIR or /var/tmp by default."""
+    """Folder of the files; $TMPDIR or /var/tmp by default."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -128,7 +127,7 @@ class OffloadActivations(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         tier = tier_for(self.to, next(model.parameters()), self.folder)
-        add_note(f"activations of {self.min_elements} numbers and more go to the {tier}")
+        add_note(f"activations of {self.min_elements} elements and more are offloaded to the {tier}")
         return model
 
     def objective(self, objective: Objective) -> Objective:
@@ -142,5 +141,5 @@ class OffloadActivations(Technique):
         wrap_forward(model, offloaded)
 
     def store(self, like: Tensor) -> OffloadingStore:
-        """Make the store of one forward pass, for a device on which this tensor is."""
+        """Return a store for one forward pass on the device of this tensor."""
         return OffloadingStore(tier_for(self.to, like, self.folder), self.prefetch, self.keep_last)

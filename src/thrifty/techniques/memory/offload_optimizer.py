@@ -43,40 +43,40 @@ from thrifty.optim.update_plan import update_tail
 
 NEXT = "next"
 TILE = 4 * 1024 * 1024
-"""Numbers, about, whose new values go back together while the next are computed."""
+"""Approximate number of elements per tile: new values of a tile are sent while the next tile is computed."""
 
 
-def tiles(sizes: Sequence[int], numbers: int) -> list[list[int]]:
-    """Neighbours in groups of at least `numbers` together, the last of what is left."""
+def tiles(sizes: Sequence[int], elements: int) -> list[list[int]]:
+    """Return indices of neighbors in groups of at least `elements` in total; the last group may be smaller."""
     groups: list[list[int]] = [[]]
     for index, _ in enumerate(sizes):
-        if sum(sizes[i] for i in groups[-1]) >= numbers:
+        if sum(sizes[i] for i in groups[-1]) >= elements:
             groups.append([])
         groups[-1].append(index)
     return groups
 
 
 class TierStateUpdate(UpdateLocation):
-    """An update made with the parameters, from state on a tier that is used in place there."""
+    """An update of parameters in place, with its state on a tier."""
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: StorageTier):
         super().__init__(transform, names, parameters)
-        own = [tensor for tensors in self.state.values() for tensor in tensors]
-        placed = map(stand_in_for, own, tier.allocate(own))
-        self.state = {slot: [next(placed) for _ in tensors] for slot, tensors in self.state.items()}
+        tensors_on_device = [tensor for tensors in self.state.values() for tensor in tensors]
+        offloaded = map(stand_in_for, tensors_on_device, tier.allocate(tensors_on_device))
+        self.state = {slot: [next(offloaded) for _ in tensors] for slot, tensors in self.state.items()}
 
 
 class HostCopyUpdate(UpdateLocation):
-    """An update made beside the device, on copies of the parameters whose new values then go back.
+    """An update on host copies of the parameters, whose new values are then sent to the device.
 
-    What must see all gradients together and remembers nothing, such as clipping, runs on the device before.
+    Stateless elements that require all gradients together, such as clipping, run on the device before.
     """
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: HostTier):
         copies = tier.allocate([parameter.detach() for parameter in parameters])
         self.tier, self.copies = tier, [*map(stand_in_for, parameters, copies)]
         super().__init__(transform, names, self.copies)
-        self.bring(range(len(parameters)), parameters)  # the chain may have changed values when it began (masks)
+        self.bring(range(len(parameters)), parameters)  # the chain may have changed values in `init`, such as masks
         self.landed(parameters)
 
     def prepare(self, parameters: list[Tensor]) -> None:
@@ -94,40 +94,40 @@ class HostCopyUpdate(UpdateLocation):
     def update(self, gradients: list[Tensor], parameters: list[Tensor], step: int, age: int) -> None:
         numbers = self.transform.scalars(step, age)
         self.refresh(parameters)
-        self.move(self.sent(gradients, parameters, numbers), numbers, partial(self.bring, parameters=parameters))
+        self.move(self.send(gradients, parameters, numbers), numbers, partial(self.bring, parameters=parameters))
         self.landed(parameters)
 
     def refresh(self, parameters: list[Tensor]) -> None:
-        """Takes over what others have made of the parameters on the device."""
+        """Copy parameters that were changed on the device."""
         self.tier.still()
-        for copy, parameter, known in zip(
-            local_tensors(self.copies), local_tensors(parameters), self.known, strict=True
+        for copy, parameter, version in zip(
+            local_tensors(self.copies), local_tensors(parameters), self.versions, strict=True
         ):
-            if version(parameter) != known:
+            if version_of(parameter) != version:
                 copy.copy_(parameter)
 
-    def sent(self, gradients: list[Tensor], parameters: list[Tensor], numbers: Scalars) -> list[OffloadHandle]:
-        """Gradients on their way, after what of the chain runs on the device."""
+    def send(self, gradients: list[Tensor], parameters: list[Tensor], numbers: Scalars) -> list[OffloadHandle]:
+        """Run the part of the chain on the device, and send the gradients."""
         if not self.head_remembers:
             gradients = self.head.update(gradients, {}, parameters, numbers)
         return [self.tier.send(gradient) for gradient in local_tensors(gradients)]
 
     @torch.no_grad()
-    def move(self, tickets: list[OffloadHandle], numbers: Scalars, moved: Callable[[Sequence[int]], None]) -> None:
-        """The update of the copies, tile by tile as gradients come; `moved` is told of each tile."""
+    def move(self, handles: list[OffloadHandle], numbers: Scalars, on_tile: Callable[[Sequence[int]], None]) -> None:
+        """Update the copies tile by tile as gradients arrive; call `on_tile` after each tile."""
 
         def gradient(i: int) -> Tensor:
-            return on_part(self.copies[i], lambda _: self.tier.there(tickets[i]))
+            return on_part(self.copies[i], lambda _: self.tier.there(handles[i]))
 
         updates: list[Tensor] = []
         if self.head_remembers:
-            updates = [gradient(i) for i in range(len(tickets))]
+            updates = [gradient(i) for i in range(len(handles))]
             updates = self.head.update(updates, self.state, self.copies, numbers)
         for own, work in self.tiles:
             gradients = [updates[i] if updates else gradient(i) for i in own]
             state = {slot: [tensors[i] for i in own] for slot, tensors in self.state.items()}
             work.apply(gradients, state, [self.copies[i] for i in own], numbers)
-            moved(own)
+            on_tile(own)
         self.transform.after_step(self.state, self.copies, numbers)
 
     @torch.no_grad()
@@ -138,7 +138,7 @@ class HostCopyUpdate(UpdateLocation):
 
     def landed(self, parameters: list[Tensor]) -> None:
         self.tier.landed()
-        self.known = [version(parameter) for parameter in local_tensors(parameters)]
+        self.versions = [version_of(parameter) for parameter in local_tensors(parameters)]
 
     def eval_weights(self, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         return super().eval_weights(self.copies, numbers)
@@ -151,10 +151,10 @@ class HostCopyUpdate(UpdateLocation):
 
 
 class DelayedUpdate(HostCopyUpdate):
-    """From step `after` on an update is made while the next step is computed, and reaches the parameters after it.
+    """An update that, from step `after` on, is computed during the next step and applied after it.
 
-    The copies, ahead of the parameters by an update, are state then: slot `NEXT`. Updates keep the numbers of the step
-    whose gradients they are made of.
+    The copies are then one update ahead of the parameters, and are state: slot `NEXT`. An update uses the scalars of
+    the step whose gradients it uses.
     """
 
     behind = True
@@ -166,11 +166,12 @@ class DelayedUpdate(HostCopyUpdate):
         self.thread = ThreadPoolExecutor(1, "thrifty-delayed")
         self.work: Future[None] | None = None
         super().__init__(transform, names, parameters, tier)
-        apart = self.rest.reach is TransformScope.ROWS and not self.head_remembers
-        if not apart and any(is_dtensor(parameter) for parameter in parameters):
+        is_local = self.rest.reach is TransformScope.ROWS and not self.head_remembers
+        if not is_local and any(is_dtensor(parameter) for parameter in parameters):
             raise RefusedError(
-                "a delayed update of sharded parameters cannot talk to other ranks while the next step does",
-                fix="choose an optimizer that looks at each number apart, such as adamw, or no delay",
+                "a delayed update of sharded parameters cannot communicate with other ranks during the next step",
+                fix="--with optimizers.adamw, which updates each element separately, or --set "
+                "techniques.memory.offload_optimizer.delay=false",
             )
 
     @property
@@ -192,19 +193,19 @@ class DelayedUpdate(HostCopyUpdate):
         if step > self.after and age > 0:
             self.bring(range(len(parameters)), parameters)
             self.landed(parameters)
-        else:  # nothing has been made ahead: it is the first, or the state is fresh
+        else:  # the first delayed update, or the state is fresh
             self.refresh(parameters)
         numbers = self.transform.scalars(step, age)
-        tickets = self.sent(gradients, parameters, numbers)
+        handles = self.send(gradients, parameters, numbers)
         self.tier.still()
-        self.work = self.thread.submit(self.move, tickets, numbers, lambda own: None)
+        self.work = self.thread.submit(self.move, handles, numbers, lambda own: None)
 
     def eval_weights(self, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         self.join()
         return super().eval_weights(parameters, numbers)
 
     def apply_constraints(self, parameters: list[Tensor]) -> None:
-        # both, since they are different values: the copies may be ahead
+        # both, since the copies may be ahead
         self.join()
         for each in (self.copies, parameters):
             self.transform.apply_constraints(self.state, each)
@@ -215,16 +216,18 @@ class DelayedUpdate(HostCopyUpdate):
             self.work = None
 
 
-def version(tensor: Tensor) -> tuple[int, int]:
-    """Another one whenever somebody has written to the tensor, or put other memory in its place."""
+def version_of(tensor: Tensor) -> tuple[int, int]:
+    """Return a value that changes when the tensor is written or its memory is replaced."""
     return tensor._version, tensor.data_ptr()
 
 
 def offloaded(
     transform: GradientTransform, to: Where = "auto", folder: str = "", delayed_after: int | None = None
 ) -> TransformChain:
-    """Any transform with its state on a tier: `offloaded(adamw(1e-3), to="disk")`. On a tier beside the device the
-    update is made there too, and may be delayed by a step from `delayed_after` on."""
+    """Return a transform with its state on a tier, as in `offloaded(adamw(1e-3), to="disk")`.
+
+    With host memory of a GPU the update runs on the host, delayed by a step from step `delayed_after` on.
+    """
 
     def site(transform: TransformChain, names: Sequence[str], parameters: list[Tensor]) -> UpdateLocation:
         tier = tier_for(to, parameters[0], folder)
@@ -252,13 +255,13 @@ class OffloadOptimizer(Technique):
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
 
     to: Where = "auto"
-    """The host's memory, a disk, or a simulated link; "auto" is the host on a GPU and the disk on a processor."""
+    """Target: host memory, disk or a simulated link; "auto" is the host for a GPU and the disk for a CPU."""
     delay: bool = False
-    """Whether an update reaches the weights one step later, so that it is made while the next step is computed."""
+    """True to apply each update one step later, so that it is computed during the next step."""
     after: StepOrFraction = 40
-    """Of a delay: the first step whose update comes late."""
+    """First step whose update is delayed."""
     folder: str = ""
-    """For files; $TMPDIR or /var/tmp by default."""
+    """Folder of the files; $TMPDIR or /var/tmp by default."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -277,10 +280,10 @@ class OffloadOptimizer(Technique):
         tier = tier_for(self.to, next(model.parameters()), self.folder)
         if self.delay and tier.name == "disk":
             raise RefusedError(
-                "an update with its state on a disk is made where the parameters are: there is nothing to delay it for",
+                "an update with its state on disk runs on the device, where a delay saves nothing",
                 fix=f"--set techniques.{self.name}.delay=false",
             )
-        add_note(f"the optimizer's state goes to the {tier}")
+        add_note(f"the optimizer state is offloaded to the {tier}")
         return model
 
     def update(self, transform: GradientTransform) -> GradientTransform:

@@ -32,8 +32,7 @@ from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_for
 
 
 def bytes_allowed(budget: float, chain: ChainCost) -> int:
-    """A budget above 1 is bytes; up to 1 it is a share of what the plain run holds at its peak, or the least that is
-    possible where that is more."""
+    """Return a budget in bytes. A value up to 1 is relative to the plain peak, and at least the smallest peak."""
     if budget > 1:
         return int(budget)
     _, peak = simulate(chain, periodic_schedule(len(chain), len(chain)))
@@ -41,7 +40,7 @@ def bytes_allowed(budget: float, chain: ChainCost) -> int:
 
 
 class ScheduledRecompute:
-    """A model whose blocks follow the best schedule for the shapes that it is called with."""
+    """A wrapper of a model whose blocks follow the best schedule for each input shape."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], budget: float, timed: bool = False):
         self.chain = BlockChain(blocks, RecomputeSchedule())
@@ -51,7 +50,7 @@ class ScheduledRecompute:
 
     def forward(self, model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            key = _form(args, kwargs)
+            key = _plan_key(args, kwargs)
             if key not in self.schedules:
                 self.schedules[key] = self.plan(model, inner, args, kwargs)
             self.chain.schedule = self.schedules[key]
@@ -62,8 +61,8 @@ class ScheduledRecompute:
         return RecomputeSchedule.of(optimal_schedule(cost, bytes_allowed(self.budget, cost)))
 
 
-def _form(args: tuple, kwargs: dict) -> tuple:
-    """What the costs depend on: shapes, number formats, and autocast."""
+def _plan_key(args: tuple, kwargs: dict) -> tuple:
+    """Return the key of a plan: shapes, dtypes and autocast."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     kinds = sorted({tensor.device.type for tensor in tensors})
     casts = tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
@@ -78,22 +77,22 @@ class OptimalRecompute(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.TENSOR_PARALLELISM: "costs are looked up on one rank, and its layers compute on several",
-        Claim.AUXILIARY_LOSSES: "of a chain that runs again only the last result is part of the graph",
+        Claim.TENSOR_PARALLELISM: "costs are measured on one rank, and layers compute on several",
+        Claim.AUXILIARY_LOSSES: "only the last result of a recomputed chain is part of the graph",
     }
 
     bytes: Annotated[float, SettingBound(above=0)] = 0.5
-    """Up to 1 a share of what the blocks of the plain run hold at their peak, or the least that is possible where that
-    is more."""
+    """Limit in bytes. A value up to 1 is relative to the peak of the blocks in the plain run, at least the smallest
+    possible peak."""
     cost_source: Literal["counted", "measured"] = "counted"
-    """What a block costs: FLOPs and bytes, the same on every machine, or seconds of a real forward pass. Either way the
-    run's values are the same, also after a resume."""
+    """Source of the costs of a block: FLOPs and bytes, or seconds of a real forward pass. Results are equal with
+    either."""
 
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)
         blocks = [block for stack in stacks.values() for block in stack]
         ScheduledRecompute(model, blocks, self.bytes, timed=self.cost_source == "measured")
         refuse_copies(model, self.name, in_evaluation=True)
-        budget = f"{self.bytes:,.0f} bytes" if self.bytes > 1 else f"{self.bytes:.0%} of what the plain run holds"
+        budget = f"{self.bytes:,.0f} bytes" if self.bytes > 1 else f"{self.bytes:.0%} of the plain peak"
         add_note(f"{len(blocks)} blocks in {', '.join(name or 'the model' for name in stacks)}, within {budget}")
         return model

@@ -35,13 +35,13 @@ from thrifty.modeling.attention_sites import LOSING_CORES
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
-def run_block_again(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward pass whose intermediate tensors are computed again when the backward pass needs them."""
+def recompute_block(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a block; recompute its intermediate tensors in the backward pass."""
     return recompute(inner, args, kwargs, module)
 
 
-def run_again_between_products(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """The same, except that results of matrix products and attention stay."""
+def recompute_between_products(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a block; save only results of matrix products and attention, and recompute the rest."""
     contexts = partial(create_selective_checkpoint_contexts, keep_products)
     return recompute(inner, args, kwargs, module, context_fn=contexts)
 
@@ -51,21 +51,21 @@ def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if counted else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def run_segments_again(blocks: list[nn.Module]) -> int:
-    """Divide a chain of blocks into segments of the square root of their number, and return that."""
+def recompute_segments(blocks: list[nn.Module]) -> int:
+    """Divide n blocks into segments of sqrt(n) that are recomputed together; return the length of a segment."""
     length = math.isqrt(len(blocks) - 1) + 1
     BlockChain(blocks, RecomputeSchedule.of(periodic_schedule(len(blocks), length)))
     return length
 
 
 def explain_other_tensors(backward: Backward) -> Backward:
-    """Return a backward pass that raises IntegrityError with a fix in place of torch's CheckpointError."""
+    """Return a backward pass that raises IntegrityError with a fix instead of torch's CheckpointError."""
 
     def explained(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         try:
             return backward(model, objective, batch)
         except CheckpointError as error:
-            what = "a block saved other tensors for its backward pass when it ran again"
+            what = "a block saved other tensors for its backward pass when it was recomputed"
             raise IntegrityError(what, fix=RERUN_FIX) from error
 
     return explained
@@ -86,15 +86,15 @@ class Recompute(Technique):
     claims = frozenset({Claim.RECOMPUTATION})
 
     every: Positive = 1
-    """Recompute every k-th block of each stack: 1 is all of them, 2 every other one. Not for "sqrt"."""
+    """Distance of recomputed blocks in each stack: 1 is all, 2 every other one. Not for "sqrt"."""
     schedule: Literal["every", "sqrt", "selective"] = "every"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule == "sqrt" and self.every != 1:
             raise UsageError(
-                f"{self.name}: every is {self.every}, and the sqrt schedule recomputes all blocks in segments",
-                fix="leave every out, or choose another schedule",
+                f"{self.name}: every is {self.every}, and the schedule 'sqrt' recomputes all blocks",
+                fix=f"--set techniques.{self.name}.every=1, or schedule=every",
             )
 
     @property
@@ -110,13 +110,13 @@ class Recompute(Technique):
         if self.schedule == "sqrt":
             if LOSING_CORES.get(model) is not None:
                 raise RefusedError(
-                    "blocks leave a loss beside their result, which is lost in segments that run again together",
+                    "blocks return an additional loss, which segments that are recomputed together lose",
                     fix=f"--set techniques.{self.name}.schedule=every",
                 )
             blocks = [block for stack in stacks.values() for block in stack]
-            add_note(f"{len(blocks)} blocks in {', '.join(stacks)}, in segments of {run_segments_again(blocks)}")
+            add_note(f"{len(blocks)} blocks in {', '.join(stacks)}, in segments of {recompute_segments(blocks)}")
             return model
-        wrapper = run_again_between_products if self.schedule == "selective" else run_block_again
+        wrapper = recompute_between_products if self.schedule == "selective" else recompute_block
         for name, stack in stacks.items():
             for block in dict.fromkeys(list(stack)[:: self.every]):
                 wrap_forward(block, wrapper)

@@ -38,28 +38,31 @@ Part = Literal["all", "attention", "feed_forward"]
 
 
 def first_of_group(block: int, depth: int, groups: int) -> int:
-    """The block whose parameters this one uses, when `depth` blocks in order make `groups` of nearly equal size."""
+    """Return the block whose parameters this one uses, if `depth` blocks form `groups` of nearly equal size."""
     group = block * groups // depth
     return -(-group * depth // groups)
 
 
 def share(block: nn.Module, leader: nn.Module, chosen: Callable[[str], bool]) -> int:
-    """Replace a block's parameters by another's where their paths are chosen; return the number of elements saved."""
+    """Replace the chosen parameters of a block by the leader's; return the number of elements saved."""
     replaced = set()
-    theirs = dict(leader.named_parameters(remove_duplicate=False))
+    leader_parameters = dict(leader.named_parameters(remove_duplicate=False))
     for path, parameter in list(block.named_parameters(remove_duplicate=False)):
-        if chosen(path) and path in theirs and theirs[path].shape == parameter.shape:
+        if chosen(path) and path in leader_parameters and leader_parameters[path].shape == parameter.shape:
             owner, _, last = path.rpartition(".")
-            setattr(block.get_submodule(owner), last, theirs[path])
+            setattr(block.get_submodule(owner), last, leader_parameters[path])
             replaced.add(parameter)
     return sum(parameter.numel() for parameter in replaced)
 
 
 def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Every block that uses another's parameters, by name, and that other."""
+    """Yield the name of each block that uses another's parameters, the block, and the leader of its group."""
     for name, blocks in find_stacks(model).items():
         if groups > len(blocks):
-            raise RefusedError(f"{len(blocks)} blocks do not make {groups} groups", fix=f"take {len(blocks)} or fewer")
+            raise RefusedError(
+                f"{len(blocks)} blocks do not form {groups} groups",
+                fix=f"--set techniques.memory.share_parameters.groups={len(blocks)}, or fewer",
+            )
         for index, block in enumerate(blocks):
             first = first_of_group(index, len(blocks), groups)
             if first != index:
@@ -67,25 +70,32 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
 
 
 @torch.no_grad()
-def factorise(model: nn.Module, width: int, seed: int) -> None:
-    """Each table of tokens (V, d) becomes a product of (V, E) and (E, d), drawn so that it keeps the table's standard
-    deviation; a head tied to it follows."""
+def factorize(model: nn.Module, width: int, seed: int) -> None:
+    """Replace each token table (V, d) by a product of (V, E) and (E, d), and a head tied to it likewise.
+
+    The product is initialized with the table's standard deviation.
+    """
     tables = token_tables(model)
     if not tables:
-        raise RefusedError(f"{type(model).__name__} has no table of tokens", fix="set embedding = 0")
+        raise RefusedError(
+            f"{type(model).__name__} has no token embedding", fix="--set techniques.memory.share_parameters.embedding=0"
+        )
     named_head = find_head(model)
     users = {**tables, **({named_head[0]: named_head[1]} if named_head and is_tied(named_head[1], tables) else {})}
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    factors: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, user in users.items():
         old = user.weight
         if width >= old.shape[1]:
-            raise RefusedError(f"embedding {width} saves nothing at width {old.shape[1]}", fix="set less than that")
-        if id(old) not in made:
+            raise RefusedError(
+                f"embedding {width} saves nothing at width {old.shape[1]}",
+                fix=f"--set techniques.memory.share_parameters.embedding={old.shape[1] // 2}",
+            )
+        if id(old) not in factors:
             thin, projection = old.new_empty(len(old), width), old.new_empty(width, old.shape[1])
             thin.normal_(generator=keyed_generator(f"{seed}/{name}.weight", old)).mul_(old.std())
             projection.normal_(generator=keyed_generator(f"{seed}/{name}.projection", old)).mul_(width**-0.5)
-            made[id(old)] = nn.Parameter(thin), nn.Parameter(projection)
-        user.weight, user.projection = made[id(old)]
+            factors[id(old)] = nn.Parameter(thin), nn.Parameter(projection)
+        user.weight, user.projection = factors[id(old)]
         wrap_forward(user, _embed if isinstance(user, nn.Embedding) else _score)
     add_note(f"embeddings of width {width}: {', '.join(users)}")
 
@@ -100,20 +110,22 @@ def _score(head: nn.Module, inner: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def multiply_out(model: nn.Module) -> None:
-    """Plain tables in the place of factorised ones, and heads tied to them as before."""
-    made: dict[int, nn.Parameter] = {}
+    """Multiply factorized tables out into plain ones, with heads tied as before."""
+    tables: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if hasattr(module, "projection") and "forward" in vars(module):
             thin = module.weight
-            if id(thin) not in made:
-                made[id(thin)] = nn.Parameter(thin @ module.projection)
-            module.weight = made[id(thin)]
+            if id(thin) not in tables:
+                tables[id(thin)] = nn.Parameter(thin @ module.projection)
+            module.weight = tables[id(thin)]
             del module.projection, module.forward
 
 
 class FactorizedHead(WrappedObjective):
-    """Another objective that is given a factorised head as hidden states of width E and a plain linear layer, so that
-    the loss may go through the vocabulary in chunks."""
+    """A wrapped objective that splits a factorized head into hidden states of width E and a plain linear layer.
+
+    The loss can then work on the vocabulary in chunks.
+    """
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         prediction = super().predict(model, batch)
@@ -134,20 +146,20 @@ class ShareParameters(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.SHARED_PARAMETERS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "blocks start as copies of the first, and frozen ones could not learn to be",
-        Claim.DEPTH: "which block begins a group would change with the depth",
+        Claim.FROZEN_BASE_WEIGHTS: "blocks start as copies of the first, and frozen ones could not adapt",
+        Claim.DEPTH: "the groups of blocks would change with the depth",
         Claim.TRAINED_START: "the first block's weights would replace those of the others",
-        Claim.PARAMETER_SHARDING: "each block is cut into pieces of its own, which would untie them",
+        Claim.PARAMETER_SHARDING: "each block is sharded separately, which would untie them",
     }
 
     part: Part = "all"
-    """Of each block: all parameters, or the linear layers of its attention or feed-forward networks."""
+    """Shared parameters of each block: all, or the linear layers of its attention or feed-forward networks."""
     groups: Positive = 1
-    """Sets of parameters in each stack: blocks next to each other form a group."""
+    """Number of parameter sets in each stack; adjacent blocks form a group."""
     embedding: Natural = 0
-    """Width E of the table of tokens; 0 leaves it as it is."""
+    """Width E of the factorized token table; 0 keeps the table."""
     seed: int = 0
-    """Of a factorised table's first values, together with its name."""
+    """Seed of a factorized table's initialization, together with its name."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -158,18 +170,18 @@ class ShareParameters(Technique):
         saved = 0
         for name, block, leader in shared_blocks(model, self.groups):
             saved += share(block, leader, lambda path, name=name: f"{name}.{path}" in chosen)
-        add_note(f"{saved:,} parameters are those of another block")
+        add_note(f"{saved:,} parameters are shared with another block")
         if self.embedding:
-            factorise(model, self.embedding, self.seed)
+            factorize(model, self.embedding, self.seed)
         return model
 
     def _chosen(self, model: nn.Module) -> set[str]:
-        """The parameters to be shared, under every name."""
+        """Return the names of the shared parameters, with all aliases."""
         if self.part == "all":
             return {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        wanted = ("mlp",) if self.part == "feed_forward" else ("attention", "cross-attention")
+        kinds = ("mlp",) if self.part == "feed_forward" else ("attention", "cross-attention")
         branches = (branch for blocks in find_branches(model).values() for block in blocks for branch in block)
-        layers = [{**branch.inner, branch.name: branch.writer} for branch in branches if branch.kind in wanted]
+        layers = [{**branch.inner, branch.name: branch.writer} for branch in branches if branch.kind in kinds]
         named = ((path, layer) for group in layers for path, layer in group.items())
         return {f"{path}.{name}" for path, layer in named for name, _ in layer.named_parameters()}
 
@@ -190,8 +202,8 @@ class ShareParameters(Technique):
         assert state.model is not None
         chosen = self._chosen(state.model)
         for name, block, leader in shared_blocks(state.model, self.groups):
-            theirs = dict(leader.named_parameters(remove_duplicate=False))
+            leader_parameters = dict(leader.named_parameters(remove_duplicate=False))
             for path, parameter in block.named_parameters(remove_duplicate=False):
-                fits = f"{name}.{path}" in chosen and path in theirs and theirs[path].shape == parameter.shape
-                if fits and parameter is not theirs[path]:
-                    raise IntegrityError(f"{self.name}: {name}.{path} is no longer the parameter of its group")
+                shared = leader_parameters.get(path) if f"{name}.{path}" in chosen else None
+                if shared is not None and shared.shape == parameter.shape and parameter is not shared:
+                    raise IntegrityError(f"{self.name}: {name}.{path} is no longer the shared parameter of its group")
