@@ -81,8 +81,7 @@ def _gradients_of_scores(
     queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale,
     causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Return probabilities and gradients of unscaled products, (tile, tile), of queries from `first`, keys from
-    `at`."""
+    """Return probabilities and gradients of unscaled products, (tile, tile), for queries `first` and keys `at` on."""
     row = first + tl.arange(0, tile)
     sums = tl.load(lse + row, mask=row < tokens, other=0.0)
     row_shared = tl.load(shared + row, mask=row < tokens, other=0.0)

@@ -43,7 +43,7 @@ def detector_loss(estimated: Tensor, exact: Tensor, visible: Tensor) -> Tensor:
 def balanced_keys(scores: Tensor, count: int, visible: Tensor, counts: Tensor | None = None) -> Tensor:
     """Return the keys (b, h, t, m) of the `count` highest scores (b, h, t, s) of each query, -1 if fewer are visible.
 
-    With `counts` (b,), each example keeps only as many.
+    With `counts` (b,), each example keeps only its own count of keys.
     """
     best = scores.masked_fill(~visible, float("-inf")).topk(min(count, scores.shape[-1]), dim=-1)
     kept = best.values > float("-inf")

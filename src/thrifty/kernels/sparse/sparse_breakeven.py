@@ -106,7 +106,7 @@ def _path(case: BreakevenCase, threads: int) -> Path:
 
 
 def fingerprint(device: str) -> dict[str, str | bool]:
-    """Return the conditions of comparable times: CPU or GPU, torch version, and whether products are compiled."""
+    """Return the properties that make times comparable: CPU or GPU, torch version, compiled products or not."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -58,7 +58,7 @@ def scattered_grid(
     """Return a grid as in BigBird (Zaheer et al. 2020, arXiv 2007.14062, section 2).
 
     For each block of queries it keeps the block itself, `near` blocks on either side, and `drawn` random others by
-    `seed`. All see the `first` blocks, which also see all.
+    `seed`. All blocks see the `first` blocks, and these see all blocks.
     """
     side = blocks_of(tokens, block)
     row = torch.arange(side, device=device)[:, None]

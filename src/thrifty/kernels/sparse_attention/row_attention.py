@@ -3,7 +3,7 @@
 Scores are computed only at kept pairs, head by head, by the sparse products of `kernels/sparse/csr_matrix.py`, in
 compiled code if there is a compiler. The backward pass saves inputs, output, one value per query, and the kept pairs. A
 kept pair costs many times as much as one in a block, in time and in temporary memory. At density 1/8 this takes as long
-as dense attention, or longer. It serves patterns of hardware and lower densities.
+as dense attention, or longer. Use it for hardware sparsity patterns and for lower densities.
 """
 
 import torch

@@ -119,7 +119,7 @@ class BlockColumns:
         return rows
 
     def returning(self) -> dict[int, float]:
-        """Return bytes by column that may return while the next block still runs its backward pass."""
+        """Return the bytes that may return during the backward pass of the next block, by column."""
         coefficients = {
             columns[TensorAction.OFFLOAD]: float(self.tape.items[n].bytes)
             for n, columns in self.columns.items()
@@ -128,7 +128,7 @@ class BlockColumns:
         return coefficients if self.input is None else coefficients | {self.input: float(self.tape.movable_input)}
 
     def moved(self) -> dict[int, float]:
-        """Return bytes by column that the link transfers."""
+        """Return the bytes that the link transfers, by column."""
         streamed = [
             (columns[TensorAction.OFFLOAD], self.costs.movable[n])
             for n, columns in self.streams.items()

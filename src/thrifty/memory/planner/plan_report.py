@@ -24,7 +24,7 @@ def summary(blocks: Sequence[BlockCosts], plan: MemoryPlan) -> str:
 
 
 def _kind(plan: MemoryPlan) -> str:
-    """Return whether single tensors or the chain of blocks are planned, and why."""
+    """Return the kind of plan, for single tensors or for the chain of blocks, with the reason."""
     kinds = ["decided tensor by tensor", "a schedule of whole blocks, which may recompute several together"]
     chosen, other = reversed(kinds) if plan.schedule else kinds
     if plan.other_seconds is None:
