@@ -1,4 +1,4 @@
-"""What every technique promises. A new file in the catalogue is picked up here by itself."""
+"""Promises of every technique. New files of the catalogue are included automatically."""
 
 import inspect
 import math
@@ -50,7 +50,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module", params=techniques.names())
 def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of the module, so that the tests of a technique follow each other and share its trainings."""
+    """Name of a technique, in module scope so that its tests run in sequence and share trainings."""
     torch._dynamo.reset()
     # several ranks: tests/techniques/test_parallelism.py
     with in_a_group_of_one() if request.param.startswith("parallelism.") else nullcontext():
@@ -68,13 +68,13 @@ def logits_of(model: nn.Module, plain: BaseRun) -> torch.Tensor:
         return objective.predict(model.eval(), objective.examples(plain.source.at(9)).to(DEVICE)).logits
 
 
-def test_its_card_names_a_paper_and_a_promise(one: Technique) -> None:
+def test_card_names_a_paper_and_a_promise(one: Technique) -> None:
     card = inspect.getdoc(sys.modules[type(one).__module__]) or ""
     starts = [line.split("  ")[0] for line in card.splitlines()]
     assert "Paper" in starts and "Promise" in starts
 
 
-def test_it_keeps_the_contract_that_packages_of_third_parties_are_held_to(one: Technique, name: str) -> None:
+def test_technique_contract_holds(one: Technique, name: str) -> None:
     assert one.name == name
     together = with_optimizer([one])
     for other in ("gradients.clip", "schedules.linear", "large_batch.gradient_accumulation", "memory.recompute"):
@@ -86,13 +86,13 @@ def test_it_keeps_the_contract_that_packages_of_third_parties_are_held_to(one: T
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_its_numerics_are_what_it_says(one: Technique, dropout: float) -> None:
+def test_numerics_are_as_promised(one: Technique, dropout: float) -> None:
     if one.numerics is Numerics.DIFFERENT or (dropout and one.numerics is Numerics.ROUNDING):
-        pytest.skip("another algorithm" if one.numerics is Numerics.DIFFERENT else "draws its masks differently")
+        pytest.skip("another algorithm" if one.numerics is Numerics.DIFFERENT else "it draws other dropout masks")
     reference, expected = without_any(one.name if one.name in RUNS else None, dropout)
     trained, end = trained_with(one, dropout)
     if one.name == "memory.offload_optimizer" and DEVICE.type != "cpu":
-        assert trained == pytest.approx(reference, rel=1e-5)  # a processor rounds its update otherwise
+        assert trained == pytest.approx(reference, rel=1e-5)  # the update on the CPU rounds differently
     elif one.numerics is Numerics.EXACT:
         assert trained == reference
         assert_same(end, expected)
@@ -102,14 +102,14 @@ def test_its_numerics_are_what_it_says(one: Technique, dropout: float) -> None:
 
 @lru_cache(4)
 def trained_with(one: Technique, dropout: float) -> tuple[list[float], Snapshot]:
-    """Losses and end of the run with this technique."""
+    """Return the losses and the final state of the run with this technique."""
     records, state = run_through(plain_for(one.name, style="gpt", dropout=dropout), with_optimizer([one]), STEPS)
     return losses(records), snapshot(state)
 
 
 @cache
 def without_any(data_of: str | None, dropout: float) -> tuple[list[float], Snapshot]:
-    """Losses and end of the plain run on text, or on the data of this technique."""
+    """Return the losses and the final state of the plain run on text, or on the data of this technique."""
     plain = plain_for(*([data_of] if data_of else []), style="gpt", dropout=dropout)
     records, state = run_through(plain, with_optimizer([]), STEPS)
     return losses(records), snapshot(state)
@@ -122,33 +122,31 @@ def test_it_learns(one: Technique) -> None:
     assert losses(records)[-1] < losses(records)[0] - LEAST_GAIN.get(one.name, 1.0)
 
 
-def test_a_run_started_again_and_resumed_from_a_checkpoint_is_the_run_that_was_not_stopped(
-    one: Technique, tmp_path: Path
-) -> None:
-    dropout = 0.3  # what is drawn inside a step must come back too
+def test_resume_from_a_checkpoint_is_bit_identical(one: Technique, tmp_path: Path) -> None:
+    dropout = 0.3  # random draws inside a step must be restored too
     straight, expected = trained_with(one, dropout)
     plain = plain_for(one.name, style="gpt", dropout=dropout)
     run = composed(plain, with_optimizer([one]), STEPS)
     state = run.start()
     first = advance(run, state, 3)
     checkpoint.save(tmp_path, state.step, state.tensors(), state.scalars())
-    found = checkpoint.find(tmp_path)
+    stored = checkpoint.find(tmp_path)
     run = composed(plain, with_optimizer([one]), STEPS)
-    state = run.init_state(read_log(found.scalars))
-    checkpoint.fill(found, state.tensors())
-    state.load_scalars(found.scalars)
+    state = run.init_state(read_log(stored.scalars))
+    checkpoint.fill(stored, state.tensors())
+    state.load_scalars(stored.scalars)
     second = advance(run, state)
     assert losses(first + second) == straight
     assert_same(snapshot(state), expected)
 
 
-def test_its_promise_holds_at_every_step(one: Technique) -> None:
+def test_promise_holds_at_every_step(one: Technique) -> None:
     verified_at_every_step(one)
 
 
 @lru_cache(1)
 def verified_at_every_step(one: Technique) -> nn.Module:
-    """The model after a run at every step of which the technique's promise held."""
+    """Return the model after a run in which the technique's promise holds at every step."""
     run = composed(plain_for(one.name), with_optimizer([one]), STEPS)
     state = run.start()
     for step in range(STEPS + 1):
@@ -159,63 +157,63 @@ def verified_at_every_step(one: Technique) -> nn.Module:
     return state.model
 
 
-def test_a_broken_promise_is_noticed(one: Technique) -> None:
+def test_broken_promise_is_detected(one: Technique) -> None:
     if not one.overrides("holds"):
-        pytest.skip("it promises nothing that can be checked on the state")
+        pytest.skip("it makes no promise that the state can show")
     if one.divides_ranks:
-        pytest.skip("what it promises is among ranks, and tested there")
-    noticed = []
-    for break_it in (
-        every_weight_is_one,
-        every_mask_is_full,
-        nothing_is_logged,
-        what_was_frozen_is_trained,
-        what_was_shared_is_apart,
+        pytest.skip("its promise concerns several ranks, and is tested there")
+    messages = []
+    for break_promise in (
+        fill_weights,
+        fill_masks,
+        clear_log,
+        unfreeze_weights,
+        unshare_weights,
     ):
         run = composed(plain_for(one.name), with_optimizer([one]), STEPS)
         state = run.start()
-        if masks_that_wait(state):
+        if masks_are_still_full(state):
             advance(run, state)
         run.verify(state)
-        break_it(state)
+        break_promise(state)
         try:
             run.verify(state)
         except IntegrityError as error:
-            noticed.append(str(error))
-    assert noticed, "nothing that was broken was noticed"
-    assert all(one.name in message for message in noticed)
+            messages.append(str(error))
+    assert messages, "no broken promise was detected"
+    assert all(one.name in message for message in messages)
 
 
-def masks_that_wait(state: TrainState) -> bool:
-    """Whether masks are full until gradients have been seen, so that nothing is promised yet."""
+def masks_are_still_full(state: TrainState) -> bool:
+    """Return True if masks stay full until the first gradients, so that no promise applies yet."""
     masks = masks_in(state)
     return bool(masks) and all(bool(mask.all()) for mask in masks.values())
 
 
 @torch.no_grad()
-def every_weight_is_one(state: TrainState) -> None:
+def fill_weights(state: TrainState) -> None:
     assert state.model is not None
     for parameter in state.model.parameters():
         parameter.fill_(1.0)
 
 
-def every_mask_is_full(state: TrainState) -> None:
+def fill_masks(state: TrainState) -> None:
     assert state.model is not None
     for buffer in state.model.buffers():
         if buffer.dtype == torch.bool:
             buffer.fill_(True)
 
 
-def nothing_is_logged(state: TrainState) -> None:
+def clear_log(state: TrainState) -> None:
     state.log.clear()
 
 
-def what_was_frozen_is_trained(state: TrainState) -> None:
+def unfreeze_weights(state: TrainState) -> None:
     assert state.model is not None
     state.model.requires_grad_(True)
 
 
-def what_was_shared_is_apart(state: TrainState) -> None:
+def unshare_weights(state: TrainState) -> None:
     assert state.model is not None
     for module in state.model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -223,7 +221,7 @@ def what_was_shared_is_apart(state: TrainState) -> None:
 
 
 @pytest.mark.parametrize("draw", range(6 if whole_tables() else 1))
-def test_with_drawn_settings_it_trains_resumes_and_keeps_its_promise(name: str, draw: int) -> None:
+def test_random_settings_train_and_resume(name: str, draw: int) -> None:
     plain, refusals = plain_for(name, style="gpt", dropout=0.3), []
     for attempt in range(ATTEMPTS):
         settings = draw_settings(name, f"{draw}/{attempt}")
@@ -240,7 +238,7 @@ def test_with_drawn_settings_it_trains_resumes_and_keeps_its_promise(name: str, 
             assert refused.fix, settings
             refusals.append(f"{settings}: {refused.what}")
     else:
-        pytest.fail("all that was drawn is refused: " + "; ".join(refusals))
+        pytest.fail("all random settings are refused: " + "; ".join(refusals))
     again = composed(plain, with_optimizer([one]), STEPS)
     resumed = restored(again, saved)
     advance(again, resumed)
@@ -253,7 +251,7 @@ def test_with_drawn_settings_it_trains_resumes_and_keeps_its_promise(name: str, 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", techniques.names(), indirect=True, scope="module")
-def test_what_is_explained_without_making_a_tensor_is_what_is_counted_with_memory(one: Technique) -> None:
+def test_fake_explanation_equals_a_real_count(one: Technique) -> None:
     built: list[nn.Module] = []
     plain = plain_for(one.name)
 
@@ -270,12 +268,12 @@ def test_what_is_explained_without_making_a_tensor_is_what_is_counted_with_memor
         real = passes_of(run, run.source.at(STEPS - 1).to(DEVICE)).followed_by(run.transform(), STEPS)
         if DEVICE.type == "cpu":
             assert explanation.footprint == real
-        else:  # whose kernels of attention keep something else
+        else:  # GPU attention kernels save other tensors
             assert explanation.footprint.memory == pytest.approx(real.memory, rel=0.05)
 
 
-def test_off_is_off() -> None:
-    """Having every technique imported and made changes nothing of a run that uses none of them."""
+def test_unused_techniques_change_nothing() -> None:
+    """Importing and constructing every technique does not change a run without them."""
     program = (
         "from tiny_runs import losses, plain_run, run_through, technique\n"
         "print(*[loss.hex() for loss in losses(run_through(plain_run(), [technique('optimizers.adamw')], 4)[0])])"
@@ -287,5 +285,5 @@ def test_off_is_off() -> None:
     )  # fmt: skip
     for name in techniques.names():
         techniques.find(name)()
-    found = losses(run_through(plain_run(), [technique("optimizers.adamw")], 4)[0])
-    assert alone.stdout.split() == [loss.hex() for loss in found]
+    values = losses(run_through(plain_run(), [technique("optimizers.adamw")], 4)[0])
+    assert alone.stdout.split() == [loss.hex() for loss in values]

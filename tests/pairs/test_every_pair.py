@@ -1,9 +1,7 @@
-"""Every two techniques either go together, through a structural change and a resume and in whatever order they are
-given, or are refused with a reason.
+"""Every pair of techniques trains together, through a structural change and a resume, or is refused with a reason.
 
-What goes together is tried several at once: a run of eight covers 28 pairs. `make test` has a quarter of the pairs,
-`make test-all` all of them. Where such a run fails, or is refused, its
-pairs are tried one by one, so that what is named is a pair.
+Several techniques are tried at once: a run of eight covers 28 pairs. `make test` runs a quarter of the pairs,
+`make test-all` all of them. If a run fails or is refused, its pairs are tried one by one to name the pair.
 """
 
 import math
@@ -27,7 +25,7 @@ from thrifty.core.errors import InfeasibleError, RefusedError, UsageError
 from thrifty.core.technique import Technique
 
 STEPS, SAVED = 4, 2
-AT_ONCE = 8
+GROUP_SIZE = 8
 SAMPLED = 8
 NAMES = techniques.names()
 
@@ -35,23 +33,24 @@ NAMES = techniques.names()
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "group" in metafunc.fixturenames:
         metafunc.parametrize("group", sampled_groups(), ids="+".join)
-    if "drawn" in metafunc.fixturenames:
-        metafunc.parametrize("drawn", sample_of(groups()[::3], 3), ids="+".join)
+    if "random_group" in metafunc.fixturenames:
+        metafunc.parametrize("random_group", sample_of(groups()[::3], 3), ids="+".join)
 
 
-def test_they_train_and_resume_together(group: Group) -> None:
-    with surroundings(group):
+def test_group_trains_and_resumes(group: Group) -> None:
+    with environment(group):
         try_together(group)
 
 
-def test_they_train_and_resume_together_with_drawn_settings(drawn: Group) -> None:
-    on, refusals = made_for(drawn), []
-    plain, working = plain_run_for(on), [name for name in drawn if name in RUNS or works_alone(name, on)]
-    for attempt in range(len(drawn)):  # each leaves one technique more at its usual settings
+def test_group_with_random_settings_trains_and_resumes(random_group: Group) -> None:
+    on, refusals = data_owner(random_group), []
+    plain, working = plain_run_for(on), [name for name in random_group if name in RUNS or works_on_data(name, on)]
+    for attempt in range(len(random_group)):  # each attempt leaves one more technique at its defaults
         settings = {
-            name: fitting_settings(name, (drawn, attempt)) if i >= attempt else {} for i, name in enumerate(working)
+            name: fitting_settings(name, (random_group, attempt)) if i >= attempt else {}
+            for i, name in enumerate(working)
         }
-        with surroundings(drawn):
+        with environment(random_group):
             try:
                 chosen = with_optimizer([technique(name, **settings[name]) for name in working])
                 train_and_resume(plain, chosen, composed(plain, chosen, STEPS))
@@ -62,36 +61,38 @@ def test_they_train_and_resume_together_with_drawn_settings(drawn: Group) -> Non
             except Exception as failure:
                 failure.add_note(f"with {settings}")
                 raise
-    pytest.fail("all that was drawn is refused: " + "; ".join(refusals))
+    pytest.fail("all random settings are refused: " + "; ".join(refusals))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_it_cannot_be_composed_with_is_refused_with_a_reason(name: str) -> None:
+def test_incompatible_pairs_are_refused_with_a_reason(name: str) -> None:
     for other in NAMES:
         if other != name and same_data((name, other)) and not compose_together((name, other)):
             try_pair((name, other))
 
 
-def test_every_two_meet_in_a_run_or_cannot_be_composed() -> None:
-    met = {frozenset(pair) for group in groups() for pair in pairs_of(group)}
+def test_every_pair_is_in_a_group_or_cannot_be_composed() -> None:
+    covered = {frozenset(pair) for group in groups() for pair in pairs_of(group)}
     for pair in combinations(NAMES, 2):
-        assert frozenset(pair) in met or not compose_together(pair), pair
+        assert frozenset(pair) in covered or not compose_together(pair), pair
 
 
 @cache
 def groups() -> list[Group]:
-    """Every two that are for the same data and that nothing forbids to have at once are in one of these."""
-    found = covering([name for name in NAMES if name not in RUNS], compose_together, AT_ONCE)
-    for number, name in enumerate(RUNS):  # on its own data, where others may refuse to work: its pairs only
-        found += around(
-            name, [other for other in NAMES if other not in list(RUNS)[: number + 1]], compose_together, AT_ONCE
+    """Return groups that contain every pair with the same data that can be composed."""
+    arrays = covering([name for name in NAMES if name not in RUNS], compose_together, GROUP_SIZE)
+    for number, name in enumerate(RUNS):  # on its own data, where others may refuse to run: its pairs only
+        arrays += around(
+            name, [other for other in NAMES if other not in list(RUNS)[: number + 1]], compose_together, GROUP_SIZE
         )
-    return found
+    return arrays
 
 
 def sampled_groups() -> list[Group]:
-    """The first groups of the array, in which new pairs are most, and one for each kind of data, nothing compiled
-    there; with --all every group."""
+    """Return the first groups of the array, with most new pairs, and one for each kind of data without `compile`.
+
+    With --all, return every group.
+    """
     if whole_tables():
         return groups()
     first = [group for group in groups() if group[0] not in RUNS][:SAMPLED]
@@ -99,7 +100,7 @@ def sampled_groups() -> list[Group]:
 
 
 def pairs_of(group: Group) -> list[Group]:
-    """The pairs that a run of this group is for."""
+    """Return the pairs that a run of this group tests."""
     first, *others = group
     return [(first, other) for other in others] if first in RUNS else list(combinations(group, 2))
 
@@ -112,14 +113,14 @@ def compose_together(group: Group) -> bool:
     if not same_data(group):
         return False
     try:
-        composed(plain_run_for(made_for(group)), chosen_of(group), STEPS)
-    except Exception:  # a refusal; what else may fail is told by the test that asks for the reason
+        composed(plain_run_for(data_owner(group)), chosen_of(group), STEPS)
+    except Exception:  # a refusal; the test of refusals reports other failures
         return False
     return True
 
 
-def made_for(group: Group) -> str | None:
-    """Which of these decides what data the run is of."""
+def data_owner(group: Group) -> str | None:
+    """Return the technique of a group that determines the run's data, or None."""
     return next((name for name in group if name in RUNS), None)
 
 
@@ -129,9 +130,9 @@ def plain_run_for(name: str | None) -> BaseRun:
 
 
 @cache
-def works_alone(name: str, on: str | None) -> bool:
-    """Whether it does not refuse, by name, to work on the run that this one is for."""
-    with surroundings((name,)):
+def works_on_data(name: str, on: str | None) -> bool:
+    """Return False if the technique refuses, by name, to run on the data of technique `on`."""
+    with environment((name,)):
         try:
             run_through(plain_run_for(on), chosen_of((name,)), 1)
         except RefusedError as refused:
@@ -144,7 +145,7 @@ def chosen_of(group: Group) -> list[Technique]:
 
 
 @contextmanager
-def surroundings(group: Group) -> Iterator[None]:
+def environment(group: Group) -> Iterator[None]:
     if "compile" in group:
         torch._dynamo.reset()
     if any(name.startswith("parallelism.") for name in group):
@@ -157,47 +158,47 @@ def surroundings(group: Group) -> Iterator[None]:
 def try_together(group: Group) -> None:
     if len(group) == 2:
         return try_pair(group)
-    plain, chosen = plain_run_for(made_for(group)), chosen_of(group)
+    plain, chosen = plain_run_for(data_owner(group)), chosen_of(group)
     try:
         train_and_resume(plain, chosen, composed(plain, chosen, STEPS))
     except Exception as failure:
-        if isinstance(failure, RefusedError) and (name := refusing_by_itself(failure, group)):
+        if isinstance(failure, RefusedError) and (name := refused_alone(failure, group)):
             try_pair((group[0], name))
             return try_together(tuple(other for other in group if other != name))
         for pair in pairs_of(group):
             try_pair(pair)
         if not isinstance(failure, RefusedError):
-            failure.add_note(f"in a run of {', '.join(group)}, though each two of them go together")
+            failure.add_note(f"in a run of {', '.join(group)}, though each pair of them trains together")
             raise
 
 
 def try_pair(pair: Group) -> None:
     try:
-        goes_or_is_refused(pair)
+        check_pair(pair)
     except Exception as failure:
         failure.add_note(" and ".join(pair))
         raise
 
 
-def goes_or_is_refused(pair: Group) -> None:
-    plain, chosen = plain_run_for(made_for(pair)), chosen_of(pair)
+def check_pair(pair: Group) -> None:
+    plain, chosen = plain_run_for(data_owner(pair)), chosen_of(pair)
     try:
         run = composed(plain, chosen, STEPS)
     except UsageError as refused:
-        assert all(name in refused.what for name in pair) or refusing_by_itself(refused, pair)
+        assert all(name in refused.what for name in pair) or refused_alone(refused, pair)
         assert refused.fix
         return
     try:
         train_and_resume(plain, chosen, run)
     except RefusedError as refused:
-        assert refusing_by_itself(refused, pair)
+        assert refused_alone(refused, pair)
         assert refused.fix
 
 
-def refusing_by_itself(refused: UsageError, group: Group) -> str | None:
-    """Which one of the group refuses, by name, to work on the run that another one is for: alone too."""
-    on = made_for(group)
-    return next((n for n in group if n in refused.what and n not in RUNS and not works_alone(n, on)), None)
+def refused_alone(refused: UsageError, group: Group) -> str | None:
+    """Return the member that refuses, by name, the data of another member, also without the rest; or None."""
+    on = data_owner(group)
+    return next((n for n in group if n in refused.what and n not in RUNS and not works_on_data(n, on)), None)
 
 
 def train_and_resume(plain: BaseRun, chosen: list[Technique], run: Run) -> None:
