@@ -1,4 +1,4 @@
-"""`thrifty compare` as it is typed, what it prints and keeps, and `thrifty show` afterwards."""
+"""`thrifty compare`: options, output and saved results, and `thrifty show` afterwards."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SWAP = ("--variant", "lion: --without optimizers.adamw --with optimizers.lion:lr
 
 @pytest.fixture(autouse=True)
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
-    """Where all runs go on."""
+    """The worker of all runs, which simulates them."""
     monkeypatch.chdir(tmp_path)
     effect = Simulated(effect=lambda recipe: 0.2 * any(one.name == "optimizers.lion" for one in recipe.techniques))
     monkeypatch.setattr("thrifty.comparing.comparison_workers.Worker", lambda launcher, threads: effect)
@@ -32,21 +32,21 @@ def typed(*words: str) -> Result:
     return CliRunner().invoke(thrifty, ["compare", "vit-digits", *words], catch_exceptions=False)
 
 
-def test_variants_without_a_name_are_called_by_their_changes() -> None:
+def test_unnamed_variants_are_named_by_their_changes() -> None:
     texts = ["--without optimizers.adamw --with optimizers.lion:lr=2e-4", "--set data.batch=16"]
     result = typed("--variant", texts[0], "--variant", texts[1], "--seeds", "8", "--budget", "40steps", "--json")
     assert result.exit_code == 0
-    found = json.loads(result.stdout)
-    assert [*found["definition"]["arms"]][1:] == texts
-    assert found["folder"] == "runs/vit-digits-comparison"
+    results = json.loads(result.stdout)
+    assert [*results["definition"]["arms"]][1:] == texts
+    assert results["folder"] == "runs/vit-digits-comparison"
 
 
-def test_help_is_asked_for_as_of_any_verb() -> None:
+def test_help_options() -> None:
     for words in (["compare", "-h"], ["compare", "--help"]):
         assert "Compare variants with RECIPE" in CliRunner().invoke(thrifty, words).stdout
 
 
-def test_what_is_printed_has_the_verdict_the_rungs_and_the_trials() -> None:
+def test_output_has_verdict_budgets_and_trials() -> None:
     result = typed(*SWAP, "--seeds", "8", "--budget", "40steps")
     for words in ("equal seconds in training steps, 8 paired seeds", "each at the best of 3 learning rates",
                   "lion: worse: held-out loss higher by", "FLOPs per step", "time to the baseline's loss",
@@ -59,23 +59,23 @@ def test_too_few_seeds_have_no_verdict() -> None:
     assert "undecided: 3 pairs cannot pass a test at 3.0 %, it takes 7" in typed(*SWAP, "--seeds", "3").stdout
 
 
-def test_an_interrupted_comparison_says_so_with_its_exit_code(worker: Simulated) -> None:
+def test_interrupted_comparison_prints_how_to_resume(worker: Simulated) -> None:
     worker.stops_at = "baseline-seed-0"
     result = typed(*SWAP, "--seeds", "1", "--rate-trials", "1")
     assert result.exit_code == 143 and "resumes it" in result.stdout
     assert typed(*SWAP, "--seeds", "1", "--rate-trials", "1").exit_code == 0
 
 
-def test_a_kept_result_is_never_overwritten_and_holds_no_path() -> None:
+def test_saved_result_is_never_overwritten_and_has_no_path() -> None:
     words = (*SWAP, "--seeds", "7", "--rate-trials", "1", "--save-result", "results/comparisons/lion/cpu.json")
     typed(*words)
-    kept = json.loads(Path("results/comparisons/lion/cpu.json").read_text())
-    assert kept["schema"] == "thrifty.comparison/1" and "folder" not in kept
+    saved = json.loads(Path("results/comparisons/lion/cpu.json").read_text())
+    assert saved["schema"] == "thrifty.comparison/1" and "folder" not in saved
     with pytest.raises(UsageError, match="exists already"):
         typed(*words)
 
 
-def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
+def test_evidence_names_technique_role_and_scale() -> None:
     typed(
         *SWAP,
         "--variant",
@@ -87,12 +87,12 @@ def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
         "--name",
         "race",
     )
-    found = {(one.technique, one.role): one for one in past_comparisons()}
-    assert found.keys() == {
+    results = {(one.technique, one.role): one for one in past_comparisons()}
+    assert results.keys() == {
         ("optimizers.adamw", "removed"), ("optimizers.lion", "added"),
         ("schedules.cosine", "removed"), ("schedules.linear", "added"),
     }  # fmt: skip
-    lion = found["optimizers.lion", "added"]
+    lion = results["optimizers.lion", "added"]
     assert (lion.verdict, lion.others, lion.alone, lion.pairs) == ("worse", ("optimizers.adamw",), False, 8)
     assert lion.relative == pytest.approx(0.2, abs=0.05)
     assert (lion.device, lion.parameters, lion.steps, lion.equal) == ("cpu", 1000, 600, "time")
@@ -100,7 +100,7 @@ def test_evidence_names_the_technique_its_part_and_the_scale() -> None:
     assert past_comparisons(Path("runs")) == past_comparisons() and past_comparisons(Path("absent")) == []
 
 
-def test_evidence_passes_over_what_is_no_finished_comparison(worker: Simulated) -> None:
+def test_evidence_skips_unfinished_and_damaged_comparisons(worker: Simulated) -> None:
     worker.stops_at = "baseline-seed-0"
     typed(*SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "cut")
     damaged = ("[1, 2", "[]", '{"schema": "thrifty.comparison/1", "status": "finished", "runs": [{}]}')
@@ -110,25 +110,25 @@ def test_evidence_passes_over_what_is_no_finished_comparison(worker: Simulated) 
     assert past_comparisons() == []
 
 
-def test_show_tells_what_was_measured() -> None:
+def test_show_prints_measured_evidence() -> None:
     assert "nothing measured yet" in CliRunner().invoke(show, ["optimizers.lion"]).stdout
     typed(*SWAP, "--seeds", "8", "--rate-trials", "1", "--name", "race")
     printed = CliRunner().invoke(show, ["optimizers.lion"]).stdout
     (line,) = re.findall(r"added with optimizers\.adamw.*", printed)
     assert "Evidence: time worse" in printed
     assert "equal time: worse: held-out loss higher" in line and "runs/race/comparison.json" in line
-    told = json.loads(CliRunner().invoke(show, ["optimizers.lion", "--json"]).stdout)
-    assert told["evidence"]["comparisons"][0]["verdict"] == "worse" and told["evidence"]["studies"] == []
+    document = json.loads(CliRunner().invoke(show, ["optimizers.lion", "--json"]).stdout)
+    assert document["evidence"]["comparisons"][0]["verdict"] == "worse" and document["evidence"]["studies"] == []
 
 
-def test_show_finds_kept_results_of_studies() -> None:
+def test_show_finds_saved_results_of_studies() -> None:
     evidence = evidence_by_technique([Path(__file__).parents[2] / "results"])
     (study,) = evidence["optimizers.lion"].studies
     assert study.study == "lion_rate" and 0 <= study.held <= study.expected > 0
     assert "growth.compound" not in evidence or not evidence["growth.compound"].studies
 
 
-def test_the_page_names_the_device_that_the_runs_had(tmp_path: Path) -> None:
+def test_page_names_the_device_of_the_runs(tmp_path: Path) -> None:
     typed(*SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "race")
     data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
     for entry in data["runs"]:
@@ -136,7 +136,7 @@ def test_the_page_names_the_device_that_the_runs_had(tmp_path: Path) -> None:
     assert "<td>cuda:0</td>" in render(data)
 
 
-def test_the_page_has_no_script_and_reaches_for_nothing(tmp_path: Path) -> None:
+def test_page_has_no_script_and_no_external_links(tmp_path: Path) -> None:
     typed(
         "--variant",
         "<script>alert(1)</script>: --set data.batch=32",

@@ -1,4 +1,4 @@
-"""Runs of a comparison as they really are: processes that save when their starter is gone, and go on."""
+"""Real runs of a comparison: processes that save when their starter is gone, and resume."""
 
 import json
 import subprocess
@@ -24,13 +24,13 @@ from thrifty.training.run_lock import RunLock
 
 
 class InProcessLauncher:
-    """Starts runs in this process, where they take less time."""
+    """Launcher that runs in this process, which is faster."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         return RunExit(run_to_end(recipe, runs)["exit_code"], "", 0.0, None)
 
     def stop(self) -> None:
-        """Nothing: one such run is all there is."""
+        """Do nothing, since runs end by themselves in this process."""
 
 
 def short(name: str, steps: int) -> Recipe:
@@ -46,11 +46,11 @@ def short(name: str, steps: int) -> Recipe:
 
 
 @pytest.mark.slow
-def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
+def test_run_saves_when_its_starter_is_gone_and_resumes(tmp_path: Path) -> None:
     recipe = short("run", 60)
     task = tmp_path / "task.json"
-    told = {"recipe": recipe_to_data(recipe), "runs": str(tmp_path / "cut"), "folder": str(tmp_path)}
-    task.write_text(json.dumps(told))
+    content = {"recipe": recipe_to_data(recipe), "runs": str(tmp_path / "cut"), "folder": str(tmp_path)}
+    task.write_text(json.dumps(content))
     words = [sys.executable, "-m", "thrifty.comparing.run_process", str(task)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
     assert process.stdin is not None
@@ -61,13 +61,13 @@ def test_a_run_whose_starter_is_gone_saves_and_goes_on_to_the_same_end(tmp_path:
     assert summary_of(tmp_path / "cut" / "run")["status"] == "interrupted"
     ended = Worker()(recipe, tmp_path / "cut")
     assert (ended.status, ended.error) == ("finished", "")
-    assert ended.joules is None  # of its first part nobody knows
+    assert ended.joules is None  # the energy of its first part is unknown
     whole = run_to_end(recipe, tmp_path / "whole")
     assert summary_of(tmp_path / "cut" / "run")["held_out_loss"] == whole["held_out_loss"]
     assert run_to_end(recipe, tmp_path / "whole") == whole
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+def test_failed_run_reports_its_error(tmp_path: Path) -> None:
     recipe = short("run", 2)
     wrong = replace(recipe, model=replace(recipe.model, patch=3))
     ended = Worker()(wrong, tmp_path)
@@ -75,7 +75,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     assert "patch" in ended.error and "Traceback" not in ended.error
 
 
-def test_a_run_that_is_still_saving_is_waited_for(tmp_path: Path) -> None:
+def test_start_waits_for_a_run_that_is_saving(tmp_path: Path) -> None:
     saving = RunLock(tmp_path / "lock")
     Timer(0.3, saving.release).start()
     assert lock_owner(tmp_path / "lock")
@@ -83,18 +83,18 @@ def test_a_run_that_is_still_saving_is_waited_for(tmp_path: Path) -> None:
     assert not lock_owner(tmp_path / "lock")
 
 
-def test_only_signals_count_as_an_interruption() -> None:
+def test_only_signals_count_as_interruption() -> None:
     codes = {0: "finished", 1: "failed", 2: "failed", 130: "interrupted", 143: "interrupted", -9: "failed"}
     assert {code: RunExit(code, "", 0.0, None).status for code in codes} == codes
 
 
 @pytest.mark.slow
-def test_real_runs_of_one_process_race(tmp_path: Path) -> None:
+def test_real_runs_in_one_process(tmp_path: Path) -> None:
     baseline = Variant("baseline", "baseline", short("tiny", 6))
     other = replace(baseline.recipe, data=replace(baseline.recipe.data, batch=16))
-    terms = ComparisonProtocol(equal="flops", seeds=1, trials=1, pilot=4)
+    protocol = ComparisonProtocol(equal="flops", seeds=1, trials=1, pilot=4)
     result = compare(
-        [baseline, Variant("small", "arm-1", other)], terms, tmp_path / "race", workers=[InProcessLauncher()]
+        [baseline, Variant("small", "arm-1", other)], protocol, tmp_path / "race", workers=[InProcessLauncher()]
     )
     assert result["status"] == "finished"
     assert {entry["steps"] for entry in by_kind(result, "seed") if entry["arm"] == "small"} == {
@@ -104,7 +104,7 @@ def test_real_runs_of_one_process_race(tmp_path: Path) -> None:
     arm = result["outcome"]["arms"]["small"]
     assert arm["used"] == pytest.approx(1, rel=0.1)
     assert arm["measured_differences"].keys() == {"accuracy"}
-    assert arm["verdict"]["verdict"] == "undecided"  # of one pair
+    assert arm["verdict"]["verdict"] == "undecided"  # one pair is too few
     recipe = (tmp_path / "race" / "arm-1-seed-0" / "recipe.toml").read_text()
     assert "seed = 0" in recipe and f"steps = {result['budgets']['small']['steps']}" in recipe
 
@@ -113,7 +113,7 @@ TINY = ("--set", "model.width=16", "--set", "model.depth=1", "--set", "model.pat
 
 
 @pytest.mark.slow
-def test_a_comparison_that_is_killed_goes_on(tmp_path: Path) -> None:
+def test_killed_comparison_resumes(tmp_path: Path) -> None:
     thrifty = CommandLine(tmp_path)
     words = [
         "compare",
@@ -134,17 +134,17 @@ def test_a_comparison_that_is_killed_goes_on(tmp_path: Path) -> None:
     process = thrifty.start(*words)
     wait_until(lambda: file.is_file() and len(json.loads(file.read_bytes())["runs"]) >= 2, process, seconds=300)
     kill(process)
-    made = {entry["run"]: entry["elapsed"] for entry in json.loads(file.read_bytes())["runs"]}
+    elapsed = {entry["run"]: entry["elapsed"] for entry in json.loads(file.read_bytes())["runs"]}
     result = thrifty.json(*words, timeout=600)
     assert result["status"] == "finished" and len(result["runs"]) == 4
-    assert {entry["run"]: entry["elapsed"] for entry in result["runs"] if entry["run"] in made} == made
+    assert {entry["run"]: entry["elapsed"] for entry in result["runs"] if entry["run"] in elapsed} == elapsed
 
 
 @pytest.mark.slow
-def test_a_race_of_equals_with_other_seeds_says_no_difference(tmp_path: Path) -> None:
-    """Real runs: the arm differs by its seeds alone."""
+def test_equal_variants_with_other_seeds_do_not_differ(tmp_path: Path) -> None:
+    """Real runs: the variant differs in its seeds only."""
     baseline = Variant("baseline", "baseline", short("tiny", 12))
-    terms = ComparisonProtocol(equal="steps", seeds=8, trials=1, pilot=4)
+    protocol = ComparisonProtocol(equal="steps", seeds=8, trials=1, pilot=4)
     other = Variant("equal", "arm-1", replace(baseline.recipe, seed=1000))
-    result = compare([baseline, other], terms, tmp_path / "race", workers=[InProcessLauncher()])
+    result = compare([baseline, other], protocol, tmp_path / "race", workers=[InProcessLauncher()])
     assert result["outcome"]["arms"]["equal"]["verdict"]["verdict"] == "no difference"

@@ -1,4 +1,4 @@
-"""Intervals, tests and power, on pairs whose truth is known."""
+"""Intervals, tests and power, for pairs with a known truth."""
 
 import itertools
 import math
@@ -22,27 +22,25 @@ from thrifty.comparing.paired_statistics import (
 from thrifty.core.errors import UsageError
 
 
-def share_covering(pairs: int, trials: int) -> float:
-    """How many intervals of pairs around 0 hold 0."""
+def coverage(pairs: int, trials: int) -> float:
+    """Return the fraction of intervals, of pairs with mean 0, that contain 0."""
     values = np.random.default_rng(pairs).normal(size=(trials, pairs))
     return float(np.mean([low <= 0 <= high for low, high in map(interval, values)]))
 
 
 def test_intervals_cover_the_truth_in_93_to_97_percent() -> None:
-    assert 0.93 <= share_covering(8, 600) <= 0.97
+    assert 0.93 <= coverage(8, 600) <= 0.97
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pairs", [7, 8, 12, 20])
-def test_intervals_cover_the_truth_in_93_to_97_percent_of_many(pairs: int) -> None:
-    assert 0.93 <= share_covering(pairs, 4000) <= 0.97
+def test_interval_coverage_of_many_pairs(pairs: int) -> None:
+    assert 0.93 <= coverage(pairs, 4000) <= 0.97
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=6, max_size=7), st.sampled_from([0.05, ALPHA]))
 @settings(max_examples=4)
-def test_whatever_the_differences_changes_of_their_sign_pass_no_oftener_than_alpha(
-    sizes: list[float], alpha: float
-) -> None:
+def test_sign_changes_pass_at_most_at_rate_alpha(sizes: list[float], alpha: float) -> None:
     signs = itertools.product((1.0, -1.0), repeat=len(sizes))
     passed = [p_value(np.array(each) * sizes) <= alpha for each in signs]
     assert np.mean(passed) <= alpha
@@ -50,7 +48,7 @@ def test_whatever_the_differences_changes_of_their_sign_pass_no_oftener_than_alp
 
 @given(st.lists(st.floats(-10, 10).map(lambda value: round(value, 3)), min_size=2, max_size=7))
 @settings(max_examples=25)
-def test_p_is_the_share_of_all_changes_of_sign_whose_mean_is_as_far_from_zero(values: list[float]) -> None:
+def test_p_value_is_the_fraction_of_sign_changes(values: list[float]) -> None:
     far = abs(np.mean(values)) - 1e-9
     means = [abs(np.mean(np.array(each) * values)) for each in itertools.product((1.0, -1.0), repeat=len(values))]
     assert p_value(values) == pytest.approx(float(np.mean([mean >= far for mean in means])))
@@ -66,8 +64,8 @@ def test_few_pairs_cannot_pass() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("pairs", [7, 9])
-def test_an_effect_that_is_said_to_be_seen_is_found_in_as_many_cases_as_said(pairs: int) -> None:
-    """By the test and the interval together, as a verdict asks for."""
+def test_smallest_effect_has_the_stated_power(pairs: int) -> None:
+    """Detection requires the test and the interval together, as in a verdict."""
     effect, found, trials = smallest_effect(pairs), 0, 250
     for values in np.random.default_rng(1).normal(effect, 1.0, (trials, pairs)):
         low, high = interval(values)
@@ -75,7 +73,7 @@ def test_an_effect_that_is_said_to_be_seen_is_found_in_as_many_cases_as_said(pai
     assert 0.74 <= found / trials <= 0.86
 
 
-def test_power_by_simulation_meets_that_of_students_t_where_it_is_taken_over() -> None:
+def test_simulated_power_agrees_with_student_t() -> None:
     assert smallest_effect(10) == pytest.approx(smallest_effect(11), rel=0.12)
     assert power_of(0.0, 10) == pytest.approx(ALPHA, abs=0.01)
     effects = [smallest_effect(pairs) for pairs in range(7, 30)]
@@ -83,23 +81,23 @@ def test_power_by_simulation_meets_that_of_students_t_where_it_is_taken_over() -
 
 
 @pytest.mark.parametrize(("effect", "spread"), [(0.01, 0.005), (0.01, 0.01), (0.02, 0.1)])
-def test_the_pairs_that_an_effect_needs_are_the_fewest_that_see_it(effect: float, spread: float) -> None:
+def test_pairs_for_an_effect_are_the_fewest(effect: float, spread: float) -> None:
     pairs = pairs_for(effect, spread)
     assert smallest_effect(pairs) * spread <= effect
     assert pairs == least_pairs() or smallest_effect(pairs - 1) * spread > effect
 
 
-def test_what_no_number_of_pairs_could_see_is_said_to_need_the_most() -> None:
+def test_tiny_effect_needs_the_most_pairs() -> None:
     assert pairs_for(1e-6, 1.0) == pairs_for(0.0, 1.0) == MOST_PAIRS
 
 
-def test_equal_pairs_have_no_interval_but_a_point() -> None:
+def test_equal_pairs_have_a_point_interval() -> None:
     found = paired([0.0] * 8)
     assert (found.mean, found.low, found.high, found.p, found.smallest_effect) == (0, 0, 0, 1, 0)
     assert paired([0.5] * 8).low == 0.5
 
 
 @pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf]])
-def test_no_differences_or_infinite_ones_are_refused(values: list[float]) -> None:
+def test_empty_or_infinite_differences_are_refused(values: list[float]) -> None:
     with pytest.raises(UsageError):
         paired(values)

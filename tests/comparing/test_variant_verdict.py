@@ -1,4 +1,4 @@
-"""What is said of an arm, and when nothing may be said."""
+"""Verdicts on a variant, and conditions without a verdict."""
 
 import numpy as np
 import pytest
@@ -10,72 +10,77 @@ PAIRS = 8
 
 
 def losses(random: np.random.Generator, effect: float, spread: float = 0.02) -> tuple[list[float], list[float]]:
-    """A baseline and an arm whose pairs share what their seed does; effect and spread as shares of the loss."""
+    """Return losses of a baseline and a variant that share the effect of their seed; effect and spread are relative."""
     shared = 2 + 0.1 * random.normal(size=PAIRS)
     own = random.normal(size=(2, PAIRS)) * 2 * spread / np.sqrt(2)
     return (shared + own[0]).tolist(), (shared + own[1] + 2 * effect).tolist()
 
 
-def share_of_equals_that_differ(races: int, seed: int) -> float:
+def false_finding_rate(comparisons: int, seed: int) -> float:
     random = np.random.default_rng(seed)
-    return sum(judge(*losses(random, 0.0)).verdict != "no difference" for _ in range(races)) / races
+    return sum(judge(*losses(random, 0.0)).verdict != "no difference" for _ in range(comparisons)) / comparisons
 
 
-def test_of_200_races_of_equals_at_least_95_percent_say_no_difference() -> None:
-    assert share_of_equals_that_differ(200, seed=1) <= 0.05
+def test_at_most_5_percent_of_equal_comparisons_differ() -> None:
+    assert false_finding_rate(200, seed=1) <= 0.05
 
 
 def losses_on_mistimed_budgets(random: np.random.Generator, effect: float) -> tuple[list[float], list[float], float]:
-    """Losses that fall by 1 per factor e of budget; one pilot error of 2 % for all pairs; what was used, as timed."""
+    """Return losses with one pilot error of 2 % for all pairs, and the used budget as timed.
+
+    Losses fall by 1 per factor e of budget.
+    """
     error = 0.02 * random.normal()
     baseline, variant = losses(random, effect, spread=0.002)
     return baseline, [loss - np.log1p(error) for loss in variant], (1 + error) * (1 + 0.001 * random.normal())
 
+    assert words_on_mistimed_budgets(0.0, slope=0.0).count("no difference") < 100  # without the margin
+
 
 def words_on_mistimed_budgets(effect: float, slope: float = 1.0) -> list[str]:
     random = np.random.default_rng(3)
-    races = (losses_on_mistimed_budgets(random, effect) for _ in range(200))
-    return [judge(baseline, variant, used=used, slope=slope).verdict for baseline, variant, used in races]
+    comparisons = (losses_on_mistimed_budgets(random, effect) for _ in range(200))
+    return [judge(baseline, variant, used=used, slope=slope).verdict for baseline, variant, used in comparisons]
 
 
-def test_a_pilot_error_that_all_pairs_share_is_no_finding() -> None:
-    found = words_on_mistimed_budgets(effect=0.0)
-    assert found.count("better") + found.count("worse") <= 0.03 * 200
+def test_shared_pilot_error_is_no_finding() -> None:
+    result = words_on_mistimed_budgets(effect=0.0)
+    assert result.count("better") + result.count("worse") <= 0.03 * 200
     assert words_on_mistimed_budgets(0.0, slope=0.0).count("no difference") < 100  # what the margin is for
 
 
-def test_an_effect_larger_than_the_pilot_error_is_found_nevertheless() -> None:
-    found = words_on_mistimed_budgets(effect=0.04)
-    assert found.count("worse") >= 0.9 * 200 and "better" not in found
+def test_effect_above_the_pilot_error_is_found() -> None:
+    result = words_on_mistimed_budgets(effect=0.04)
+    assert result.count("worse") >= 0.9 * 200 and "better" not in result
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("used", [0.96, 0.99, 1.0, 1.01, 1.04])
-def test_a_verdict_never_contradicts_its_interval_and_p(used: float) -> None:
+def test_verdict_agrees_with_interval_and_p(used: float) -> None:
     random = np.random.default_rng(4)
     for effect in (-0.03, -0.01, 0.0, 0.01, 0.03):
-        found = judge(*losses(random, effect, spread=0.004), used=used, slope=1.0)
-        test = found.found
-        assert (test.p <= found.alpha and test.low > 0) == (found.verdict == "worse")
-        assert (test.p <= found.alpha and test.high < 0) == (found.verdict == "better")
+        result = judge(*losses(random, effect, spread=0.004), used=used, slope=1.0)
+        test = result.found
+        assert (test.p <= result.alpha and test.low > 0) == (result.verdict == "worse")
+        assert (test.p <= result.alpha and test.high < 0) == (result.verdict == "better")
         assert test.high - test.low >= 2 * abs(used - 1)
 
 
-def test_a_finding_below_the_effect_asked_about_is_said_to_be_smaller_than_worth_knowing() -> None:
+def test_finding_below_min_effect_is_marked() -> None:
     random = np.random.default_rng(5)
     sentences = [judge(*losses(random, effect, spread=0.001), effect=0.01).sentence for effect in (0.005, 0.02)]
     assert ["smaller than the 1 % of min_effect" in sentence for sentence in sentences] == [True, False]
 
 
 @pytest.mark.slow
-def test_of_many_races_of_equals_97_percent_say_no_difference() -> None:
-    """So that 200 of them hardly ever have more than 5 % that differ."""
-    assert share_of_equals_that_differ(4000, seed=2) <= 0.03
+def test_97_percent_of_many_equal_comparisons_do_not_differ() -> None:
+    """With this rate, 200 comparisons hardly ever have more than 5 % that differ."""
+    assert false_finding_rate(4000, seed=2) <= 0.03
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sign", "word"), [(1, "worse"), (-1, "better")])
-def test_a_planted_effect_of_5_percent_is_found_as_often_as_stated(sign: int, word: str) -> None:
+def test_simulated_effect_is_found_with_the_stated_power(sign: int, word: str) -> None:
     random = np.random.default_rng(1)
     spread = 0.05 / smallest_effect(PAIRS)
     words = [judge(*losses(random, sign * 0.05, spread)).verdict for _ in range(150)]
@@ -83,23 +88,23 @@ def test_a_planted_effect_of_5_percent_is_found_as_often_as_stated(sign: int, wo
     assert set(words) <= {word, "no difference"}
 
 
-def test_too_few_pairs_have_no_verdict_however_large_the_effect() -> None:
-    found = judge([2.0, 2.1, 2.2], [1.0, 1.1, 1.3])
-    assert found.verdict == "undecided" and found.least_pairs == 7
-    assert "3 pairs" in found.sentence and "takes 7" in found.sentence
+def test_too_few_pairs_have_no_verdict() -> None:
+    result = judge([2.0, 2.1, 2.2], [1.0, 1.1, 1.3])
+    assert result.verdict == "undecided" and result.least_pairs == 7
+    assert "3 pairs" in result.sentence and "takes 7" in result.sentence
 
 
-def test_several_arms_share_the_chance_of_a_finding() -> None:
-    baseline, arm = [2.0, 2.1, 2.2, 1.9, 2.0, 2.1, 2.0], [1.0, 1.1, 1.3, 1.0, 1.1, 1.2, 1.0]
-    assert judge(baseline, arm).verdict == "better"
-    assert judge(baseline, arm, variants=2).verdict == "undecided"
-    assert judge([*baseline, 2.0], [*arm, 1.0], variants=2).verdict == "better"
+def test_several_variants_share_the_significance_level() -> None:
+    baseline, variant_losses = [2.0, 2.1, 2.2, 1.9, 2.0, 2.1, 2.0], [1.0, 1.1, 1.3, 1.0, 1.1, 1.2, 1.0]
+    assert judge(baseline, variant_losses).verdict == "better"
+    assert judge(baseline, variant_losses, variants=2).verdict == "undecided"
+    assert judge([*baseline, 2.0], [*variant_losses, 1.0], variants=2).verdict == "better"
 
 
-def test_a_failed_run_is_not_dropped() -> None:
+def test_failed_run_is_not_dropped() -> None:
     baseline = [2.0 + 0.01 * seed for seed in range(PAIRS)]
-    found = judge(baseline, [*(loss - 0.5 for loss in baseline[1:]), None])
-    assert found.verdict == "undecided" and found.failed == 1 and "1 of 8 pairs failed" in found.sentence
+    result = judge(baseline, [*(loss - 0.5 for loss in baseline[1:]), None])
+    assert result.verdict == "undecided" and result.failed == 1 and "1 of 8 pairs failed" in result.sentence
     assert judge(baseline, [None] * PAIRS).sentence == "undecided: all 8 pairs failed"
 
 
@@ -107,26 +112,26 @@ def test_a_failed_run_is_not_dropped() -> None:
     ("effect", "used", "word"),
     [(-0.5, 1.3, "undecided"), (-0.5, 0.7, "better"), (0.5, 0.7, "undecided"), (0.5, 1.3, "worse")],
 )
-def test_what_a_budget_that_was_not_equal_could_explain_is_no_finding(effect: float, used: float, word: str) -> None:
+def test_difference_from_an_unequal_budget_is_undecided(effect: float, used: float, word: str) -> None:
     baseline = [2.0 + 0.01 * seed for seed in range(PAIRS)]
-    found = judge(baseline, [loss + effect + 0.001 * loss**2 for loss in baseline], used=used)
-    assert found.verdict == word
-    assert ("it used" in found.sentence) == (word == "undecided")
+    result = judge(baseline, [loss + effect + 0.001 * loss**2 for loss in baseline], used=used)
+    assert result.verdict == word
+    assert ("it used" in result.sentence) == (word == "undecided")
 
 
-def test_no_difference_says_what_could_have_been_seen_and_what_seeds_the_effect_asked_about_needs() -> None:
-    found = judge(*losses(np.random.default_rng(2), 0.0), effect=0.001)
-    assert found.verdict == "no difference" and found.pairs_needed > PAIRS
-    assert "would be found in 80 %" in found.sentence and f"with {found.pairs_needed} pairs" in found.sentence
+def test_no_difference_reports_detectable_effect_and_pairs() -> None:
+    result = judge(*losses(np.random.default_rng(2), 0.0), effect=0.001)
+    assert result.verdict == "no difference" and result.pairs_needed > PAIRS
+    assert "would be found in 80 %" in result.sentence and f"with {result.pairs_needed} pairs" in result.sentence
 
 
-def test_bitwise_equals_are_called_so() -> None:
-    found = judge([2.0] * PAIRS, [2.0] * PAIRS)
-    assert found.verdict == "no difference" and "equal to the last bit" in found.sentence
+def test_bitwise_equal_losses_are_reported() -> None:
+    result = judge([2.0] * PAIRS, [2.0] * PAIRS)
+    assert result.verdict == "no difference" and "equal to the last bit" in result.sentence
 
 
-def test_of_a_metric_that_is_better_when_higher_the_higher_variant_is_better() -> None:
+def test_higher_metric_can_be_better() -> None:
     low, high = [0.5 + 0.001 * seed for seed in range(8)], [0.6 + 0.0011 * seed for seed in range(8)]
-    found = judge(low, high, judged="accuracy", is_lower_better=False)
-    assert found.verdict == "better" and "held-out accuracy higher by" in found.sentence
+    result = judge(low, high, judged="accuracy", is_lower_better=False)
+    assert result.verdict == "better" and "held-out accuracy higher by" in result.sentence
     assert judge(high, low, judged="accuracy", is_lower_better=False).verdict == "worse"

@@ -1,4 +1,4 @@
-"""What an arm can be, and which may not be compared."""
+"""Forms of a variant, and refusals of those that cannot be compared."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,44 +16,44 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.optimizers.lion import Lion
 
 
-def names(arm) -> list[str]:
-    return [technique.name for technique in arm.recipe.techniques]
+def names(variant) -> list[str]:
+    return [technique.name for technique in variant.recipe.techniques]
 
 
-def test_an_arm_adds_removes_and_sets() -> None:
-    baseline, arm = arms(
+def test_variant_adds_removes_and_sets() -> None:
+    baseline, variant = arms(
         "--without optimizers.adamw --with optimizers.lion:lr=2e-4,betas=[0.9,0.98] --set data.batch=16"
     )
-    assert "optimizers.adamw" in names(baseline) and "optimizers.adamw" not in names(arm)
-    assert arm.optimizer is not None and arm.optimizer.betas == (0.9, 0.98)
-    assert (arm.rate, arm.recipe.data.batch, baseline.recipe.data.batch) == (2e-4, 16, 64)
-    assert arm.against(baseline) == {"added": ["optimizers.lion"], "removed": ["optimizers.adamw"], "changed": []}
+    assert "optimizers.adamw" in names(baseline) and "optimizers.adamw" not in names(variant)
+    assert variant.optimizer is not None and variant.optimizer.betas == (0.9, 0.98)
+    assert (variant.rate, variant.recipe.data.batch, baseline.recipe.data.batch) == (2e-4, 16, 64)
+    assert variant.against(baseline) == {"added": ["optimizers.lion"], "removed": ["optimizers.adamw"], "changed": []}
 
 
-def test_an_arm_may_be_a_recipe_and_have_a_name() -> None:
-    baseline, arm, other = arms(
+def test_variant_may_be_a_recipe_and_have_a_name() -> None:
+    baseline, variant, other = arms(
         "small steps: vit-digits --set techniques.optimizers.adamw.lr=1e-3", "--with=growth.stacking"
     )
-    assert (arm.label, other.label, arm.folder, other.folder) == (
+    assert (variant.label, other.label, variant.folder, other.folder) == (
         "small steps",
         "--with=growth.stacking",
         "arm-1",
         "arm-2",
     )
-    assert arm.against(baseline) == {"added": [], "removed": [], "changed": ["optimizers.adamw"]}
+    assert variant.against(baseline) == {"added": [], "removed": [], "changed": ["optimizers.adamw"]}
 
 
-def test_an_arm_may_be_a_file_whose_name_has_spaces(tmp_path: Path) -> None:
+def test_variant_may_be_a_file_with_spaces_in_its_name(tmp_path: Path) -> None:
     file = tmp_path / "two words" / "of a plan.toml"
     file.parent.mkdir()
     file.write_text(write_recipe(replace(vit_digits(), seed=7)))
     baseline = vit_digits()
     for text, label in ((f"planned: {file}", "planned"), (str(file), str(file))):
-        _, arm = variants_of(baseline, read_variants([text], lambda name: load_recipe(name, name).recipe()))
-        assert (arm.label, arm.recipe.seed) == (label, 7)
+        _, variant = variants_of(baseline, read_variants([text], lambda name: load_recipe(name, name).recipe()))
+        assert (variant.label, variant.recipe.seed) == (label, 7)
 
 
-def test_a_rate_is_changed_alone() -> None:
+def test_learning_rate_is_changed_alone() -> None:
     baseline = arms("--set data.batch=16")[0]
     tried = baseline.at_rate(0.5)
     assert tried.rate == baseline.rate / 2
@@ -62,7 +62,7 @@ def test_a_rate_is_changed_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "is empty"),
         ("name: ", "is empty"),
@@ -82,14 +82,14 @@ def test_a_rate_is_changed_alone() -> None:
         ("--set mesh.replicate=2 --with parallelism.replicate", "has a mesh"),
     ],
 )
-def test_what_is_no_arm_is_refused_with_what_to_do(text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_variant_is_refused_with_a_fix(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TYPED, "1")
-    with pytest.raises(UsageError, match=said) as refused:
+    with pytest.raises(UsageError, match=message) as refused:
         arms(text)
     assert refused.value.fix
 
 
-def test_no_arm_and_two_alike_are_refused() -> None:
+def test_missing_and_duplicate_variants_are_refused() -> None:
     with pytest.raises(UsageError, match="nothing to compare"):
         arms()
     with pytest.raises(UsageError, match=r"the same run as '--set data\.batch=16'"):
@@ -98,7 +98,7 @@ def test_no_arm_and_two_alike_are_refused() -> None:
         arms("one: --set data.batch=16", "one: --set data.batch=8")
 
 
-def test_names_short_names_and_objects_are_the_same_changes() -> None:
+def test_names_short_names_and_objects_are_equal_changes() -> None:
     spelled: list[list[Change]] = [
         ["-optimizers.adamw", "optimizers.lion:lr=2e-4", "data.batch=16"],
         ["-adamw", "lion:lr=2e-4", "data.batch=16"],
@@ -110,12 +110,12 @@ def test_names_short_names_and_objects_are_the_same_changes() -> None:
     assert plain.optimizer == Lion()
 
 
-def test_a_variant_may_be_a_recipe_or_start_from_one() -> None:
+def test_variant_may_be_a_recipe_or_start_from_one() -> None:
     other = replace(vit_digits(), seed=7)
     _, whole, changed = variants_of(vit_digits(), {"seed": other, "both": [other, "data.batch=16"]})
     assert (whole.recipe.seed, changed.recipe.seed, changed.recipe.data.batch) == (7, 7, 16)
 
 
-def test_an_object_in_place_of_a_technique_of_the_recipe_takes_its_place() -> None:
-    _, arm = variants_of(vit_digits(), {"slower": AdamW(lr=1e-4)})
-    assert arm.optimizer == AdamW(lr=1e-4) and names(arm).count("optimizers.adamw") == 1
+def test_technique_object_replaces_the_recipes_technique() -> None:
+    _, variant = variants_of(vit_digits(), {"slower": AdamW(lr=1e-4)})
+    assert variant.optimizer == AdamW(lr=1e-4) and names(variant).count("optimizers.adamw") == 1

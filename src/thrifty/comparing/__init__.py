@@ -1,1 +1,1 @@
-"""Techniques and combinations held against each other: checked (`check`) and raced (`compare`)."""
+"""Comparisons of variants (`compare`): protocol, runs, statistics and verdicts."""

@@ -1,12 +1,13 @@
-"""Variants at equal budget: pilots, a small search for each variant's rate, then all seeds of all variants in turn.
+"""Comparison of variants at equal budget: pilots, a small search for each variant's learning rate, then all seeds.
 
-Every run is an ordinary run, in the folder of the comparison, which comes to hold
+Every run is an ordinary run, in the comparison's folder with
 
     comparison.json            see `comparison_protocol.py`
     report.html                the same as a page
     ARM-pilot-0, ARM-trial-0, ARM-seed-0, …
 
-The same call after an interrupt or a kill goes on, within a run as between two. Runs that failed are kept and counted.
+Variants take turns, so that all of them meet the same machine conditions. The same call resumes an interrupted or
+killed comparison, also within a run. Failed runs are kept and counted.
 """
 
 import math
@@ -35,19 +36,21 @@ from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
 
 TIMED_PILOTS = 2
-"""Pilot runs of each variant that are timed, in turn, where budgets are of equal time, so that a slow moment of the
-machine does not fall on one variant alone. A first pilot, which sets their steps, is one of them if it has as many.
-Other budgets take one pilot of each variant."""
+"""Timed pilot runs of each variant for budgets of equal time, in turn, so that a busy moment affects all variants.
+
+The first pilot sets the number of steps; it counts as timed if it has as many. Other budgets use one pilot per variant.
+"""
 MOST_PILOTS = 6
-"""Most pilots of each variant: another turn is made while the last two of a variant disagree."""
+"""Most pilots of each variant. Another turn follows while the last two pilots of a variant disagree."""
 PILOTS_APART = 0.05
 """Largest relative difference between the step times of a variant's last two pilots, for budgets of equal time."""
 PILOT_SECONDS = 5.0
-"""At least so long are steps timed in a pilot, where the budget has as many."""
+"""Minimum time of a pilot's timed steps, unless the budget has fewer steps."""
 EVALUATIONS = 20
-"""Of each run, so that the time to a quality can be read off."""
+"""Evaluations of each run, to read off the time to a quality."""
 TRIAL_SEED = 10_000
-"""Added to a recipe's seed in trials: a rate is not chosen on the seeds that are compared."""
+"""Offset of trial seeds: a learning rate is not chosen on the seeds that are compared."""
+SAME_PROCESS = "all runs used one process, in which peak memory includes allocations of earlier runs"
 SAME_PROCESS = "all runs were made in one process, where peak memory includes what earlier runs left behind"
 Say = Callable[[str], None]
 
@@ -61,24 +64,24 @@ def compare(
     workers: Sequence[RunLauncher] = (),
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """Run the comparison to its end; return the content of comparison.json, with its "folder" and "exit_code".
+    """Run the whole comparison; return the content of comparison.json, with its "folder" and "exit_code".
 
-    Turns are shared out among `workers`; without any they are run on this machine, one after another. `retry` repeats
-    runs that failed. Raises UsageError if the folder is of another comparison, or if a variant cannot be compared: one
-    whose rate is not decayed, that fails in its pilot, or whose budget pays for no step.
+    `workers` share the turns; without any, runs follow each other on this machine. `retry` repeats failed runs. Raises
+    UsageError if the folder belongs to another comparison, or if a variant cannot be compared: its learning rate is not
+    decayed, its pilot fails, or its budget allows no step.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a comparison starts its runs itself, from one process", fix="start it without torchrun")
     for variant in variants:
         variant.recipe.refuse_missing_objects()
     if protocol.trials > 1 and (without := [variant.label for variant in variants if variant.rate is None]):
-        raise UsageError(f"{without[0]}: its optimizer has no learning rate to be tried", fix="--rate-trials 1")
+        raise UsageError(f"{without[0]}: its optimizer has no learning rate to search", fix="--rate-trials 1")
     refuse_undecayed(variants, variants[0].recipe.budget.steps or protocol.pilot)
     with claim_folder(folder, variants, protocol) as opened:
-        race = _Race(variants, protocol, opened, workers or (Worker(),), say, retry)
-        if any(isinstance(worker, SameProcess) for worker in race.workers):
-            race.state["cautions"] = [SAME_PROCESS]
-        return race.to_the_end()
+        comparison = _ComparisonRunner(variants, protocol, opened, workers or (Worker(),), say, retry)
+        if any(isinstance(worker, SameProcess) for worker in comparison.workers):
+            comparison.state["cautions"] = [SAME_PROCESS]
+        return comparison.run_all()
 
 
 class _Interrupted(Exception):
@@ -86,7 +89,7 @@ class _Interrupted(Exception):
         self.exit_code = exit_code
 
 
-class _Race:
+class _ComparisonRunner:
     def __init__(
         self,
         variants: Sequence[Variant],
@@ -97,29 +100,32 @@ class _Race:
         retry: bool,
     ):
         self.protocol, self.folder, self.workers, self.say = protocol, folder, workers, say
-        self.telling = Lock()
-        """One run at a time is written down."""
+        self.write_lock = Lock()
+        """Lock under which one run at a time is recorded."""
         self.state = rename_comparison(folder.read_json("comparison"))
-        for name in ("error", "outcome"):  # of an earlier part
+        for name in ("error", "outcome"):  # of an earlier, stopped part
             self.state.pop(name, None)
         self.variants = [
             replace(variant, folder=self.state["folders"][variant.label]) for variant in variants
-        ]  # in whatever order
+        ]  # the order may have changed
         self.runs = {entry["run"]: entry for entry in self.state["runs"]}
         if retry:
             self.forget_failures()
         trials = protocol.trials if protocol.trials > 1 else 0
         self.planned = len(variants) * (self.least_pilots + trials + protocol.seeds)
-        self.began, self.made = time.monotonic(), 0
+        self.began, self.finished = time.monotonic(), 0
 
     def forget_failures(self) -> None:
-        """So that they are run again; not trials once a seed was run, whose rate another trial could change."""
+        """Forget failed runs, so that they run again.
+
+        Failed trials stay once a seed has run, because another trial could change its learning rate.
+        """
         chosen = any("seed" in entry for entry in self.runs.values())
         for run in [run for run, entry in self.runs.items() if entry["status"] == "failed"]:
             if not (chosen and "trial" in self.runs[run]):
                 del self.runs[run]
 
-    def to_the_end(self) -> dict[str, Any]:
+    def run_all(self) -> dict[str, Any]:
         try:
             costs = self.pilots()
             steps = steps_of_variants(self.variants, costs, self.protocol.equal)
@@ -127,20 +133,20 @@ class _Race:
             tuned = [self.tuned(variant) for variant in self.variants] if self.trials(steps) else self.variants
             self.seeds(tuned, steps)
         except _Interrupted as stopped:
-            return self.tell("interrupted", stopped.exit_code)
+            return self.write_state("interrupted", stopped.exit_code)
         except ThriftyError as error:
             self.state["error"] = str(error)
-            self.tell("stopped", error.exit_code)
+            self.write_state("stopped", error.exit_code)
             raise
         except BaseException as ended:
-            self.tell("interrupted", getattr(ended, "code", 1))
+            self.write_state("interrupted", getattr(ended, "code", 1))
             raise
         labels = [variant.label for variant in self.variants]
         entries = [entry for entry in self.runs.values() if "seed" in entry]
         self.state["outcome"] = summarize_comparison(entries, labels, self.protocol, self.variants[0].recipe.evaluation)
-        return self.tell("finished", 0)
+        return self.write_state("finished", 0)
 
-    def tell(self, status: str, exit_code: int) -> dict[str, Any]:
+    def write_state(self, status: str, exit_code: int) -> dict[str, Any]:
         self.state |= {"status": status, "exit_code": exit_code, "runs": list(self.runs.values())}
         self.folder.write_json("comparison", self.state)
         if status != "running":
@@ -168,42 +174,42 @@ class _Race:
         return TIMED_PILOTS + 1 if self.protocol.equal == "time" else 1
 
     def pilot_steps(self, step_time: float) -> int:
-        """Steps of a pilot, no more than the baseline's budget has."""
+        """Return the steps of a pilot, at most those of the baseline's budget."""
         steps = max(self.protocol.pilot, math.ceil(PILOT_SECONDS / step_time) if step_time else 0)
         return min(steps, self.variants[0].recipe.budget.steps or steps)
 
     def apart(self, costs_by_arm: Mapping[str, Sequence[StepCost]]) -> str:
-        """Describe the disagreement of a variant's last two pilots, where time is to be equal; empty if all agree."""
+        """Return a sentence if a variant's last two pilots disagree for equal time; "" if all agree."""
         for label, costs in costs_by_arm.items():
             seconds = [cost.seconds for cost in costs[-2:]]
             low, high = min(seconds), max(seconds)
             if self.protocol.equal == "time" and high > (1 + PILOTS_APART) * low:
                 times = f"'{duration(low)}' and '{duration(high)}'"
-                return f"{label}: a step took {times} in two pilots; at most {PILOTS_APART:.0%} apart make equal times"
+                return f"{label}: a step took {times} in two pilots; equal time allows {PILOTS_APART:.0%} apart"
         return ""
 
     def pilot(self, variant: Variant, turn: int, steps: int) -> StepCost:
-        """A whole run of few steps."""
+        """Return the step cost from a whole run of few steps. Raises UsageError if it fails."""
         name = f"{variant.folder}-pilot-{turn}"
         recipe = self.recipe(variant, name, steps, 0, evaluations=1)
         entry = self.run(self.workers[0], recipe, arm=variant.label, pilot=turn)
         if entry["status"] == "failed":
-            fix = "mend it, or leave the variant out, and compare again"
+            fix = "correct it, or leave the variant out, and compare again"
             raise UsageError(f"{variant.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
         return step_cost(self.folder.path / name)
 
     def check_judged(self, kind: str) -> None:
-        """Raises UsageError where the held-out data of a variant turn out to be others than the baseline's."""
+        """Raise UsageError if the held-out data of a variant differ from the baseline's."""
         baseline, *others = (self.runs[f"{variant.folder}-{kind}"] for variant in self.variants)
         for entry in others:
             if other := differences(baseline["judged_on"], entry["judged_on"]):
                 raise UsageError(
                     f"{entry['arm']} is judged on something else than the baseline: {'; '.join(other)}",
-                    fix="give all variants the same data and the same tokenizer",
+                    fix="use the same data and the same tokenizer for all variants",
                 )
 
     def trials(self, steps: Mapping[str, int]) -> bool:
-        """Runs of all variants at all rates; whether there are any."""
+        """Run all variants at all trial rates; return True if there are trials."""
         if self.protocol.trials == 1:
             return False
 
@@ -218,7 +224,7 @@ class _Race:
         return True
 
     def seeds(self, variants: Sequence[Variant], steps: Mapping[str, int]) -> None:
-        """The runs that are compared."""
+        """Run all variants with all seeds."""
 
         def with_seed(worker: RunLauncher, seed: int) -> None:
             for variant in _turned(variants, seed):
@@ -228,7 +234,7 @@ class _Race:
         run_on_workers(self.workers, [partial(with_seed, seed=seed) for seed in range(self.protocol.seeds)])
 
     def tuned(self, variant: Variant) -> Variant:
-        """A variant at the rate that was best in its trials. Raises ThriftyError where all of them failed."""
+        """Return a variant at its best trial's learning rate. Raises ThriftyError if all trials failed."""
         assert variant.rate is not None
         entries = [self.runs[f"{variant.folder}-trial-{turn}"] for turn in range(self.protocol.trials)]
         settings = self.variants[0].recipe.evaluation
@@ -236,8 +242,8 @@ class _Race:
         done = [(value, entry) for value, entry in zip(judged, entries, strict=True) if value is not None]
         if not done:
             raise ThriftyError(
-                f"{variant.label} failed at every rate: {entries[0].get('error', 'it measured nothing')}",
-                fix="lower its learning rate, and give the comparison another name",
+                f"{variant.label} failed at every learning rate: {entries[0].get('error', 'it measured nothing')}",
+                fix="lower its learning rate, and use another name for the comparison",
             )
         best = (min if settings.is_lower_better else max)(done, key=lambda pair: pair[0])[1]
         self.state.setdefault("rates", {})[variant.label] = {
@@ -252,7 +258,7 @@ class _Race:
         return variant.at_rate(best["factor"])
 
     def recipe(self, variant: Variant, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
-        """Return the recipe of one run of a variant, evaluated and judged as the baseline."""
+        """Return the recipe of one run of a variant, with the baseline's evaluation settings."""
         settings = self.variants[0].recipe.evaluation
         return replace(
             variant.recipe,
@@ -264,7 +270,7 @@ class _Race:
         )
 
     def run(self, worker: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
-        """How a run ended, once it has. Raises _Interrupted when it was asked to stop."""
+        """Run a recipe to its end and return its entry. Raises _Interrupted if it was stopped."""
         name = recipe.name
         if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
             return before
@@ -276,29 +282,30 @@ class _Race:
             entry |= read_run_result(self.folder.path / name, recipe.evaluation.judge)
             if entry["held_out_loss"] is None:
                 entry |= {"status": "failed", "error": "its held-out loss is not finite"}
-        with self.telling:
+        with self.write_lock:
             self.runs[name] = entry
-            self.made += 1
-            self.tell("running", 0)
+            self.finished += 1
+            self.write_state("running", 0)
             self.say(self.progress(entry))
         return entry
 
     def progress(self, entry: Mapping[str, Any]) -> str:
-        left = (time.monotonic() - self.began) / self.made * (self.planned - len(self.runs))
+        left = (time.monotonic() - self.began) / self.finished * (self.planned - len(self.runs))
         loss = entry.get("held_out_loss")
-        said = f"held-out loss {significant(loss, 4)}" if entry["status"] == "finished" else f"failed: {entry['error']}"
+        is_finished = entry["status"] == "finished"
+        result = f"held-out loss {significant(loss, 4)}" if is_finished else f"failed: {entry['error']}"
         kind = next(f"{kind} {entry[kind]}" for kind in ("pilot", "trial", "seed") if kind in entry)
         took = duration(entry["elapsed"]) + (f"; about {duration(left)} left" if left else "")
-        return f"[{len(self.runs)}/{self.planned}] {entry['arm']}, {kind}: {said} ({took})"
+        return f"[{len(self.runs)}/{self.planned}] {entry['arm']}, {kind}: {result} ({took})"
 
 
 def _planned(steps: int, cost: StepCost) -> dict[str, Any]:
-    """A variant's budget in all currencies."""
+    """Return a variant's planned budget in seconds, tokens and FLOPs."""
     amounts = {"seconds": steps * cost.seconds, "tokens": steps * cost.tokens, "flops": steps * cost.flops}
     return {"steps": steps, **amounts, "step": cost.as_data()}
 
 
 def _turned(variants: Sequence[Variant], turn: int) -> list[Variant]:
-    """Each variant is first in its turn: what comes first may find another machine than what comes last."""
+    """Return the variants rotated by `turn`, because machine conditions may change during a turn."""
     first = turn % len(variants)
     return [*variants[first:], *variants[:first]]

@@ -1,15 +1,15 @@
-"""A comparison's protocol, and its folder with comparison.json, which holds all that is known of it.
+"""Protocol of a comparison, and its folder with comparison.json, the record of the comparison.
 
-    schema  name  status  exit_code  environment; "error" where the comparison was stopped by one
-    definition       "terms", and the recipe of each variant by its label, the baseline's first
-    folders          what the names of a variant's runs begin with
-    changes          of each variant, the techniques "added", "removed" and "changed" against the baseline
-    runs             each with its run (a folder), arm, pilot or trial or seed, status, error, and what `seen` tells
-    budgets          of each variant: steps, seconds, tokens and flops as planned, and what a "step" costs
-    rates            of each variant: the learning rates tried, and the one taken
-    outcome          once all pairs were run: of each variant means, ratios to the baseline, and its "verdict"
+    schema  name  status  exit_code  environment; "error" if an error stopped the comparison
+    definition       "terms", and the recipe of each variant by label, the baseline's first
+    folders          name prefixes of each variant's run folders
+    changes          for each variant, the techniques "added", "removed" and "changed" against the baseline
+    runs             for each run: run (its folder), arm, pilot or trial or seed, status, error, and measured values
+    budgets          for each variant: planned steps, seconds, tokens and flops, and the cost of a "step"
+    rates            for each variant: the learning rates tried, and the chosen one
+    outcome          once all pairs ran: for each variant means, ratios to the baseline, and its "verdict"
 
-Seconds, bytes, FLOPs, joules. JSON has no infinity and no nan: null stands for them, and for what is not known.
+Units are seconds, bytes, FLOPs and joules. JSON has no infinity and no NaN: null means one of these, or unknown.
 """
 
 import re
@@ -34,24 +34,25 @@ from thrifty.training.run_folder import RunFolder
 SCHEMA = "thrifty.comparison/1"
 FILE = "comparison.json"
 PILOTED, MEASURED = re.compile(r"-pilot-\d+$"), re.compile(r"-(trial|seed)-\d+$")
-"""Names of run folders: of pilots, and of runs whose losses count."""
+"""Names of run folders: pilots, and runs whose losses count."""
 MACHINE = ("cpu", "python", "torch")
-"""What all runs of a comparison share."""
+"""Facts of the environment that all runs of a comparison must share."""
 
 
 @dataclass(frozen=True)
 class ComparisonProtocol:
-    """Budget, seeds and trials that are equal for all variants."""
+    """Budget, seeds and trials, equal for all variants."""
 
     equal: Equal = "time"
     seeds: Positive = 8
-    """Pairs: run k of a variant has its recipe's seed + k, so initialization and data order are the baseline's."""
+    """Number of pairs. Run k of a variant has its recipe's seed + k, and so the baseline's initialization and data
+    order."""
     trials: Positive = 3
-    """Learning rates that each variant is tried with, at its whole budget, around its recipe's; 1 tries none."""
+    """Learning rates tried per variant, at the whole budget, around the recipe's rate; 1 tries none."""
     factor: Annotated[float, SettingBound(above=1)] = 2.0
-    """Between a learning rate and the next one."""
+    """Factor between a learning rate and the next one."""
     effect: Annotated[float, SettingBound(above=0)] = 0.01
-    """The smallest difference worth knowing of, as a share of the baseline's loss: says how many seeds would see it."""
+    """Smallest relevant difference, relative to the baseline's loss, for the number of seeds that would detect it."""
     pilot: Positive = PILOT
     """Steps of the first pilots; later ones take at least `PILOT_SECONDS`."""
 
@@ -61,20 +62,25 @@ class ComparisonProtocol:
 
     @property
     def factors(self) -> list[float]:
-        """Of the recipe's rate, in the order in which they are tried."""
+        """Multiples of the recipe's learning rate, in the order of trials."""
         return [self.factor**power for power in range(-(self.trials // 2), self.trials - self.trials // 2)]
 
 
 @contextmanager
 def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonProtocol) -> Iterator[RunFolder]:
-    """The folder of the comparison, new or of an earlier part of the same, locked. Where nothing but pilots was run,
-    another comparison, or the same after an error, starts afresh."""
-    meant = {"terms": asdict(protocol), "arms": {variant.label: recipe_to_data(variant.recipe) for variant in variants}}
+    """Yield the comparison's folder, new or of an earlier part of the same comparison, locked.
+
+    If only pilots ran so far, another comparison may take the folder, and the same one restarts after an error.
+    """
+    definition = {
+        "terms": asdict(protocol),
+        "arms": {variant.label: recipe_to_data(variant.recipe) for variant in variants},
+    }
     here = environment("cpu")
-    is_there = (path / FILE).is_file()
-    with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
-        before = rename_comparison(folder.read_json("comparison")) if is_there else {}
-        other = _differences(before, meant, here) if before else []
+    exists = (path / FILE).is_file()
+    with RunFolder(path).lock() if exists else RunFolder.create(path) as folder:
+        before = rename_comparison(folder.read_json("comparison")) if exists else {}
+        other = _differences(before, definition, here) if before else []
         if (other or "error" in before) and not any(MEASURED.search(entry.name) for entry in path.iterdir()):
             for pilot in [entry for entry in path.iterdir() if PILOTED.search(entry.name)]:
                 shutil.rmtree(pilot)
@@ -82,17 +88,17 @@ def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonPr
         elif other:
             raise UsageError(
                 f"{path} is another comparison: " + "; ".join(other),
-                fix="undo the change, or compare anew under another name: "
-                "adding seeds after a look at the verdict would make chance findings likely",
+                fix="undo the change, or compare under another name: "
+                "seeds added after a look at the verdict make false findings likely",
             )
         if not before:
             folders = {variant.label: variant.folder for variant in variants}
             changes = {variant.label: variant.against(variants[0]) for variant in variants[1:]}
-            about = {"schema": SCHEMA, "name": path.name, "definition": meant, "environment": here}
+            about = {"schema": SCHEMA, "name": path.name, "definition": definition, "environment": here}
             folder.write_json("comparison", {**about, "folders": folders, "changes": changes, "runs": []})
         yield folder
 
 
-def _differences(before: Mapping[str, Any], meant: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+def _differences(before: Mapping[str, Any], definition: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     machines = ({name: facts[name] for name in MACHINE} for facts in (before["environment"], here))
-    return [*differences(redact(before["definition"]), redact(meant)), *differences(*machines)]
+    return [*differences(redact(before["definition"]), redact(definition)), *differences(*machines)]

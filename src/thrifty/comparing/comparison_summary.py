@@ -1,4 +1,4 @@
-"""Summary of a comparison: the numbers of each run, the means of each variant, and the verdicts."""
+"""Summary of a comparison: values of each run, means of each variant, and verdicts."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,16 +19,18 @@ from thrifty.training.run_folder import RunFolder
 MEANS = ("held_out_loss", "steps", "tokens", "flops", "seconds", "step_time", "flop_rate", "share_of_peak")
 MEANS += ("peak_memory", "joules", "elapsed", "seconds_with_starts")
 JUDGED_ON = ("unit", "loss_in", "unigram_entropy", "bytes_per_token", "label_entropy")
-"""Facts of a run's summary that are the same wherever held-out losses mean the same."""
+"""Facts of a run's summary that must be equal for held-out losses to be comparable."""
 RATIOS = ("flops", "seconds", "step_time", "flop_rate", "peak_memory", "joules", "tokens", "steps")
 Entry = Mapping[str, Any]
 """A run in comparison.json."""
 
 
 def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
-    """Summarize a finished run, with the curve of a metric that is `judged`. `seconds` are of steps as they
-    are once it is under way; with what the first steps take to compile they are `seconds_with_starts`. FLOPs are
-    counted, those of a step times the steps."""
+    """Return the summary of a finished run, with the curve of the `judged` metric.
+
+    `seconds` counts steady step times; `seconds_with_starts` includes compilation in the first steps. FLOPs are those
+    of one counted step times the number of steps.
+    """
     run = RunFolder(folder)
     summary, explanation = run.read_json("summary"), run.read_json("explanation")
     machine = run.read_json("environment")
@@ -64,7 +66,7 @@ def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
 
 
 def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> float | None:
-    """Seconds after which a held-out loss was first reached, on straight lines between evaluations; None for never."""
+    """Return the seconds until a held-out loss, interpolated linearly between evaluations; None if never reached."""
     points = [(seconds, value) for _, seconds, value in curve if value is not None]
     if points and points[0][1] <= loss:
         return points[0][0]
@@ -75,8 +77,11 @@ def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> flo
 
 
 def slope_at_end(curve: Sequence[Sequence[float | None]]) -> float:
-    """Fall of the held-out loss for a budget larger by a factor of e: that of the second half of the run, which is
-    steeper than the fall of the final loss with the budget. With a single evaluation, the whole loss."""
+    """Return the fall of the held-out loss for a budget larger by a factor of e.
+
+    It is measured on the second half of the run, which is steeper than the fall of the final loss with the budget.
+    With a single evaluation, it is the whole loss.
+    """
     points = [(step, loss) for step, _, loss in curve if step and loss is not None]
     if not points:
         return 0.0
@@ -91,8 +96,11 @@ def summarize_comparison(
     protocol: ComparisonProtocol,
     settings: EvaluationSettings | None = None,
 ) -> dict[str, Any]:
-    """Of all runs that were planned, once each of them finished or failed: "arms" with their means and, all but the
-    baseline, with ratios to it and a "verdict". "used" is how much a variant really spent of what was to be equal."""
+    """Return the summary of all planned runs, once each has finished or failed.
+
+    "arms" has each variant's means and, except for the baseline, ratios to it and a "verdict". "used" is the variant's
+    spent budget relative to the baseline's, in the currency that should be equal.
+    """
     settings = settings or EvaluationSettings()
     by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
     entries = {label: [by_place[label, seed] for seed in range(protocol.seeds)] for label in labels}
@@ -104,7 +112,7 @@ def summarize_comparison(
         judged = [[_judged(entry, settings.judge) for entry in entries[one]] for one in (BASELINE, label)]
         ratios = {name: _ratio(variants[label][name], variants[BASELINE][name]) for name in RATIOS}
         curves = [entry["curve"] for entry in entries[label] if _loss(entry) is not None]
-        # how a metric changes with the budget is not known
+        # the change of a metric with the budget is unknown
         slope = (_mean([slope_at_end(each) for each in curves]) or 0.0) if settings.judge == "loss" else 0.0
         used = ratios["seconds" if protocol.equal == "time" else protocol.equal]
         verdict = judge(
@@ -127,8 +135,10 @@ def summarize_comparison(
 
 
 def time_to_quality(baseline: Sequence[Entry], variant: Sequence[Entry]) -> dict[str, Any]:
-    """The time a variant took to the loss that the baseline ended at, as a share of the baseline's, by pairs: the mean
-    of those that reached it with its interval, and how many did."""
+    """Return a variant's time to the baseline's final loss, relative to the baseline's, over pairs.
+
+    The result has the mean with its interval over pairs that reached the loss, and their number.
+    """
     ratios = []
     pairs = _finished(baseline, variant)
     for first, second in pairs:
@@ -154,7 +164,7 @@ def _judged(entry: Entry, name: str) -> float | None:
 
 
 def _means(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Over the seeds whose runs finished; None where one of them does not say."""
+    """Return means over the seeds whose runs finished; None if one of them lacks a value."""
     done = [entry for entry in entries if entry["status"] == "finished"]
     means = {name: _mean([entry.get(name) for entry in done]) for name in MEANS}
     names = {name for entry in done for name in entry["measured"]}
@@ -167,8 +177,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _measured_differences(baseline: Sequence[Entry], variant: Sequence[Entry], confidence: float) -> dict[str, Any]:
-    """Of what is measured beside the loss: mean differences with their intervals, over the pairs that finished; what
-    one of those runs does not say is left out."""
+    """Return mean differences of the other measured metrics, with intervals, over finished pairs.
+
+    A metric that one of these runs lacks is left out.
+    """
     pairs = [(first["measured"], second["measured"]) for first, second in _finished(baseline, variant)]
     intervals = {}
     for name in pairs[0][0] if pairs else ():

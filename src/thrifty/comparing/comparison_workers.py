@@ -1,7 +1,7 @@
-"""Workers: where the runs of a comparison are executed side by side, on this machine or on others that see its folders.
+"""Parallel workers for the runs of a comparison, on this machine or on others with the same file system.
 
-A turn, all variants with one seed or at one learning rate, is run by one worker: what is compared is measured in one
-place.
+One worker runs a whole turn: all variants with one seed or at one learning rate. Compared runs therefore share a
+machine.
 """
 
 import shlex
@@ -18,16 +18,15 @@ HERE = "here"
 
 
 def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
-    """Read workers as they are typed: "here", or a command that is put before the run's own, such as "srun
-    --nodelist=b --ntasks=1".
+    """Return workers from their typed form: "here", or a command prefix such as "srun --nodelist=b --ntasks=1".
 
-    Raises UsageError where runs would share a machine and be judged by time.
+    Raises UsageError if several runs would share a machine while budgets are of equal time.
     """
     launchers = [_launcher(text) for text in texts or [HERE]]
     local = sum(not launcher for launcher in launchers)
     if local > 1 and equal == "time":
         raise UsageError(
-            f"{local} workers are on this machine, and runs side by side take time from each other",
+            f"{local} workers are on this machine, and parallel runs slow each other down",
             fix="--equal-budget flops, tokens or steps, or one worker on each machine",
         )
     threads = max(1, len(usable_cores()) // local) if local > 1 else 0
@@ -40,15 +39,17 @@ def _launcher(text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"--worker {text!r} is no command: {error}", fix="close its quotes") from error
+        raise UsageError(f"--worker {text!r} is not a command: {error}", fix="close its quotes") from error
     if not words:
         raise UsageError("a worker is empty", fix="--worker here, for this machine")
     return words
 
 
 def run_on_workers(starts: Sequence[RunLauncher], turns: Iterable[Callable[[RunLauncher], None]]) -> None:
-    """Run each turn on the worker that is free first; those of a single worker one after another, in this thread. When
-    one fails, or this process receives a signal, the others save and end, and no turn begins any more."""
+    """Run each turn on the next free worker; a single worker runs all of them in this thread.
+
+    If a turn fails, or this process receives a signal, the others save and end, and no further turn starts.
+    """
     if len(starts) == 1:
         for turn in turns:
             turn(starts[0])
@@ -57,7 +58,7 @@ def run_on_workers(starts: Sequence[RunLauncher], turns: Iterable[Callable[[RunL
     for start in starts:
         free.put(start)
 
-    def take(turn: Callable[[RunLauncher], None]) -> None:
+    def run_turn(turn: Callable[[RunLauncher], None]) -> None:
         start = free.get()
         try:
             turn(start)
@@ -65,12 +66,12 @@ def run_on_workers(starts: Sequence[RunLauncher], turns: Iterable[Callable[[RunL
             free.put(start)
 
     with ThreadPoolExecutor(len(starts)) as pool:
-        taken = [pool.submit(take, turn) for turn in turns]
+        futures = [pool.submit(run_turn, turn) for turn in turns]
         try:
-            for done in as_completed(taken):
+            for done in as_completed(futures):
                 done.result()
         except BaseException:
-            for waiting in taken:
+            for waiting in futures:
                 waiting.cancel()
             for start in starts:
                 start.stop()

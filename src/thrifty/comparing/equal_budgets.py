@@ -1,7 +1,7 @@
-"""Equal budgets: what a step of each variant costs, as a pilot of it shows, and so how many steps each may make.
+"""Equal budgets: the cost of a variant's step, measured in a pilot, and the resulting number of steps.
 
-A pilot is a whole run of a few steps, in which everything that happens at a share of the run has its turn: a model that
-grows is timed at all of its sizes, and a rate that decays to the end of the run has decayed.
+A pilot is a whole run of a few steps, in which every event at a fraction of the run occurs. A growing model is timed at
+all of its sizes, and a learning rate that decays to the end of the run has decayed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,19 @@ EQUAL: tuple[Equal, ...] = ("time", "flops", "tokens", "steps")
 PILOT = 24
 """Steps of a pilot."""
 WINDOW = 5
-"""Steps over which the median is taken that a step is held against."""
+"""Steps of the running median that a step time is compared with."""
 ONCE = 2
-"""How often something may take longer than the steps around it without counting as part of a step: compiling at the
-start, and again after an interrupt. What happens oftener, such as a preconditioner every tenth step, is a cost."""
+"""Number of slow steps that are ignored: compilation at the start, and again after an interrupt.
+
+Events that are more frequent, such as a preconditioner every tenth step, count as cost.
+"""
 RATES = 1_000
-"""Steps of a run, evenly spread, whose learning rates are looked at."""
+"""Number of steps of a run, evenly spread, at which the learning rate is checked."""
 DECAYED = 0.3
-"""The last step's share of the largest rate up to which a schedule counts as decayed: in a pilot the last step of a
-decay over a fifth of the run is still at 0.2."""
+"""Largest final learning rate, relative to its peak, that counts as decayed.
+
+In a pilot, the last step of a decay over a fifth of the run is still at 0.2.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,11 @@ class StepCost:
     seconds: float
     tokens: float
     flops: float
-    """Counted on a traced step at the run's full structure."""
+    """FLOPs of a traced step at the run's full structure."""
     flops_vary: bool
-    """Whether batches or the structure change over the run, so that no single step stands for all."""
+    """True if batches or the structure change over the run, so that no single step represents all."""
     epoch_steps: float | None = None
-    """Steps of an epoch, where the data have epochs."""
+    """Steps of an epoch, if the data have epochs."""
 
     def of(self, equal: Equal) -> float:
         return {"time": self.seconds, "flops": self.flops, "tokens": self.tokens, "steps": 1.0}[equal]
@@ -59,8 +63,10 @@ class StepCost:
 
 
 def steady(seconds: Sequence[float]) -> list[float]:
-    """Step times without what happens once: none lies further above the median of its neighbours than at least
-    `ONCE` + 1 of them do."""
+    """Return step times without rare slow steps.
+
+    No time exceeds the median of its neighbours by more than at least `ONCE` + 1 times do.
+    """
     reach = WINDOW // 2
     around = [median(seconds[max(0, index - reach) : index + reach + 1]) for index in range(len(seconds))]
     above = sorted((own - usual for own, usual in zip(seconds, around, strict=True)), reverse=True)
@@ -69,7 +75,7 @@ def steady(seconds: Sequence[float]) -> list[float]:
 
 
 def step_cost(folder: Path) -> StepCost:
-    """Of a finished run."""
+    """Return the step cost of a finished run."""
     run = RunFolder(folder)
     records = run.read_records()
     steps = [record for record in records if record["kind"] == "step"]
@@ -85,31 +91,34 @@ def step_cost(folder: Path) -> StepCost:
 
 
 def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
-    """Raise UsageError if the learning rate of a variant is not decayed at the end of a run of so many steps."""
+    """Raise UsageError if a variant's learning rate is not decayed at the end of a run of so many steps."""
     for variant in variants:
         if variant.optimizer is None or Claim.SCHEDULE in variant.optimizer.claims:
             continue
         plain = BaseRun(nn.Module, BatchSource(), Objective())
         plain.source.batch = variant.recipe.data.batch
-        updating = [each for each in variant.recipe.techniques if each.overrides("update")]  # others need the objective
+        updating = [each for each in variant.recipe.techniques if each.overrides("update")]  # others need an objective
         update = compose(plain, updating, steps).transform()
-        seen = [*range(0, steps, -(-steps // RATES)), steps - 1]
-        rates = [update.rate(update.scalars(step, step)) for step in seen]
+        checked = [*range(0, steps, -(-steps // RATES)), steps - 1]
+        rates = [update.rate(update.scalars(step, step)) for step in checked]
         if rates[-1] > DECAYED * max(rates):
             raise UsageError(
                 f"{variant.label}: its learning rate ends at {rates[-1] / max(rates):.0%} of the largest, and a rate "
-                "not decayed to the end of its budget makes a variant look worse than it is",
+                "without decay makes a variant look worse than it is",
                 fix="--with schedules.linear, with moments of the schedule as fractions of the run",
             )
 
 
 def mean_cost(costs: Sequence[StepCost]) -> StepCost:
-    """Average the times of several pilots of one variant; all else is the same in each."""
+    """Return the cost with the mean time of several pilots of one variant; all else is equal in each."""
     return replace(costs[0], seconds=fmean(cost.seconds for cost in costs))
 
 
 def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
-    """Raises UsageError for no budget and InfeasibleError for one that pays for no step."""
+    """Return the baseline's number of steps.
+
+    Raises UsageError if there is no budget, InfeasibleError if it allows no step.
+    """
     if budget.steps is not None:
         return budget.steps
     if budget.epochs is not None:
@@ -124,14 +133,14 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
             fix="--budget 10min, --budget 500steps or --budget 1e7tokens",
         )
     if steps < 1:
-        raise InfeasibleError("the budget pays for no step", fix="give a larger budget")
+        raise InfeasibleError("the budget allows no step", fix="use a larger --budget")
     return steps
 
 
 def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
     """Return the steps of each variant, by label, that cost as much as the baseline's run.
 
-    Raises UsageError if FLOPs are to be equal and change over the run of a variant.
+    Raises UsageError if equal FLOPs are required, but FLOPs change over the run of a variant.
     """
     for variant in variants:
         if equal == "flops" and costs[variant.label].flops_vary:
@@ -146,5 +155,5 @@ def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost]
     }
     for label, count in steps.items():
         if count < 1:
-            raise InfeasibleError(f"{label}: a step costs more than the whole budget", fix="give a larger budget")
+            raise InfeasibleError(f"{label}: a step costs more than the whole budget", fix="use a larger --budget")
     return steps

@@ -1,9 +1,9 @@
-"""What pairs of runs say: an interval, a test, and how small an effect they could have shown.
+"""Statistics of paired runs: confidence interval, test, and smallest detectable effect.
 
 Sources   Efron 1987, Better Bootstrap Confidence Intervals (BCa); Hesterberg 2015, What Teachers Should Know About the
           Bootstrap (arXiv 1411.5279): intervals from few values are too narrow unless they are widened.
-Note      a pair is two runs with the same seed, so with the same first values and the same order of data. n pairs whose
-          differences all have one sign have p = 2 / 2^n, the least there is: six pairs can never pass at 3 %.
+Note      a pair is two runs with the same seed, so with the same initialization and data order. n pairs whose
+          differences all have one sign have p = 2 / 2^n, the smallest possible: six pairs can never pass at 3 %.
 """
 
 import math
@@ -18,47 +18,50 @@ from thrifty.core.errors import UsageError
 
 CONFIDENCE = 0.95
 ALPHA = 0.03
-"""Of the permutation test. An exact test at 5 % says of 200 races of equals in one case out of three that more than
-5 % differ; at 3 % hardly ever."""
+"""Significance level of the permutation test. An exact test at 5 % reports a difference in more than 5 % of 200
+comparisons of equals in one case out of three; at 3 % hardly ever."""
 POWER = 0.8
-"""How often an effect must be found to count as one that could have been seen."""
+"""Probability of detection that defines the smallest effect."""
 RESAMPLES = 9999
 ENUMERATED = 10
-"""Up to so many pairs the power of the test is simulated with all changes of sign; beyond, it is that of Student's t
-within a percent or two."""
+"""Largest number of pairs for which the test's power is simulated with all sign changes. For more pairs it is that of
+Student's t, within a percent or two."""
 SIMULATED = 4000
 MOST_PAIRS = 10_000
 
 
 @dataclass(frozen=True)
 class PairedDifferences:
-    """Differences of pairs, a variant's value less the baseline's."""
+    """Statistics of differences of pairs, a variant's value less the baseline's."""
 
     pairs: int
     mean: float
     low: float
-    """Ends of the interval of the mean; nan for a single pair."""
+    """Lower end of the mean's interval; NaN for a single pair."""
     high: float
     p: float
-    """Of the permutation test, two-sided."""
+    """Two-sided p-value of the permutation test."""
     spread: float
-    """Standard deviation of the differences; nan for a single pair."""
+    """Standard deviation of the differences; NaN for a single pair."""
     smallest_effect: float
-    """The smallest true mean that a test of so many pairs of this spread finds in 80 % of cases; infinite where their
-    number is too small to find any."""
+    """Smallest true mean that a test of so many pairs with this spread detects in 80 % of cases; infinite for too few
+    pairs."""
     margin: float = 0.0
-    """Largest true mean of equal variants, an error that all pairs share; part of the interval, the test and the
+    """Largest true mean of equal variants, an error that all pairs share. It is part of the interval, the test and the
     smallest effect."""
 
 
 def paired(
     differences: Sequence[float], alpha: float = ALPHA, confidence: float = CONFIDENCE, margin: float = 0.0
 ) -> PairedDifferences:
-    """Test differences against a mean of at most `margin`, an error that all pairs share and so no number of pairs
-    averages out. Raises UsageError for no differences, or for one that is not finite."""
+    """Return the statistics of differences, tested against a mean of at most `margin`.
+
+    The margin is an error that all pairs share, so that more pairs do not reduce it. Raises UsageError without
+    differences, or if one is not finite.
+    """
     values = np.asarray(differences, dtype=np.float64)
     if not len(values) or not np.isfinite(values).all():
-        raise UsageError(f"{len(values)} differences, not all of them finite", fix="give the pairs that both finished")
+        raise UsageError(f"{len(values)} differences, not all of them finite", fix="pass pairs that both finished")
     spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
     low, high = interval(values, confidence)
     effect = margin + (0.0 if spread == 0 else smallest_effect(len(values), alpha) * spread)
@@ -68,9 +71,12 @@ def paired(
 
 
 def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Of the mean: bias-corrected and accelerated bootstrap, its level widened by as much as Student's t is wider than
-    the normal distribution for so few values. Unwidened, 95 % of six pairs are 87 %; see tests/comparing. Of fewer than
-    six values it is their whole range, which covers less than it should; of one it is nan."""
+    """Return the bootstrap interval of the mean, bias-corrected and accelerated (BCa).
+
+    Its level is widened as Student's t is wider than the normal distribution for few values. Unwidened, a 95 % interval
+    of six pairs covers 87 %; see tests/comparing. For fewer than six values it is their range, which covers too little;
+    for one value it is NaN.
+    """
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2:
         return math.nan, math.nan
@@ -88,13 +94,13 @@ def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONF
 
 
 def widened(confidence: float, values: int) -> float:
-    """The level at which a percentile of the bootstrap lies where Student's t interval of a mean would end."""
+    """Return the level at which a bootstrap percentile coincides with the end of Student's t interval of a mean."""
     distance = stats.t.ppf((1 + confidence) / 2, values - 1) * math.sqrt(values / (values - 1))
     return min(1 - 2 * float(stats.norm.sf(distance)), 1 - 1e-12)
 
 
 def p_value(differences: Sequence[float] | np.ndarray) -> float:
-    """How often changes of sign alone make a mean as far from zero: exact where all of them can be tried."""
+    """Return the fraction of sign changes with a mean at least as far from zero; exact if all can be enumerated."""
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2 or not values.any():
         return 1.0
@@ -110,14 +116,17 @@ def p_value(differences: Sequence[float] | np.ndarray) -> float:
 
 
 def least_pairs(alpha: float = ALPHA) -> int:
-    """How many pairs the permutation test needs before it can pass at all."""
+    """Return the smallest number of pairs for which the permutation test can pass."""
     return math.ceil(math.log2(2 / alpha))
 
 
 @cache
 def smallest_effect(pairs: int, alpha: float = ALPHA, power: float = POWER) -> float:
-    """The true mean that the test finds with this power, in standard deviations of the differences; infinite below the
-    least number of pairs. Asking the interval as well, as verdicts do, costs less than a hundredth of the power."""
+    """Return the true mean that the test detects with this power, in standard deviations of the differences.
+
+    It is infinite below the smallest number of pairs. Verdicts also check the interval, which costs less than a
+    hundredth of the power.
+    """
     if pairs < least_pairs(alpha):
         return math.inf
     low, high = 0.0, 8.0
@@ -128,7 +137,7 @@ def smallest_effect(pairs: int, alpha: float = ALPHA, power: float = POWER) -> f
 
 
 def power_of(effect: float, pairs: int, alpha: float = ALPHA) -> float:
-    """The share of permutation tests that find an effect of so many standard deviations, differences being normal."""
+    """Return the power of the permutation test for an effect in standard deviations of normal differences."""
     if pairs > ENUMERATED:
         beyond = stats.t.isf(alpha / 2, pairs - 1)
         return float(stats.nct.sf(beyond, pairs - 1, effect * math.sqrt(pairs)))
@@ -141,13 +150,13 @@ def power_of(effect: float, pairs: int, alpha: float = ALPHA) -> float:
 
 @cache
 def _draws(pairs: int) -> tuple[np.ndarray, np.ndarray]:
-    """All changes of sign, and standard normal differences that are the same for every effect."""
+    """Return all sign changes, and standard normal differences that are equal for every effect."""
     signs = 1.0 - 2.0 * ((np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1)
     return signs, np.random.default_rng(0).standard_normal((SIMULATED, pairs))
 
 
 def pairs_for(effect: float, spread: float, alpha: float = ALPHA, power: float = POWER) -> int:
-    """How many pairs find this true mean, given the spread of differences; `MOST_PAIRS` stands for as many or more."""
+    """Return the number of pairs that detect this true mean at this spread of differences, at most `MOST_PAIRS`."""
     least = least_pairs(alpha)
     if not spread or not math.isfinite(spread):
         return least

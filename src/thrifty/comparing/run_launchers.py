@@ -1,7 +1,7 @@
-"""How the runs of a comparison are started: each in a process of its own, or over several ranks in as many.
+"""Launchers for the runs of a comparison: one process per run, or one per rank.
 
-What a process is to do, and how that ended, are files beside the run's folder, so that it may be on another machine
-that sees the same folders.
+Files next to the run's folder contain the task of a process and its result. The process may therefore run on another
+machine with the same file system.
 """
 
 import json
@@ -29,24 +29,24 @@ from thrifty.training.process_launch import python
 from thrifty.training.sent_objects import write_value
 
 SAVING = 600.0
-"""Seconds that a run whose starter was killed may take to end its step and save."""
+"""Seconds for a run whose starter was killed to end its step and save."""
 LOOK = 5.0
-"""Seconds between looks at the energy counters."""
+"""Seconds between readings of the energy counters."""
 SIGNALLED = (130, 143)
-"""Exit codes of a run that was asked to stop."""
+"""Exit codes of a run that was stopped by a signal."""
 
 
 @dataclass(frozen=True)
 class RunExit:
-    """How a run ended."""
+    """Result of a run's process."""
 
     exit_code: int
     error: str
-    """What it said last, where it failed."""
+    """Last line of a failed run's output."""
     elapsed: float
-    """Seconds from its last start to its end, so with what starting, evaluating and saving took."""
+    """Seconds from its last start to its end, including starting, evaluating and saving."""
     joules: float | None
-    """Of the machine in that time; None where nothing counts it, or only part of the run was seen."""
+    """Energy of the machine in that time; None without a counter, or if only part of the run was measured."""
 
     @property
     def status(self) -> str:
@@ -59,27 +59,29 @@ class RunExit:
 
 
 STOPPED = RunExit(143, "", 0.0, None)
-"""Of a run that was not started any more."""
+"""Result of a run that was not started because of a stop."""
 
 
 class RunLauncher(Protocol):
-    """Takes one run at a time to its end in runs/NAME, whatever of it is there already."""
+    """Runs one recipe at a time to its end in runs/NAME; an existing part is resumed."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit: ...
 
     def stop(self) -> None:
-        """Let the run that is going on save and end, and start none after it; may come from another thread."""
+        """Make the running run save and end, and start no further one. May be called from another thread."""
 
 
 @dataclass
 class Worker:
-    """Starts runs as processes: peak memory and compiled code of one are none of the next one's. A signal to this
-    process ends the run's too, once it has saved."""
+    """Starts each run as a process, so that peak memory and compiled code are not shared.
+
+    A signal to this process also ends the run, after it has saved.
+    """
 
     launcher: Sequence[str] = ()
-    """The command that starts them elsewhere, such as srun on a node; none is this machine."""
+    """Command prefix that starts processes on another machine, such as srun; empty for this machine."""
     threads: int = 0
-    """Of each process, where runs beside it have the other cores; 0 leaves it all of them."""
+    """Threads of each process if parallel runs use the other cores; 0 for all cores."""
 
     def __post_init__(self) -> None:
         self._stopped = Event()
@@ -95,20 +97,20 @@ class Worker:
         alone = not self.launcher and not self.threads
         meter = EnergyMeter(counters() if alone else {})
         task = runs / f"{recipe.name}.task.json"
-        told = {"recipe": recipe_to_data(recipe), "runs": str(runs.absolute()), "folder": os.getcwd()}
+        content = {"recipe": recipe_to_data(recipe), "runs": str(runs.absolute()), "folder": os.getcwd()}
         runs.mkdir(parents=True, exist_ok=True)
-        task.with_suffix(".end").unlink(missing_ok=True)  # of a run whose starter was killed
-        task.write_text(json.dumps(told))
+        task.with_suffix(".end").unlink(missing_ok=True)  # left by a run whose starter was killed
+        task.write_text(json.dumps(content))
         try:
             with tempfile.TemporaryDirectory(prefix="thrifty-run-") as private:
-                code, said = self._run([*self._command(recipe, task), *_sent(recipe, Path(private))], meter)
+                code, output = self._run([*self._command(recipe, task), *_sent(recipe, Path(private))], meter)
             ending = read_exit(task)
         finally:
             task.unlink()
             task.with_suffix(".end").unlink(missing_ok=True)
-        code, error = (ending["exit_code"], ending["error"]) if ending else (code, said)
+        code, error = (ending["exit_code"], ending["error"]) if ending else (code, output)
         if code < 0:
-            error = f"its process was ended by signal {-code}; memory may have run out. It said last: {error}"
+            error = f"its process was ended by signal {-code}; memory may have run out. Its last output: {error}"
         elapsed = time.monotonic() - began
         joules = meter.read_joules() if whole and alone else None
         return RunExit(code, " ".join(redact_command(error.split())), elapsed, joules)
@@ -116,39 +118,39 @@ class Worker:
     def stop(self) -> None:
         self._stopped.set()
         if self._process:
-            _let_go(self._process)
+            _close_stdin(self._process)
 
     def _command(self, recipe: Recipe, task: Path) -> list[str]:
         start = python(recipe.mesh.least_ranks)
         return [*self.launcher, *start, "-m", "thrifty.comparing.run_process", str(task.absolute())]
 
     def _run(self, command: list[str], meter: EnergyMeter) -> tuple[int, str]:
-        """Its exit code and, where it failed, the last thing it said."""
+        """Return the exit code and, for a failed process, the last line of its output."""
         threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
-        with tempfile.TemporaryFile("w+", errors="replace") as said:
-            # an interrupt at the terminal is for this process, which ends the other in order
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            # a new session: an interrupt at the terminal reaches this process only, which then ends the run
             process = self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env=child_environment(**threads),
                 start_new_session=True,
             )
             try:
-                if self._stopped.is_set():  # since it was looked at
-                    _let_go(process)
+                if self._stopped.is_set():  # since the first check
+                    _close_stdin(process)
                 code = _waited(process, meter)
             finally:
-                _let_go(process)
+                _close_stdin(process)
                 process.wait()
-            said.seek(0)
-            lines = said.read().split("\n")
-        return code, next((line for line in reversed(lines) if line.strip()), "it said nothing") if code else ""
+            output.seek(0)
+            lines = output.read().split("\n")
+        return code, next((line for line in reversed(lines) if line.strip()), "it printed nothing") if code else ""
 
 
 class SameProcess:
-    """Starts runs in this process, for objects that no other one can be given."""
+    """Starts runs in this process, for objects that cannot be sent to another one."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         began = time.monotonic()
@@ -156,33 +158,33 @@ class SameProcess:
         return RunExit(code, " ".join(redact_command(error.split())), time.monotonic() - began, None)
 
     def stop(self) -> None:
-        """Do nothing: one such run is all there is."""
+        """Do nothing, since runs end by themselves in this process."""
 
 
 def _sent(recipe: Recipe, folder: Path) -> list[str]:
-    """Write the objects that a recipe holds for the process of a run; return the word that names them to it."""
+    """Write a recipe's objects for the run's process; return the command-line argument with their file."""
     if not recipe.objects.is_passed:
         return []
     write_value(recipe.objects, folder / "objects")
     return [str(folder / "objects")]
 
 
-def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """A run whose standard input is at its end saves and ends."""
+def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+    """Close a run's standard input, after which it saves and ends."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()
 
 
 def wait_for_release(lock: Path) -> None:
-    """A start right after a kill may find the run still saving; refused, it would be listed as failed."""
+    """Wait until a killed comparison's run has saved. A start while it holds the lock would be listed as failed."""
     end = time.monotonic() + SAVING
     while lock_owner(lock).get("host") == socket.gethostname() and time.monotonic() < end:
         time.sleep(0.1)
 
 
 def _waited(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
-    """The exit code; that of a stop also where the signal came before the run could save."""
+    """Return the exit code, with a signal's code even if it came before the run could save."""
     while True:
         try:
             code = process.wait(LOOK)

@@ -1,7 +1,7 @@
-"""One run of a comparison, to its end or to a signal; as a process of its own it is told what to run by a file.
+"""Process of one run of a comparison, until its end or a signal. A file contains its task.
 
-It ends as soon as its standard input does, since whoever started it is gone: it saves, as after SIGTERM, so that no run
-goes on unseen.
+When its standard input ends, its starter is gone. It then saves and ends, as after SIGTERM, so that no run continues
+unnoticed.
 """
 
 import json
@@ -23,14 +23,14 @@ from thrifty.training.trainer import resume, train
 
 
 def summary_of(path: Path) -> dict[str, Any]:
-    """How a run ended, or how far it is; {} where there is none."""
+    """Return a run's summary; {} if there is none."""
     with suppress(IntegrityError):
         return RunFolder(path).read_json("summary")
     return {}
 
 
 def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
-    """The summary of a run that is started, gone on with, or finished already."""
+    """Return the summary of a run after starting or resuming it; a finished run is not run again."""
     path = runs / recipe.name
     summary = summary_of(path)
     if summary.get("status") == "finished":
@@ -41,7 +41,7 @@ def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
 
 
 def run_outcome(recipe: Recipe, runs: Path) -> tuple[int, str]:
-    """Run to the end; return the exit code, and the error of a run that failed."""
+    """Run to the end; return the exit code, and the error of a failed run."""
     try:
         return run_to_end(recipe, runs)["exit_code"], ""
     except ThriftyError as failed:
@@ -52,20 +52,20 @@ def run_outcome(recipe: Recipe, runs: Path) -> tuple[int, str]:
 
 
 def read_exit(task: Path) -> dict[str, Any]:
-    """How the process that was given this file ended, its "exit_code" and "error"; {} if it could not tell."""
+    """Return "exit_code" and "error" of the process with this task file; {} if it wrote none."""
     with suppress(OSError, ValueError):
         return json.loads(task.with_suffix(".end").read_text())
     return {}
 
 
 def _serve(task: Path, objects: Path | None) -> int:
-    """Its exit code, the run's own, which the file beside `task` says as well: a launcher may have codes of its own."""
-    told = json.loads(task.read_text())
-    os.chdir(told["folder"])
+    """Run a task; return its exit code, and write it next to `task`, because a launcher may have its own codes."""
+    content = json.loads(task.read_text())
+    os.chdir(content["folder"])
     end_with_starter()
-    recipe = recipe_from_data(told["recipe"])
+    recipe = recipe_from_data(content["recipe"])
     recipe = recipe if objects is None else replace(recipe, objects=read_value(objects))
-    code, error = run_outcome(recipe, Path(told["runs"]))
+    code, error = run_outcome(recipe, Path(content["runs"]))
     if os.environ.get("RANK", "0") == "0":
         task.with_suffix(".end").write_text(json.dumps({"exit_code": code, "error": error}))
     return code
@@ -74,4 +74,4 @@ def _serve(task: Path, objects: Path | None) -> int:
 if __name__ == "__main__":
     code = _serve(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)
     sys.stderr.flush()
-    os._exit(code)  # the thread that waits for the starter would otherwise be waited for
+    os._exit(code)  # a normal exit would wait for the thread that watches the starter

@@ -1,4 +1,4 @@
-"""Results of comparisons that are kept, such as results/comparisons/NAME/DEVICE.json."""
+"""Saved results of comparisons, such as results/comparisons/NAME/DEVICE.json."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +10,13 @@ from thrifty.training.run_folder import RunFolder
 
 
 def refuse_existing_comparison(file: Path) -> None:
-    """Raises UsageError where a kept result would be overwritten."""
+    """Raise UsageError if a saved result would be overwritten."""
     refuse_overwriting("results/comparisons/NAME/DEVICE.json", file)
 
 
 def save_comparison(result: Mapping[str, Any], file: Path) -> None:
-    """Writes a finished comparison without what only its folder means."""
+    """Write a finished comparison without the entries that refer to its folder."""
     refuse_existing_comparison(file)
     AtomicFiles().make_folders(file.parent)
-    kept = {name: value for name, value in result.items() if name not in ("folder", "exit_code")}
-    RunFolder(file.parent).write_json(file.stem, kept)
+    saved = {name: value for name, value in result.items() if name not in ("folder", "exit_code")}
+    RunFolder(file.parent).write_json(file.stem, saved)

@@ -1,4 +1,4 @@
-"""Variants of a comparison: recipes, or changes of the baseline spelled as for `thrifty train`."""
+"""Variants of a comparison: recipes, or changes of the baseline in the form of `thrifty train` options."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,35 +14,35 @@ from thrifty.recipes.recipe_toml import recipe_to_data
 
 BASELINE = "baseline"
 OF_THE_RACE = ("budget", "evaluation")
-"""Tables of a recipe that are set for all variants alike."""
+"""Tables of a recipe that are equal for all variants."""
 OF_TRAINING = ("batch", "augment")
-"""Settings of a recipe's data that may differ between variants: held-out losses do not depend on them."""
+"""Settings of a recipe's data that may differ between variants, because held-out losses do not depend on them."""
 Change = str | Technique | type[Technique]
-"""A technique to add, as an object, a class or by name ("lion:lr=2e-4"), one to leave out ("-adamw"), or a setting
+"""A technique to add, as an object, a class or by name ("lion:lr=2e-4"), a technique to remove ("-adamw"), or a setting
 ("data.batch=16")."""
 
 
 @dataclass(frozen=True)
 class Variant:
     label: str
-    """Its name, or its text, such as "--with growth.stacking"; "baseline" for the first."""
+    """Name or text of the variant, such as "--with growth.stacking"; "baseline" for the first."""
     folder: str
-    """What the names of its runs begin with."""
+    """Prefix of its run names."""
     recipe: Recipe
 
     @property
     def optimizer(self) -> Technique | None:
-        """The technique whose learning rate is tuned."""
+        """Technique whose learning rate is tuned."""
         optimizers = [one for one in self.recipe.techniques if Claim.OPTIMIZER in one.claims]
         return optimizers[0] if optimizers else None
 
     @property
     def rate(self) -> float | None:
-        """The learning rate of its recipe."""
+        """Learning rate of its recipe."""
         return None if self.optimizer is None else float(self.optimizer.lr)  # type: ignore[attr-defined]
 
     def at_rate(self, factor: float) -> "Variant":
-        """The variant with its learning rate times a factor."""
+        """Return the variant with its learning rate multiplied by a factor."""
         if factor == 1 or (optimizer := self.optimizer) is None:
             return self
         changed = replace(optimizer, lr=optimizer.lr * factor)  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ class Variant:
         return replace(self, recipe=replace(self.recipe, techniques=techniques))
 
     def against(self, baseline: "Variant") -> dict[str, list[str]]:
-        """The techniques by which it differs from the baseline: "added", "removed", and "changed" settings."""
+        """Return the techniques that differ from the baseline: "added", "removed", and with "changed" settings."""
         mine = {one.name: to_data(one) for one in self.recipe.techniques}
         its = {one.name: to_data(one) for one in baseline.recipe.techniques}
         added, removed = sorted(mine.keys() - its.keys()), sorted(its.keys() - mine.keys())
@@ -59,11 +59,10 @@ class Variant:
 
 
 def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequence[Change]]) -> tuple[Variant, ...]:
-    """Return the baseline, and a variant for each name: another recipe, or changes of the baseline, or of the recipe
-    that stands first among them.
+    """Return the baseline, and a variant for each name: a recipe, or changes of the baseline.
 
-    Raises UsageError for two variants that are the same run, and for variants whose held-out losses would mean
-    different things.
+    A recipe may come first among the changes and replace the baseline. Raises UsageError if two variants are the same
+    run, or if their held-out losses are not comparable.
     """
     if not changes:
         raise UsageError(
@@ -73,7 +72,7 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
     variants = [Variant(BASELINE, BASELINE, baseline)]
     for number, (label, own) in enumerate(changes.items(), start=1):
         if label == BASELINE:
-            raise UsageError(f"two variants are called {label!r}", fix="give the variant a name of its own")
+            raise UsageError(f"two variants are called {label!r}", fix="use another name for the variant")
         listed = own if isinstance(own, Sequence) and not isinstance(own, str) else [own]
         variant = Variant(label, f"arm-{number}", _changed(baseline, listed, label))
         same = [other.label for other in variants if _but_name(other.recipe) == _but_name(variant.recipe)]
@@ -89,7 +88,7 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
 
 
 def _changed(recipe: Recipe, changes: Sequence[Recipe | Change], label: str) -> Recipe:
-    """Return a recipe after changes, one after another."""
+    """Return a recipe after changes, in order."""
     for change in changes:
         if isinstance(change, Recipe):
             recipe = change
@@ -120,29 +119,29 @@ def _changed_by_text(recipe: Recipe, change: str, label: str) -> Recipe:
 
 
 def check_alike(variants: Iterable[Variant]) -> None:
-    """Raise UsageError if the held-out loss of a variant does not mean what the baseline's does, or if a variant needs
-    several ranks."""
+    """Raise UsageError if a variant's held-out loss is not comparable with the baseline's, or if it needs several
+    ranks."""
     baseline, *others = variants
-    meant = _judged_on(baseline.recipe)
+    judged_on = _judged_on(baseline.recipe)
     for variant in others:
-        if other := differences(meant, _judged_on(variant.recipe)):
+        if other := differences(judged_on, _judged_on(variant.recipe)):
             raise UsageError(
                 f"variant {variant.label!r} is judged on something else than the baseline: {'; '.join(other)}",
-                fix="give all variants the same data and objective; data.batch and data.augment may differ",
+                fix="use the same data and objective for all variants; data.batch and data.augment may differ",
             )
     for variant in (baseline, *others):
         if variant.recipe.mesh.least_ranks > 1:
             raise UsageError(
-                f"variant {variant.label!r} has a mesh, and a comparison starts its runs in one process each",
+                f"variant {variant.label!r} has a mesh, but a comparison starts each run in one process",
                 fix="compare without the mesh",
             )
 
 
 def _judged_on(recipe: Recipe) -> dict[str, Any]:
     data = recipe_to_data(recipe)
-    own = {name: data["python"][name] for name in ("data", "held_out", "loss") if data["python"][name]}
-    seen = {name: value for name, value in data["data"].items() if name not in OF_TRAINING}
-    return {"data": seen, "objective": data.get("objective"), "python": own}
+    objects = {name: data["python"][name] for name in ("data", "held_out", "loss") if data["python"][name]}
+    tables = {name: value for name, value in data["data"].items() if name not in OF_TRAINING}
+    return {"data": tables, "objective": data.get("objective"), "python": objects}
 
 
 def _but_name(recipe: Recipe) -> Recipe:
