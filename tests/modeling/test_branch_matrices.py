@@ -1,4 +1,4 @@
-"""The matrices inside fused layers, found by what they do."""
+"""The matrices inside fused layers, identified by their effect."""
 
 import math
 
@@ -20,7 +20,7 @@ def branches_of(model: nn.Module) -> list[ResidualBranch]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_matrices_of_a_model_are_all_of_its_matrices_each_number_once(name: str) -> None:
+def test_matrices_cover_every_element_once(name: str) -> None:
     model = KINDS[name].model()
     counted = dict.fromkeys(dict(model.named_parameters()), 0)
     for matrix in [*outer_matrices(model), *(m for branch in branches_of(model) for m in matrices(branch))]:
@@ -34,8 +34,8 @@ def test_the_matrices_of_a_model_are_all_of_its_matrices_each_number_once(name: 
 
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
-def test_without_its_values_an_attention_gives_nothing(name: str) -> None:
-    """Whatever the packing: rows one after the other, head by head, transposed, or fewer of them than queries."""
+def test_attention_without_values_returns_zero(name: str) -> None:
+    """For any packing: concatenated, head by head, transposed, or fewer values than queries."""
     kind = KINDS[name]
     model = kind.model()
     bypass_norms(model)
@@ -62,8 +62,8 @@ def test_without_its_values_an_attention_gives_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
-def test_without_its_queries_an_attention_looks_everywhere_alike(name: str) -> None:
-    """So keys no longer matter, if queries and keys are what they are taken for."""
+def test_attention_without_queries_is_uniform(name: str) -> None:
+    """Keys no longer matter if queries and keys are identified correctly."""
     kind = KINDS[name]
     model = kind.model()
     found = [matrix for branch in branches_of(model) if branch.kind != "mlp" for matrix in matrices(branch)]
@@ -101,7 +101,7 @@ def test_roles_and_sizes_of_fused_layers() -> None:
 
 
 @pytest.mark.parametrize(("name", "folded"), [("t5", 8**-0.5), ("our t5", 4**-0.5), ("gpt2", 1.0), ("our bert", 1.0)])
-def test_where_attention_does_not_scale_its_scores_queries_are_to_be_divided(name: str, folded: float) -> None:
+def test_queries_are_divided_if_scores_are_not_scaled(name: str, folded: float) -> None:
     for branch in branches_of(KINDS[name].model()):
         for matrix in matrices(branch):
             assert matrix.folded == (folded if matrix.role == "query" else 1.0)
@@ -117,7 +117,7 @@ def test_where_attention_does_not_scale_its_scores_queries_are_to_be_divided(nam
         ),
     ],
 )  # fmt: skip
-def test_an_attention_that_cannot_be_taken_apart_is_refused(config: object) -> None:
+def test_an_attention_with_unknown_parts_is_refused(config: object) -> None:
     settings = config()  # type: ignore[operator]
     settings.vocab_size, settings.num_hidden_layers, settings.num_attention_heads = VOCABULARY, 1, HEADS
     settings.num_key_value_heads = HEADS
@@ -130,7 +130,7 @@ def matrix(values: Tensor, name: str = "a.weight", role: str = "hidden", folded:
     return BranchMatrix(name, role, values, values.shape[1], values.shape[0], folded)  # type: ignore[arg-type]
 
 
-def test_xavier_values_are_uniform_within_the_bound_of_their_own_part() -> None:
+def test_xavier_values_use_the_bound_of_their_own_part() -> None:
     fused = torch.empty(600, 200)
     parts = [matrix(fused[:400], role="query", folded=0.5), matrix(fused[400:], role="value")]
     draw_xavier(parts, seed=0, scale=0.25, unscaled=("query",))
@@ -139,7 +139,7 @@ def test_xavier_values_are_uniform_within_the_bound_of_their_own_part() -> None:
         assert part.std() == pytest.approx(bound / math.sqrt(3), rel=0.02)
 
 
-def test_what_is_drawn_depends_on_seed_and_name_alone() -> None:
+def test_sampled_values_depend_on_seed_and_name_only() -> None:
     before = torch.get_rng_state()
     drawn = {}
     for seed, name in ((0, "a.weight"), (0, "b.weight"), (1, "a.weight")):
@@ -152,7 +152,7 @@ def test_what_is_drawn_depends_on_seed_and_name_alone() -> None:
     assert len({float(values.sum()) for values in drawn.values()}) == 3
 
 
-def test_patch_embeddings_and_heads_are_outside_the_blocks_and_tied_heads_are_tables() -> None:
+def test_embeddings_and_heads_are_outside_the_blocks() -> None:
     model = KINDS["vit"].model()
     names = {each.parameter for each in outer_matrices(model)}
     assert names == {"vit.embeddings.patch_embeddings.projection.weight", "classifier.weight"}

@@ -1,4 +1,4 @@
-"""Tables of tokens, what multiplies them, and heads."""
+"""Token tables, their multipliers, and heads."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ UNTIED = {"our untied gpt", "vit", "llama", "gpt_neox", "qwen3", "phi3", "a user
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_head_is_found_and_whether_it_is_a_table(name: str) -> None:
+def test_find_head_and_whether_it_is_tied(name: str) -> None:
     model = KINDS[name].model()
     found = find_head(model)
     assert found is not None and found[0] == HEADS[name]
@@ -42,7 +42,7 @@ def test_a_model_may_have_no_head() -> None:
 
 
 class NamelessBlock(nn.Module):
-    """A block whose layers have names that say nothing, in an order that says nothing."""
+    """A block whose layer names and order reveal nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class NamelessBlock(nn.Module):
 
 
 def nameless(**parts: nn.Module) -> nn.Module:
-    """A model of two blocks under "z" with other parts, defined in the order given."""
+    """Return a model of two blocks under "z" with other parts, defined in the given order."""
     model = nn.Module()
     for name, part in parts.items():
         setattr(model, name, part)
@@ -89,28 +89,26 @@ def perceptron(width: int, *widths: int) -> nn.Sequential:
         "a layer", "nothing",
     ],
 )  # fmt: skip
-def test_layers_that_produce_outputs_are_told_without_their_names(
-    model: Callable[[], nn.Module], expected: set[str]
-) -> None:
+def test_output_layers_are_found_without_names(model: Callable[[], nn.Module], expected: set[str]) -> None:
     assert set(output_layers(model())) == expected
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_tables_of_tokens_are_those_with_a_row_for_each(name: str) -> None:
+def test_token_tables_have_a_row_per_token(name: str) -> None:
     tables = token_tables(KINDS[name].model())
     assert all(table.num_embeddings == VOCABULARY for table in tables.values())
     assert bool(tables) == ("vit" not in name)
 
 
 @pytest.mark.parametrize("name", ["marian", "our marian", "our gpt", "gpt2", "t5", "our t5"])
-def test_a_model_that_multiplies_its_embeddings_says_so(name: str) -> None:
+def test_multiplier_of_embeddings_is_found(name: str) -> None:
     model = KINDS[name].model()
     expected = math.sqrt(WIDTH) if "marian" in name else 1.0
     for table in token_tables(model).values():
         assert own_multiplier(model, table) == pytest.approx(expected)
 
 
-def test_a_table_belongs_to_the_stack_that_its_name_is_nearest_to() -> None:
+def test_a_table_belongs_to_the_stack_with_the_nearest_name() -> None:
     stacks = ["model.encoder.layers", "model.decoder.layers"]
     assert stack_after("model.decoder.embed_tokens", stacks) == stacks[1]
     assert stack_after("model.encoder.embed_positions", stacks) == stacks[0]
@@ -118,7 +116,7 @@ def test_a_table_belongs_to_the_stack_that_its_name_is_nearest_to() -> None:
 
 
 def entered(model: nn.Module, name: str) -> list[Tensor]:
-    """What enters the first block of each stack."""
+    """Return the inputs of the first block of each stack."""
     seen: list[Tensor] = []
     for stack in KINDS[name].stacks:
         model.get_submodule(stack)[0].register_forward_pre_hook(lambda block, args: seen.append(args[0]))
@@ -130,7 +128,7 @@ def entered(model: nn.Module, name: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     "name", ["our llama", "our gpt", "gpt2", "llama", "gpt_neox", "t5", "our t5", "torch's encoder"]
 )
-def test_a_stream_can_be_made_to_start_at_size_one(name: str) -> None:
+def test_size_stream_scales_to_rms_one(name: str) -> None:
     model = KINDS[name].model()
     names = list(model.state_dict())
     size_stream(model)
@@ -139,7 +137,7 @@ def test_a_stream_can_be_made_to_start_at_size_one(name: str) -> None:
     assert list(model.state_dict()) == names
 
 
-def test_or_be_multiplied_by_a_number() -> None:
+def test_size_stream_with_a_multiplier() -> None:
     plain, model = KINDS["our gpt"].model(), KINDS["our gpt"].model()
     size_stream(model, 3.0)
     torch.testing.assert_close(entered(model, "our gpt")[0], entered(plain, "our gpt")[0] * 3)

@@ -1,4 +1,4 @@
-"""Finding and changing modules of any model, ours or of transformers."""
+"""Search and change of modules in any model, Thrifty's or of transformers."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ FAMILIES = {
 }
 
 
-def test_select_gives_the_modules_whose_name_matches() -> None:
+def test_select_returns_modules_with_matching_names() -> None:
     found = select(tiny_model(depth=2), nn.Linear, r"mlp\.up$")
     assert list(found.matched) == ["blocks.0.mlp.up", "blocks.1.mlp.up"]
     assert str(found) == "2 of 2 modules"
@@ -43,7 +43,7 @@ def test_select_names_what_it_skipped_and_why() -> None:
     assert notes == [f"{len(found.matched)} of {len(found.matched) + 1} modules; skipped head: tied"]
 
 
-def test_select_refuses_to_find_nothing_and_says_what_there_was() -> None:
+def test_select_without_a_match_names_the_modules() -> None:
     with pytest.raises(RefusedError, match="no module matches 'attn'") as refused:
         select(tiny_model(depth=3), nn.Linear, "attn")
     assert "blocks.N.mlp.up" in refused.value.fix
@@ -54,7 +54,7 @@ def test_select_refuses_to_find_nothing_and_says_what_there_was() -> None:
     assert "none of that kind" in refused.value.fix
 
 
-def test_notes_go_to_the_innermost_block_that_collects_them_once_each() -> None:
+def test_notes_go_once_to_the_innermost_collector() -> None:
     add_note("to nobody")
     with collect_notes() as outer:
         with collect_notes() as inner:
@@ -70,12 +70,12 @@ def test_the_blocks_of_a_transformers_model_are_found(name: str) -> None:
     assert (found, len(blocks)) == (name, 3)
 
 
-def test_the_blocks_of_our_models_are_found_however_few() -> None:
+def test_the_blocks_of_own_models_are_found() -> None:
     assert find_blocks(tiny_model(depth=1))[0] == "blocks"
     assert len(find_blocks(tiny_model(depth=4))[1]) == 4
 
 
-def test_the_longer_list_wins_and_of_equally_long_ones_the_heavier() -> None:
+def test_the_longest_then_largest_list_is_chosen() -> None:
     model = nn.Module()
     model.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
     model.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
@@ -85,18 +85,18 @@ def test_the_longer_list_wins_and_of_equally_long_ones_the_heavier() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_outermost_stack_is_found_and_no_list_inside_a_block(name: str) -> None:
+def test_only_outermost_stacks_are_found(name: str) -> None:
     kind = KINDS[name]
     found = find_stacks(kind.model())
     assert {stack: len(blocks) for stack, blocks in found.items()} == kind.stacks
 
 
-def test_of_a_decoder_the_one_stack_is_its_blocks() -> None:
+def test_a_decoder_has_a_single_stack() -> None:
     model = tiny_model(depth=2)
     assert [*find_stacks(model).items()] == [find_blocks(model)]
 
 
-def test_a_list_of_single_layers_is_a_stack_only_where_there_is_no_other() -> None:
+def test_a_list_of_single_layers_is_the_last_resort() -> None:
     model = nn.Module()
     model.heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
     assert list(find_stacks(model)) == ["heads"]
@@ -106,7 +106,7 @@ def test_a_list_of_single_layers_is_a_stack_only_where_there_is_no_other() -> No
     assert list(find_stacks(alone)) == [""]
 
 
-def test_a_sequence_around_a_model_is_no_stack_and_hides_none() -> None:
+def test_a_sequence_around_a_model_is_no_stack() -> None:
     block = lambda: nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))  # noqa: E731
     model = nn.Module()
     model.encoder = nn.Sequential(nn.ModuleDict({"norm": nn.LayerNorm(2), "blocks": nn.Sequential(block(), block())}))
@@ -149,7 +149,7 @@ def test_tied_names_point_at_the_first_name() -> None:
     assert tied_names(tiny_model(tied=False)) == {}
 
 
-def test_what_replaces_a_forward_counts_in_torchs_encoder_layers_when_they_are_evaluated() -> None:
+def test_a_replaced_forward_runs_in_torch_encoder_layers() -> None:
     torch.manual_seed(0)
     torch.backends.mha.set_fastpath_enabled(True)
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
@@ -165,7 +165,7 @@ def test_what_replaces_a_forward_counts_in_torchs_encoder_layers_when_they_are_e
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
 @pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
 @pytest.mark.parametrize("name", ["adapters.lora", "sparsity.n_of_m", "sparsity.static", "sparsity.snip"])
-def test_layers_that_compute_their_weight_are_refused_where_nothing_else_is_left(norm: Any, name: str) -> None:
+def test_layers_with_computed_weights_are_refused(norm: Any, name: str) -> None:
     def block() -> nn.Module:
         return nn.Sequential(norm(nn.Linear(16, 16)), nn.ReLU(), norm(nn.Linear(16, 16)))
 
@@ -176,7 +176,7 @@ def test_layers_that_compute_their_weight_are_refused_where_nothing_else_is_left
 
 
 def repeated() -> nn.Module:
-    """Two blocks, each of which is gone through twice."""
+    """Return a model of two blocks, each of which runs twice."""
     model = tiny_model()
     model.blocks = nn.ModuleList([*model.blocks[:2], *model.blocks[:2]])
     return model
@@ -185,7 +185,7 @@ def repeated() -> nn.Module:
 @pytest.mark.parametrize(
     "name", ["initializations.layer_scale", "initializations.rezero", "growth.layer_drop", "growth.auto_grow"]
 )
-def test_what_is_decided_for_each_block_is_refused_where_one_is_in_several_places(name: str) -> None:
+def test_decisions_per_block_refuse_repeated_blocks(name: str) -> None:
     with pytest.raises(RefusedError, match="one block in several places") as refused:
         technique(name).model(repeated())
     assert "memory.share_parameters" in refused.value.fix

@@ -1,4 +1,4 @@
-"""The rules for what is decayed, what is a hidden matrix and what is several layers in one."""
+"""The rules for weight decay, hidden matrices and fused layers."""
 
 import pytest
 import torch
@@ -28,14 +28,12 @@ from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices, is_hidde
         ("gain", (), False),
     ],
 )
-def test_matrices_are_decayed_and_vectors_biases_and_positions_are_not(
-    name: str, shape: tuple[int, ...], decayed: bool
-) -> None:
+def test_weight_decay_applies_to_matrices_only(name: str, shape: tuple[int, ...], decayed: bool) -> None:
     assert is_matrix(name, torch.zeros(shape)) == decayed
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
-def test_most_weights_of_our_models_are_decayed(style: str) -> None:
+def test_most_weights_of_own_models_are_decayed(style: str) -> None:
     named = dict(tiny_model(style=style).named_parameters())
     spared = {name for name, parameter in named.items() if not is_matrix(name, parameter)}
     assert spared == {name for name, p in named.items() if p.ndim == 1 or "position" in name}
@@ -105,13 +103,13 @@ def meta_model(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_hidden_matrices_are_all_but_what_stands_at_an_end(name: str) -> None:
+def test_hidden_matrices_exclude_embeddings_and_heads(name: str) -> None:
     held = named(meta_model(name))
     assert {key for key, p in held.items() if p.ndim > 1 and not is_hidden_matrix(key, p)} == ENDS[name]
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
-def test_hidden_matrices_of_our_models_are_those_of_the_blocks(style: str) -> None:
+def test_hidden_matrices_of_own_models_are_in_the_blocks(style: str) -> None:
     held = named(tiny_model(style=style, tied=False))
     found = {name for name, parameter in held.items() if is_hidden_matrix(name, parameter)}
     assert found == {name for name, parameter in held.items() if parameter.ndim == 2 and name.startswith("blocks.")}
@@ -129,7 +127,7 @@ def test_hidden_matrices_of_our_models_are_those_of_the_blocks(style: str) -> No
         ("bert.pooler.dense.weight", True),
     ],
 )
-def test_words_that_mean_an_end_only_count_where_they_do(name: str, hidden: bool) -> None:
+def test_names_of_ends_match_whole_words_only(name: str, hidden: bool) -> None:
     assert is_hidden_matrix(name, torch.zeros(4, 4)) == hidden
 
 
@@ -151,7 +149,7 @@ def slices_of(model: nn.Module) -> dict[str, FusedSlices]:
                 "model.layers.0.mlp.gate_up_proj.weight": FusedSlices(0, (48, 48)),
             },
         ),
-        ("neox", {}),  # its heads take turns
+        ("neox", {}),  # its heads are interleaved
         ("bert", {}),
         ("t5", {}),
         ("vit", {}),
@@ -161,7 +159,7 @@ def test_fused_layers_of_transformers_are_found(name: str, wanted: dict[str, Fus
     assert slices_of(meta_model(name)) == wanted
 
 
-def test_fused_layers_of_our_models_are_found_and_an_ungated_network_is_one_layer() -> None:
+def test_fused_layers_of_own_models_are_found() -> None:
     llama, gpt = slices_of(tiny_model(depth=1, style="llama")), slices_of(tiny_model(depth=1, style="gpt"))
     assert llama == {
         "blocks.0.attention.qkv.weight": FusedSlices(0, (32, 16, 16)),
@@ -185,13 +183,11 @@ def test_fused_layers_of_torchs_attention_are_found() -> None:
             {"a.kv.weight": (32, 16), "a.q.weight": (16, 16), "a.out.weight": (16, 16)},
             {"a.kv.weight": FusedSlices(0, (16, 16))},
         ),
-        ({"a.c_attn.weight": (24, 8)}, {"a.c_attn.weight": FusedSlices(0, (8, 8, 8))}),  # as a linear layer keeps it
+        ({"a.c_attn.weight": (24, 8)}, {"a.c_attn.weight": FusedSlices(0, (8, 8, 8))}),  # stored as in a linear layer
         ({"a.qkv.weight": (16, 16), "a.out.weight": (16, 16)}, {}),
         ({"a.up.weight": (64, 16), "b.down.weight": (16, 32)}, {}),
     ],
 )
-def test_slices_follow_from_the_layer_behind(
-    shapes: dict[str, tuple[int, int]], wanted: dict[str, FusedSlices]
-) -> None:
+def test_slices_follow_from_the_next_layer(shapes: dict[str, tuple[int, int]], wanted: dict[str, FusedSlices]) -> None:
     found = fused_slices(list(shapes), [torch.zeros(shape) for shape in shapes.values()])
     assert {name: cut for name, cut in zip(shapes, found, strict=True) if cut} == wanted

@@ -1,4 +1,4 @@
-"""The branches of blocks nobody told us about: found by structure, and held against what the blocks compute."""
+"""Branches of unknown blocks, found by structure and compared with what the blocks compute."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_writes_into_the_stream_is_found(name: str) -> None:
+def test_writers_into_the_stream_are_found(name: str) -> None:
     kind = KINDS[name]
     for stack, blocks in find_branches(kind.model()).items():
         for index, block in enumerate(blocks):
@@ -40,7 +40,7 @@ def test_what_writes_into_the_stream_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 @torch.no_grad()
-def test_a_block_whose_branches_are_silenced_is_the_identity_and_each_of_them_counts(name: str) -> None:
+def test_a_block_without_branches_is_the_identity(name: str) -> None:
     kind = KINDS[name]
     silenced, intact = kind.model(), kind.model()
     for model in (silenced, intact):
@@ -67,7 +67,7 @@ def test_a_block_whose_branches_are_silenced_is_the_identity_and_each_of_them_co
         branch.last.weight.copy_(kept)
 
 
-def test_a_gain_multiplies_what_a_branch_gives_also_out_of_a_tuple() -> None:
+def test_a_gain_multiplies_the_output_also_in_a_tuple() -> None:
     for writer, x in ((nn.Linear(4, 4), torch.randn(2, 4)), (nn.MultiheadAttention(4, 2), torch.randn(3, 1, 4))):
         inputs = (x,) * (3 if isinstance(writer, nn.MultiheadAttention) else 1)
         plain, weights = first(writer(*inputs)), writer(*inputs)[1:]
@@ -84,7 +84,7 @@ def blocks_of(*layers: tuple[str, nn.Module]) -> nn.Module:
     return model
 
 
-def test_layers_with_names_of_nobody_are_told_apart_by_their_widths() -> None:
+def test_layers_with_unknown_names_are_found_by_width() -> None:
     model = blocks_of(("a", nn.Linear(4, 9)), ("b", nn.Linear(9, 4)), ("c", nn.Linear(4, 4)), ("d", nn.Linear(4, 4)))
     (block,) = find_branches(model)["blocks"]
     assert [(each.name, list(each.inner)) for each in block] == [
@@ -93,7 +93,7 @@ def test_layers_with_names_of_nobody_are_told_apart_by_their_widths() -> None:
     ]
 
 
-def test_what_writes_may_be_named() -> None:
+def test_writers_may_be_named() -> None:
     model = blocks_of(("a", nn.Linear(4, 4)), ("b", nn.Linear(4, 4)), ("c", nn.Linear(4, 4)))
     with pytest.raises(RefusedError, match=r"blocks\.0\.c\.weight belongs to no residual branch"):
         find_branches(model)
@@ -114,7 +114,7 @@ def test_what_writes_may_be_named() -> None:
         ),
     ],
 )
-def test_a_block_that_is_not_understood_is_refused(model: nn.Module, reason: str) -> None:
+def test_an_unknown_block_is_refused(model: nn.Module, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason) as refused:
         find_branches(model)
     assert "where=" in refused.value.fix
@@ -137,7 +137,7 @@ def test_experts_and_hierarchies_are_refused(
         find_branches(getattr(transformers, architecture)(config))
 
 
-def test_what_was_found_is_said_once_per_stack() -> None:
+def test_branches_are_noted_once_per_stack() -> None:
     with collect_notes() as notes:
         find_branches(KINDS["marian"].model())
     assert notes == [

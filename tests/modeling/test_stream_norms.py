@@ -1,4 +1,4 @@
-"""Norms of a residual stream, found and bypassed."""
+"""Norms of a residual stream: search and bypass."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ STAYS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_all_norms_are_of_the_stream_but_those_of_the_head_and_of_queries_and_keys(name: str) -> None:
+def test_norms_of_head_queries_and_keys_are_skipped(name: str) -> None:
     model = KINDS[name].model()
     found = stream_norms(model)
     assert found.skipped == STAYS.get(name, {})
@@ -31,7 +31,7 @@ def test_all_norms_are_of_the_stream_but_those_of_the_head_and_of_queries_and_ke
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_bypassed_norm_is_the_identity_keeps_its_names_and_is_not_trained(name: str) -> None:
+def test_a_bypassed_norm_is_an_untrained_identity(name: str) -> None:
     model = KINDS[name].model()
     names = list(model.state_dict())
     norms = bypass_norms(model).matched
@@ -43,7 +43,7 @@ def test_a_bypassed_norm_is_the_identity_keeps_its_names_and_is_not_trained(name
     assert frozen - fixed == {f"{key}.{p}" for key, norm in norms.items() for p, _ in norm.named_parameters()}
 
 
-def test_torchs_shortcut_for_evaluation_does_not_bring_norms_back() -> None:
+def test_torchs_fast_path_does_not_restore_norms() -> None:
     model = TorchEncoder()
     bypass_norms(model)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def test_torchs_shortcut_for_evaluation_does_not_bring_norms_back() -> None:
         assert not torch.allclose(plain.eval().logits(TOKENS), model.logits(TOKENS), atol=0.1)
 
 
-def test_a_norm_that_is_back_or_trained_is_noticed() -> None:
+def test_a_restored_or_trained_norm_is_detected() -> None:
     model = KINDS["our gpt"].model()
     with pytest.raises(IntegrityError, match=r"it: the norm blocks\.0\.attention_norm is no longer bypassed"):
         check_bypassed(model, "it")
@@ -64,7 +64,7 @@ def test_a_norm_that_is_back_or_trained_is_noticed() -> None:
         check_bypassed(model, "it")
 
 
-def test_what_stays_is_said_once_for_all_blocks() -> None:
+def test_skipped_norms_are_noted_once_for_all_blocks() -> None:
     with collect_notes() as notes:
         bypass_norms(KINDS["qwen3"].model())
     (said,) = notes
@@ -72,6 +72,6 @@ def test_what_stays_is_said_once_for_all_blocks() -> None:
 
 
 @pytest.mark.parametrize(("module", "answer"), [(nn.RMSNorm(2), True), (nn.Linear(2, 2), False), (nn.ReLU(), False)])
-def test_a_norm_is_told_by_its_class(module: nn.Module, answer: bool) -> None:
+def test_a_norm_is_recognized_by_its_class(module: nn.Module, answer: bool) -> None:
     assert is_norm(module) is answer
     assert not is_norm(nn.Sequential(module))

@@ -1,4 +1,4 @@
-"""Heads and neurons taken out of a model: it computes what the whole one does with their coefficients at zero."""
+"""Removal of heads and neurons: the smaller model computes the same as the whole one with zero coefficients."""
 
 import re
 from collections.abc import Callable
@@ -83,8 +83,8 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
     return MODELS[request.param]()
 
 
-def some_pieces(model: nn.Module) -> dict[str, list[int]]:
-    """Different ones in each block; of heads at least one, and not the first."""
+def some_units(model: nn.Module) -> dict[str, list[int]]:
+    """Return different units of each block; of heads at least one, and not the first."""
     kept = {}
     for name, pieces in find_units(model).items():
         generator = torch.Generator().manual_seed(len(kept))
@@ -102,7 +102,7 @@ def masked(model: nn.Module, kept: dict[str, list[int]]) -> Tensor:
     return answer(model)
 
 
-def test_every_branch_has_its_pieces(model: nn.Module) -> None:
+def test_every_branch_has_its_units(model: nn.Module) -> None:
     found = list(find_units(model).values())
     assert [pieces.kind for pieces in found] == ["heads", "neurons"] * 2
     for pieces in found:
@@ -110,8 +110,8 @@ def test_every_branch_has_its_pieces(model: nn.Module) -> None:
         assert not is_pruned(model)
 
 
-def test_the_smaller_model_computes_what_the_masked_one_does(model: nn.Module, request: pytest.FixtureRequest) -> None:
-    kept, whole = some_pieces(model), answer(model)
+def test_the_smaller_model_computes_the_same_as_the_masked(model: nn.Module, request: pytest.FixtureRequest) -> None:
+    kept, whole = some_units(model), answer(model)
     before = sum(parameter.numel() for parameter in model.parameters())
     for name, pieces in find_units(model).items():
         prune_units(pieces, kept[name])
@@ -125,9 +125,9 @@ def test_the_smaller_model_computes_what_the_masked_one_does(model: nn.Module, r
     assert after < before
 
 
-def test_what_is_filled_up_with_zeros_computes_the_same_in_the_old_shapes(model: nn.Module) -> None:
+def test_padding_with_zeros_computes_the_same(model: nn.Module) -> None:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    kept = some_pieces(model)
+    kept = some_units(model)
     counts = {name: pieces.count for name, pieces in find_units(model).items()}
     for name, pieces in find_units(model).items():
         prune_units(pieces, kept[name])
@@ -138,7 +138,7 @@ def test_what_is_filled_up_with_zeros_computes_the_same_in_the_old_shapes(model:
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
 
 
-def test_an_order_moves_pieces_without_changing_what_is_computed(model: nn.Module) -> None:
+def test_reordered_units_compute_the_same(model: nn.Module) -> None:
     before = answer(model)
     for pieces in find_units(model).values():
         prune_units(pieces, list(reversed(range(pieces.count))))
@@ -161,14 +161,14 @@ def test_coefficients_start_at_one_and_fold_into_the_weights(model: nn.Module) -
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_put_together_in_another_way_is_refused_with_the_reason(case: str) -> None:
+def test_unsupported_structures_are_refused(case: str) -> None:
     make, reason = REFUSED[case]
     with pytest.raises(RefusedError, match=re.escape(reason)) as refused:
         find_units(make())
     assert refused.value.fix
 
 
-def test_a_line_of_zeros_is_taken_for_zero() -> None:
+def test_zero_in_an_order_is_a_unit_of_zeros() -> None:
     model = ours("gpt")
     pieces = find_units(model)["blocks.0.mlp.down"]
     first = model.blocks[0].mlp.up.weight[3].detach().clone()

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[..., tuple[Path, Any]]:
-    """Writes a random model of a config to a new folder; gives the folder and the model."""
+    """Return a function that writes a random model of a config to a new folder and returns folder and model."""
 
     def write(config: Any, **options: Any) -> tuple[Path, Any]:
         model = random_model(config)
@@ -30,7 +30,7 @@ def family(request: pytest.FixtureRequest, save: Callable[..., tuple[Path, Any]]
 
 @pytest.fixture
 def tokenizer_json(tmp_path: Path) -> Path:
-    """A byte-level BPE of 300 tokens, <|endoftext|> first."""
+    """Return a byte-level BPE of 300 tokens, with <|endoftext|> first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -34,13 +34,13 @@ def qkv(h=2, g=2, t=6, s=5, k=4):
     causal=some.booleans(),
     offsets=some.lists(some.integers(-2000, 2000), min_size=1, max_size=40),
 )
-def test_buckets_of_distance_are_those_of_transformers(half, extra, causal, offsets):
+def test_distance_buckets_equal_those_of_transformers(half, extra, causal, offsets):
     offset, distance = torch.tensor(offsets), half + extra
     expected = T5Attention._relative_position_bucket(offset, not causal, 2 * half, distance)
     assert torch.equal(relative_bucket(offset, 2 * half, distance, causal), expected)
 
 
-def test_position_scores_depend_on_distance_alone_and_hide_what_is_later():
+def test_relative_positions_are_causal():
     relative = RelativePositions(heads=2, buckets=8, distance=16, causal=True)
     scores = relative(6)
     assert scores.shape == (1, 2, 6, 6)
@@ -49,7 +49,7 @@ def test_position_scores_depend_on_distance_alone_and_hide_what_is_later():
     assert not RelativePositions(heads=2)(6).isinf().any()
 
 
-def test_a_mask_takes_what_it_hides_out_of_the_softmax():
+def test_a_mask_excludes_keys_from_the_softmax():
     q, k, v = qkv()
     keep = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()
     found = full_attention(q, k, v, padding_mask(keep))
@@ -59,13 +59,13 @@ def test_a_mask_takes_what_it_hides_out_of_the_softmax():
         torch.testing.assert_close(found[row : row + 1], expected)
 
 
-def test_unscaled_attention_leaves_the_scores_as_they_are():
+def test_unscaled_attention():
     q, k, v = qkv()
     expected = (q @ k.transpose(-1, -2)).softmax(-1) @ v
     torch.testing.assert_close(full_attention(q, k, v, scale=1.0), expected)
 
 
-def test_cross_attention_is_multi_head_attention_of_torch():
+def test_cross_attention_equals_torch_multi_head_attention():
     ours, theirs = CrossAttention(8, heads=2, bias=True), nn.MultiheadAttention(8, 2, batch_first=True)
     with torch.no_grad():
         ours.q.weight.copy_(theirs.in_proj_weight[:8])
@@ -79,13 +79,13 @@ def test_cross_attention_is_multi_head_attention_of_torch():
     torch.testing.assert_close(ours(x, memory, padding_mask(keep)), expected)
 
 
-def test_heads_may_be_wider_together_than_the_model():
+def test_heads_may_exceed_the_width_of_the_model():
     attention = Attention(8, heads=2, head_width=12)
     assert attention.qkv.parts == {"q": 24, "k": 24, "v": 24} and attention.out.weight.shape == (8, 24)
     assert attention(torch.randn(1, 3, 8)).shape == (1, 3, 8)
 
 
-def test_any_core_that_keeps_the_shapes_can_take_the_place():
+def test_any_core_with_the_same_shapes_can_be_used():
     attention = Attention(8, heads=4, kv_heads=2)
     attention.core = lambda q, k, v: v.repeat_interleave(2, dim=1)
     x = torch.randn(1, 3, 8)
@@ -101,7 +101,7 @@ def test_only_plain_causal_cores_are_tiled():
     assert model[4].core is full_attention
 
 
-def test_where_it_is_optional_a_model_without_such_attention_stays_as_it_is_and_that_is_said():
+def test_optional_tiling_notes_a_model_without_attention():
     model = nn.ModuleList([Attention(8, heads=2, core=full_attention)])
     with pytest.raises(RefusedError, match="no plain causal attention"):
         TiledAttention().model(model)
@@ -117,7 +117,7 @@ def test_the_kernel_in_triton_is_refused_away_from_a_gpu():
     assert refused.value.fix == "--set techniques.attention.tiled.kernel=torch"
 
 
-def test_sinusoids_are_those_of_the_original_transformer():
+def test_sinusoids_equal_the_original_transformer():
     found = SinusoidalPositions(length=50, width=6)(torch.tensor([7, 49]))
     for row, position in enumerate((7, 49)):
         for pair in range(3):
@@ -125,7 +125,7 @@ def test_sinusoids_are_those_of_the_original_transformer():
             torch.testing.assert_close(found[row, [pair, 3 + pair]], torch.stack((angle.sin(), angle.cos())).float())
 
 
-def test_embedding_scales_tokens_and_not_positions():
+def test_embedding_scale_excludes_positions():
     embedding = TokenEmbedding(10, 4, SinusoidalPositions(5, 4), scale=3.0)
     tokens = torch.tensor([[1, 2]])
     expected = 3 * embedding.token(tokens) + embedding.position(torch.arange(2))

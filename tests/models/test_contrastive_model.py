@@ -1,4 +1,4 @@
-"""CLIP against transformers' own, its Hugging Face folders, and what is built for images with captions."""
+"""CLIP compared with transformers: outputs, Hugging Face folders, and models built for images with captions."""
 
 import json
 import math
@@ -60,7 +60,7 @@ def images(side: int = 16) -> torch.Tensor:
 
 
 def captions() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of several lengths, each with its end; behind it padding that must not matter."""
+    """Return captions of several lengths, each with its end token; the padding after it must not matter."""
     tokens = torch.randint(6, 300, (5, 12), generator=torch.Generator().manual_seed(2))
     keep = torch.arange(12) < torch.tensor([3, 5, 12, 1, 8])[:, None]
     tokens[torch.arange(5), keep.sum(1) - 1] = END
@@ -68,7 +68,7 @@ def captions() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("changed", [{}, {"hidden_act": "gelu", "layer_norm_eps": 1e-3}])
-def test_vectors_logits_and_loss_are_those_of_transformers(tmp_path, changed):
+def test_vectors_logits_and_loss_equal_transformers(tmp_path, changed):
     model = theirs(**changed)
     model.save_pretrained(tmp_path)
     ours, shape = import_folder(tmp_path)
@@ -83,7 +83,7 @@ def test_vectors_logits_and_loss_are_those_of_transformers(tmp_path, changed):
         torch.testing.assert_close(contrastive_losses(*vectors).mean(), wanted.loss, rtol=1e-5, atol=1e-5)
 
 
-def test_a_caption_is_what_is_known_at_its_end(folder):
+def test_a_caption_vector_is_read_at_its_end(folder):
     ours, _ = import_folder(folder)
     tokens, keep = captions()
     other = torch.where(keep, tokens, 7)
@@ -93,7 +93,7 @@ def test_a_caption_is_what_is_known_at_its_end(folder):
         torch.testing.assert_close(ours.of_captions(tokens[2:3]), ours.of_captions(tokens, keep)[2:3])
 
 
-def test_visible_patches_are_all_that_an_image_is_known_by(folder):
+def test_only_visible_patches_affect_an_image_vector(folder):
     ours, _ = import_folder(folder)
     visible = torch.tensor([[0, 3, 9]]).expand(5, -1)
     changed = images().clone()
@@ -106,26 +106,26 @@ def test_visible_patches_are_all_that_an_image_is_known_by(folder):
         torch.testing.assert_close(ours.of_images(images(), every), ours.of_images(images()))
 
 
-def test_the_scale_starts_at_one_over_seven_hundredths_and_stops_at_100():
+def test_the_scale_starts_at_1_over_0_07_and_is_limited_to_100():
     model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrastive")
     assert isinstance(model, ContrastiveModel)
     assert model.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
     with torch.no_grad():
         model.logit_scale.fill_(LARGEST_SCALE + 1)
     assert model.scale.item() == pytest.approx(100)
-    # by which it comes back as soon as the loss asks for less
+    # so that it decreases as soon as the loss requires it
     assert torch.autograd.grad(model.scale.sum(), model.logit_scale)[0].item() == pytest.approx(100)
 
 
 def tokenizer_json(path: Path, *special: str) -> Path:
-    """A tokenizer with these special tokens in front."""
+    """Return a tokenizer that starts with these special tokens."""
     tokenizer = Tokenizer(models.WordLevel({}, unk_token="?"))  # noqa: S106 (no password)
     tokenizer.add_special_tokens([*special])
     tokenizer.save(str(path / "tokenizer.json"))
     return path / "tokenizer.json"
 
 
-def test_an_exported_folder_loads_in_transformers_and_comes_back_bit_for_bit(tmp_path):
+def test_an_exported_folder_round_trips_bit_for_bit(tmp_path):
     model = build_model_for(ENDS, ModelSettings("clip-nano"), seed=0, task="contrastive")
     shape = shape_for(ENDS, ModelSettings("clip-nano"))
     end = tokenizer_json(tmp_path, "<|endoftext|>")
@@ -145,7 +145,7 @@ def test_an_exported_folder_loads_in_transformers_and_comes_back_bit_for_bit(tmp
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_what_transformers_could_not_read_off_is_not_exported(tmp_path, folder):
+def test_captions_without_an_end_token_are_not_exported(tmp_path, folder):
     model, shape = import_folder(folder)
     with pytest.raises(RefusedError, match="end-of-text"):
         export_folder(model, shape, tmp_path / "out")
@@ -156,7 +156,7 @@ def test_what_transformers_could_not_read_off_is_not_exported(tmp_path, folder):
         export_folder(model, replace(shape, pool="mean"), tmp_path / "out")
 
 
-def test_a_setting_that_is_not_computed_here_is_refused_by_name(folder, tmp_path):
+def test_an_unsupported_setting_is_refused_by_name(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     for section, key, value in (("text_config", "hidden_act", "tanh"), ("vision_config", "novelty", 3)):
         changed = config | {section: config[section] | {key: value}}
@@ -169,7 +169,7 @@ def test_a_setting_that_is_not_computed_here_is_refused_by_name(folder, tmp_path
         folder_shape(tmp_path, fresh=True)
 
 
-def test_a_folder_fits_images_of_another_size_but_no_longer_captions(folder):
+def test_a_folder_fits_other_image_sizes_but_no_longer_captions(folder):
     larger = replace(ENDS, images=replace(ENDS.images, side=24))
     model = build_model_for(larger, ModelSettings(folder=str(folder)), seed=0, task="contrastive")
     (tokens, keep), plain = captions(), import_folder(folder)[0]
@@ -181,7 +181,7 @@ def test_a_folder_fits_images_of_another_size_but_no_longer_captions(folder):
         build_model_for(longer, ModelSettings(folder=str(folder)), seed=0, task="contrastive")
 
 
-def test_a_model_is_made_for_the_data():
+def test_a_model_is_built_for_the_data():
     shape = shape_for(ENDS, ModelSettings("clip-nano", patch=8, depth=2))
     assert (shape.image, shape.channels, shape.patch, shape.depth, shape.text_depth) == (16, 3, 8, 2, 4)
     assert (shape.vocabulary, shape.length) == (300, 12)
@@ -192,7 +192,7 @@ def test_a_model_is_made_for_the_data():
         shape_for(ENDS, ModelSettings("clip-nano", patch=5))
 
 
-def test_another_kind_of_model_is_refused_with_one_that_fits():
+def test_another_kind_of_model_is_refused_with_a_fitting_one():
     with pytest.raises(UsageError, match=r"clip-nano"):
         build_model_for(ENDS, ModelSettings("gpt-nano"), seed=0, task="contrastive")
     with pytest.raises(UsageError, match=r"compares images with captions"):
@@ -203,7 +203,7 @@ def test_another_kind_of_model_is_refused_with_one_that_fits():
     ("preset", "patch", "parameters"), [("clip-vit-b32", 32, 151_277_313), ("clip-vit-b16", 16, 149_620_737)]
 )
 def test_published_sizes(preset, patch, parameters):
-    """As many as transformers counts for its configuration of the same sizes."""
+    """The number of parameters equals that of transformers for a configuration of the same sizes."""
     with torch.device("meta"):
         ours = sum(p.numel() for p in assemble(shape_of(ModelSettings(preset))).parameters())
         config = transformers.CLIPConfig(vision_config={"patch_size": patch})
@@ -221,7 +221,7 @@ def test_patches_can_be_averaged_instead_of_a_class_token():
         torch.testing.assert_close(model.of_images(images()), pooled / pooled.norm(dim=1, keepdim=True))
 
 
-def test_first_values_follow_the_published_law():
+def test_initialization_follows_the_published_law():
     model = build_model_for(ENDS, ModelSettings("clip-micro"), seed=0, task="contrastive")
     values = {name: parameter.std().item() for name, parameter in model.named_parameters() if parameter.ndim > 1}
     for tower, width, depth in (("image", 192, 6), ("text", 128, 4)):

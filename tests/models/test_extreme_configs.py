@@ -1,4 +1,4 @@
-"""A config.json with values that no model has is refused with the name of the setting, never by a traceback."""
+"""A config.json with impossible values is refused with the name of the setting, never with a traceback."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def shape(folder: Path) -> object:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config["model_type"])
-def test_no_value_of_a_config_ends_in_a_traceback(config: dict, tmp_path: Path) -> None:
+def test_no_config_value_raises_a_traceback(config: dict, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shape(tmp_path) is not None
     for key in (*config, *OTHERS):
@@ -43,7 +43,7 @@ def test_no_value_of_a_config_ends_in_a_traceback(config: dict, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("changes", [{"hidden_act": 0}, {"num_attention_heads": 10**12}, {"model_type": "x"}], ids=str)
-def test_what_transformers_cannot_build_is_refused_whatever_error_it_raises(changes: dict, tmp_path: Path) -> None:
+def test_any_error_of_transformers_is_a_refusal(changes: dict, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**CONFIGS[0], "vocab_size": 300, **changes}))
     with pytest.raises(RefusedError, match=r"transformers cannot build a .*\n  fix: pass a folder"):
@@ -51,13 +51,13 @@ def test_what_transformers_cannot_build_is_refused_whatever_error_it_raises(chan
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"[]", b'{"vocab_size": 1' + b"0" * 5000 + b"}"])
-def test_a_config_that_is_no_object_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_a_config_that_is_no_json_object_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ThriftyError, match=r"config\.json (cannot be read as JSON|contains no JSON object)"):
         shape(tmp_path)
 
 
-def test_a_model_type_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_model_type_that_is_no_string_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
     with pytest.raises(ThriftyError, match=r"config\.json: model_type is \['llama'\].*\n.*name one family"):
         shape(tmp_path)

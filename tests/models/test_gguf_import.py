@@ -1,4 +1,4 @@
-"""GGUF files written with the package gguf, against the models they were made of."""
+"""GGUF files written with the package gguf, compared with their original models."""
 
 import json
 
@@ -32,7 +32,7 @@ OURS = {
 
 
 def vocabulary():
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # those that stand for bytes
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # tokens of bytes
     return [*WORDS, *letters, *(merge.replace(" ", "") for merge in MERGES)]
 
 
@@ -46,7 +46,7 @@ def original(tied=True):
 
 
 def neighbouring(matrix, heads):
-    """Rows in the order for rotations of neighbouring channels, as llama.cpp's converter writes them."""
+    """Return rows in the order for rotations of adjacent channels, as llama.cpp's converter writes them."""
     return matrix.reshape(heads, 2, -1, *matrix.shape[1:]).swapaxes(1, 2).reshape(matrix.shape)
 
 
@@ -98,7 +98,7 @@ def gguf_name(name):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_converted_folder_is_the_original_model(tmp_path, tied):
+def test_the_converted_folder_equals_the_original_model(tmp_path, tied):
     model = original(tied)
     shape = convert_gguf(write(tmp_path / "a.gguf", model), tmp_path / "folder")
     assert shape.norm_eps == 1e-5 and shape.rope_base == 50_000.0 and shape.tied is tied
@@ -110,7 +110,7 @@ def test_the_converted_folder_is_the_original_model(tmp_path, tied):
 
 
 @pytest.mark.parametrize("blocks", [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1])
-def test_blocks_of_few_bits_become_the_values_they_stand_for(tmp_path, blocks):
+def test_quantized_blocks_are_dequantized(tmp_path, blocks):
     model = original()
     convert_gguf(write(tmp_path / "a.gguf", model, blocks=blocks), tmp_path / "folder")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "folder").state_dict()
@@ -122,12 +122,12 @@ def test_blocks_of_few_bits_become_the_values_they_stand_for(tmp_path, blocks):
     assert 1e-4 < error < 0.15
 
 
-def test_rows_are_put_back_as_they_were():
+def test_row_order_is_restored():
     rows = torch.arange(24.0)[:, None].repeat(1, 3)
     assert torch.equal(half_split(torch.from_numpy(neighbouring(rows.numpy(), 3)), 3), rows)
 
 
-def test_the_tokenizer_comes_along_with_its_special_tokens_and_template(tmp_path):
+def test_the_tokenizer_is_converted_with_its_template(tmp_path):
     convert_gguf(write(tmp_path / "a.gguf", original()), tmp_path / "folder")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "folder")
     words = vocabulary()
@@ -143,7 +143,7 @@ def test_the_tokenizer_comes_along_with_its_special_tokens_and_template(tmp_path
     assert digits == ["1", "2"] and together == ["12"]
 
 
-def test_what_cannot_be_converted_is_refused_and_leaves_nothing(tmp_path):
+def test_a_refused_conversion_leaves_no_folder(tmp_path):
     with pytest.raises(RefusedError, match="tokenizer of kind gpt2, llama-bpe"):
         convert_gguf(write(tmp_path / "a.gguf", original(), splitter="llama-bpe"), tmp_path / "folder")
     missing = write(tmp_path / "b.gguf", original(), left_out="blk.1.ffn_up.weight")

@@ -40,7 +40,7 @@ ARCHITECTURES = {
     "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, query_pre_attn_scalar=8),
     "cohere": lambda: transformers.CohereConfig(**GROUPED),
 }
-HEAD_NOT_APART = {"gemma2", "cohere"}  # a soft cap and a scale on the logits
+HEAD_NOT_APART = {"gemma2", "cohere"}  # soft cap and scale of the logits
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -50,7 +50,7 @@ def architecture(request, save):
 
 
 @torch.no_grad()
-def test_any_architecture_answers_as_our_models_do(architecture, tokens):
+def test_any_architecture_has_the_interface_of_own_models(architecture, tokens):
     name, folder, theirs = architecture
     model = load_causal_lm(folder).eval()
     expected = theirs(tokens).logits
@@ -69,7 +69,7 @@ def test_parameters_keep_their_names_under_one_prefix(architecture):
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_export_is_what_transformers_loads(architecture, tokenizer_json, tmp_path, dtype):
+def test_an_export_loads_in_transformers(architecture, tokenizer_json, tmp_path, dtype):
     _, folder, theirs = architecture
     export_model(load_causal_lm(folder), None, tmp_path / "ours", tokenizer_json, dtype)
     again, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
@@ -80,7 +80,7 @@ def test_export_is_what_transformers_loads(architecture, tokenizer_json, tmp_pat
 
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
-def test_whoever_may_read_the_folder_may_read_the_weights(mask, mode, save, tokenizer_json, tmp_path):
+def test_weights_have_the_permissions_of_their_folder(mask, mode, save, tokenizer_json, tmp_path):
     folder, _ = save(ARCHITECTURES["llama"]())
     before = os.umask(mask)
     try:
@@ -91,7 +91,7 @@ def test_whoever_may_read_the_folder_may_read_the_weights(mask, mode, save, toke
 
 
 @pytest.mark.parametrize(("base", "exported"), [(5, 0), ([5, 7], 0), ([5, 0], [5, 0]), (None, 0)])
-def test_generation_of_an_export_stops_where_its_tokenizer_says(base, exported, save, tokenizer_json, tmp_path):
+def test_generation_of_an_export_stops_at_its_end_token(base, exported, save, tokenizer_json, tmp_path):
     folder, theirs = save(ARCHITECTURES["llama"]())
     theirs.generation_config.eos_token_id = base
     theirs.generation_config.save_pretrained(folder)
@@ -101,7 +101,7 @@ def test_generation_of_an_export_stops_where_its_tokenizer_says(base, exported, 
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "gemma2"])
-def test_greedy_text_is_that_of_transformers(name, save, tokens):
+def test_greedy_text_equals_transformers(name, save, tokens):
     folder, theirs = save(ARCHITECTURES[name]())
     prompt = tokens[:1, :5]
     expected = theirs.generate(
@@ -139,7 +139,7 @@ def test_compiled_blocks_give_the_same_logits(save, tokens):
     torch.testing.assert_close(model.head(model(tokens)), theirs(tokens).logits)
 
 
-def test_fresh_model_takes_vocabulary_from_the_data_and_values_from_the_seed(save):
+def test_a_fresh_model_uses_vocabulary_and_seed_of_the_run(save):
     folder, _ = save(ARCHITECTURES["gpt_neox"]())
     (folder / "model.safetensors").unlink()
     settings = ModelSettings(folder=str(folder), reinitialize=True)
@@ -155,21 +155,21 @@ def test_special_tokens_outside_a_small_vocabulary_are_dropped(save):
     assert load_causal_lm(folder, fresh=True, vocabulary=50).lm.config.eos_token_id is None
 
 
-def test_building_does_not_touch_the_callers_random_numbers(save):
+def test_building_keeps_the_callers_random_state(save):
     folder, _ = save(ARCHITECTURES["opt"]())
     before = torch.get_rng_state()
     build_model(ModelSettings(folder=str(folder), reinitialize=True), VOCABULARY, 16, seed=1)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_llama_variant_that_we_do_not_compute_goes_through_transformers(save, tokens):
+def test_an_unsupported_llama_is_built_by_transformers(save, tokens):
     folder, theirs = save(transformers.LlamaConfig(**SMALL, attention_bias=True))
     model = build_model(ModelSettings(folder=str(folder)), VOCABULARY, 64, seed=0).eval()
     assert isinstance(model, HuggingFaceCausalLM)
     torch.testing.assert_close(model.logits(tokens), theirs(tokens).logits)
 
 
-def test_model_that_sees_the_future_is_refused(tmp_path):
+def test_a_model_that_attends_to_later_tokens_is_refused(tmp_path):
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
@@ -195,7 +195,7 @@ def test_pickled_weights_are_refused_unopened(save):
         load_causal_lm(folder)
 
 
-def test_folder_that_lacks_values_is_refused(save):
+def test_a_folder_with_missing_weights_is_refused(save):
     from safetensors.torch import load_file, save_file
 
     folder, _ = save(ARCHITECTURES["gpt_neox"]())
@@ -215,7 +215,7 @@ def test_folder_that_lacks_values_is_refused(save):
         ({}, 10, 65, "data.length is 65"),
     ],
 )
-def test_recipe_that_does_not_fit_the_folder_is_refused(save, settings, vocabulary, length, message):
+def test_a_recipe_that_does_not_fit_the_folder_is_refused(save, settings, vocabulary, length, message):
     folder: Path = save(ARCHITECTURES["gpt_neox"]())[0]
     with pytest.raises(UsageError, match=message):
         build_model(ModelSettings(folder=str(folder), **settings), vocabulary, length, seed=0)

@@ -1,4 +1,4 @@
-"""Encoders and encoder–decoders that only transformers knows, as citizens."""
+"""Encoders and encoder-decoders that only transformers supports, with the interface of Thrifty's models."""
 
 import json
 
@@ -35,7 +35,7 @@ ARCHITECTURES = {
         PAIRED,
     ),
 }
-HEAD_APART = {"bart"}  # the others have a transform or a scale between hidden states and head
+HEAD_APART = {"bart"}  # the others have a layer or a scale between hidden states and head
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -68,7 +68,7 @@ def expected_logits(theirs, task, texts):
 
 
 @torch.no_grad()
-def test_any_architecture_answers_as_our_models_do(architecture, texts):
+def test_any_architecture_has_the_interface_of_own_models(architecture, texts):
     name, folder, theirs, task = architecture
     model = load_model(folder, task).eval()
     assert type(model) is (HuggingFaceMaskedLM if task == "masked_token" else HuggingFaceSeq2Seq)
@@ -79,7 +79,7 @@ def test_any_architecture_answers_as_our_models_do(architecture, texts):
 
 
 @torch.no_grad()
-def test_a_bias_behind_the_head_is_not_left_out(tmp_path, texts):
+def test_a_bias_after_the_head_is_included(tmp_path, texts):
     config, auto = ARCHITECTURES["bart"]()
     theirs = random_model(config, auto=auto)
     theirs.save_pretrained(tmp_path)
@@ -88,7 +88,7 @@ def test_a_bias_behind_the_head_is_not_left_out(tmp_path, texts):
     torch.testing.assert_close(model(*texts), expected_logits(theirs, "sequence_to_sequence", texts))
 
 
-def test_export_is_what_transformers_loads(architecture, tokenizer_json, tmp_path, texts):
+def test_an_export_loads_in_transformers(architecture, tokenizer_json, tmp_path, texts):
     _, folder, theirs, task = architecture
     export_model(load_model(folder, task), None, tmp_path / "ours", tokenizer_json)
     again, found = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
@@ -99,7 +99,7 @@ def test_export_is_what_transformers_loads(architecture, tokenizer_json, tmp_pat
         assert again.config.decoder_start_token_id == 0
 
 
-def test_build_model_wraps_what_our_families_do_not_compute(architecture):
+def test_build_model_wraps_unsupported_families(architecture):
     _, folder, _, task = architecture
     model = build_model(ModelSettings(folder=str(folder)), VOCABULARY, 32, seed=0, task=task)
     assert model.task == task and model.vocabulary == VOCABULARY
@@ -128,7 +128,7 @@ def test_a_causal_model_cannot_fill_in_masked_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("task", ["masked_token", "sequence_to_sequence"])
-def test_text_is_not_continued_with_a_model_that_cannot(save, task):
+def test_generation_refuses_models_of_other_tasks(save, task):
     name = "bert" if task == "masked_token" else "t5-1.0"
     ours = build_model(ModelSettings(folder=str(save(TWO_SIDED[name]())[0])), VOCABULARY, 32, seed=0, task=task)
     with pytest.raises(UsageError, match=f"trained for {task}"):

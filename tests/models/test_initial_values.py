@@ -1,4 +1,4 @@
-"""The published laws of first values, against transformers and against their formulas."""
+"""Published initialization laws, compared with transformers and with their formulas."""
 
 import math
 
@@ -24,7 +24,7 @@ def spread_of(values):
     return values.std().item()
 
 
-def test_gpt2_and_llama_draw_every_matrix_whole_from_its_own_generator():
+def test_gpt2_and_llama_sample_each_matrix_from_its_generator():
     for preset in ("gpt-nano", "llama-nano"):
         for name, values in first_values(preset, seed=3, depth=2).items():
             if values.ndim > 1:
@@ -34,7 +34,7 @@ def test_gpt2_and_llama_draw_every_matrix_whole_from_its_own_generator():
 
 
 @pytest.mark.parametrize("preset", ["gpt1-nano", "bert-nano"])
-def test_gpt1_and_bert_draw_everything_with_one_standard_deviation(preset):
+def test_gpt1_and_bert_have_one_standard_deviation(preset):
     for name, values in first_values(preset).items():
         if values.ndim > 1:
             assert spread_of(values) == pytest.approx(0.02, rel=0.2 if "token_type" in name else 0.05), name
@@ -48,8 +48,8 @@ def test_gains_are_one_and_biases_zero(preset):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_t5_draws_as_transformers_does(gated, tmp_path):
-    """Spread of every matrix that both have, queries apart from keys and values."""
+def test_t5_initialization_equals_transformers(gated, tmp_path):
+    """Spread of every common matrix, with queries separate from keys and values."""
     config = transformers.T5Config(
         vocab_size=500, d_model=128, d_kv=32, d_ff=512, num_heads=4, num_layers=2,
         feed_forward_proj="gated-gelu" if gated else "relu",
@@ -67,12 +67,12 @@ def test_t5_draws_as_transformers_does(gated, tmp_path):
                 assert spread_of(mine) == pytest.approx(spread_of(wanted), rel=0.2 if "scores" in name else 0.05), name
 
 
-def test_a_free_head_of_t5_gives_logits_of_unit_variance():
+def test_an_untied_t5_head_has_logits_of_unit_variance():
     values = first_values("t5-v1.1-small", depth=1, width=128, heads=2)
     assert spread_of(values["head.weight"]) == pytest.approx(128**-0.5, rel=0.05)
 
 
-def test_the_original_transformer_draws_each_matrix_by_its_own_sizes():
+def test_the_original_transformer_initializes_parts_separately():
     values = first_values("marian-nano", depth=1)
     assert spread_of(values["embedding.token.weight"]) == pytest.approx(128**-0.5, rel=0.05)
     for name, rows, columns in (
@@ -89,7 +89,7 @@ def test_the_original_transformer_draws_each_matrix_by_its_own_sizes():
 
 
 @pytest.mark.parametrize("preset", ["bert-nano", "t5-nano", "marian-nano"])
-def test_what_a_parameter_draws_depends_on_the_seed_and_its_name(preset):
+def test_initial_values_depend_on_seed_and_name_only(preset):
     short, tall, other = (first_values(preset, seed, depth=depth) for seed, depth in ((0, 1), (0, 3), (1, 1)))
     for name, values in short.items():
         assert torch.equal(values, tall[name]), name

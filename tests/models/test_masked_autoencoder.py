@@ -1,4 +1,4 @@
-"""The masked autoencoder against transformers' own, its Hugging Face folders, and the Vision Transformer in it."""
+"""The masked autoencoder compared with transformers: outputs, folders, and the Vision Transformer inside."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ SIZES = {
 
 
 def theirs(**changed):
-    """With random positions, as fixed as any: transformers 5 leaves those of a new model at zero."""
+    """Return a model of transformers with random positions: transformers 5 leaves those of a new model at zero."""
     model = random_model(transformers.ViTMAEConfig(**(SIZES | changed)), auto=transformers.AutoModelForPreTraining)
     generator = torch.Generator().manual_seed(5)
     for table in (model.vit.embeddings.position_embeddings, model.decoder.decoder_pos_embed):
@@ -55,7 +55,7 @@ def noise(patches: int = 16) -> torch.Tensor:
 
 
 def split_of(noise: torch.Tensor, visible: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places that transformers keeps and removes, in ascending order: those of the smallest numbers are kept."""
+    """Return the kept and removed positions of transformers in ascending order; the smallest noise is kept."""
     order = noise.argsort(1)
     return order[:, :visible].sort(1).values, order[:, visible:].sort(1).values
 
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("rate", [0.75, 0.5])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_predictions_and_loss_are_those_of_transformers(folder, normalize, rate):
+def test_predictions_and_loss_equal_transformers(folder, normalize, rate):
     ours, shape = import_folder(folder)
     assert isinstance(ours, MaskedAutoencoder) and (shape.vocabulary, shape.length, shape.decoder_depth) == (48, 17, 3)
     model = theirs(norm_pix_loss=normalize, mask_ratio=rate)
@@ -84,7 +84,7 @@ def test_predictions_and_loss_are_those_of_transformers(folder, normalize, rate)
         torch.testing.assert_close(losses @ batch.weight, wanted.loss, rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_are_those_of_transformers(folder):
+def test_gradients_equal_transformers(folder):
     ours, model = import_folder(folder)[0], theirs()
     visible, removed = split_of(noise(), 4)
     batch = Batch({"inputs": images(), "visible": visible, "removed": removed}, torch.full((3,), 1 / 3))
@@ -102,7 +102,7 @@ def test_gradients_are_those_of_transformers(folder):
         torch.testing.assert_close(mine.grad, yours.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_the_encoder_is_the_one_that_transformers_shows_the_same_patches(folder):
+def test_the_encoder_equals_transformers_on_visible_patches(folder):
     ours, model = import_folder(folder)[0], theirs()
     order = noise().argsort(1)[:, :4]
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_the_encoder_is_the_one_that_transformers_shows_the_same_patches(folder)
         torch.testing.assert_close(ours.encode(images(), order), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_blanks_are_patches_of_zeros_of_which_the_decoder_sees_nothing(folder):
+def test_blanks_are_zero_patches_hidden_from_the_decoder(folder):
     ours = import_folder(folder)[0].eval()
     visible, _ = split_of(noise(), 6)
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_blanks_are_patches_of_zeros_of_which_the_decoder_sees_nothing(folder):
         torch.testing.assert_close(ours(images(), blanks=True), ours(images()))
 
 
-def test_new_models_have_the_fixed_positions_of_mae_and_train_none_of_them():
+def test_new_models_have_fixed_positions():
     settings = ModelSettings(preset="mae-nano", depth=2, width=64, decoder_width=32, decoder_depth=1)
     model = build_model_for(replace(UNLABELLED, side=32), settings, 0, "masked_reconstruction")
     for table, width in ((model.embedding.position, 64), (model.decoder.position, 32)):
@@ -132,7 +132,7 @@ def test_new_models_have_the_fixed_positions_of_mae_and_train_none_of_them():
     assert model.decoder.blocks[0].mlp.up.out_features == 128 and len(model.decoder.blocks) == 1
 
 
-def test_first_values_are_as_wide_as_their_law_says():
+def test_initial_values_have_the_spread_of_their_law():
     model = build_model_for(
         replace(UNLABELLED, side=32), ModelSettings(preset="mae-nano", depth=1), 3, "masked_reconstruction"
     )
@@ -144,7 +144,7 @@ def test_first_values_are_as_wide_as_their_law_says():
     assert not values["head.bias"].any() and (values["decoder.norm.weight"] == 1).all()
 
 
-def test_an_exported_folder_loads_in_transformers_and_here(folder, tmp_path):
+def test_an_exported_folder_loads_in_both_libraries(folder, tmp_path):
     ours, shape = import_folder(folder)
     export_model(ours, shape, tmp_path / "out", images=UNLABELLED)
     loaded = transformers.AutoModelForPreTraining.from_pretrained(tmp_path / "out").eval()
@@ -160,7 +160,7 @@ def test_an_exported_folder_loads_in_transformers_and_here(folder, tmp_path):
     assert all(torch.equal(again.state_dict()[name], value) for name, value in ours.state_dict().items())
 
 
-def test_a_table_of_positions_of_another_size_is_an_error(folder, tmp_path):
+def test_a_position_table_of_another_size_is_refused(folder, tmp_path):
     model = theirs(image_size=24)
     model.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -169,7 +169,7 @@ def test_a_table_of_positions_of_another_size_is_an_error(folder, tmp_path):
 
 
 @pytest.mark.parametrize("pool", ["class", "patches"])
-def test_a_classifier_starts_from_the_encoder_as_transformers_vit_computes_it(folder, pool):
+def test_a_classifier_starts_from_the_trained_encoder(folder, pool):
     settings = ModelSettings(folder=str(folder), pool=None if pool == "class" else pool)
     ours = build_model_for(LABELLED, settings, 0, "classification")
     assert isinstance(ours, VisionTransformer)
@@ -189,7 +189,7 @@ def test_a_classifier_starts_from_the_encoder_as_transformers_vit_computes_it(fo
     assert torch.equal(again.head.weight, ours.head.weight)
 
 
-def test_a_classifier_that_started_so_is_exported_as_a_vit(folder, tmp_path):
+def test_a_classifier_from_an_autoencoder_exports_as_vit(folder, tmp_path):
     settings = ModelSettings(folder=str(folder))
     ours = build_model_for(LABELLED, settings, 0, "classification")
     export_model(ours, shape_for(LABELLED, settings), tmp_path / "out", images=LABELLED)
@@ -199,7 +199,7 @@ def test_a_classifier_that_started_so_is_exported_as_a_vit(folder, tmp_path):
     assert loaded.config.id2label == dict(enumerate(LABELLED.labels))
 
 
-def test_a_trained_autoencoder_goes_on_with_images_of_another_size(folder):
+def test_a_trained_autoencoder_continues_at_another_image_size(folder):
     settings = ModelSettings(folder=str(folder))
     assert (own_sizes(settings), own_sizes(ModelSettings())) == ((16, 4), (None, None))
     larger = build_model_for(replace(UNLABELLED, side=24), settings, 0, "masked_reconstruction")
@@ -212,7 +212,7 @@ def test_a_trained_autoencoder_goes_on_with_images_of_another_size(folder):
     assert fresh.head.out_features == 192 and fresh.embedding.position.shape == (1, 5, 32)
 
 
-def test_what_does_not_fit_is_refused_with_what_to_do(folder):
+def test_unsuitable_settings_are_refused_with_a_fix(folder):
     with pytest.raises(UsageError, match="without a class token, but a trained MAE has one") as refused:
         build_model_for(LABELLED, ModelSettings(folder=str(folder), pool="mean"), 0, "classification")
     assert '"patches"' in refused.value.fix

@@ -24,13 +24,13 @@ PUBLISHED = {
     "bert-small": 109_514_298,
     "t5-small": 60_506_624,
     "t5-v1.1-small": 76_961_152,
-    "marian-base": 73_886_208 + 58_101,  # the bias of the logits is trained here
+    "marian-base": 73_886_208 + 58_101,  # the bias of the logits is a parameter here
     "vit-tiny": 5_717_416,
     "vit-small": 22_050_664,
     "vit-base": 86_567_656,
     "deit-tiny": 5_717_416,
     "deit-small": 22_050_664,
-    "mae-base": 111_907_840 - 197 * (768 + 512),  # positions are fixed, and no parameters here
+    "mae-base": 111_907_840 - 197 * (768 + 512),  # fixed positions are no parameters here
     "mae-large": 329_541_888 - 197 * (1024 + 512),
     "clip-vit-b32": 151_277_313,
     "clip-vit-b16": 149_620_737,
@@ -68,12 +68,12 @@ def count(preset: str) -> int:
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_named_model_has_the_published_number_of_parameters(preset):
+def test_published_numbers_of_parameters(preset):
     assert count(preset) == PUBLISHED[preset]
 
 
 @pytest.mark.parametrize("preset", OURS)
-def test_small_preset_has_about_the_size_it_is_meant_for(preset):
+def test_small_presets_have_about_their_intended_size(preset):
     assert count(preset) == pytest.approx(OURS[preset], rel=0.05)
 
 
@@ -81,7 +81,7 @@ def test_every_preset_is_counted_here():
     assert PRESETS.keys() == PUBLISHED.keys() | OURS.keys()
 
 
-def test_vocabulary_and_length_come_from_the_data_where_given():
+def test_vocabulary_and_length_of_the_data():
     model = assemble(shape_of(ModelSettings(preset="gpt-nano"), vocabulary=100, length=8))
     assert model.head.weight.shape == (100, 128)
     assert model.embedding.position.weight.shape == (8, 128)
@@ -94,7 +94,7 @@ def test_sizes_follow_a_changed_width_and_heads_in_proportion():
     assert shape_of(ModelSettings(preset="gpt-nano", width=64)).hidden == 256
 
 
-def test_given_sizes_are_taken_as_they_are():
+def test_set_sizes_are_used_unchanged():
     settings = ModelSettings(preset="llama-nano", depth=3, width=48, heads=6, kv_heads=3, hidden=50, tied=False)
     shape = shape_of(settings)
     assert (shape.depth, shape.width, shape.heads, shape.kv_heads, shape.hidden, shape.tied) == (3, 48, 6, 3, 50, False)
@@ -119,7 +119,7 @@ def test_unknown_preset_names_the_nearest():
         (ModelSettings(preset="marian-nano", width=33, heads=3), "the width is 33"),
     ],
 )
-def test_sizes_that_cannot_go_together_are_refused_with_a_fix(settings, message):
+def test_incompatible_sizes_are_refused_with_a_fix(settings, message):
     with pytest.raises(UsageError, match=message) as refused:
         assemble(shape_of(settings))
     assert refused.value.fix
@@ -136,13 +136,13 @@ def test_sizes_that_cannot_go_together_are_refused_with_a_fix(settings, message)
         ("t5-nano", {"decoder_depth": 0}, "decoder_depth is 0"),
     ],
 )
-def test_choices_that_a_style_does_not_have_are_refused(preset, changes, message):
+def test_choices_of_another_style_are_refused(preset, changes, message):
     with pytest.raises(UsageError, match=message) as refused:
         dataclasses.replace(PRESETS[preset], **changes)
     assert refused.value.fix
 
 
-def test_a_decoder_is_as_deep_as_the_encoder_unless_given():
+def test_default_depth_of_a_decoder():
     settings = ModelSettings(preset="t5-nano", depth=3)
     assert [
         len(side.blocks) for side in (assemble(shape_of(settings)).encoder, assemble(shape_of(settings)).decoder)
@@ -160,7 +160,7 @@ def test_a_decoder_is_as_deep_as_the_encoder_unless_given():
     vocabulary=st.integers(1, 50),
     length=st.integers(1, 9),
 )
-def test_any_size_that_is_accepted_can_be_run(preset, heads, head_width, depth, vocabulary, length):
+def test_any_accepted_size_can_be_run(preset, heads, head_width, depth, vocabulary, length):
     settings = ModelSettings(preset=preset, heads=heads, kv_heads=heads, width=heads * head_width, depth=depth)
     model = assemble(shape_of(settings, vocabulary, length))
     initialize(model, seed=0)

@@ -14,7 +14,7 @@ from thrifty.models.weight_conversion import import_folder
 
 
 def sharp_model(preset: str = "llama-nano", length: int = 64):
-    """Random weights large enough that the likeliest token is no matter of rounding."""
+    """Return a model with random weights so large that rounding does not change the most likely token."""
     model = build_model(ModelSettings(preset=preset, depth=2, width=64), VOCABULARY, length, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -24,7 +24,7 @@ def sharp_model(preset: str = "llama-nano", length: int = 64):
 
 @torch.no_grad()
 def read_again(model, tokens, count, context=None):
-    """Greedy generation in its plainest form: the whole context again for each token."""
+    """Return the greedy continuation with the whole context recomputed for each token."""
     model.eval()
     for _ in range(count):
         seen = tokens if context is None else tokens[:, -context:]
@@ -41,14 +41,14 @@ def test_cached_and_plain_generation_give_the_same_tokens(save, tokens):
 
 @pytest.mark.parametrize("preset", ["gpt-nano", "llama-nano"])
 @torch.no_grad()
-def test_cached_logits_are_those_of_reading_the_whole_context(preset, tokens):
+def test_cached_logits_equal_uncached_ones(preset, tokens):
     cached, plain = sharp_model(preset), sharp_model(preset)
     with use_kv_cache(cached) as read:
         for length in range(10, 20):
             torch.testing.assert_close(read(tokens[:, :length]), plain.logits(tokens[:, :length])[:, -1])
 
 
-def test_each_new_token_is_read_once(tokens):
+def test_each_new_token_is_computed_once(tokens):
     model, lengths = sharp_model(), []
     model.embedding.register_forward_hook(lambda module, inputs, output: lengths.append(output.shape[1]))
     generate(model, tokens, 4)
@@ -56,7 +56,7 @@ def test_each_new_token_is_read_once(tokens):
 
 
 @pytest.mark.parametrize("preset", ["gpt-nano", "llama-nano"])
-def test_text_longer_than_the_context_looks_back_on_the_newest_tokens(preset, tokens):
+def test_long_text_attends_to_the_newest_tokens(preset, tokens):
     model = sharp_model(preset, length=30)
     expected = read_again(model, tokens, 20, context=30)
     assert torch.equal(generate(model, tokens, 20, greedy=True, context=30), expected)
@@ -65,12 +65,12 @@ def test_text_longer_than_the_context_looks_back_on_the_newest_tokens(preset, to
 
 
 @pytest.mark.parametrize("preset", ["gpt-nano", "llama-nano"])
-def test_positions_bound_the_context_unasked(preset, tokens):
+def test_positions_limit_the_context_by_default(preset, tokens):
     model = sharp_model(preset, length=16)
     assert torch.equal(generate(model, tokens, 30, greedy=True), read_again(model, tokens, 30, context=16))
 
 
-def test_model_is_afterwards_as_it_was(tokens):
+def test_the_model_is_restored_after_generation(tokens):
     model = sharp_model("gpt-nano").train()
     model.blocks[0].eval()
     before, cores = model.logits(tokens), [block.attention.core for block in model.blocks]
@@ -80,7 +80,7 @@ def test_model_is_afterwards_as_it_was(tokens):
     assert model.training and not model.blocks[0].training and model.blocks[1].training
 
 
-def test_model_is_restored_when_generation_fails(tokens):
+def test_the_model_is_restored_after_an_error(tokens):
     model = sharp_model("gpt-nano").train()
     cores = [block.attention.core for block in model.blocks]
     with pytest.raises(IndexError):
@@ -88,7 +88,7 @@ def test_model_is_restored_when_generation_fails(tokens):
     assert model.training and [block.attention.core for block in model.blocks] == cores
 
 
-def test_a_replaced_attention_core_is_kept_and_read_without_cache(tokens):
+def test_a_replaced_core_generates_without_cache(tokens):
     model = sharp_model()
 
     def uniform(q, k, v):
@@ -102,7 +102,7 @@ def test_a_replaced_attention_core_is_kept_and_read_without_cache(tokens):
     assert torch.equal(generate(model, tokens, 5, greedy=True), read_again(model, tokens, 5))
 
 
-def test_a_wrapped_block_is_read_without_cache():
+def test_a_wrapped_block_generates_without_cache():
     from thrifty.modeling.module_surgery import wrap_forward
 
     model = sharp_model()
@@ -110,7 +110,7 @@ def test_a_wrapped_block_is_read_without_cache():
     assert not supports_kv_cache(model)
 
 
-def test_the_seed_decides(tokens):
+def test_the_seed_determines_the_text(tokens):
     model = build_model(ModelSettings(), VOCABULARY, 64, seed=0)
     first, same, other = (generate(model, tokens, 20, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, same) and not torch.equal(first, other)
@@ -131,7 +131,7 @@ def test_top_k_of_one_and_a_cold_temperature_are_greedy(tokens):
     top_k=st.none() | st.integers(1, 12),
     top_p=st.none() | st.floats(0.01, 1),
 )
-def test_only_tokens_that_the_rules_keep_are_drawn(seed, temperature, top_k, top_p):
+def test_only_allowed_tokens_are_sampled(seed, temperature, top_k, top_p):
     generator = torch.Generator().manual_seed(seed)
     logits = 2 * torch.randn(4, 10, generator=generator)
     chosen = sample_token(logits, generator, temperature, top_k, top_p)
@@ -143,14 +143,14 @@ def test_only_tokens_that_the_rules_keep_are_drawn(seed, temperature, top_k, top
         assert top_p is None or kept[likelier].sum() < top_p + 1e-5
 
 
-def test_drawing_follows_the_probabilities():
+def test_sampling_follows_the_probabilities():
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(20_000, 3)
     drawn = sample_token(logits, torch.Generator().manual_seed(0), 1.0, None, None)
     frequency = torch.bincount(drawn, minlength=3) / len(drawn)
     torch.testing.assert_close(frequency, torch.tensor([0.5, 0.3, 0.2]), rtol=0, atol=0.02)
 
 
-def test_rows_end_at_the_stop_token_and_generation_with_the_last_row(tokens):
+def test_rows_end_at_the_stop_token(tokens):
     model = sharp_model()
     free = generate(model, tokens, 20, greedy=True)
     stop = int(free[0, 26])

@@ -1,4 +1,4 @@
-"""Decoders, encoders and encoder–decoders of pre-norm and post-norm blocks: who sees whom, and where the norms are."""
+"""Visibility of tokens and position of norms in decoders, encoders and encoder-decoders, pre-norm and post-norm."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def block(kind, core, cross=False):
 
 
 def ends(kind):
-    """What stands behind the last block: post-norm blocks have normalised already."""
+    """Return the module after the last block: post-norm blocks need no final norm."""
     return nn.Identity() if kind is PostNormBlock else NORM()
 
 
@@ -68,29 +68,29 @@ def changed(given, place):
 
 
 def moved(before, after):
-    """Places (t,) at which any hidden state differs."""
+    """Return the positions (t,) at which any hidden state differs."""
     return (before != after).any(-1).any(0)
 
 
 @BOTH
-def test_a_decoders_token_sees_itself_and_its_past(kind):
+def test_a_decoder_token_attends_to_itself_and_its_past(kind):
     model, given = decoder(kind), tokens()
     assert moved(model(given), model(changed(given, 3))).tolist() == [False] * 3 + [True] * 5
 
 
 @BOTH
-def test_an_encoders_token_sees_all(kind):
+def test_an_encoder_token_attends_to_all(kind):
     model, given = encoder(kind), tokens()
     assert moved(model(given), model(changed(given, 3))).all()
 
 
 @BOTH
-def test_the_core_decides_not_the_block(kind):
+def test_the_core_determines_visibility(kind):
     assert moved(decoder(kind, full_attention)(tokens()), decoder(kind, full_attention)(changed(tokens(), 7))).all()
 
 
 @BOTH
-def test_a_target_sees_the_whole_source_and_its_own_past(kind):
+def test_a_target_attends_to_the_source_and_its_own_past(kind):
     model, source, target = encoder_decoder(kind), tokens(9, seed=1), tokens(6)
     before = model(source, target)
     assert moved(before, model(changed(source, 8), target)).all()
@@ -121,7 +121,7 @@ def test_padding_of_a_source_changes_nothing(preset):
 
 
 def silent(model):
-    """Every branch gives zero."""
+    """Set the output of every branch to zero."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".out." in name or ".down." in name:
@@ -129,18 +129,18 @@ def silent(model):
     return model
 
 
-def test_a_pre_norm_block_without_branches_passes_the_stream_on():
+def test_a_pre_norm_block_without_branches_is_the_identity():
     x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 3, WIDTH)
     assert torch.equal(silent(block(TransformerBlock, full_attention, cross=True))(x, None, memory), x)
 
 
-def test_a_post_norm_block_without_branches_normalises_the_stream():
+def test_a_post_norm_block_without_branches_normalizes():
     x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 3, WIDTH)
     found = silent(block(PostNormBlock, full_attention, cross=True))(x, None, memory)
     torch.testing.assert_close(found, nn.functional.layer_norm(x, (WIDTH,)), rtol=1e-4, atol=1e-4)
 
 
-def test_only_post_norm_keeps_every_blocks_output_at_unit_variance():
+def test_only_post_norm_blocks_have_outputs_of_unit_variance():
     spreads = {}
     for kind in (TransformerBlock, PostNormBlock):
         model, seen = decoder(kind), []
@@ -155,7 +155,7 @@ def test_only_post_norm_keeps_every_blocks_output_at_unit_variance():
     assert all(spread == pytest.approx(16 / 15, rel=1e-2) for spread in spreads[PostNormBlock])
 
 
-def test_gpt1_is_gpt_with_the_norms_behind_the_sums():
+def test_gpt1_is_gpt_with_norms_after_the_sums():
     pre, post = (
         build_model(ModelSettings(preset=name, depth=24), 50, 16, seed=0) for name in ("gpt-nano", "gpt1-nano")
     )

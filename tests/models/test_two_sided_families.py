@@ -1,4 +1,4 @@
-"""BERT, T5 and Marian against transformers: values, padding, folders in both directions."""
+"""BERT, T5 and Marian compared with transformers: values, padding, folders in both directions."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def family(request, save):
 
 @pytest.fixture
 def texts():
-    """A source longer than T5's farthest bucket, a shorter target, and which of the source is no padding."""
+    """Return a source longer than T5's largest distance, a shorter target, and a mask of the source's padding."""
     generator = torch.Generator().manual_seed(1)
     source, target = (torch.randint(1, VOCABULARY, (2, t), generator=generator) for t in (150, 20))
     keep = torch.ones(2, 150, dtype=torch.bool)
@@ -47,19 +47,19 @@ def logits_of_both(ours, theirs, texts, padded):
 
 def assert_same_logits(ours, theirs, texts, padded):
     mine, wanted = logits_of_both(ours, theirs, texts, padded)
-    if padded and isinstance(ours, Encoder):  # what is said at padding itself is nobody's concern
+    if padded and isinstance(ours, Encoder):  # outputs at padding do not matter
         keep = texts[2][:, -60:]
         mine, wanted = mine[keep], wanted[keep]
     torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_imported_model_gives_the_logits_of_transformers(family, texts, padded):
+def test_an_imported_model_has_the_logits_of_transformers(family, texts, padded):
     folder, theirs = family
     assert_same_logits(import_folder(folder)[0], theirs, texts, padded)
 
 
-def test_hidden_states_are_what_the_head_takes(family, texts):
+def test_the_head_maps_hidden_states_to_logits(family, texts):
     ours, _ = import_folder(family[0])
     source, target, keep = texts
     given = (source[:, :60],) if isinstance(ours, Encoder) else (source, target, keep)
@@ -67,7 +67,7 @@ def test_hidden_states_are_what_the_head_takes(family, texts):
     torch.testing.assert_close(ours.head(ours(*given)), ours.logits(*given), rtol=0, atol=0)
 
 
-def test_round_trip_is_bit_exact(family, tmp_path):
+def test_a_round_trip_is_bit_exact(family, tmp_path):
     first, shape = import_folder(family[0])
     export_folder(first, shape, tmp_path / "once")
     second, same_shape = import_folder(tmp_path / "once")
@@ -79,7 +79,7 @@ def test_round_trip_is_bit_exact(family, tmp_path):
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
 
 
-def test_exported_model_loads_in_transformers_and_gives_the_same_logits(family, texts, tokenizer_json, tmp_path):
+def test_an_exported_model_has_the_same_logits_in_transformers(family, texts, tokenizer_json, tmp_path):
     folder, theirs = family
     ours, shape = import_folder(folder)
     export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
@@ -90,7 +90,7 @@ def test_exported_model_loads_in_transformers_and_gives_the_same_logits(family, 
         assert torch.equal(value, again.state_dict()[name]), name
 
 
-def test_exported_model_generates_from_the_token_that_ends_a_text(save, tokenizer_json, tmp_path, texts):
+def test_an_exported_model_generates_from_the_end_of_text(save, tokenizer_json, tmp_path, texts):
     ours, shape = import_folder(save(TWO_SIDED["t5-1.0"]())[0])
     export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
     theirs = AUTO["t5"].from_pretrained(tmp_path / "ours")
@@ -102,7 +102,7 @@ def test_exported_model_generates_from_the_token_that_ends_a_text(save, tokenize
     assert torch.equal(found, target)
 
 
-def test_exported_tokenizer_knows_its_special_tokens(save, tokenizer_json, tmp_path):
+def test_an_exported_tokenizer_has_its_special_tokens(save, tokenizer_json, tmp_path):
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     tokenizer.add_special_tokens(["<mask>", "[PAD]"])
     tokenizer.save(str(tokenizer_json))
@@ -114,7 +114,7 @@ def test_exported_tokenizer_knows_its_special_tokens(save, tokenizer_json, tmp_p
     assert not (tmp_path / "ours" / "generation_config.json").exists()
 
 
-def test_no_parameter_is_there_twice(family):
+def test_no_parameter_is_duplicated(family):
     ours, shape = import_folder(family[0])
     names = [name for name, _ in ours.named_parameters()]
     assert len(names) == len(set(names)) and ("head.weight" in names) == (not shape.tied)
@@ -151,7 +151,7 @@ def edit_config(folder, **changes):
         ("marian", {"new_trick": 2}, "new_trick = 2"),
     ],
 )
-def test_what_our_model_does_not_compute_is_refused_by_name(save, name, changes, reason):
+def test_unsupported_settings_are_refused_by_name(save, name, changes, reason):
     folder, _ = save(TWO_SIDED[name]())
     edit_config(folder, **changes)
     with pytest.raises(RefusedError, match=re.escape(reason)):
@@ -159,7 +159,7 @@ def test_what_our_model_does_not_compute_is_refused_by_name(save, name, changes,
 
 
 def test_settings_of_published_folders_are_accepted(save):
-    """What the folders bert-base-multilingual, t5-small and opus-mt-en-de hold besides sizes."""
+    """Settings of bert-base-multilingual, t5-small and opus-mt-en-de besides sizes."""
     settings = {
         "bert": {"position_embedding_type": "absolute", "directionality": "bidi", "pooler_fc_size": 768,
                  "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128,
@@ -178,7 +178,7 @@ def test_settings_of_published_folders_are_accepted(save):
         import_folder(folder)
 
 
-def test_older_files_with_other_names_and_repeats_are_imported(save, texts):
+def test_older_files_with_other_names_are_imported(save, texts):
     changes = {
         "bert": lambda tensors: {
             **{re.sub("LayerNorm.weight$", "LayerNorm.gamma", re.sub("LayerNorm.bias$", "LayerNorm.beta", name)): value
@@ -206,7 +206,7 @@ def test_older_files_with_other_names_and_repeats_are_imported(save, texts):
         assert_same_logits(import_folder(folder)[0], theirs, texts, padded=True)
 
 
-def test_a_repeat_with_other_values_is_found(save):
+def test_a_repeated_tensor_with_other_values_is_refused(save):
     folder, _ = save(TWO_SIDED["t5-1.0"]())
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -215,7 +215,7 @@ def test_a_repeat_with_other_values_is_found(save):
         import_folder(folder)
 
 
-def test_free_head_of_t5_is_told_by_its_scale_whatever_transformers_writes_of_ties(save):
+def test_an_untied_t5_head_is_recognized_by_its_scale(save):
     folder, _ = save(TWO_SIDED["t5-1.1"]())
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
     assert not import_folder(folder)[1].tied
@@ -223,7 +223,7 @@ def test_free_head_of_t5_is_told_by_its_scale_whatever_transformers_writes_of_ti
     assert not import_folder(folder)[1].tied
 
 
-def test_a_model_trained_here_exports_at_the_depths_that_it_has(tmp_path):
+def test_a_trained_model_exports_at_its_current_depths(tmp_path):
     settings = ModelSettings(preset="t5-nano", depth=3, width=32)
     model = build_model(settings, VOCABULARY, 16, seed=0, task="sequence_to_sequence")
     del model.decoder.blocks[1:]
@@ -233,7 +233,7 @@ def test_a_model_trained_here_exports_at_the_depths_that_it_has(tmp_path):
 
 
 @pytest.mark.parametrize("preset", ["bert-nano", "marian-nano"])
-def test_free_head_is_not_exported_to_a_format_that_ties_it(preset, tmp_path):
+def test_an_untied_head_is_not_exported_to_a_tied_format(preset, tmp_path):
     settings = ModelSettings(preset=preset, depth=1, width=32, tied=False)
     task = "masked_token" if preset == "bert-nano" else "sequence_to_sequence"
     model = build_model(settings, 20, 16, seed=0, task=task)
@@ -256,7 +256,7 @@ def test_free_head_is_not_exported_to_a_format_that_ties_it(preset, tmp_path):
         ("bert-nano", "classification", "cannot learn classification"),
     ],
 )
-def test_model_of_another_kind_than_the_objective_needs_is_refused(preset, task, message):
+def test_a_model_of_another_kind_is_refused(preset, task, message):
     with pytest.raises(UsageError, match=message) as refused:
         build_model(ModelSettings(preset=preset), VOCABULARY, 16, seed=0, task=task)
     assert "objective.name" in refused.value.fix
@@ -274,14 +274,14 @@ def test_folders_are_built_for_their_own_task(save):
             build_model(settings, VOCABULARY, 32, seed=0)
 
 
-def test_length_binds_where_positions_end_and_nowhere_else(save):
+def test_length_limits_only_models_with_position_tables(save):
     bert, t5 = (ModelSettings(folder=str(save(TWO_SIDED[name]())[0])) for name in ("bert", "t5-1.0"))
     with pytest.raises(UsageError, match=r"data\.length is 65"):
         build_model(bert, VOCABULARY, 65, seed=0, task="masked_token")
     build_model(t5, VOCABULARY, 5000, seed=0, task="sequence_to_sequence")
 
 
-def test_variants_that_we_do_not_compute_go_through_transformers(save):
+def test_unsupported_variants_are_built_by_transformers(save):
     folder, _ = save(TWO_SIDED["bert"]())
     edit_config(folder, is_decoder=True)
     model = build_model(ModelSettings(folder=str(folder), reinitialize=True), VOCABULARY, 32, seed=0)

@@ -1,4 +1,4 @@
-"""Smaller models exported: `transformers` loads them in the smaller shapes, with the same logits."""
+"""Export of pruned models: `transformers` loads them in the smaller shapes with the same logits."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from thrifty.techniques.growth._width_growth import narrow_networks
 
 TOKENS = (torch.arange(24) * 7 % 60).view(2, 12)
 KEPT = {"heads": ([1, 2], [0, 2, 3]), "neurons": ([*range(0, 24, 2)], [*range(5, 22)])}
-"""Of the first and the second of two blocks."""
+"""Kept units of the first and the second of two blocks."""
 
 
 def shape(style: str, heads: int = 4, kv_heads: int | None = None, width: int = 48) -> ModelConfig:
@@ -66,7 +66,7 @@ OURS: dict[str, tuple[ModelConfig, dict[str, int], str]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", OURS)
-def test_a_smaller_model_of_ours_loads_in_transformers_with_the_same_logits(case: str, tmp_path: Path) -> None:
+def test_a_pruned_own_model_has_the_same_logits_in_transformers(case: str, tmp_path: Path) -> None:
     whole, sizes, said = OURS[case]
     model = of_ours(whole)
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -83,7 +83,7 @@ def test_a_smaller_model_of_ours_loads_in_transformers_with_the_same_logits(case
 
 
 @torch.no_grad()
-def test_the_first_gpt_whose_format_has_no_word_for_either_keeps_its_shapes(tmp_path: Path) -> None:
+def test_gpt1_keeps_its_shapes_in_its_format(tmp_path: Path) -> None:
     whole = ModelConfig("gpt1", 2, 8, 4, 4, 32, 60, 16, tied=True)
     model = assemble(whole)
     initialize(model, 0, std=0.2)
@@ -131,7 +131,7 @@ WRAPPED: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("case", WRAPPED)
-def test_a_smaller_model_of_transformers_is_saved_so_that_it_loads(case: str, tmp_path: Path) -> None:
+def test_a_pruned_model_of_transformers_loads_again(case: str, tmp_path: Path) -> None:
     make, sizes = WRAPPED[case]
     torch.manual_seed(0)
     model = slimmed(make())
@@ -142,7 +142,7 @@ def test_a_smaller_model_of_transformers_is_saved_so_that_it_loads(case: str, tm
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
-def test_a_model_that_has_not_grown_wide_yet_is_exported_as_narrow_as_it_is(tmp_path: Path, style: str) -> None:
+def test_a_growing_model_exports_at_its_current_width(tmp_path: Path, style: str) -> None:
     model = assemble(shape(style))
     initialize(model, 0, std=0.2)
     narrow_networks(model, 2)

@@ -1,4 +1,4 @@
-"""The Vision Transformer against transformers' own, its positions on other grids, and its Hugging Face folders."""
+"""The Vision Transformer compared with transformers: outputs, positions on other grids, Hugging Face folders."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_logits_and_hidden_states_are_those_of_transformers(folder):
+def test_logits_and_hidden_states_equal_transformers(folder):
     ours, shape = import_folder(folder)
     assert (shape.image, shape.patch, shape.vocabulary, shape.length) == (16, 4, 5, 17)
     model, pixels = theirs(), images()
@@ -60,7 +60,7 @@ def test_logits_and_hidden_states_are_those_of_transformers(folder):
 
 
 @pytest.mark.parametrize("size", [(24, 24), (8, 20), (32, 16)])
-def test_images_of_another_size_have_the_positions_that_transformers_interpolates(folder, size):
+def test_interpolated_positions_equal_transformers(folder, size):
     ours, _ = import_folder(folder)
     with torch.no_grad():
         wanted = theirs()(images(*size), interpolate_pos_encoding=True).logits
@@ -68,7 +68,7 @@ def test_images_of_another_size_have_the_positions_that_transformers_interpolate
 
 
 @pytest.mark.parametrize("changed", [{"hidden_act": "relu"}, {"num_channels": 1, "layer_norm_eps": 1e-3}])
-def test_variants_that_config_json_can_name(tmp_path, changed):
+def test_variants_of_config_json(tmp_path, changed):
     model = theirs(**changed)
     model.save_pretrained(tmp_path)
     pixels = images(channels=changed.get("num_channels", 3))
@@ -77,7 +77,7 @@ def test_variants_that_config_json_can_name(tmp_path, changed):
         torch.testing.assert_close(ours, model(pixels).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_an_exported_folder_loads_in_transformers_with_labels_and_image_processor(folder, tmp_path):
+def test_an_exported_folder_has_labels_and_image_processor(folder, tmp_path):
     ours, shape = import_folder(folder)
     export_model(ours, shape, tmp_path / "out", images=ENDS)
     loaded = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
@@ -96,7 +96,7 @@ def test_an_exported_folder_loads_in_transformers_with_labels_and_image_processo
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
-def test_what_our_vit_does_not_compute_is_refused(tmp_path):
+def test_unsupported_settings_are_refused(tmp_path):
     transformers.ViTConfig(**SIZES, qkv_bias=False).save_pretrained(tmp_path)
     with pytest.raises(RefusedError, match="qkv_bias = False"):
         import_folder(tmp_path)
@@ -108,13 +108,13 @@ def test_what_our_vit_does_not_compute_is_refused(tmp_path):
         import_folder(tmp_path)
 
 
-def test_weights_that_do_not_fit_config_json_are_an_error(folder, tmp_path):
+def test_weights_that_do_not_fit_config_json_are_refused(folder, tmp_path):
     theirs().vit.save_pretrained(tmp_path)
     with pytest.raises(IntegrityError, match="2 missing"):
         import_folder(tmp_path)
 
 
-def test_a_model_pools_by_its_class_token_or_by_the_mean_of_its_patches():
+def test_pooling_by_class_token_or_mean():
     settings = ModelSettings(preset="vit-nano", depth=1, pool="mean")
     model = build_model_for(ENDS, settings, 0, "classification")
     assert isinstance(model, VisionTransformer)
@@ -125,7 +125,7 @@ def test_a_model_pools_by_its_class_token_or_by_the_mean_of_its_patches():
         export_folder(model, shape_for(ENDS, settings), Path("nowhere"))
 
 
-def test_positions_on_their_own_grid_are_the_table_itself_and_keep_what_is_in_front():
+def test_positions_on_their_own_grid_equal_the_table():
     table = torch.randn(1, 17, 8)
     assert resized_positions(table, (4, 4), 1) is table
     other = resized_positions(table, (2, 6), 1)
@@ -141,7 +141,7 @@ def test_resized_positions_keep_float32_under_autocast() -> None:
     assert found.dtype == torch.float32 and torch.equal(found, resized_positions(table, (3, 5), 1))
 
 
-def test_patches_are_row_by_row():
+def test_patches_are_in_row_order():
     embedding = PatchEmbedding(8, 4, 1, 4, "mean")
     nn.init.zeros_(embedding.patch.bias)
     nn.init.ones_(embedding.patch.weight)
@@ -150,7 +150,7 @@ def test_patches_are_row_by_row():
     assert embedding(picture)[0, :, 0].tolist() == [0.0, 16.0, 0.0, 0.0]
 
 
-def test_images_that_do_not_fit_are_refused_with_what_to_do():
+def test_unsuitable_images_are_refused_with_a_fix():
     model = build_model_for(ENDS, ModelSettings(preset="vit-nano", depth=1), 0, "classification")
     with pytest.raises(UsageError, match="3 channels"):
         model(images(channels=1))
@@ -166,7 +166,7 @@ def test_images_that_do_not_fit_are_refused_with_what_to_do():
         shape_of(ModelSettings(patch=4))
 
 
-def test_a_model_of_one_kind_does_not_learn_what_another_kind_does():
+def test_a_model_of_another_kind_is_refused():
     with pytest.raises(UsageError, match="cannot learn classification: its tokens do not attend to later ones"):
         build_model_for(ENDS, ModelSettings(preset="llama-nano"), 0, "classification")
     with pytest.raises(UsageError, match="vit-nano cannot learn next_token: it classifies images"):
@@ -196,7 +196,7 @@ def test_a_trained_model_is_refitted_to_other_images_and_labels(folder):
     assert fresh.embedding.patch.weight.shape == (32, 1, 2, 2) and fresh.embedding.position.shape == (1, 65, 32)
 
 
-def test_first_values_do_not_depend_on_depth_and_are_as_wide_as_their_law_says():
+def test_initial_values_are_independent_of_depth():
     deep, flat = (build_model_for(ENDS, ModelSettings(preset="vit-nano", depth=d), 3, "classification") for d in (3, 1))
     values = deep.state_dict()
     assert all(torch.equal(values[name], value) for name, value in flat.named_parameters())
@@ -208,7 +208,7 @@ def test_first_values_do_not_depend_on_depth_and_are_as_wide_as_their_law_says()
 
 @pytest.mark.parametrize("preset", ["vit-nano", "mae-nano", "clip-nano"])
 @pytest.mark.parametrize("patch", [1, 3, 5, 8, 40])
-def test_patches_of_any_side_go_with_images_as_large_as_they_need(preset: str, patch: int) -> None:
+def test_patches_of_any_size_have_fitting_images(preset: str, patch: int) -> None:
     published, _ = own_sizes(ModelSettings(preset=preset))
     side, _ = own_sizes(ModelSettings(preset=preset, patch=patch))
     assert published and side and side % patch == 0 and side <= max(published, patch)

@@ -23,7 +23,7 @@ def edit_config(folder, **changes):
 
 
 @torch.no_grad()
-def test_imported_model_gives_the_logits_of_transformers(family, tokens):
+def test_an_imported_model_has_the_logits_of_transformers(family, tokens):
     folder, theirs = family
     ours, _ = import_folder(folder)
     torch.testing.assert_close(ours.logits(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
@@ -31,7 +31,7 @@ def test_imported_model_gives_the_logits_of_transformers(family, tokens):
 
 @pytest.mark.sampled(4)
 @torch.no_grad()
-def test_exported_model_loads_in_transformers_and_generates_the_same_tokens(family, tokens, tokenizer_json, tmp_path):
+def test_an_exported_model_generates_the_same_tokens(family, tokens, tokenizer_json, tmp_path):
     folder, _ = family
     ours, shape = import_folder(folder)
     export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
@@ -48,7 +48,7 @@ def test_exported_model_loads_in_transformers_and_generates_the_same_tokens(fami
 
 
 @torch.no_grad()
-def test_a_model_trained_here_exports_with_its_tokenizer(tokenizer_json, tmp_path, tokens):
+def test_a_trained_model_exports_with_its_tokenizer(tokenizer_json, tmp_path, tokens):
     settings = ModelSettings(preset="llama-nano", depth=2, width=32)
     ours = build_model(settings, VOCABULARY, length=64, seed=3)
     export_model(ours, model_shape(settings, VOCABULARY, 64), tmp_path / "ours", tokenizer_json)
@@ -60,7 +60,7 @@ def test_a_model_trained_here_exports_with_its_tokenizer(tokenizer_json, tmp_pat
     assert tokenizer.decode(tokenizer("the word was")["input_ids"]) == "the word was"
 
 
-def test_round_trip_is_bit_exact(family, tmp_path):
+def test_a_round_trip_is_bit_exact(family, tmp_path):
     folder, _ = family
     first, shape = import_folder(folder)
     export_folder(first, shape, tmp_path / "once")
@@ -74,7 +74,7 @@ def test_round_trip_is_bit_exact(family, tmp_path):
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
 
 
-def test_export_keeps_every_tensor_that_transformers_had(family, tmp_path):
+def test_export_keeps_every_tensor_of_transformers(family, tmp_path):
     folder, theirs = family
     ours, shape = import_folder(folder)
     export_folder(ours, shape, tmp_path / "ours")
@@ -83,7 +83,7 @@ def test_export_keeps_every_tensor_that_transformers_had(family, tmp_path):
         assert torch.equal(value, again.state_dict()[name]), name
 
 
-def test_half_precision_weights_survive_a_round_trip(save, tmp_path):
+def test_half_precision_round_trip(save, tmp_path):
     folder, _ = save(FAMILIES["llama-grouped"]())
     ours, shape = import_folder(folder)
     export_folder(ours, shape, tmp_path / "half", dtype=torch.bfloat16)
@@ -95,7 +95,7 @@ def test_half_precision_weights_survive_a_round_trip(save, tmp_path):
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
-def test_tied_head_stays_the_embedding(save):
+def test_a_tied_head_stays_tied(save):
     folder, _ = save(FAMILIES["llama-tied"]())
     model, shape = import_folder(folder)
     assert shape.tied and model.head.weight is model.embedding.token.weight
@@ -122,7 +122,7 @@ def test_gpt2_as_first_published_without_prefix_is_imported(save, tokens):
     torch.testing.assert_close(model.logits(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_rope_is_read_in_the_spelling_of_earlier_transformers(save, tokens):
+def test_rope_settings_of_earlier_transformers_are_read(save, tokens):
     folder, theirs = save(FAMILIES["llama-scaled"]())
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
     theta = rope.pop("rope_theta")
@@ -148,7 +148,7 @@ def test_rope_is_read_in_the_spelling_of_earlier_transformers(save, tokens):
         ("gpt1", {"afn": "swish"}, "afn = 'swish'"),
     ],
 )
-def test_what_our_model_does_not_compute_is_refused_by_name(save, name, changes, reason):
+def test_unsupported_settings_are_refused_by_name(save, name, changes, reason):
     folder, _ = save(FAMILIES[name]())
     edit_config(folder, **changes)
     with pytest.raises(RefusedError, match=reason):
@@ -189,7 +189,7 @@ def test_pickle_under_the_name_of_safetensors_is_refused(save):
         import_folder(folder)
 
 
-def test_truncated_weights_are_found(save):
+def test_truncated_weights_are_refused(save):
     folder, _ = save(FAMILIES["llama"]())
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -207,14 +207,14 @@ def test_truncated_weights_are_found(save):
         ({"vocab_size": 10}, "by config.json"),
     ],
 )
-def test_weights_that_do_not_fit_the_config_are_found(save, changes, message):
+def test_weights_that_do_not_fit_the_config_are_refused(save, changes, message):
     folder, _ = save(FAMILIES["llama"]())
     edit_config(folder, **changes)
     with pytest.raises(IntegrityError, match=message):
         import_folder(folder)
 
 
-def test_folders_that_hold_no_model_are_named(tmp_path, save):
+def test_folders_without_a_model_are_named(tmp_path, save):
     with pytest.raises(UsageError, match="no model folder"):
         import_folder(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"no config\.json"):
@@ -225,7 +225,7 @@ def test_folders_that_hold_no_model_are_named(tmp_path, save):
         import_folder(folder)
 
 
-def test_shard_names_cannot_lead_out_of_the_folder(save):
+def test_shard_names_cannot_leave_the_folder(save):
     folder, _ = save(FAMILIES["llama"](), max_shard_size="20KB")
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -254,7 +254,7 @@ def test_export_never_overwrites(save, tmp_path):
     import_folder(tmp_path / "empty")
 
 
-def test_failed_export_leaves_nothing_behind(save, tmp_path):
+def test_a_failed_export_leaves_no_folder(save, tmp_path):
     model, shape = import_folder(save(FAMILIES["llama"]())[0])
     before = sorted(tmp_path.iterdir())
     with pytest.raises(IntegrityError, match="tokenizer"):
@@ -262,7 +262,7 @@ def test_failed_export_leaves_nothing_behind(save, tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_parameters_without_a_place_in_the_format_are_refused(save, tmp_path):
+def test_parameters_outside_the_format_are_refused(save, tmp_path):
     model, shape = import_folder(save(FAMILIES["llama"]())[0])
     model.blocks[0].attention.qkv.register_parameter("lora_a", torch.nn.Parameter(torch.zeros(2, 32)))
     with pytest.raises(RefusedError, match="lora_a"):
@@ -271,21 +271,21 @@ def test_parameters_without_a_place_in_the_format_are_refused(save, tmp_path):
         export_folder(model, replace(shape, depth=3), tmp_path / "ours")
 
 
-def test_widths_that_gpt1_cannot_spell_are_refused(tmp_path):
+def test_widths_outside_the_gpt1_format_are_refused(tmp_path):
     settings = ModelSettings(preset="gpt1-nano", depth=1, hidden=100)
     model = build_model(settings, 10, 8, seed=0)
     with pytest.raises(RefusedError, match="inner width of 4 times the width"):
         export_model(model, model_shape(settings, 10, 8), tmp_path / "ours")
 
 
-def test_build_model_imports_a_folder_of_our_families(save, tokens):
+def test_build_model_imports_a_folder_of_own_families(save, tokens):
     folder, theirs = save(FAMILIES["gpt2"]())
     model = build_model(ModelSettings(folder=str(folder)), VOCABULARY, 64, seed=0)
     assert isinstance(model, Transformer)
     torch.testing.assert_close(model.logits(tokens), theirs(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_fresh_folder_takes_sizes_from_the_recipe_and_values_from_the_seed(save):
+def test_a_fresh_folder_uses_sizes_and_seed_of_the_recipe(save):
     folder, _ = save(FAMILIES["llama"]())
     settings = ModelSettings(folder=str(folder), reinitialize=True, depth=1)
     first, same, other = (build_model(settings, 50, 16, seed) for seed in (1, 1, 2))
@@ -302,7 +302,7 @@ def test_fresh_folder_takes_sizes_from_the_recipe_and_values_from_the_seed(save)
         ({}, 10, 65, "data.length is 65"),
     ],
 )
-def test_recipe_that_does_not_fit_existing_weights_is_refused(save, settings, vocabulary, length, message):
+def test_a_recipe_that_does_not_fit_weights_is_refused(save, settings, vocabulary, length, message):
     folder, _ = save(FAMILIES["llama"]())
     with pytest.raises(UsageError, match=message):
         build_model(ModelSettings(folder=str(folder), **settings), vocabulary, length, seed=0)

@@ -1,4 +1,4 @@
-"""LoRA in PEFT's layout, against peft itself on real architectures."""
+"""LoRA in PEFT's format, compared with peft on real architectures."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def randomize(tensors: Any) -> None:
 
 
 def ours(family: str, **settings: Any) -> nn.Module:
-    """A model with our LoRA, its factors random."""
+    """Return a model with Thrifty's LoRA and random factors."""
     model = fresh(family)
     Lora(**{"rank": 3, "alpha": 5.0, **settings}).attach(model)
     parameters = dict(model.named_parameters())
@@ -69,7 +69,7 @@ def in_peft(family: str, folder: Path) -> Any:
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("stabilised", [False, True], ids=["", "rslora"])
 @pytest.mark.parametrize("family", TARGETS)
-def test_an_adapter_of_peft_computes_the_same_here(family: str, stabilised: bool, tmp_path: Path) -> None:
+def test_an_adapter_of_peft_computes_the_same_in_thrifty(family: str, stabilised: bool, tmp_path: Path) -> None:
     config = peft.LoraConfig(
         r=3, lora_alpha=5, lora_dropout=0.1, target_modules=TARGETS[family], use_rslora=stabilised,
         rank_pattern={TARGETS[family][0]: 5}, alpha_pattern={TARGETS[family][1]: 11},
@@ -79,8 +79,8 @@ def test_an_adapter_of_peft_computes_the_same_here(family: str, stabilised: bool
     theirs.save_pretrained(tmp_path / "theirs")
     model = fresh(family)
     load_adapter(model, tmp_path / "theirs")
-    save_adapter(model, tmp_path / "again")  # the third way of the triangle
-    expected = logits(theirs.double())  # in float32 two orders of summation differ by more than many a mistake
+    save_adapter(model, tmp_path / "again")  # the third side of the triangle
+    expected = logits(theirs.double())  # in float32 the order of summation matters more than many errors
     for same in (model.eval(), in_peft(family, tmp_path / "again")):
         torch.testing.assert_close(logits(same.double()), expected, rtol=0, atol=1e-11)
     assert (expected - logits(fresh(family))).abs().max() > 0.1
@@ -103,7 +103,7 @@ def test_an_adapter_of_peft_computes_the_same_here(family: str, stabilised: bool
         ("t5-1.1", {"where": "SelfAttention|wi"}),
     ],
 )
-def test_an_adapter_of_ours_computes_the_same_in_peft(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_an_adapter_of_thrifty_computes_the_same_in_peft(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     model = ours(family, **settings)
     randomize(p for name, p in model.named_parameters() if p.requires_grad and name not in factor_names(model))
     save_adapter(model, tmp_path / "adapter")
@@ -115,16 +115,14 @@ def test_an_adapter_of_ours_computes_the_same_in_peft(family: str, settings: dic
     torch.testing.assert_close(logits(back), logits(model), rtol=1e-6, atol=1e-6)
     theirs.save_pretrained(tmp_path / "theirs")
     mine, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "theirs"))
-    assert mine.keys() <= again.keys()  # peft adds the weights below adapted embeddings
+    assert mine.keys() <= again.keys()  # peft adds the base weights of adapted embeddings
     assert all(torch.equal(again[name], tensor) for name, tensor in mine.items())
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("family", ["llama-grouped", "llama-tied", "gpt2", "gpt1", "bert", "t5-1.0", "marian"])
 @pytest.mark.parametrize("slices", ["qkv", "qv", ""])
-def test_an_adapter_on_one_of_our_models_fits_the_folder_the_base_is_exported_to(
-    family: str, slices: str, tmp_path: Path
-) -> None:
+def test_an_adapter_of_an_own_model_fits_its_exported_base(family: str, slices: str, tmp_path: Path) -> None:
     base = fresh(family)
     base.save_pretrained(tmp_path / "base")
     model, shape = import_folder(tmp_path / "base")
@@ -147,7 +145,7 @@ def test_an_adapter_on_one_of_our_models_fits_the_folder_the_base_is_exported_to
         torch.testing.assert_close(again.eval().logits(*inputs), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_an_embedding_of_one_of_our_models_goes_where_theirs_is(tmp_path: Path) -> None:
+def test_adapted_embeddings_of_own_models_are_exported(tmp_path: Path) -> None:
     base = fresh("gpt2-untied")
     base.save_pretrained(tmp_path / "base")
     model, shape = import_folder(tmp_path / "base")
@@ -169,7 +167,7 @@ class Encoder(nn.Module):
         return self.encoder(x)
 
 
-def test_torchs_own_attention_is_refused_since_peft_adds_to_its_last_layer_twice(tmp_path: Path) -> None:
+def test_torchs_own_attention_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Encoder(), torch.randn(2, 5, 16)
     config = peft.LoraConfig(r=2, target_modules=["self_attn"])
@@ -182,7 +180,9 @@ def test_torchs_own_attention_is_refused_since_peft_adds_to_its_last_layer_twice
     product = factors[key.format("B")] @ factors[key.format("A")] * config.lora_alpha / 2
     torch.manual_seed(0)
     before = Encoder().encoder.layers[0].self_attn.out_proj.weight
-    torch.testing.assert_close(attention.out_proj.weight - before, 2 * product)  # the day this fails, they can be read
+    torch.testing.assert_close(
+        attention.out_proj.weight - before, 2 * product
+    )  # once this fails, such folders can be supported
     for path in ("self_attn", "out_proj"):
         with pytest.raises(RefusedError, match="torch's own attention"):
             save_adapter(Lora(rank=2, where=path).attach(Encoder()), tmp_path / "ours")
@@ -220,7 +220,7 @@ def test_several_folders_share_one_base(tmp_path: Path) -> None:
     assert adapters(base) == ["french", "verse"]
 
 
-def test_settings_say_what_the_base_is_and_what_it_is_for(tmp_path: Path) -> None:
+def test_settings_name_the_base_and_its_task(tmp_path: Path) -> None:
     save_adapter(ours("gpt2"), tmp_path / "adapter", base="some/model", dtype=torch.bfloat16)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["task_type"]) == ("LORA", "CAUSAL_LM")
@@ -258,8 +258,8 @@ _WHISPER = {
         ("WhisperForConditionalGeneration", "", None),
     ],
 )
-def test_a_task_is_named_only_where_peft_then_loads_the_folder(kind: str, also: str, task: str, tmp_path: Path) -> None:
-    """By the word for classifying PEFT wants a head in the folder; by that for two-sided models, tokens."""
+def test_a_task_is_written_only_if_peft_can_load_it(kind: str, also: str, task: str, tmp_path: Path) -> None:
+    """For classification PEFT requires a head in the folder; for encoder-decoders, token inputs."""
     config_class = getattr(transformers, kind.partition("For")[0] + "Config")
     config = config_class(**(_WHISPER if "Whisper" in kind else _SIZES))
     inputs: dict[str, Any] = {"input_ids": TOKENS}
@@ -311,7 +311,7 @@ def change(folder: Path, **settings: Any) -> None:
         ({"peft_type": ["LORA"]}, UsageError, "peft_type is .'LORA'."),
     ],
 )
-def test_settings_that_are_not_followed_are_refused(
+def test_unsupported_settings_are_refused(
     folder: Path, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     change(folder, **settings)
@@ -321,12 +321,12 @@ def test_settings_that_are_not_followed_are_refused(
     assert not adapters(model) and all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_what_later_versions_switch_off_is_of_no_matter(folder: Path) -> None:
+def test_unknown_settings_that_are_off_are_accepted(folder: Path) -> None:
     change(folder, some_later_idea=None, another={}, peft_version="9.0")
     load_adapter(fresh("llama"), folder)
 
 
-def test_damaged_foreign_and_pickled_folders_are_told_apart(folder: Path, tmp_path: Path) -> None:
+def test_damaged_foreign_and_pickled_folders_have_own_errors(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match=r"for a layer .*, which the model does not have"):
         load_adapter(fresh("gpt2"), folder)
     small = random_model(FAMILIES["llama-grouped"]())
@@ -350,7 +350,7 @@ def test_damaged_foreign_and_pickled_folders_are_told_apart(folder: Path, tmp_pa
         load_adapter(fresh("llama"), tmp_path / "nothing")
 
 
-def test_nothing_is_written_over_and_nothing_half_written_stays(folder: Path) -> None:
+def test_writing_is_atomic_and_never_overwrites(folder: Path) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(UsageError, match="exists already"):
         save_adapter(ours("llama", rank=2), folder)
@@ -362,7 +362,7 @@ def test_nothing_is_written_over_and_nothing_half_written_stays(folder: Path) ->
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_a_tied_weight_that_was_trained_goes_with_both_its_names(tmp_path: Path) -> None:
+def test_a_trained_tied_weight_is_stored_under_both_names(tmp_path: Path) -> None:
     model = ours("llama-tied", also="embed_tokens")
     randomize([model.model.embed_tokens.weight])
     save_adapter(model, tmp_path / "adapter")
@@ -377,7 +377,7 @@ def test_a_tied_weight_that_was_trained_goes_with_both_its_names(tmp_path: Path)
         load_adapter(fresh("llama-tied"), tmp_path / "adapter")
 
 
-def test_what_is_loaded_can_be_merged_and_exported(folder: Path, tmp_path: Path) -> None:
+def test_a_loaded_adapter_can_be_merged_and_exported(folder: Path, tmp_path: Path) -> None:
     fresh("llama").save_pretrained(tmp_path / "base")
     model, shape = import_folder(tmp_path / "base")
     with pytest.raises(UsageError, match="depend on its shape"):

@@ -1,4 +1,4 @@
-"""Prompts and prefixes in PEFT's folders: ours load there, theirs load here, with equal logits."""
+"""Prompts and prefixes in PEFT's format: both libraries load each other's folders with equal logits."""
 
 import copy
 import json
@@ -50,7 +50,7 @@ def logits_there(model: Any) -> torch.Tensor:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_ours_load_in_peft_and_here_with_equal_logits(kind: str, adapter: str, tmp_path: Path) -> None:
+def test_written_folders_load_in_both_libraries(kind: str, adapter: str, tmp_path: Path) -> None:
     own = ours(kind, tmp_path / "base")
     shape = import_folder(tmp_path / "base")[1]
     bases = ((theirs(kind), None), (HuggingFaceCausalLM(theirs(kind)), None), (own, shape))
@@ -68,7 +68,7 @@ def test_ours_load_in_peft_and_here_with_equal_logits(kind: str, adapter: str, t
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_those_that_peft_trained_load_here_with_equal_logits(kind: str, adapter: str, tmp_path: Path) -> None:
+def test_folders_of_peft_load_with_equal_logits(kind: str, adapter: str, tmp_path: Path) -> None:
     trained = peft.get_peft_model(theirs(kind), OF_PEFT[adapter]())
     optimizer = torch.optim.Adam([p for p in trained.parameters() if p.requires_grad], 0.05)
     for _ in range(3):
@@ -84,8 +84,8 @@ def test_those_that_peft_trained_load_here_with_equal_logits(kind: str, adapter:
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
-def test_of_a_classifier_peft_does_not_leave_them_out(adapter: str, tmp_path: Path) -> None:
-    """Its word for classifying asks for a head in the folder, and without a word it takes no virtual tokens."""
+def test_virtual_tokens_of_a_classifier_load_in_peft(adapter: str, tmp_path: Path) -> None:
+    """For the classification task PEFT requires a head in the folder; without a task it ignores virtual tokens."""
 
     def base() -> Any:
         torch.manual_seed(0)
@@ -109,9 +109,7 @@ def stored(tmp_path: Path, technique: PromptTuning | PrefixTuning) -> Path:
 
 
 @pytest.mark.parametrize("technique", [PromptTuning(tokens=3), PrefixTuning(tokens=3, hidden=0)])
-def test_files_for_another_model_and_damaged_ones_are_refused(
-    technique: PromptTuning | PrefixTuning, tmp_path: Path
-) -> None:
+def test_foreign_and_damaged_files_are_refused(technique: PromptTuning | PrefixTuning, tmp_path: Path) -> None:
     folder = stored(tmp_path, technique)
     wide = assemble(ModelConfig("gpt", 2, 64, 4, 4, 64, 300, 64, True))
     with pytest.raises(IntegrityError, match="for a model of width"):
@@ -128,7 +126,7 @@ def test_files_for_another_model_and_damaged_ones_are_refused(
         load_adapter(theirs("gpt2"), folder)
 
 
-def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_adapters_outside_the_format_are_refused(tmp_path: Path) -> None:
     folder = stored(tmp_path, PromptTuning(tokens=3))
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"num_transformer_submodules": 2}))
@@ -139,7 +137,7 @@ def test_what_the_format_has_no_place_for_is_refused(tmp_path: Path) -> None:
         save_adapter(PrefixTuning(tokens=3, hidden=0).model(encoder), tmp_path / "other")
 
 
-def test_prefixes_of_several_widths_are_refused(tmp_path: Path) -> None:
+def test_prefixes_of_different_widths_are_refused(tmp_path: Path) -> None:
     model = theirs("llama")
     other = copy.deepcopy(model.config)
     other.num_key_value_heads = 1

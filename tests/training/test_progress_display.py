@@ -11,7 +11,7 @@ from thrifty.training.progress_display import StepProgress, line
 from thrifty.training.trainer import train
 
 
-def test_the_last_line_of_a_run_has_the_evaluation_after_its_last_step(
+def test_the_last_line_has_the_final_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny_recipes.text(tmp_path)
@@ -27,7 +27,7 @@ def test_an_evaluation_of_an_earlier_step_names_its_step() -> None:
     assert " · held-out 0.750, accuracy 0.5 after step 5 · " in line(replace(progress, evaluated_step=5))
 
 
-def test_the_end_of_an_interrupted_run_names_the_step_of_its_evaluation(tmp_path: Path) -> None:
+def test_an_interrupted_run_names_the_step_of_its_evaluation(tmp_path: Path) -> None:
     recipe = tiny_recipes.text(tmp_path)
     recipe = replace(recipe, evaluation=replace(recipe.evaluation, every=2))
     summary = train(recipe, tmp_path, observers=[lambda record: record.step < 3], quiet=True)
