@@ -6,7 +6,7 @@ from command_line import CommandLine, beside, write_corpus
 
 @pytest.fixture(scope="session")
 def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, where commands of all tests run; its prepared tokens are made once."""
+    """Return a folder with a corpus, in which commands of all tests run; its tokens are prepared once."""
     folder = tmp_path_factory.mktemp("common_folder")
     write_corpus(folder / "corpus")
     return folder
@@ -14,5 +14,5 @@ def common_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def thrifty(common_folder: Path) -> CommandLine:
-    """The command line in a folder of this test's own, the shared corpus beside it."""
+    """Return the command line in a separate folder for each test, with the shared corpus next to it."""
     return beside(common_folder)

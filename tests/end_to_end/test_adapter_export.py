@@ -1,4 +1,4 @@
-"""The adapter of a run alone, for PEFT, on the base that the run is exported to or was started from."""
+"""Export of a run's adapter alone for PEFT, with the exported base or the original one."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_peft_loads_an_exported_adapter_onto_the_exported_base(thrifty: CommandL
 
 
 @pytest.mark.slow
-def test_an_adapter_trained_on_a_model_of_transformers_names_it_as_its_base(thrifty: CommandLine) -> None:
+def test_an_adapter_of_a_transformers_model_names_its_base(thrifty: CommandLine) -> None:
     torch.manual_seed(0)
     config: Any = transformers.GPTNeoXConfig(
         num_hidden_layers=2, num_attention_heads=4, hidden_size=32, intermediate_size=64, vocab_size=320,
@@ -67,7 +67,7 @@ def test_an_adapter_trained_on_a_model_of_transformers_names_it_as_its_base(thri
     torch.testing.assert_close(found, as_trained(thrifty, "run"), rtol=1e-4, atol=1e-4)
 
 
-def test_a_run_without_an_adapter_says_so(thrifty: CommandLine) -> None:
+def test_a_run_without_an_adapter_is_refused(thrifty: CommandLine) -> None:
     thrifty.train("run", steps=2)
     told = thrifty("export", "run", "adapter", "--part", "adapter", exit_code=2).stderr
     assert "no adapter" in told and not (thrifty.folder / "adapter").exists()

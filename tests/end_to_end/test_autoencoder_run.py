@@ -1,4 +1,4 @@
-"""A masked autoencoder by the command line: trained, resumed, explained, reported, exported, and gone on from."""
+"""A masked autoencoder on the command line: train, resume, explain, report, export, continue."""
 
 import base64
 import io
@@ -36,7 +36,7 @@ def settings(**values: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(desk: CommandLine) -> dict[str, Any]:
-    """The summary of a run on digits that others look at, with what was told of it; it is exported to "out" and has its
+    """Return summary and output of a run on digits, shared by several tests; it is exported to "out" and has a
     report."""
     done = desk("train", "mae-digits", "--name", "digits", "--budget", "6steps", *settings(**SMALL, **FEW))
     desk("export", "digits", "out")
@@ -46,7 +46,7 @@ def finished(desk: CommandLine) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_loss_is_told_as_what_it_is_and_no_label_is_asked_for(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_the_loss_is_named_and_labels_are_not_required(desk: CommandLine, finished: dict[str, Any]) -> None:
     assert finished["unit"] == "images" and finished["tokens"] == 6 * 16
     assert finished["loss_in"] == "mean squared error" and "label_entropy" not in finished
     assert f"held-out loss {finished['held_out_loss']:.3f}, mean squared error" in finished["stdout"]
@@ -58,9 +58,7 @@ def test_the_loss_is_told_as_what_it_is_and_no_label_is_asked_for(desk: CommandL
 
 
 @pytest.mark.slow
-def test_the_report_shows_held_out_images_with_what_was_removed_and_what_was_given_back(
-    desk: CommandLine, finished: dict[str, Any]
-) -> None:
+def test_the_report_shows_masked_and_reconstructed_images(desk: CommandLine, finished: dict[str, Any]) -> None:
     page = (desk.run("digits") / "report.html").read_text()
     assert page.count('<img src="data:image/png;base64,') == 3 * 8
     for name in ("original", "masked", "reconstructed"):
@@ -81,12 +79,12 @@ def test_the_report_shows_held_out_images_with_what_was_removed_and_what_was_giv
 
 
 def opened(address: str) -> torch.Tensor:
-    """A grey picture as Pillow reads it (h, w), 0 to 255."""
+    """Return a grey picture (h, w), 0 to 255, as Pillow reads it."""
     picture = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2])))
     return torch.from_numpy(np.asarray(picture, dtype=np.float32).copy())
 
 
-def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(desk: CommandLine, finished: dict[str, Any]) -> None:
     expected, evaluated = desk.tensors("digits"), desk.records("digits", "evaluation")
     assert {"buffers/embedding.position", "buffers/decoder.position"} <= expected.keys()
     shutil.copytree(desk.run("digits"), desk.run("stopped"))
@@ -96,9 +94,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finish
     assert desk.records("stopped", "evaluation")[-1] == evaluated[-1]
 
 
-def test_an_exported_model_gives_back_in_transformers_what_it_gave_in_the_run(
-    desk: CommandLine, finished: dict[str, Any]
-) -> None:
+def test_an_exported_model_reconstructs_the_same_in_transformers(desk: CommandLine, finished: dict[str, Any]) -> None:
     names = sorted(path.name for path in (desk.folder / "out").iterdir())
     assert names == ["config.json", "model.safetensors", "preprocessor_config.json"]
     model = transformers.AutoModelForPreTraining.from_pretrained(desk.folder / "out", norm_pix_loss=True).eval()
@@ -112,13 +108,13 @@ def test_an_exported_model_gives_back_in_transformers_what_it_gave_in_the_run(
         torch.testing.assert_close(
             gather_tokens(theirs.logits, batch["removed"]), gather_tokens(pixels, batch["removed"])
         )
-    judged = DropMaskedPatches().objective(objective)  # as the run judged itself, there with numbers of 16 bits
+    judged = DropMaskedPatches().objective(objective)  # as evaluated in the run, which used 16-bit values
     loss = held_out_loss(restored, judged, data.held_out.batches(100, 100), torch.device("cpu"))
     assert float(theirs.loss) == pytest.approx(loss, rel=1e-5)
     assert finished["held_out_loss"] == pytest.approx(loss, rel=1e-3)
 
 
-def test_explain_tells_of_images_without_labels(desk: CommandLine) -> None:
+def test_explain_describes_images_without_labels(desk: CommandLine) -> None:
     told = desk("explain", "mae-digits", *settings(**SMALL)).stdout
     assert "1,300 training images of 8 x 8 x 1\n" in told.replace("x 1 \n", "x 1\n")
     assert "2 blocks go through visible patches, 1 through all" in told
@@ -135,10 +131,10 @@ def test_a_classifier_starts_from_the_encoder(desk: CommandLine, finished: dict[
     block = "parameters/blocks.1.mlp.up.weight"
     assert torch.equal(start[block], trained[block]) is bool(words)
     assert trained["parameters/head.weight"].shape == (10, 32)
-    desk("export", name, f"{name}-out", exit_code=2 if words else 0)  # transformers' ViT answers by its class token
+    desk("export", name, f"{name}-out", exit_code=2 if words else 0)  # transformers' ViT pools by its class token
 
 
-def test_an_autoencoder_learns_from_no_text_and_a_classifier_reconstructs_nothing(desk: CommandLine) -> None:
+def test_unsuitable_data_and_models_are_refused(desk: CommandLine) -> None:
     refused = desk("train", "mae-digits", "--data", str(desk.folder), exit_code=2).stderr
     assert "mae-nano cannot learn" in refused or "contains none" in refused or "images" in refused
     words = ("--set", "objective.name=masked_reconstruction", "--budget", "1steps")

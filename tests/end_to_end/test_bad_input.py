@@ -1,4 +1,4 @@
-"""Bad input gets one clear message with a fix and its exit code, and nothing is lost."""
+"""Bad input has one clear message with a fix and its exit code, and nothing is lost."""
 
 import io
 import json
@@ -19,7 +19,7 @@ USAGE, INFEASIBLE, INTEGRITY = 2, 3, 4
 
 
 def refused(thrifty: CommandLine, *words: str | Path, exit_code: int = USAGE, says: tuple[str, ...]) -> str:
-    """The message of a command that must fail: what happened on one line, the fix on the next, no traceback."""
+    """Return the message of a failing command: the error on one line, the fix on the next, no traceback."""
     done = thrifty(*words, exit_code=exit_code)
     assert "Traceback" not in done.stderr and done.stdout == ""
     message = done.stderr[done.stderr.index("thrifty: ") :]
@@ -57,7 +57,7 @@ def refused(thrifty: CommandLine, *words: str | Path, exit_code: int = USAGE, sa
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_a_recipe_that_is_wrong_is_refused_with_the_smallest_fix(
+def test_a_wrong_recipe_is_refused_with_the_smallest_fix(
     thrifty: CommandLine, words: tuple[str, ...], says: tuple[str, ...]
 ) -> None:
     (thrifty.folder / "empty.txt").touch()
@@ -68,26 +68,26 @@ def test_a_recipe_that_is_wrong_is_refused_with_the_smallest_fix(
     assert not (thrifty.run("run") / "recipe.toml").exists()
 
 
-def test_a_name_refused_once_can_be_used_after_the_mistake_is_mended(thrifty: CommandLine) -> None:
+def test_the_name_of_a_refused_run_can_be_used_again(thrifty: CommandLine) -> None:
     refused(thrifty, *thrifty.recipe("run", "--data", "nowhere.txt"), says=("nowhere.txt",))
     assert thrifty.train("run", steps=2)["status"] == "finished"
 
 
 @pytest.mark.parametrize("budget", ["100tokens", "0.01s"])
-def test_a_budget_that_cannot_fit_one_step_is_refused_with_one_that_can(thrifty: CommandLine, budget: str) -> None:
+def test_a_budget_below_one_step_is_refused_with_a_larger_one(thrifty: CommandLine, budget: str) -> None:
     says = ("does not fit one step", "--budget")
     refused(thrifty, *thrifty.recipe("run", "--budget", budget), exit_code=INFEASIBLE, says=says)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files but what a kill left half-written, which the next command clears."""
+    """Return all files except unfinished ones of a kill, which the next command removes."""
     files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".partial"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="session")
 def stopped(common_folder: Path) -> Path:
-    """The folder of a run that was killed, with its checkpoints of steps 4 and 8."""
+    """Return the folder of a run that was killed, with checkpoints of steps 4 and 8."""
     thrifty = CommandLine(common_folder)
     often = {"checkpoints__every": 4, "evaluation__every": 400}
     process = thrifty.start(*thrifty.recipe("stopped", "--quiet", "--name", "run", steps=400, **often))
@@ -108,7 +108,7 @@ def trained(thrifty: CommandLine, stopped: Path) -> CommandLine:
     return thrifty
 
 
-def test_a_run_folder_is_never_overwritten_and_a_changed_recipe_not_resumed(trained: CommandLine) -> None:
+def test_run_folders_and_recipes_are_not_overwritten(trained: CommandLine) -> None:
     before = contents(trained.run("run"))
     refused(trained, *trained.recipe("run"), says=("exists already", "another --name", "thrifty resume"))
     changes = ("--set", "data.batch=4", "--with", "gradients.clip:max_norm=2.0", "--set", "evaluation.every=7")
@@ -122,7 +122,7 @@ def test_a_run_folder_is_never_overwritten_and_a_changed_recipe_not_resumed(trai
     refused(trained, "resume", "nun", says=("there is no run 'nun'", "did you mean 'run'"))
 
 
-def test_a_fork_goes_on_from_the_old_state_by_the_changed_recipe(trained: CommandLine) -> None:
+def test_a_fork_continues_by_the_changed_recipe(trained: CommandLine) -> None:
     before = contents(trained.run("run") / "checkpoints")
     step = max(int(path.name[5:]) for path in (trained.run("run") / "checkpoints").glob("step-*"))
     refused(
@@ -140,7 +140,7 @@ def test_a_fork_goes_on_from_the_old_state_by_the_changed_recipe(trained: Comman
     assert contents(trained.run("run") / "checkpoints") == before
 
 
-def test_a_killed_run_is_called_killed_until_it_is_resumed_which_names_the_process(trained: CommandLine) -> None:
+def test_a_killed_run_is_shown_as_killed_until_resumed(trained: CommandLine) -> None:
     report = trained.json("report", "run")
     assert report["status"] == "killed" and "was killed after step" in report["verdict"]
     process = trained.start("resume", "run", stderr=subprocess.STDOUT)
@@ -150,7 +150,7 @@ def test_a_killed_run_is_called_killed_until_it_is_resumed_which_names_the_proce
     assert "ended without releasing the lock of this run" in trained.records("run", "notice")[-1]["text"]
 
 
-def test_a_run_without_its_recipe_file_is_read_and_resumed_by_the_recipe_of_its_checkpoint(
+def test_a_missing_recipe_file_is_replaced_from_the_checkpoint(
     trained: CommandLine,
 ) -> None:
     recipe = trained.run("run") / "recipe.toml"
@@ -179,7 +179,7 @@ def edit(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "file"), [(cut, "tensors.safetensors"), (edit, "tensors.safetensors"), (edit, "state.json")]
 )
-def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(trained: CommandLine, damage: Any, file: str) -> None:
+def test_a_damaged_checkpoint_is_reported_and_skipped(trained: CommandLine, damage: Any, file: str) -> None:
     saved = trained.run("run") / "checkpoints"
     newest = max(saved.glob("step-*"))
     older = min(saved.glob("step-*"))
@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(trained: Comman
     assert file in notice["text"] and (saved / "quarantine" / newest.name).is_dir()
 
 
-def test_no_undamaged_checkpoint_left_is_an_integrity_error_and_nothing_is_removed(trained: CommandLine) -> None:
+def test_damage_of_all_checkpoints_is_an_integrity_error(trained: CommandLine) -> None:
     for file in trained.run("run").glob("checkpoints/step-*/state.json"):
         edit(file)
     before = contents(trained.run("run") / "checkpoints")
@@ -211,7 +211,7 @@ class Bomb:
 
 
 def write_pickle_bomb(file: Path) -> Path:
-    """A checkpoint as torch.save writes it, whose loading would make a folder; where that would be."""
+    """Write a checkpoint as torch.save does whose loading would create a folder; return the path of that folder."""
     marker = file.with_name("marker")
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
@@ -230,7 +230,7 @@ def test_a_pickle_in_place_of_checkpoints_is_refused_unopened(trained: CommandLi
     assert not marker.exists()
 
 
-def test_a_strangers_model_that_is_only_a_pickle_is_refused_unopened(thrifty: CommandLine) -> None:
+def test_a_pickled_model_is_refused_unopened(thrifty: CommandLine) -> None:
     stranger = thrifty.folder / "stranger"
     stranger.mkdir()
     (stranger / "config.json").write_text(json.dumps(GPT2))
@@ -259,8 +259,8 @@ GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "n_positi
 
 
 @pytest.mark.slow
-def test_a_full_disk_during_a_save_says_what_is_missing_and_keeps_earlier_checkpoints(thrifty: CommandLine) -> None:
-    """A limit on the size of files: what is written beyond it fails as on a full disk."""
+def test_a_full_disk_keeps_earlier_checkpoints(thrifty: CommandLine) -> None:
+    """A limit on file sizes: writes beyond it fail as on a full disk."""
     thrifty.train("whole", steps=12)
     process = thrifty.start(
         *thrifty.recipe("run", "--quiet", steps=12, checkpoints__every=4, evaluation__every=400),
@@ -287,7 +287,7 @@ def can_mount() -> bool:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="this system lets nobody mount a small disk of their own")
-def test_a_disk_of_few_megabytes_that_fills_up_stops_the_run_with_its_last_checkpoint_good(
+def test_a_small_disk_keeps_the_last_checkpoint(
     thrifty: CommandLine,
 ) -> None:
     words = " ".join(thrifty.recipe("run", "--quiet", "--runs", "small", steps=400, checkpoints__every=2))
@@ -314,7 +314,7 @@ def test_a_disk_of_few_megabytes_that_fills_up_stops_the_run_with_its_last_check
     kill(process)
 
 
-def test_a_mesh_of_more_ranks_than_there_are_is_refused(thrifty: CommandLine) -> None:
+def test_a_mesh_of_too_many_ranks_is_refused(thrifty: CommandLine) -> None:
     says = ("needs 2 ranks, and this start has 1", "torchrun --nproc-per-node 2", "--mesh tensor=1")
     refused(thrifty, *thrifty.recipe("run", "--mesh", "tensor=2"), says=says)
     assert not thrifty.run("run").exists()

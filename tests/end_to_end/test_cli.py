@@ -1,4 +1,4 @@
-"""What a person and a script see of the command line."""
+"""The command line for persons and scripts."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from thrifty.cli.verb_list import VERBS
 
 @pytest.fixture(scope="session")
 def trained(common_folder: Path) -> tuple[CommandLine, dict[str, Any]]:
-    """A command line beside a finished run `done`, and the summary that `train --json` printed."""
+    """Return a command line with a finished run `done`, and the summary that `train --json` printed."""
     thrifty = CommandLine(common_folder)
     return thrifty, thrifty.train("done", steps=4)
 
@@ -33,7 +33,7 @@ def test_help_imports_no_large_package(thrifty: CommandLine) -> None:
     assert done.stderr.strip() == "[]"
 
 
-def test_every_verb_is_listed_and_has_help_with_an_example(thrifty: CommandLine) -> None:
+def test_every_command_is_listed_and_has_an_example(thrifty: CommandLine) -> None:
     shown = thrifty("--help").stdout
     for verb in VERBS:
         assert re.search(rf"^  {verb} ", shown, re.MULTILINE)
@@ -59,13 +59,11 @@ def test_every_verb_is_listed_and_has_help_with_an_example(thrifty: CommandLine)
     ],
     ids=" ".join,
 )
-def test_json_is_one_document_and_nothing_else(
-    trained: tuple[CommandLine, dict[str, Any]], words: tuple[str, ...]
-) -> None:
+def test_json_output_is_a_single_document(trained: tuple[CommandLine, dict[str, Any]], words: tuple[str, ...]) -> None:
     assert trained[0].json(*words)
 
 
-def test_train_and_explain_print_json_on_stdout_and_progress_elsewhere(
+def test_json_is_on_stdout_and_progress_on_stderr(
     trained: tuple[CommandLine, dict[str, Any]],
 ) -> None:
     thrifty, summary = trained
@@ -77,12 +75,12 @@ def test_train_and_explain_print_json_on_stdout_and_progress_elsewhere(
 
 
 @pytest.mark.slow
-def test_a_python_of_its_own_trains_as_a_fork_does(thrifty: CommandLine) -> None:
-    """What the other tests start is the command that a person starts."""
+def test_a_new_python_process_trains_like_a_forked_one(thrifty: CommandLine) -> None:
+    """The other tests start the same command as a person."""
     fresh = CommandLine(thrifty.folder, fresh=True)
     told = [shell(*fresh.recipe(name)) for name, shell in (("own", fresh), ("fork", thrifty))]
     assert_equal(thrifty.tensors("fork"), thrifty.tensors("own"))
-    # how many seconds it took is no property of the command
+    # durations differ between runs
     own, fork = (re.sub(r"\d+ s of training", "some s of training", each.stdout) for each in told)
     assert "some s of training" in fork and own.replace("runs/own", "runs/fork") == fork
     commands, environments = [], []
@@ -95,7 +93,7 @@ def test_a_python_of_its_own_trains_as_a_fork_does(thrifty: CommandLine) -> None
         assert "did you mean" in shell("train", "--with", "optimizers.lyon", exit_code=2).stderr
 
 
-def test_plain_lines_where_there_is_no_terminal(thrifty: CommandLine) -> None:
+def test_plain_lines_without_a_terminal(thrifty: CommandLine) -> None:
     done = thrifty(*thrifty.recipe("run"))
     assert "\x1b" not in done.stderr + done.stdout
     lines = done.stderr.splitlines()
@@ -103,13 +101,13 @@ def test_plain_lines_where_there_is_no_terminal(thrifty: CommandLine) -> None:
     assert "finished after 6 steps" in done.stdout and "unigram entropy" in done.stdout
 
 
-def test_a_file_that_cannot_be_written_is_named_without_a_traceback(thrifty: CommandLine) -> None:
+def test_an_unwritable_file_is_named_without_a_traceback(thrifty: CommandLine) -> None:
     (thrifty.folder / "runs").touch()
     said = thrifty(*thrifty.recipe("run"), exit_code=2).stderr
     assert "runs/run: Not a directory\n  fix: check the path" in said and "Traceback" not in said
 
 
-def test_standard_streams_that_are_full_or_closed_end_without_a_traceback(thrifty: CommandLine) -> None:
+def test_full_or_closed_streams_raise_no_traceback(thrifty: CommandLine) -> None:
     with open("/dev/full", "w") as full:
         said = thrifty("list", exit_code=2, stdout=full.fileno()).stderr
     assert "standard output: No space left on device\n  fix: free some space" in said and "Traceback" not in said
@@ -117,7 +115,7 @@ def test_standard_streams_that_are_full_or_closed_end_without_a_traceback(thrift
         assert list(_questions()) == []
 
 
-def test_quiet_prints_nothing_even_where_data_are_prepared_first(thrifty: CommandLine, tmp_path: Path) -> None:
+def test_quiet_prints_nothing_even_while_preparing_data(thrifty: CommandLine, tmp_path: Path) -> None:
     thrifty.environment["THRIFTY_CACHE"] = str(tmp_path / "cache")
     done = thrifty(*thrifty.recipe("run", "--quiet"))
     assert (done.stdout, done.stderr) == ("", "")
@@ -140,7 +138,9 @@ def test_a_terminal_shows_one_live_line(thrifty: CommandLine) -> None:
     assert process.wait(30) == 0
     text = shown.decode()
     live = [line for line in text.split("\n") if re.search(r"step \d+/60 · loss", line)]
-    assert len(live) == 1 and "step 60/60" in live[0] and "\x1b[?25l" in live[0]  # drawn over itself, however often
+    assert (
+        len(live) == 1 and "step 60/60" in live[0] and "\x1b[?25l" in live[0]
+    )  # overwritten in place, any number of times
     assert "held-out" in text and "finished after 60 steps" in text
 
 
@@ -158,7 +158,7 @@ NO_NETWORK = """
 
 
 @pytest.mark.slow
-def test_nothing_but_a_named_hub_set_opens_a_connection(thrifty: CommandLine) -> None:
+def test_only_a_hub_data_set_opens_a_connection(thrifty: CommandLine) -> None:
     site, log = thrifty.folder / "site", thrifty.folder / "addresses.txt"
     site.mkdir()
     (site / "sitecustomize.py").write_text(textwrap.dedent(NO_NETWORK).format(log=str(log)))

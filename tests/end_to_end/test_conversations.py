@@ -1,4 +1,4 @@
-"""From a file of conversations to a model that answers: trained, resumed, talked to, exported, tuned further."""
+"""From a file of conversations to a chat model: train, resume, chat, export, continue training."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def thrifty(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
 
 @pytest.fixture(scope="module")
 def learned(thrifty: CommandLine) -> str:
-    """A run that learned answers from the first token."""
+    """Return a run that learned answers from the first token."""
     changed = {**CHAT, "checkpoints__every": 3, "evaluation__every": 3, "evaluation__examples": 20}
     summary = thrifty.train("learned", "--data", str(thrifty.folder / "sums.jsonl"), steps=6, **changed)
     assert summary["held_out_loss"] < summary["held_out_loss_at_start"]
@@ -41,7 +41,7 @@ def exported(thrifty: CommandLine, learned: str) -> Path:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_was_not_stopped(thrifty: CommandLine, learned: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(thrifty: CommandLine, learned: str) -> None:
     expected, evaluated = thrifty.tensors(learned), thrifty.records(learned, "evaluation")
     before = json.loads((thrifty.run(learned) / "summary.json").read_text())
     shutil.rmtree(thrifty.run(learned) / "checkpoints" / "step-00000006")
@@ -64,7 +64,7 @@ def test_two_ranks_follow_the_single_process(thrifty: CommandLine, learned: str)
         assert one == pytest.approx(other, rel=1e-4)
 
 
-def test_plain_transformers_gives_the_answers_of_the_run(thrifty: CommandLine, learned: str, exported: Path) -> None:
+def test_plain_transformers_generates_the_same_answers(thrifty: CommandLine, learned: str, exported: Path) -> None:
     question = "What is 5 and 3?"
     options = ("--prompt", question, "--temperature", 0, "--tokens", 20, "--json")
     said = json.loads(thrifty("chat", learned, *options).stdout)["messages"]
@@ -82,7 +82,7 @@ def test_plain_transformers_gives_the_answers_of_the_run(thrifty: CommandLine, l
 
 
 @pytest.mark.slow
-def test_a_conversation_goes_on_line_by_line(thrifty: CommandLine, exported: Path) -> None:
+def test_a_chat_answers_line_by_line(thrifty: CommandLine, exported: Path) -> None:
     with (thrifty.folder / "lines.txt").open("w+") as lines:
         lines.write("What is 1 and 1?\nAnd 2 and 2?\n\nnot asked\n")
         lines.seek(0)
@@ -94,7 +94,7 @@ def test_a_conversation_goes_on_line_by_line(thrifty: CommandLine, exported: Pat
     assert shown == "".join(f"{talked[at]['content']}\n" for at in (2, 4))
 
 
-def test_a_trained_model_is_tuned_with_lora_and_answers_when_exported(thrifty: CommandLine, exported: Path) -> None:
+def test_a_lora_fine_tuned_model_answers_after_export(thrifty: CommandLine, exported: Path) -> None:
     words = ("--model", str(exported), "--data", str(thrifty.folder / "sums.jsonl"), "--budget", "4steps")
     small = ("--set", "data.length=48", "--set", "data.batch=4", "--set", "data.held_out=0.2", "--set", "seed=1")
     summary = thrifty.json("train", "instruct", "--name", "tuned", *words, *small, *WITHOUT_FAST)
@@ -106,14 +106,14 @@ def test_a_trained_model_is_tuned_with_lora_and_answers_when_exported(thrifty: C
     assert AutoTokenizer.from_pretrained(thrifty.folder / "merged").chat_template
 
 
-def test_padding_in_place_of_packing_learns_the_same_held_out_answers(thrifty: CommandLine, learned: str) -> None:
+def test_padding_and_packing_have_the_same_held_out_loss(thrifty: CommandLine, learned: str) -> None:
     changed = {**CHAT, "objective__packed": False, "evaluation__examples": 20}
     summary = thrifty.train("padded", "--data", str(thrifty.folder / "sums.jsonl"), steps=1, **changed)
     packed = json.loads((thrifty.run(learned) / "summary.json").read_text())
     assert summary["held_out_loss_at_start"] == pytest.approx(packed["held_out_loss_at_start"], rel=1e-5)
 
 
-def test_what_is_learned_can_be_seen_beforehand(thrifty: CommandLine, exported: Path) -> None:
+def test_learned_tokens_can_be_shown_before_training(thrifty: CommandLine, exported: Path) -> None:
     words = ("data", "preview", thrifty.folder / "sums.jsonl", "--model", exported, "--examples", "2")
     shown = thrifty(*words).stdout
     assert shown.count("⟦It is ") == 2 and shown.count("<|im_end|>⟧") == 2 and "\x1b" not in shown
@@ -125,7 +125,7 @@ def test_what_is_learned_can_be_seen_beforehand(thrifty: CommandLine, exported: 
     assert everything["learned"] == everything["tokens"] - everything["conversations"]
 
 
-def test_a_model_that_is_not_here_yet_is_named(thrifty: CommandLine) -> None:
+def test_a_missing_model_is_named(thrifty: CommandLine) -> None:
     refused = thrifty("train", "instruct-kjv", exit_code=2).stderr
     assert "the model smollm2-135m is not on this machine yet" in refused
     assert "thrifty data get smollm2-135m" in refused

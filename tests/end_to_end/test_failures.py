@@ -1,4 +1,5 @@
-"""A rank that dies, hangs or fails ends the run on all ranks, and is told once; a restart loses no step it need not."""
+"""A rank that dies, hangs or fails ends the run on all ranks with one message; a restart loses no more than
+necessary."""
 
 import os
 import random
@@ -17,7 +18,7 @@ from thrifty.training.run_folder import RunFolder
 
 REPLICATED = ("--with", "parallelism.replicate")
 STARTING = 180.0
-"""Seconds within which a run has started, on a machine that does much else."""
+"""Seconds within which a run has started on a busy machine."""
 ENDLESS = {"steps": 100_000, "checkpoints__every": 10, "evaluation__every": 100_000}
 TROUBLE = '''
     """Trouble: from some step on, rank 1 does what it should not.
@@ -58,14 +59,14 @@ TROUBLE = '''
 
 @pytest.fixture
 def impatient(thrifty: CommandLine) -> CommandLine:
-    """A command line that takes a rank for lost sooner than a user's."""
+    """Return a command line with shorter limits of silence than a user's."""
     thrifty.environment |= {"THRIFTY_SILENCE": "10", "THRIFTY_HANG": "10"}
     return thrifty
 
 
 @pytest.fixture
 def troubled(impatient: CommandLine) -> CommandLine:
-    """A command line that knows the technique `trouble`."""
+    """Return a command line that knows the technique `trouble`."""
     home = impatient.folder / "mine"
     home.mkdir()
     (home / "trouble.py").write_text(textwrap.dedent(TROUBLE))
@@ -74,19 +75,19 @@ def troubled(impatient: CommandLine) -> CommandLine:
 
 
 def made(thrifty: CommandLine, name: str, kind: str = "step") -> list[int]:
-    """The steps of a run's records so far."""
+    """Return the steps in a run's records so far."""
     there = (thrifty.run(name) / "records.jsonl").is_file()
     return [record["step"] for record in thrifty.records(name, kind)] if there else []
 
 
 def saved(thrifty: CommandLine, name: str) -> list[int]:
-    """The steps at which checkpoints were made, also those gone since."""
+    """Return the steps whose checkpoints were saved, including removed ones."""
     return made(thrifty, name, "checkpoint")
 
 
 @contextmanager
 def running(thrifty: CommandLine, *words: str, restarts: int = 0, fresh: bool = False) -> Iterator[Running]:
-    """A command on two ranks, of which nothing is left afterwards; `fresh` where it matters what torchrun says."""
+    """Run a command on two ranks and end all of its processes; `fresh` starts new processes instead of forks."""
     thrifty.fresh = fresh
     process = thrifty.start(*words, ranks=2, restarts=restarts)
     try:
@@ -96,14 +97,14 @@ def running(thrifty: CommandLine, *words: str, restarts: int = 0, fresh: bool = 
 
 
 def ended(process: Running, seconds: float = 60) -> str:
-    """What the ranks and torchrun wrote on stderr, once they have failed within so many seconds."""
+    """Return the stderr of ranks and torchrun once they have failed within this many seconds."""
     stderr = process.communicate(timeout=seconds)[1]
     assert process.returncode == 1
     return stderr
 
 
 def told(stderr: str) -> str:
-    """The one line that tells why the run ended."""
+    """Return the single message with the reason for the end of the run."""
     assert stderr.count("thrifty: ") == 1, stderr
     line = re.search(r"thrifty: (.*)\n  fix: (.*)", stderr)
     assert line, stderr
@@ -117,7 +118,7 @@ def told(stderr: str) -> str:
         pytest.param(signal.SIGSTOP, r"has sent no heartbeat for 1\d s", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
+def test_a_dead_or_stopped_rank_ends_the_run_and_is_named(
     impatient: CommandLine, number: signal.Signals, happened: str
 ) -> None:
     with running(impatient, *impatient.recipe("run", *REPLICATED, **ENDLESS), fresh=True) as process:
@@ -136,7 +137,7 @@ def test_a_rank_that_dies_or_stops_ends_the_run_and_is_named(
 
 
 @pytest.mark.slow
-def test_a_rank_in_an_endless_loop_ends_the_run_and_says_where(troubled: CommandLine) -> None:
+def test_a_rank_in_an_endless_loop_is_named_with_its_line(troubled: CommandLine) -> None:
     with running(troubled, *troubled.recipe("run", *REPLICATED, "--with", "trouble", **ENDLESS)) as process:
         assert wait_until(lambda: made(troubled, "run"), process, STARTING)
         line = told(ended(process))
@@ -148,7 +149,7 @@ def test_a_rank_in_an_endless_loop_ends_the_run_and_says_where(troubled: Command
 
 
 @pytest.mark.slow
-def test_an_error_on_one_rank_is_told_by_that_rank_alone(troubled: CommandLine) -> None:
+def test_an_error_on_one_rank_is_printed_by_that_rank_only(troubled: CommandLine) -> None:
     words = troubled.recipe("run", *REPLICATED, "--with", "trouble:kind=error", **ENDLESS)
     with running(troubled, *words, fresh=True) as process:
         stderr = ended(process, STARTING)
@@ -163,7 +164,7 @@ def test_an_error_on_one_rank_is_told_by_that_rank_alone(troubled: CommandLine) 
     [(("--with", "optimizers.lyon"), {}, "optimizers.lion"), (REPLICATED, {"data__batch": 7}, "data.batch=8")],
     ids=["before the ranks meet", "after"],
 )
-def test_a_mistake_of_the_user_is_told_once(
+def test_a_usage_error_is_printed_once(
     thrifty: CommandLine, words: tuple[str, ...], changed: dict[str, int], fault: str
 ) -> None:
     with running(thrifty, *thrifty.recipe("run", *words, **changed)) as process:
@@ -172,7 +173,7 @@ def test_a_mistake_of_the_user_is_told_once(
 
 
 @pytest.mark.slow
-def test_a_restart_does_not_go_on_with_a_run_of_another_job(thrifty: CommandLine) -> None:
+def test_a_restart_does_not_resume_a_run_of_another_job(thrifty: CommandLine) -> None:
     thrifty.train("run", *REPLICATED, ranks=2)
     before = thrifty.records("run")
     with running(thrifty, *thrifty.recipe("run", *REPLICATED, steps=20), restarts=1) as process:
@@ -181,8 +182,8 @@ def test_a_restart_does_not_go_on_with_a_run_of_another_job(thrifty: CommandLine
 
 
 @pytest.mark.slow
-def test_ten_kills_of_a_rank_lose_no_step_beyond_the_last_checkpoint(thrifty: CommandLine) -> None:
-    """torchrun starts the ranks again each time, by the same words; the run ends bit-identical."""
+def test_ten_kills_lose_no_step_beyond_the_last_checkpoint(thrifty: CommandLine) -> None:
+    """torchrun restarts the ranks each time with the same command; the run ends bit-identical."""
     steps, every, kills, rng = 80, 4, 10, random.Random(0)
     settings = {"steps": steps, "checkpoints__every": every, "evaluation__every": 30}
     with running(thrifty, *thrifty.recipe("killed", "--quiet", *REPLICATED, **settings), restarts=kills) as process:

@@ -1,4 +1,4 @@
-"""What a run is tied to: its data, its tokenizer, its model; and what a fork may change."""
+"""Data, tokenizer and model are fixed for a run; a fork may change other settings."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from thrifty.training.trainer import train
 
 
 def cut_off(thrifty: CommandLine, name: str, *words: str, steps: int = 8, at: int = 4, **changed: object) -> None:
-    """A run of `steps` that looks as if it had been killed after the checkpoint of step `at`."""
+    """Make a run of `steps` that looks as if it had been killed after the checkpoint of step `at`."""
     thrifty.train(name, *words, steps=steps, checkpoints__every=at, checkpoints__keep=9, **changed)
     for path in (thrifty.run(name) / "checkpoints").glob("step-*"):
         if int(path.name[5:13]) > at:
@@ -28,7 +28,7 @@ def cut_off(thrifty: CommandLine, name: str, *words: str, steps: int = 8, at: in
             path.rmdir()
 
 
-def test_a_run_is_not_resumed_on_other_data(thrifty: CommandLine) -> None:
+def test_a_run_does_not_resume_on_other_data(thrifty: CommandLine) -> None:
     mine = thrifty.folder / "mine.txt"
     text = "\n\n".join(path.read_text() for path in sorted((thrifty.folder / "corpus").iterdir()))
     mine.write_text(text)
@@ -40,12 +40,12 @@ def test_a_run_is_not_resumed_on_other_data(thrifty: CommandLine) -> None:
     assert (thrifty.run("run") / "tokenizer.json").read_bytes() == tokenizer
 
 
-def test_a_pipe_in_the_place_of_a_tokenizer_is_refused_and_the_file_is_written_again(thrifty: CommandLine) -> None:
+def test_a_pipe_instead_of_a_tokenizer_is_refused(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     tokenizer = thrifty.run("run") / "tokenizer.json"
     content = tokenizer.read_bytes()
     tokenizer.unlink()
-    os.mkfifo(tokenizer)  # to write into it would be to wait for a reader
+    os.mkfifo(tokenizer)  # a write to it would wait for a reader
     refused = thrifty("resume", "run", exit_code=2).stderr
     assert "tokenizer.json is a pipe or a device" in refused and f"rm {tokenizer}" in refused
     tokenizer.unlink()
@@ -54,14 +54,14 @@ def test_a_pipe_in_the_place_of_a_tokenizer_is_refused_and_the_file_is_written_a
 
 
 @pytest.mark.slow
-def test_a_fork_with_another_tokenizer_is_refused_with_the_way_out(thrifty: CommandLine) -> None:
+def test_a_fork_with_another_tokenizer_is_refused(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     refused = thrifty("resume", "run", "--fork", "other", "--set", "data.vocabulary=400", exit_code=2)
     assert "another tokenizer than the old run" in refused.stderr and "data.tokenizer=" in refused.stderr
 
 
 @pytest.mark.slow
-def test_a_fork_with_a_longer_budget_keeps_the_depth_that_stacking_had(thrifty: CommandLine) -> None:
+def test_a_longer_fork_keeps_the_depth_of_stacking(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run", "--with", "growth.stacking:at=[0.25,0.75]", model__depth=4)
     forked = ("resume", "run", "--fork", "longer", "--set", "budget.steps=24", "--json")
     assert json.loads(thrifty(*forked).stdout)["steps"] == 24
@@ -69,7 +69,7 @@ def test_a_fork_with_a_longer_budget_keeps_the_depth_that_stacking_had(thrifty: 
     assert [json.loads(line)["step"] for line in changes] == [6, 18]
 
 
-def test_what_would_take_away_what_was_learned_is_no_fork_and_no_fine_tuning(thrifty: CommandLine) -> None:
+def test_forks_that_would_lose_trained_weights_are_refused(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     zeroed = ("--with", "initializations.rezero")
     refused = thrifty("resume", "run", "--fork", "zeroed", *zeroed, exit_code=2).stderr
@@ -81,14 +81,14 @@ def test_what_would_take_away_what_was_learned_is_no_fork_and_no_fine_tuning(thr
 
 
 @pytest.mark.slow
-def test_a_fork_whose_technique_cannot_keep_its_promise_says_so(thrifty: CommandLine) -> None:
+def test_a_fork_that_breaks_a_promise_is_refused(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     refused = thrifty("resume", "run", "--fork", "scored", "--with", "sparsity.snip", exit_code=2)
     assert "the old state breaks a promise of the changed recipe" in refused.stderr
 
 
 @pytest.mark.slow
-def test_a_dense_run_is_forked_into_a_sparse_one_whose_masks_are_chosen_by_its_weights(thrifty: CommandLine) -> None:
+def test_a_dense_run_is_forked_into_a_sparse_one(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     sparse = "sparsity.static:criterion=magnitude,distribution=uniform,density=0.5"
     thrifty("resume", "run", "--fork", "sparse", "--with", sparse)
@@ -105,13 +105,13 @@ def test_a_dense_run_is_forked_into_a_sparse_one_whose_masks_are_chosen_by_its_w
 
 
 @pytest.mark.slow
-def test_a_time_budget_can_be_prolonged_by_a_fork(thrifty: CommandLine) -> None:
+def test_a_fork_can_extend_a_time_budget(thrifty: CommandLine) -> None:
     cut_off(thrifty, "run")
     answer = json.loads(thrifty("resume", "run", "--fork", "timed", "--set", "budget.seconds=6", "--json").stdout)
     assert answer["steps"] > 4
 
 
-def test_the_best_checkpoint_is_the_best_of_those_saved(thrifty: CommandLine) -> None:
+def test_best_is_the_best_of_the_saved_checkpoints(thrifty: CommandLine) -> None:
     thrifty.train("run", steps=9, checkpoints__every=3, checkpoints__keep=9, evaluation__every=1)
     records = [json.loads(line) for line in (thrifty.run("run") / "records.jsonl").read_text().splitlines()]
     losses = {r["step"]: r["loss"] for r in records if r["kind"] == "evaluation" and r["step"] % 3 == 0}
@@ -119,7 +119,7 @@ def test_the_best_checkpoint_is_the_best_of_those_saved(thrifty: CommandLine) ->
     assert f"{min(losses, key=lambda step: losses[step]):08d}" in best
 
 
-def test_a_model_of_ones_own_is_never_restored_as_another(tmp_path: Path, thrifty: CommandLine) -> None:
+def test_a_users_model_is_never_restored_as_another(tmp_path: Path, thrifty: CommandLine) -> None:
     recipe = Recipe(
         name="own",
         model=ModelSettings(preset="llama-nano"),

@@ -1,4 +1,4 @@
-"""Two hosts, each a network of its own with an address and a name, joined by a wire that can be cut."""
+"""Two hosts, simulated by network namespaces with address and name, joined by a link that can be cut."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from thrifty.training.checkpoint import load
 pytestmark = pytest.mark.slow
 
 STARTING = 180.0
-"""Seconds within which a run has started on both, on a machine that does much else."""
+"""Seconds within which a run has started on both hosts of a busy machine."""
 STEPS = 100
 SETTINGS = {"steps": STEPS, "checkpoints__every": 10, "evaluation__every": 30}
 ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
@@ -29,7 +29,7 @@ def ip(*words: str) -> None:
 
 
 class Hosts:
-    """`alpha` and `beta`, of which both see the same disk."""
+    """The hosts `alpha` and `beta`, which see the same disk."""
 
     names = ("alpha", "beta")
     addresses = ("10.77.0.1", "10.77.0.2")
@@ -64,12 +64,12 @@ class Hosts:
         ip("-n", self.spaces[1], "link", "set", "wire", "up")
 
     def inside(self, number: int) -> list[str | Path]:
-        """The words that start a command on a host."""
+        """Return the command prefix that runs a command on a host."""
         space, name = self.spaces[number], self.names[number]
         return ["ip", "netns", "exec", space, "unshare", "--uts", "--mount", "sh", "-c", ENTER, name, self.known]
 
     def start_by_srun(self, *words: str | Path) -> list[subprocess.Popen[bytes]]:
-        """A process on each host with the variables of srun, which knows the hosts by name."""
+        """Start a process on each host with the variables of srun, where hosts are known by name."""
         step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "alpha,beta"}
         shared = {**os.environ, **step, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         for number in range(2):
@@ -81,7 +81,7 @@ class Hosts:
     def start(
         self, thrifty: CommandLine, *words: str, meet: int = 0, nodes: str = "2", restarts: int = 0
     ) -> list[subprocess.Popen[str]]:
-        """torchrun with one rank on each host; they meet at the host of number `meet`."""
+        """Start torchrun with one rank on each host; the rendezvous is on host number `meet`."""
         for number, address in enumerate(self.addresses):
             meeting = [
                 "--rdzv-backend=c10d",
@@ -119,7 +119,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def whole(common_folder: Path) -> CommandLine:
-    """The run on two ranks of one host."""
+    """Return the run on two ranks of one host."""
     thrifty = CommandLine(common_folder)
     thrifty.train("whole on two", "--with", "parallelism.replicate", ranks=2, **SETTINGS)
     return thrifty
@@ -134,9 +134,7 @@ def told(stderr: str) -> str:
     return stderr[stderr.index("thrifty: ") :]
 
 
-def test_a_host_that_is_cut_off_ends_the_run_on_both_sides_and_it_resumes_exactly(
-    thrifty: CommandLine, whole: CommandLine, hosts: Hosts
-) -> None:
+def test_a_lost_link_ends_the_run_on_both_hosts(thrifty: CommandLine, whole: CommandLine, hosts: Hosts) -> None:
     thrifty.environment["THRIFTY_SILENCE"] = "10"
     alpha, beta = hosts.start(thrifty, *thrifty.recipe("run", "--with", "parallelism.replicate", **SETTINGS))
     assert wait_until(lambda: made(thrifty, "checkpoint"), alpha, STARTING)
@@ -155,9 +153,7 @@ def test_a_host_that_is_cut_off_ends_the_run_on_both_sides_and_it_resumes_exactl
     assert_equal(thrifty.tensors("run"), whole.tensors("whole on two"))
 
 
-def test_a_run_goes_on_with_fewer_hosts_when_that_of_rank_0_is_lost(
-    thrifty: CommandLine, whole: CommandLine, hosts: Hosts
-) -> None:
+def test_a_run_continues_without_the_host_of_rank_0(thrifty: CommandLine, whole: CommandLine, hosts: Hosts) -> None:
     words = thrifty.recipe("run", "--with", "parallelism.replicate", **SETTINGS)
     alpha, beta = hosts.start(thrifty, *words, meet=1, nodes="1:2", restarts=2)
     assert wait_until(lambda: made(thrifty, "checkpoint"), beta, STARTING)
@@ -175,9 +171,7 @@ def test_a_run_goes_on_with_fewer_hosts_when_that_of_rank_0_is_lost(
     )
 
 
-def test_a_run_by_srun_on_objects_of_ones_own_ends_in_the_same_bits_after_one_of_two_hosts_is_killed(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_a_run_by_srun_on_user_objects_survives_a_lost_host(hosts: Hosts, tmp_path: Path) -> None:
     command = [sys.executable, user_work.__file__, str(tmp_path), "straight", "100", "2"]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     words = (user_work.__file__, str(tmp_path), "killed", "100", "1")

@@ -1,4 +1,4 @@
-"""Models of other people in, models for other people out."""
+"""Import of models from other libraries, and export to them."""
 
 import json
 from pathlib import Path
@@ -24,9 +24,7 @@ SIZES = {"data.vocabulary": 320, "data.length": 32, "data.batch": 8, "evaluation
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_foreign_architecture_with_lora_recompute_and_bfloat16_runs_and_resumes(
-    thrifty: CommandLine, family: str
-) -> None:
+def test_a_foreign_architecture_with_techniques_resumes(thrifty: CommandLine, family: str) -> None:
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(thrifty.folder / "model")
     words = ["--data", str((thrifty.folder / "corpus").resolve()), "--model", str(thrifty.folder / "model"), *CHOSEN]
@@ -59,7 +57,7 @@ ADDED = {"adapters": "adapters.lora:rank=4", "gains": "initializations.layer_sca
 
 @pytest.fixture(scope="session", params=[(preset, added) for preset in ("llama-nano", "gpt-nano") for added in ADDED])
 def exported(common_folder: Path, request: pytest.FixtureRequest) -> tuple[CommandLine, str, Path]:
-    """A run with adapters or gains, trained, and exported."""
+    """Return a trained and exported run with adapters or gains."""
     preset, added = request.param
     thrifty, name = beside(common_folder), f"{preset}-with-{added}"
     extra = ("--with", ADDED[added], "--with", "optimizers.adamw:lr=0.03")
@@ -69,7 +67,7 @@ def exported(common_folder: Path, request: pytest.FixtureRequest) -> tuple[Comma
 
 
 @pytest.mark.sampled(1)
-def test_an_export_computes_what_the_trained_model_with_adapters_or_gains_computes(
+def test_an_export_computes_the_same_as_the_trained_model(
     exported: tuple[CommandLine, str, Path],
 ) -> None:
     thrifty, name, folder = exported
@@ -84,7 +82,7 @@ def test_an_export_computes_what_the_trained_model_with_adapters_or_gains_comput
 
 
 def as_it_was_trained(thrifty: CommandLine, name: str) -> Any:
-    """The model with adapters or gains still on it, at the values of the newest checkpoint."""
+    """Return the model with its adapters or gains, at the values of the newest checkpoint."""
     from thrifty.recipes.recipe_toml import read_recipe
     from thrifty.training.run_setup import prepare_run
 
@@ -100,7 +98,7 @@ def as_it_was_trained(thrifty: CommandLine, name: str) -> Any:
 
 
 @pytest.mark.slow
-def test_an_export_generates_the_tokens_that_sample_shows(exported: tuple[CommandLine, str, Path]) -> None:
+def test_an_export_generates_the_tokens_of_thrifty_sample(exported: tuple[CommandLine, str, Path]) -> None:
     thrifty, name, folder = exported
     words = ("--prompt", "def heap(", "--tokens", "16", "--temperature", "0")
     shown = thrifty.json("sample", f"runs/{name}", *words)

@@ -1,4 +1,4 @@
-"""Runs on images by the command line: trained, resumed, forked, explained, reported, exported."""
+"""Image runs on the command line: train, resume, fork, explain, report, export."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> CommandLine:
 
 
 def restore_in(desk: CommandLine, name: str) -> Any:
-    """The trained model of a run, whose recipe names a folder by a path from where it was started."""
+    """Return the trained model of a run whose recipe has a path relative to the folder of its start."""
     here = Path.cwd()
     os.chdir(desk.folder)
     try:
@@ -51,14 +51,14 @@ AUGMENTED = {"data__augment__crop": 1, "data__augment__mixup": 0.5, "data__augme
 
 @pytest.fixture(scope="module")
 def finished(desk: CommandLine) -> dict[str, Any]:
-    """The summary of a run on digits that others look at, with what was told of it."""
+    """Return summary and output of a run on digits, shared by several tests."""
     done = desk(*words("digits", **AUGMENTED))
     summary = json.loads((desk.run("digits") / "summary.json").read_text())
     return summary | {"stdout": done.stdout, "stderr": done.stderr}
 
 
 @pytest.mark.slow
-def test_accuracy_stands_beside_the_loss_wherever_that_is_told(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_accuracy_is_shown_wherever_the_loss_is(desk: CommandLine, finished: dict[str, Any]) -> None:
     assert finished["unit"] == "images" and finished["tokens"] == 6 * 16
     assert 0 <= finished["held_out"]["accuracy"] <= 1 and finished["label_entropy"] == pytest.approx(2.307, abs=0.01)
     evaluations = desk.records("digits", "evaluation")
@@ -74,7 +74,7 @@ def test_accuracy_stands_beside_the_loss_wherever_that_is_told(desk: CommandLine
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(desk: CommandLine, finished: dict[str, Any]) -> None:
     expected, evaluated = desk.tensors("digits"), desk.records("digits", "evaluation")
     shutil.copytree(desk.run("digits"), desk.run("stopped"))
     shutil.rmtree(desk.run("stopped") / "checkpoints" / "step-00000006")
@@ -83,7 +83,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finish
     assert desk.records("stopped", "evaluation")[-1] == evaluated[-1]
 
 
-def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_an_exported_model_predicts_the_same_in_transformers(desk: CommandLine, finished: dict[str, Any]) -> None:
     desk("export", "digits", "out")
     assert sorted(path.name for path in (desk.folder / "out").iterdir()) == [
         "config.json",
@@ -101,7 +101,7 @@ def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: Command
     assert model.config.id2label[7] == "7"
 
 
-def test_a_run_of_images_says_no_next_token_and_forks_to_no_text(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_an_image_run_does_not_generate_text(desk: CommandLine, finished: dict[str, Any]) -> None:
     refused = desk("sample", "digits", exit_code=2).stderr
     assert "a model trained for classification does not predict the next token" in refused
     longer = desk.json("resume", "digits", "--fork", "longer", "--set", "budget.steps=8")
@@ -110,14 +110,14 @@ def test_a_run_of_images_says_no_next_token_and_forks_to_no_text(desk: CommandLi
     assert "data.batch: 16 → 8" in again
 
 
-def test_explain_tells_of_images(desk: CommandLine) -> None:
+def test_explain_describes_images(desk: CommandLine) -> None:
     _, *rest = words("explained")
     name = rest.index("--name")
     told = desk("explain", *rest[:name], *rest[name:], "--with", "adapters.visual_prompt:tokens=2").stdout
     assert "1,300 training images of 8 x 8 x 1, 10 labels" in told and "2 prompts in 2 of 2 blocks" in told
 
 
-def test_a_folder_of_images_is_learned_at_the_size_that_the_model_was_made_for(desk: CommandLine) -> None:
+def test_a_folder_of_images_has_the_models_image_size(desk: CommandLine) -> None:
     folder = write_folder(desk.folder / "shades", 24)
     (folder / "light" / "broken.png").write_bytes(b"no image")
     changed = {"model__patch": 8, "model__depth": 1, "data__held_out": 0.25, "data__source": str(folder)}
@@ -134,7 +134,7 @@ def test_a_folder_of_images_is_learned_at_the_size_that_the_model_was_made_for(d
 
 
 @pytest.mark.slow
-def test_a_trained_model_goes_on_with_images_of_another_size(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_a_trained_model_continues_at_another_image_size(desk: CommandLine, finished: dict[str, Any]) -> None:
     if not (desk.folder / "start").exists():
         desk("export", "digits", "start")
     values = {"data.size": 12, "data.batch": 16, "evaluation.examples": 100, "model.reinitialize": False}
@@ -155,7 +155,7 @@ def test_a_budget_of_tokens_counts_each_image_once() -> None:
         prepare_run(replace(recipe, budget=Budget(tokens=63.0)), quiet=True)
 
 
-def test_settings_of_images_are_refused_where_there_are_none() -> None:
+def test_settings_of_images_are_refused_without_images() -> None:
     recipe = RECIPES["vit-digits"]()
     text = replace(recipe, objective=ObjectiveSettings("next_token"), data=replace(recipe.data, size=8))
     with pytest.raises(UsageError, match=r"data.size is set, which is for images, but next_token learns from text"):

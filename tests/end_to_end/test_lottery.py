@@ -1,4 +1,4 @@
-"""The lottery: rounds, rewinding and controls as promised; killed anywhere, the same command ends at the same bits."""
+"""The lottery: rounds, rewinding and controls as documented; after a kill the same command ends with the same bits."""
 
 import gc
 import json
@@ -54,7 +54,7 @@ def recipe(common_folder: Path) -> Recipe:
 
 @pytest.fixture(scope="module")
 def played(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """One round with its controls, then one more without."""
+    """Return a lottery of one round with its controls, then one more without."""
     runs = tmp_path_factory.mktemp("lottery") / "runs"
     first = run_lottery(recipe, LOTTERY, runs, quiet=True)
     result = run_lottery(recipe, LONGER, runs, quiet=True)
@@ -62,7 +62,7 @@ def played(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     return runs, result
 
 
-def test_every_round_keeps_half_of_the_smallest_and_is_an_ordinary_run(played: tuple[Path, dict[str, Any]]) -> None:
+def test_every_round_halves_the_weights_in_an_ordinary_run(played: tuple[Path, dict[str, Any]]) -> None:
     runs, result = played
     assert result["status"] == "finished"
     assert [each["density"] for each in result["rounds"]] == [1.0, 0.5, 0.25]
@@ -83,10 +83,10 @@ def test_every_round_keeps_half_of_the_smallest_and_is_an_ordinary_run(played: t
     assert saved == {name: value for name, value in result.items() if name != "folder"}
 
 
-def test_a_ticket_starts_from_the_dense_run_s_early_step_with_all_that_belongs_to_it(
+def test_a_ticket_starts_from_the_dense_runs_early_state(
     played: tuple[Path, dict[str, Any]],
 ) -> None:
-    """By hand: weights, moments, age and step of the dense run's checkpoint under the ticket's mask, trained on."""
+    """Reproduced step by step: weights, moments, age and step of the dense run's checkpoint under the ticket's mask."""
     runs, _ = played
     recipe = read_recipe(runs / "tiny-round-2" / "recipe.toml")
     prepared = prepare_run(recipe, quiet=True)
@@ -103,7 +103,7 @@ def test_a_ticket_starts_from_the_dense_run_s_early_step_with_all_that_belongs_t
     assert_equal({name: found[name] for name in state.tensors()}, state.tensors())
 
 
-def test_controls_have_as_many_weights_at_other_places_or_the_same_places_from_the_start(
+def test_controls_have_as_many_weights(
     played: tuple[Path, dict[str, Any]],
 ) -> None:
     runs, _ = played
@@ -123,7 +123,7 @@ def test_controls_have_as_many_weights_at_other_places_or_the_same_places_from_t
     assert steps == {"tiny-round-1": [3, 4, 5, 6], "tiny-round-1-reinitialise": [1, 2, 3, 4, 5, 6]}
 
 
-def test_what_is_there_is_not_done_again(played: tuple[Path, dict[str, Any]], recipe: Recipe) -> None:
+def test_finished_rounds_are_not_repeated(played: tuple[Path, dict[str, Any]], recipe: Recipe) -> None:
     runs, result = played
     before = {path: path.stat().st_mtime_ns for path in runs.glob("tiny-round-*/records.jsonl")}
     said: list[str] = []
@@ -131,9 +131,7 @@ def test_what_is_there_is_not_done_again(played: tuple[Path, dict[str, Any]], re
     assert not said and {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_another_lottery_is_not_mixed_with_one_that_is_there(
-    played: tuple[Path, dict[str, Any]], recipe: Recipe
-) -> None:
+def test_two_lotteries_are_not_mixed(played: tuple[Path, dict[str, Any]], recipe: Recipe) -> None:
     runs, _ = played
     with pytest.raises(UsageError, match=r"other settings: lottery.prune: 0.5 → 0.3"):
         run_lottery(recipe, replace(LOTTERY, prune=0.3), runs, quiet=True)
@@ -141,7 +139,7 @@ def test_another_lottery_is_not_mixed_with_one_that_is_there(
         run_lottery(replace(recipe, data=replace(recipe.data, batch=8)), LOTTERY, runs, quiet=True)
 
 
-def test_what_no_lottery_can_be_is_refused(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_lotteries_are_refused(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"lottery: prune is 1\.0"):
         LotterySettings(prune=1.0)
     with pytest.raises(UsageError, match="where is no regular expression"):
@@ -156,7 +154,7 @@ def test_what_no_lottery_can_be_is_refused(recipe: Recipe, tmp_path: Path, monke
         run_lottery(recipe, LOTTERY, tmp_path, quiet=True)
 
 
-def test_what_no_ticket_can_be_drawn_of_is_refused_before_anything_is_written(recipe: Recipe, tmp_path: Path) -> None:
+def test_impossible_tickets_are_refused_before_any_write(recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no matrix of the model of tiny has a name that matches 'nowhere'"):
         run_lottery(recipe, replace(LOTTERY, where="nowhere"), tmp_path, quiet=True)
     with pytest.raises(UsageError, match="both decide the weight masks"):
@@ -164,7 +162,7 @@ def test_what_no_ticket_can_be_drawn_of_is_refused_before_anything_is_written(re
     assert not any(tmp_path.iterdir())
 
 
-def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
+def test_the_first_model_is_freed_before_the_rounds(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[weakref.ref[nn.Module]] = []
@@ -180,17 +178,17 @@ def test_the_model_that_is_looked_at_first_is_not_kept_while_rounds_are_played(
 
     monkeypatch.setattr("thrifty.experiments.lottery_rounds._Rounds.run_all", look)
     assert run_lottery(replace(recipe, objects=UserObjects(model=build)), LOTTERY, tmp_path, quiet=True) == {"kept": []}
-    assert len(built) == 2  # one is on fake tensors: indices without a row are looked for
+    assert len(built) == 2  # one is on fake tensors, for the search for indices without a row
 
 
-def test_runs_that_belong_to_no_known_lottery_are_not_taken_for_its_rounds(recipe: Recipe, tmp_path: Path) -> None:
+def test_runs_of_no_known_lottery_are_not_its_rounds(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "tiny-round-0").mkdir()
     with pytest.raises(UsageError, match=r"tiny-round-0 exists"):
         run_lottery(recipe, LOTTERY, tmp_path, quiet=True)
     assert not (tmp_path / "tiny-lottery").exists()
 
 
-def test_the_masks_of_a_run_are_a_ticket_for_others(played: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_masks_of_a_run_are_a_ticket_for_other_runs(played: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     runs, _ = played
     density, sha256 = export_masks(runs / "tiny-round-2", tmp_path / "kept.safetensors")
     assert density == 0.25
@@ -203,7 +201,7 @@ def test_the_masks_of_a_run_are_a_ticket_for_others(played: tuple[Path, dict[str
 
 
 def assert_same_lottery(found: Path, expected: Path, steps: int) -> None:
-    """Bit for bit: the runs of both rounds, the ticket, and what is told of them."""
+    """Assert that both rounds' runs, the ticket and the reported results are equal bit for bit."""
     for name in ("tiny-round-0", "tiny-round-1"):
         assert_equal(newest(found / name, steps), newest(expected / name, steps))
     tickets = [(runs / "tiny-lottery" / "round-1.safetensors").read_bytes() for runs in (found, expected)]
@@ -213,7 +211,7 @@ def assert_same_lottery(found: Path, expected: Path, steps: int) -> None:
 
 
 @pytest.mark.slow
-def test_killed_before_a_round_s_first_checkpoint_and_stopped_between_rounds_it_ends_at_the_same_bits(
+def test_kill_before_the_first_checkpoint_ends_bit_identical(
     recipe: Recipe, thrifty: CommandLine, tmp_path: Path
 ) -> None:
     steps, whole, killed = 40, tmp_path / "whole", tmp_path / "killed"
@@ -240,7 +238,7 @@ def test_killed_before_a_round_s_first_checkpoint_and_stopped_between_rounds_it_
 
 
 @pytest.mark.slow
-def test_killed_in_both_rounds_and_between_them_it_ends_at_the_same_bits(thrifty: CommandLine) -> None:
+def test_kills_in_both_rounds_end_bit_identical(thrifty: CommandLine) -> None:
     words = ["lottery", *thrifty.recipe("tiny", "--quiet", steps=40, checkpoints__every=5, evaluation__every=100)[1:]]
     words += ["--rounds", "1", "--rewind", "3"]
     thrifty(*words, "--runs", "whole")

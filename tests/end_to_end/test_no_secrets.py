@@ -1,5 +1,7 @@
-"""Secrets on the command line, in the recipe and in the environment are in no file that a run, its report, its exports
-or a recipe written from it holds."""
+"""Secrets on the command line, in the recipe and in the environment appear in no file of a run.
+
+This includes its report, its exports and recipes written from it.
+"""
 
 import sys
 from dataclasses import replace
@@ -23,7 +25,7 @@ from thrifty.training.trainer import resume, train
 ALL = [*PLANTED.values(), *NAMED]
 
 
-def test_no_file_of_a_run_holds_a_planted_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_of_a_run_contains_a_planted_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["thrifty", "train", *ALL, *(f"--set=about={secret}" for secret in ALL)])
     for number, secret in enumerate(ALL):
         monkeypatch.setenv(f"PLANTED_{number}", secret)
@@ -52,7 +54,7 @@ def read_back(folder: Path, recipe: Recipe) -> Recipe:
     return read_recipe(folder / "recipe.toml")
 
 
-def test_a_recipe_that_is_written_keeps_paths_that_exist_and_no_passwords(tmp_path: Path) -> None:
+def test_a_written_recipe_keeps_paths_and_no_passwords(tmp_path: Path) -> None:
     folder = tmp_path / f"hf_{BODY}"
     folder.mkdir()
     assert read_back(tmp_path, text(folder)) == text(folder)

@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite never reaches parameters or optimizer state."""
+"""A non-finite loss or gradient never reaches parameters or optimizer state."""
 
 import json
 from contextlib import closing
@@ -29,14 +29,14 @@ from thrifty.training.trainer import train
 
 
 class Spoiled(NextToken):
-    """Adds to each loss what the batch says: 0, NaN or infinity."""
+    """An objective that adds a value of the batch to each loss: 0, NaN or infinity."""
 
     def losses(self, prediction, batch: Batch) -> Tensor:  # type: ignore[override]
         return super().losses(prediction, batch) + batch.fields.get("poison", torch.zeros(1))
 
 
 class Spoil(Technique):
-    """Puts a number that is not finite into the loss or into one gradient of the steps from `start` on."""
+    """A technique with a non-finite loss or gradient from the step `start` on."""
 
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 
@@ -86,9 +86,7 @@ def spoiled_by(recipe: Recipe, **settings: object) -> Recipe:
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-def test_a_step_that_is_not_finite_changes_nothing_and_the_next_goes_on(
-    recipe: Recipe, poison: float, where: str
-) -> None:
+def test_a_non_finite_step_changes_nothing(recipe: Recipe, poison: float, where: str) -> None:
     run = prepare_run(spoiled_by(recipe, poison=poison, where=where), quiet=True).run
     state = run.start()
     before, updates, skipped = {}, 0, []
@@ -117,7 +115,7 @@ def test_skipped_steps_are_recorded_and_counted(recipe: Recipe, tmp_path: Path) 
     assert any("step 4 skipped" in line["text"] for line in lines if line["kind"] == "notice")
 
 
-def test_a_run_of_skipped_steps_stops_the_run_with_an_explanation(recipe: Recipe, tmp_path: Path) -> None:
+def test_many_skipped_steps_stop_the_run_with_an_explanation(recipe: Recipe, tmp_path: Path) -> None:
     endless = spoiled_by(replace(recipe, budget=Budget(steps=40)), steps=100, start=4)
     with pytest.raises(ThriftyError, match=f"not finite in {PATIENCE} steps in a row, up to step 14") as stopped:
         train(endless, tmp_path, quiet=True)
@@ -126,7 +124,7 @@ def test_a_run_of_skipped_steps_stops_the_run_with_an_explanation(recipe: Recipe
     assert summary["status"] == "stopped" and summary["exit_code"] == 1 and summary["steps"] == 14
 
 
-def test_what_was_learned_before_a_run_of_skipped_steps_can_still_be_used(recipe: Recipe, tmp_path: Path) -> None:
+def test_checkpoints_before_skipped_steps_remain_usable(recipe: Recipe, tmp_path: Path) -> None:
     train(
         replace(recipe, name="short", budget=Budget(steps=4), checkpoints=CheckpointSettings(every=4)),
         tmp_path,
@@ -143,7 +141,7 @@ def test_what_was_learned_before_a_run_of_skipped_steps_can_still_be_used(recipe
 
 
 class LoseWeights(Technique):
-    """Makes a weight infinite in one step, whose own loss is still finite."""
+    """A technique that sets a weight to infinity in one step whose own loss is still finite."""
 
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 
@@ -163,7 +161,7 @@ class LoseWeights(Technique):
 
 
 @pytest.mark.parametrize(("step", "newest"), [(5, 4), (7, 6), (1, None)])
-def test_weights_without_a_finite_loss_are_not_the_newest_checkpoint(
+def test_weights_without_a_finite_loss_are_not_saved(
     recipe: Recipe, tmp_path: Path, step: int, newest: int | None
 ) -> None:
     lost = replace(recipe, techniques=(*recipe.techniques, LoseWeights(step=step)))

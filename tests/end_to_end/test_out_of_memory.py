@@ -1,4 +1,4 @@
-"""A process that its system gives no more memory ends with a message, and its run can be continued leaner."""
+"""A process that the system refuses memory ends with a message, and a leaner start works."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ def limited(thrifty: CommandLine) -> CommandLine:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits its address space by what Linux says of it")
-def test_a_run_whose_address_space_ends_says_the_phase_and_a_leaner_start_that_works(limited: CommandLine) -> None:
+def test_out_of_memory_names_the_phase_and_a_leaner_start(limited: CommandLine) -> None:
     done = limited(*limited.recipe("short", "--with", "limited", checkpoints__every=2), exit_code=3)
     message = done.stderr[done.stderr.index("thrifty: ") :]
     assert "Traceback" not in done.stderr and len(message.splitlines()) == 2

@@ -1,4 +1,4 @@
-"""Models of one's own on every verb, as a user types them: `--model package.module:function`."""
+"""A user's own models in every command: `--model package.module:function`."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ TEXT += tuple(word for path, value in SIZES.items() for word in ("--set", f"{pat
 
 
 def own_folder(folder: Path, fresh: bool) -> CommandLine:
-    """A working folder with a package of the user's own."""
+    """Return a working folder with a user's package."""
     (folder / "own").mkdir()
     (folder / "own" / "__init__.py").touch()
     shutil.copy(own_gpt.__file__, folder / "own" / "gpt.py")
@@ -27,7 +27,7 @@ def own_folder(folder: Path, fresh: bool) -> CommandLine:
 
 
 @pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_run_records_the_function_and_no_preset_and_asks_for_it_again(fresh: bool, tmp_path: Path) -> None:
+def test_a_run_records_the_function_and_requires_it_again(fresh: bool, tmp_path: Path) -> None:
     thrifty = own_folder(tmp_path, fresh)
     thrifty("train", *TEXT, *GPT, *ARGUMENT, "--name", "mine", "--quiet")
     recipe = (thrifty.run("mine") / "recipe.toml").read_text()
@@ -53,7 +53,7 @@ def test_a_run_records_the_function_and_no_preset_and_asks_for_it_again(fresh: b
 
 
 @pytest.mark.slow
-def test_every_verb_takes_a_model_of_ones_own_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_every_command_accepts_a_users_model(tmp_path: Path) -> None:
     thrifty = own_folder(tmp_path, fresh=True)
     explained = thrifty.json("explain", *TEXT, *GPT, *ARGUMENT)
     assert explained["parameters"] < 30_000 and not explained["refused"]
@@ -70,7 +70,7 @@ def test_every_verb_takes_a_model_of_ones_own_in_a_process_of_its_own(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_classifier_of_ones_own_learns_labels_of_images(tmp_path: Path) -> None:
+def test_a_users_classifier_learns_labels_of_images(tmp_path: Path) -> None:
     thrifty = own_folder(tmp_path, fresh=True)
     words = (
         "vit-digits",
@@ -86,7 +86,7 @@ def test_a_classifier_of_ones_own_learns_labels_of_images(tmp_path: Path) -> Non
     thrifty("export", "digits", "out", "--model", "own.gpt:build_classifier")
 
 
-def test_a_vocabulary_larger_than_the_embedding_is_refused_before_the_run(tmp_path: Path) -> None:
+def test_a_vocabulary_above_the_embedding_is_refused(tmp_path: Path) -> None:
     thrifty = own_folder(tmp_path, fresh=False)
     for verb in ("explain", "train"):
         refused = thrifty(verb, *TEXT, *GPT, "--model-arg", "vocabulary=319", exit_code=2)
@@ -114,7 +114,7 @@ OBJECTS = ("--model", "work:build", "--data", "work:train_set", "--held-out", "w
 PLAIN = ("text", "--without", "compile", "--budget", "4steps", "--set", "data.batch=8", "--set", "checkpoints.every=2")
 
 
-def test_data_and_a_loss_of_ones_own_have_names_on_the_command_line(tmp_path: Path) -> None:
+def test_user_data_and_loss_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORK)
     thrifty = CommandLine(tmp_path)
     assert not thrifty.json("explain", *PLAIN, *OBJECTS)["refused"]
@@ -131,7 +131,7 @@ def test_data_and_a_loss_of_ones_own_have_names_on_the_command_line(tmp_path: Pa
 
 
 @pytest.mark.parametrize("technique", ["", "lion:lr=2e-4", "gradients.clip"])
-def test_the_same_objects_are_the_same_run_on_the_command_line_and_in_python(
+def test_command_line_and_python_make_the_same_run(
     technique: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "work.py").write_text(WORK.replace("torch.randn(6)", "torch.full((6,), number / 32)"))
@@ -149,7 +149,7 @@ def test_the_same_objects_are_the_same_run_on_the_command_line_and_in_python(
     assert losses[0] == losses[1] and losses[0]
 
 
-def test_a_path_that_exists_is_a_path_and_halves_of_own_data_are_refused(tmp_path: Path) -> None:
+def test_existing_paths_and_incomplete_user_data(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORK)
     thrifty = CommandLine(tmp_path)
     assert "requires held-out data" in thrifty("explain", *PLAIN, *OBJECTS[:4], *OBJECTS[6:], exit_code=2).stderr
@@ -168,15 +168,13 @@ def test_a_path_that_exists_is_a_path_and_halves_of_own_data_are_refused(tmp_pat
         ("width=[1,2]", "it takes (width: int = 32, depth: int = 2, vocabulary: int = 320, context: int = 32)"),
     ],
 )
-def test_a_wrong_argument_of_the_builder_is_refused_with_those_that_it_takes(
-    argument: str, words: str, tmp_path: Path
-) -> None:
+def test_a_wrong_builder_argument_names_the_right_ones(argument: str, words: str, tmp_path: Path) -> None:
     thrifty = own_folder(tmp_path, fresh=False)
     refused = thrifty("explain", *TEXT, *GPT, "--model-arg", argument, exit_code=2).stderr
     assert words in refused and "width: int = 32" in refused and argument.partition("=")[0] in refused
 
 
-def test_a_model_that_takes_no_documents_is_refused_where_they_are_kept_apart(tmp_path: Path) -> None:
+def test_separate_documents_require_a_model_with_segments(tmp_path: Path) -> None:
     thrifty = own_folder(tmp_path, fresh=False)
     refused = thrifty("explain", *TEXT, *GPT, "--set", "data.separate=true", exit_code=2).stderr
     assert "NanoGPT.forward(" in refused and "does not take the document of each token" in refused

@@ -1,4 +1,4 @@
-"""A technique of one's own is one new file and no other edit."""
+"""A user's own technique is one new file without any other edit."""
 
 import os
 import subprocess
@@ -50,7 +50,7 @@ FILE = '''
 
 @pytest.fixture(params=["a folder", "an entry point"])
 def extended(thrifty: CommandLine, request: pytest.FixtureRequest) -> tuple[CommandLine, str]:
-    """A command line that knows one more technique, and the technique's name."""
+    """Return a command line that knows one more technique, and the technique's name."""
     if request.param == "a folder":
         name, home = "optimizers.shrunk", thrifty.folder / "mine" / "optimizers"
         home.mkdir(parents=True)
@@ -68,7 +68,7 @@ def extended(thrifty: CommandLine, request: pytest.FixtureRequest) -> tuple[Comm
 
 
 @pytest.mark.sampled(1)
-def test_list_show_explain_and_train_use_it_with_no_other_edit(extended: tuple[CommandLine, str]) -> None:
+def test_all_commands_use_it_without_another_edit(extended: tuple[CommandLine, str]) -> None:
     thrifty, name = extended
     about = "half of each is kept." if name.startswith("optimizers") else "from the package theirs"  # not loaded yet
     assert {"name": name, "about": about} in thrifty.json("list")
@@ -87,7 +87,7 @@ def test_list_show_explain_and_train_use_it_with_no_other_edit(extended: tuple[C
 
 
 @pytest.mark.slow
-def test_the_contract_test_picks_it_up(extended: tuple[CommandLine, str]) -> None:
+def test_the_contract_test_includes_it(extended: tuple[CommandLine, str]) -> None:
     thrifty, _ = extended
     command = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", str(CONTRACT), "-k", "shrunk"]
     done = subprocess.run(command, env=thrifty.variables(), capture_output=True, text=True, timeout=300)
@@ -120,5 +120,5 @@ def test_listing_runs_no_file_and_names_broken_ones(thrifty: CommandLine) -> Non
     assert not (thrifty.folder / "ran").exists()
 
 
-def test_objectives_are_listed_with_whole_sentences(thrifty: CommandLine) -> None:
+def test_objectives_are_listed_with_complete_sentences(thrifty: CommandLine) -> None:
     assert all(row["about"].endswith(".") for row in thrifty.json("list", "objectives"))

@@ -1,4 +1,4 @@
-"""Runs on images with captions by the command line: trained, resumed, explained, reported, exported, retrieved from."""
+"""Runs on images with captions on the command line: train, resume, explain, report, export, retrieve."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ COLOURS = {"red": (220, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 220), 
 
 
 def paint(path: Path, colour: str, row: int, column: int, shade: int = 0) -> None:
-    """A dark square with a coloured spot in one of 16 places."""
+    """Return a dark square with a coloured spot in one of 16 positions."""
     pixels = np.full((SIDE, SIDE, 3), shade, np.uint8)
     pixels[4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = COLOURS[colour]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +66,7 @@ def finished(desk: CommandLine) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_loss_and_accuracy_are_told_wherever_a_run_is(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_loss_and_accuracy_are_shown_for_every_run(desk: CommandLine, finished: dict[str, Any]) -> None:
     assert finished["unit"] == "images" and finished["tokens"] == 6 * 16
     assert 0 <= finished["held_out"]["accuracy"] <= 1
     assert f"held-out loss {finished['held_out_loss']:.3f} nats, accuracy" in finished["stdout"]
@@ -77,7 +77,7 @@ def test_loss_and_accuracy_are_told_wherever_a_run_is(desk: CommandLine, finishe
     assert "data_selection.drop_patches" in told and "behind image.embedding, 50% of the patches are left out" in told
 
 
-def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(desk: CommandLine, finished: dict[str, Any]) -> None:
     expected, evaluated = desk.tensors("spots-run"), desk.records("spots-run", "evaluation")
     shutil.copytree(desk.run("spots-run"), desk.run("stopped"))
     shutil.rmtree(desk.run("stopped") / "checkpoints" / "step-00000006")
@@ -86,7 +86,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(desk: CommandLine, finish
     assert desk.records("stopped", "evaluation")[-1] == evaluated[-1]
 
 
-def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_an_exported_model_predicts_the_same_in_transformers(desk: CommandLine, finished: dict[str, Any]) -> None:
     desk("export", "spots-run", "out")
     loaded = transformers.CLIPModel.from_pretrained(desk.folder / "out").eval()
     restored, _ = load_trained_model(desk.run("spots-run"))
@@ -100,7 +100,7 @@ def test_an_exported_model_answers_in_transformers_as_the_run_does(desk: Command
     torch.testing.assert_close(vectors[0] @ vectors[1].T, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_an_exported_model_goes_on_with_its_own_tokenizer(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_an_exported_model_continues_with_its_own_tokenizer(desk: CommandLine, finished: dict[str, Any]) -> None:
     if not (desk.folder / "start").exists():
         desk("export", "spots-run", "start")
     recipe = desk.folder / "go-on.toml"
@@ -129,8 +129,9 @@ def test_an_exported_model_goes_on_with_its_own_tokenizer(desk: CommandLine, fin
 
 
 @pytest.mark.slow
-def test_a_model_finds_captions_and_tells_colours_apart_by_name(desk: CommandLine) -> None:
-    """Half of the patches dropped, in micro-batches, and the right one of 64 captions is found far above chance."""
+def test_a_model_retrieves_captions_and_classifies_colours(desk: CommandLine) -> None:
+    """With half of the patches dropped, in micro-batches, the right one of 64 captions is found far more often than
+    at random."""
     cache = ("--with", "large_batch.gradient_cache:micro_batches=2")
     desk(*words("learned", *cache, steps=80, data__batch=32, checkpoints__every=80))
     found = desk.json(
@@ -145,7 +146,7 @@ def test_a_model_finds_captions_and_tells_colours_apart_by_name(desk: CommandLin
     assert "captions R@10" in told and "chance" in told
 
 
-def test_what_cannot_be_retrieved_is_refused_with_what_can(desk: CommandLine, finished: dict[str, Any]) -> None:
+def test_unsuitable_retrieval_is_refused_with_a_fix(desk: CommandLine, finished: dict[str, Any]) -> None:
     assert "no images to tell apart" in desk("retrieve", "spots-run", "--prompt", "{}", exit_code=2).stderr
     refused = desk("retrieve", "spots-run", "--classes", "labelled", "--prompt", "a spot", exit_code=2).stderr
     assert "no one place for a label" in refused

@@ -1,4 +1,4 @@
-"""A pipeline as a user starts it: two processes, one model, and one voice; and on with a single process."""
+"""A pipeline as a user starts it: two processes, one model, one output; then resumed in a single process."""
 
 import pytest
 from command_line import CommandLine, assert_same_curve, kill, wait_until
@@ -7,7 +7,7 @@ STEPS = 12
 
 
 @pytest.mark.slow
-def test_a_pipeline_of_two_processes_goes_on_with_one(thrifty: CommandLine) -> None:
+def test_a_pipeline_of_two_processes_resumes_in_one(thrifty: CommandLine) -> None:
     thrifty.train("single", steps=STEPS)
     words = thrifty.recipe("run", "--mesh", "pipeline=2", steps=STEPS, checkpoints__every=5, evaluation__every=4)
     process = thrifty.start(*words, ranks=2)

@@ -1,4 +1,4 @@
-"""Digits as a folder of images, of which one in twenty lies in the wrong folder: scored, looked at, pruned, trained."""
+"""Digits in folders, one in twenty in the wrong folder: score, view, prune, train."""
 
 import json
 import re
@@ -25,7 +25,8 @@ SETTINGS = [word for name, value in RECIPE.items() for word in ("--set", f"{name
 
 
 def write_images(folder: Path) -> None:
-    """Files named by the truth: right-NUMBER.png in the folder of their digit, wrong-NUMBER.png in that of another."""
+    """Write files named by their true label: right-NUMBER.png in the folder of their digit, wrong-NUMBER.png in
+    another."""
     digits, drawn = DigitImages("train"), np.random.default_rng(0)
     wrong = set(drawn.choice(IMAGES, WRONG, replace=False).tolist())
     for number in range(IMAGES):
@@ -51,12 +52,12 @@ def scored(desk: CommandLine) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def names(desk: CommandLine, scored: dict[str, Any]) -> list[str]:
-    """The files of the training examples, by number."""
+    """Return the files of the training examples by number."""
     (listed,) = (desk.folder / "cache" / "prepared").glob("*/train_names.json")
     return json.loads(listed.read_text())
 
 
-def test_the_hardest_twentieth_has_most_of_the_wrong_labels(
+def test_the_hardest_examples_have_most_wrong_labels(
     desk: CommandLine, scored: dict[str, Any], names: list[str]
 ) -> None:
     scores = read_scores(desk.folder / "scores.safetensors")
@@ -68,14 +69,12 @@ def test_the_hardest_twentieth_has_most_of_the_wrong_labels(
 
 
 @pytest.mark.slow
-def test_a_page_shows_the_files_that_are_likely_mislabelled(
-    desk: CommandLine, scored: dict[str, Any], names: list[str]
-) -> None:
+def test_a_page_shows_likely_mislabelled_files(desk: CommandLine, scored: dict[str, Any], names: list[str]) -> None:
     told = json.loads(desk("data", "look", "images", "--scores", "scores.safetensors", "--json").stdout)
     page = (desk.folder / told["page"]).read_text()
     suspects = page.split('id="suspects"')[1].split("</section>")[0]
     shown = re.findall(r"\d/(?:right|wrong)-\d+\.png", suspects.split("<details>")[0])
-    assert len(shown) == 24 and sum("wrong" in name for name in shown) >= 16  # by chance one
+    assert len(shown) == 24 and sum("wrong" in name for name in shown) >= 16  # one at random
     assert shown == [names[number] for number in told["first"][:24]]
 
 
@@ -93,9 +92,7 @@ def test_a_choice_is_counted_and_written_as_a_recipe(desk: CommandLine, scored: 
 
 
 @pytest.mark.slow
-def test_pruned_and_trained_the_report_shows_what_was_kept_and_left_out(
-    desk: CommandLine, scored: dict[str, Any]
-) -> None:
+def test_the_report_shows_kept_and_removed_examples(desk: CommandLine, scored: dict[str, Any]) -> None:
     desk(*PRUNE, "--write", "pruned.toml")
     desk("train", "pruned.toml", "--name", "pruned", "--budget", "4steps")
     selection = json.loads((desk.run("pruned") / "selection.json").read_text())
@@ -111,7 +108,7 @@ def test_pruned_and_trained_the_report_shows_what_was_kept_and_left_out(
     assert desk.records("pruned", "evaluation")[-1]["step"] == 4
 
 
-def test_scores_are_refused_where_the_data_is_other_data(desk: CommandLine, scored: dict[str, Any]) -> None:
+def test_scores_of_other_data_are_refused(desk: CommandLine, scored: dict[str, Any]) -> None:
     option = f'data_selection.prune:scores="scores.safetensors",sha256="{scored["sha256"]}"'
     refused = desk("train", "vit-digits", "--name", "other", "--with", option, "--budget", "4steps", exit_code=2)
     assert "other examples than the 1,300 of this data" in refused.stderr and "thrifty data score" in refused.stderr
@@ -120,7 +117,7 @@ def test_scores_are_refused_where_the_data_is_other_data(desk: CommandLine, scor
     assert "which was scored" in look.stderr
 
 
-def test_options_that_mean_nothing_are_refused(desk: CommandLine, scored: dict[str, Any]) -> None:
+def test_options_without_meaning_are_refused(desk: CommandLine, scored: dict[str, Any]) -> None:
     for words, told in (
         (["look", "images", "--scores", "scores.safetensors", "--size", "8"], "--size means nothing with --scores"),
         (["look", "images", "--keep-fraction", "0.5"], "--keep-fraction means nothing without --scores"),

@@ -1,4 +1,4 @@
-"""From Python: a model of one's own, and the optimizer in a loop of one's own."""
+"""The Python interface: a user's own model, and the optimizer in a user's own loop."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ VOCABULARY, WIDTH = 320, 16
 
 
 class Logits(nn.Module):
-    """A model that knows nothing of this toolkit: tokens (b, t) to logits (b, t, v)."""
+    """A model independent of Thrifty: tokens (b, t) to logits (b, t, v)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Logits(nn.Module):
 
 
 class Blocks(nn.Module):
-    """A model with a list of blocks and a head apart: tokens (b, t) to hidden states (b, t, d)."""
+    """A model with a list of blocks and a separate head: tokens (b, t) to hidden states (b, t, d)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Blocks(nn.Module):
     ("dtype", "techniques", "is_told"),
     [(torch.bfloat16, (), True), (torch.bfloat16, (Bfloat16Weights(),), False), (torch.float32, (), False)],
 )
-def test_weights_whose_updates_are_lost_to_rounding_are_told(
+def test_weights_with_updates_lost_to_rounding_are_reported(
     dtype: torch.dtype, techniques: tuple[Technique, ...], is_told: bool, common_folder: Path, tmp_path: Path
 ) -> None:
     recipe = Recipe(
@@ -74,9 +74,7 @@ def test_weights_whose_updates_are_lost_to_rounding_are_told(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Logits, Blocks])
-def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
-    kind: type[nn.Module], common_folder: Path, tmp_path: Path
-) -> None:
+def test_a_users_model_stops_and_resumes_exactly(kind: type[nn.Module], common_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(
         name="whole",
         data=DataSettings(source=str(common_folder / "corpus"), vocabulary=VOCABULARY, length=16, batch=8),
@@ -110,7 +108,7 @@ def test_a_model_of_ones_own_trains_stops_and_resumes_exactly(
 
 
 @pytest.mark.parametrize("what", ["moved", "deleted"])
-def test_a_run_whose_folder_goes_away_ends_and_says_so(what: str, common_folder: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_moved_folder_stops_with_a_message(what: str, common_folder: Path, tmp_path: Path) -> None:
     recipe = Recipe(
         name="run",
         data=DataSettings(source=str(common_folder / "corpus"), vocabulary=VOCABULARY, length=16, batch=8),

@@ -1,4 +1,4 @@
-"""Two ranks compute the single-process run: same examples, same losses, one voice."""
+"""Two ranks compute the single-process run: same examples, same losses, one output."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ TECHNIQUES = ("parallelism.replicate", "parallelism.shard")
 
 @pytest.fixture(scope="session")
 def single(common_folder: Path) -> list[dict]:
-    """The records of the run in one process."""
+    """Return the records of the run in one process."""
     thrifty = CommandLine(common_folder)
     thrifty.train("single", steps=STEPS)
     return thrifty.records("single")
@@ -19,7 +19,7 @@ def single(common_folder: Path) -> list[dict]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_two_ranks_follow_the_single_process_and_go_on_as_one(
+def test_two_ranks_match_one_process_and_resume_as_one(
     thrifty: CommandLine, single: list[dict], technique: str
 ) -> None:
     words = thrifty.recipe("run", "--with", technique, steps=STEPS, evaluation__every=8)
@@ -35,7 +35,7 @@ def test_two_ranks_follow_the_single_process_and_go_on_as_one(
     ("technique", "first", "then"),
     [("parallelism.shard", 2, 1), ("parallelism.replicate", 2, 0), ("parallelism.replicate", 0, 2)],
 )
-def test_a_checkpoint_of_some_ranks_resumes_on_another_number(
+def test_a_checkpoint_resumes_on_another_number_of_ranks(
     thrifty: CommandLine, single: list[dict], technique: str, first: int, then: int
 ) -> None:
     words = thrifty.recipe("run", "--with", technique, steps=STEPS, checkpoints__every=7)
@@ -48,7 +48,7 @@ def test_a_checkpoint_of_some_ranks_resumes_on_another_number(
 
 
 @pytest.mark.slow
-def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_nearest_that_can(thrifty: CommandLine) -> None:
+def test_an_indivisible_batch_is_refused_with_the_nearest(thrifty: CommandLine) -> None:
     words = thrifty.recipe("run", "--with", "parallelism.replicate", data__batch=7)
     done = thrifty(*words, ranks=2, exit_code=1)
     assert "7 examples cannot be divided equally among 2 ranks" in done.stderr and "data.batch=8" in done.stderr

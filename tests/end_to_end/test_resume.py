@@ -1,4 +1,4 @@
-"""A run killed anywhere and resumed is, bit for bit, the run that was never killed."""
+"""A run killed anywhere and resumed equals the run that was never killed, bit for bit."""
 
 import random
 import re
@@ -22,9 +22,10 @@ SAMPLING = ("--with", "data_selection.gradient_norm_sampling:presample=2,momentu
 def killed_again_and_again(
     thrifty: CommandLine, name: str, words: list[str], kills: int, window: float, ranks: int = 0, seed: int = 0
 ) -> int:
-    """Train with SIGKILL at random moments, resuming each time, until the run is finished; how many kills hit a save.
+    """Train with SIGKILL at random moments and a resume each time until the run is finished; return the kills during a
+    save.
 
-    Every other kill comes as soon as a save is seen under way, the others up to `window` seconds after the process
+    Every other kill comes as soon as a save is in progress. The others come up to `window` seconds after the process
     first wrote something that it must not lose.
     """
     rng = random.Random(seed)
@@ -51,7 +52,7 @@ def entries(folder: Path) -> set[str]:
 
 
 def assert_records_are_whole(thrifty: CommandLine, name: str, steps: int, per_step: int = PER_STEP) -> None:
-    """The report's reader finds every step once, in order, with the right number of tokens so far."""
+    """Assert that the report's reader returns every step once, in order, with the right number of tokens."""
     record = read_run(thrifty.run(name))
     assert [step["step"] for step in record.steps] == list(range(1, steps + 1))
     assert [step["tokens"] for step in record.steps] == [per_step * step for step in range(1, steps + 1)]
@@ -74,7 +75,7 @@ def test_a_run_killed_at_30_random_moments_ends_bit_identical(thrifty: CommandLi
 
 
 def test_resume_is_exact_with_growth_and_moving_masks(thrifty: CommandLine) -> None:
-    """Killed just before, at and just after each growth, and twice between moves of the masks."""
+    """Killed just before, at and just after each growth, and twice between updates of the masks."""
     steps, shape = 24, {"model__depth": 4, "evaluation__every": 100}
     thrifty.train("whole", *GROWING, steps=steps, checkpoints__every=100, **shape)
     words = thrifty.recipe("killed", "--quiet", *GROWING, steps=steps, checkpoints__every=1, **shape)
@@ -96,7 +97,7 @@ def newest(checkpoints: Path) -> int:
 
 
 @pytest.mark.slow
-def test_resume_is_exact_when_examples_are_chosen_by_what_the_model_says(thrifty: CommandLine) -> None:
+def test_resume_is_exact_with_selection_by_the_model(thrifty: CommandLine) -> None:
     steps = 40
     thrifty.train("whole", *SAMPLING, steps=steps, checkpoints__every=100)
     words = thrifty.recipe("killed", "--quiet", *SAMPLING, steps=steps, checkpoints__every=1)
@@ -116,7 +117,7 @@ def test_resume_is_exact_with_two_ranks(thrifty: CommandLine, technique: str) ->
     assert_records_are_whole(thrifty, "killed", steps)
 
 
-def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(thrifty: CommandLine) -> None:
+def test_a_run_killed_before_its_first_checkpoint_restarts(thrifty: CommandLine) -> None:
     thrifty.train("whole", steps=30)
     process = thrifty.start(*thrifty.recipe("killed", "--quiet", steps=30))
     assert wait_until(lambda: (thrifty.run("killed") / "records.jsonl").is_file(), process)
@@ -127,7 +128,7 @@ def test_a_run_killed_before_its_first_checkpoint_resumes_from_the_start(thrifty
     assert_records_are_whole(thrifty, "killed", 30)
 
 
-def test_resume_keeps_what_the_first_start_wrote_down(thrifty: CommandLine) -> None:
+def test_resume_keeps_the_files_of_the_first_start(thrifty: CommandLine) -> None:
     words = thrifty.recipe("run", steps=4000, checkpoints__every=1)
     process = thrifty.start(*words)
     assert wait_until(lambda: entries(thrifty.run("run") / "checkpoints"), process)
@@ -147,7 +148,7 @@ def test_resume_keeps_what_the_first_start_wrote_down(thrifty: CommandLine) -> N
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
-def test_records_that_a_resume_finds_damaged_are_told(damage: str, thrifty: CommandLine) -> None:
+def test_damaged_records_are_reported_on_resume(damage: str, thrifty: CommandLine) -> None:
     thrifty.train("run", steps=4, checkpoints__every=2, evaluation__every=2)
     folder = thrifty.run("run")
     for path in (folder / "checkpoints").glob("step-00000004*"):
@@ -164,7 +165,7 @@ def test_records_that_a_resume_finds_damaged_are_told(damage: str, thrifty: Comm
     assert f"has been {damage}" in " ".join(each["text"] for each in thrifty.records("run", "notice"))
 
 
-def test_records_that_go_on_after_a_checkpoint_are_no_damage(thrifty: CommandLine) -> None:
+def test_records_after_a_checkpoint_are_no_damage(thrifty: CommandLine) -> None:
     thrifty.train("run", steps=4, checkpoints__every=2, evaluation__every=2)
     folder = thrifty.run("run")
     for path in (folder / "checkpoints").glob("step-00000004*"):

@@ -1,4 +1,4 @@
-"""A signal ends a run with its state saved and the usual exit code; `resume` then ends where it would have ended."""
+"""A signal ends a run with its state saved and the usual exit code; `resume` ends with the same result."""
 
 import os
 import signal
@@ -20,14 +20,14 @@ def whole(common_folder: Path) -> CommandLine:
 
 
 def training(thrifty: CommandLine, name: str, least: int = 3) -> bool:
-    """Whether the run has made some steps."""
+    """Return True if the run has made some steps."""
     file = thrifty.run(name) / "records.jsonl"
     return file.is_file() and file.read_bytes().count(b"\n") >= least
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_training_saves_and_resume_ends_identical(
+def test_a_signal_in_training_saves_for_an_identical_resume(
     thrifty: CommandLine, whole: CommandLine, number: signal.Signals
 ) -> None:
     process = thrifty.start(*thrifty.recipe("run", steps=STEPS, **OFTEN))
@@ -46,7 +46,7 @@ def test_a_signal_while_training_saves_and_resume_ends_identical(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_data_is_prepared_ends_at_once_and_leaves_nothing_broken(
+def test_a_signal_while_preparing_data_ends_at_once(
     thrifty: CommandLine, number: signal.Signals, tmp_path: Path
 ) -> None:
     long = tmp_path / "long.txt"
@@ -67,10 +67,10 @@ def test_a_signal_while_data_is_prepared_ends_at_once_and_leaves_nothing_broken(
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once_with_the_last_checkpoint_good(thrifty: CommandLine, whole: CommandLine) -> None:
+def test_a_second_signal_ends_at_once(thrifty: CommandLine, whole: CommandLine) -> None:
     process = thrifty.start(*thrifty.recipe("run", "--quiet", steps=STEPS, checkpoints__every=1))
     assert wait_until(lambda: training(thrifty, "run", 8), process)
-    process.send_signal(signal.SIGSTOP)  # so that both signals are there when it goes on
+    process.send_signal(signal.SIGSTOP)  # so that both signals are pending when it continues
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGCONT)
@@ -80,7 +80,7 @@ def test_a_second_signal_ends_at_once_with_the_last_checkpoint_good(thrifty: Com
     assert_equal(thrifty.tensors("run"), whole.tensors("uninterrupted"))
 
 
-def test_a_signal_to_one_rank_stops_both_with_a_checkpoint_of_the_same_step(thrifty: CommandLine) -> None:
+def test_a_signal_to_one_rank_stops_both_at_the_same_step(thrifty: CommandLine) -> None:
     words = thrifty.recipe("run", "--with", "parallelism.replicate", steps=4000, **OFTEN)
     process = thrifty.start(*words, ranks=2)
     assert wait_until(lambda: training(thrifty, "run"), process)

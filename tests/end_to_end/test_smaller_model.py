@@ -1,4 +1,4 @@
-"""A run that draws an early-bird ticket, from its recipe to a folder that `transformers` loads in smaller shapes."""
+"""A run with an early-bird ticket, from its recipe to a folder that `transformers` loads in smaller shapes."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def run(common_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs / "smaller"
 
 
-def test_search_and_ticket_are_told_in_the_records(run: Path) -> None:
+def test_records_describe_search_and_ticket(run: Path) -> None:
     lines = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
     changes = [line for line in lines if line["kind"] == "change"]
     assert [(change["step"], change["decision"]["phase"]) for change in changes] == [(5, "train")]
@@ -47,7 +47,7 @@ def test_search_and_ticket_are_told_in_the_records(run: Path) -> None:
 
 
 @torch.no_grad()
-def test_the_model_is_restored_smaller_samples_and_loads_in_transformers(run: Path, tmp_path: Path) -> None:
+def test_the_smaller_model_samples_and_loads_in_transformers(run: Path, tmp_path: Path) -> None:
     model, _ = load_trained_model(run)
     found = find_units(model)
     assert {pieces.count for pieces in found.values() if pieces.kind == "heads"} == {3}

@@ -1,4 +1,4 @@
-"""Recipes and run folders from strangers: a function that they name is run by no verb."""
+"""Recipes and run folders from strangers: no command runs a function that they name."""
 
 import json
 import shutil
@@ -32,12 +32,12 @@ WORDS: dict[str, tuple[str, ...]] = {
     "data": ("data", "score", "stranger.toml", "--out", "a.scores"),
 }
 HARMLESS = {"study", "list", "show", "doctor", "report", "track", "board", "simulate", "estimate"}
-"""Verbs that read no model; a simulation begins with a trace of the run, which is refused."""
+"""Commands that read no model; a simulation starts with a trace of the run, which is refused."""
 NAMES = ("os:system", "trap:build", "builtins:exec", "a.b.c:d.e", "builtins:eval", "trap:")
 
 
 def stranger(thrifty: CommandLine, build: Any, arguments: Any) -> None:
-    """Leave a recipe, and a run folder whose recipe and checkpoints name a function."""
+    """Write a recipe, and a run folder whose recipe and checkpoints name a function."""
     (thrifty.folder / "trap.py").write_text(TRAP)
     run = thrifty.run("stranger")
     tables = tomllib.loads((run / "recipe.toml").read_text())
@@ -68,7 +68,7 @@ def copied(trained: Path, folder: Path) -> CommandLine:
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS.keys() - HARMLESS))
-def test_no_verb_runs_the_function_that_a_stranger_names(verb: str, trained: Path, tmp_path: Path) -> None:
+def test_no_command_runs_the_function_of_a_stranger(verb: str, trained: Path, tmp_path: Path) -> None:
     thrifty = copied(trained, tmp_path)
     stranger(thrifty, "trap:build", {"command": "touch called"})
     done = thrifty(*WORDS.get(verb, (verb, "stranger.toml")), exit_code=2)
@@ -77,7 +77,7 @@ def test_no_verb_runs_the_function_that_a_stranger_names(verb: str, trained: Pat
 
 
 @pytest.mark.parametrize("verb", ["list", "report", "show", "track"])
-def test_verbs_that_read_runs_import_nothing_of_them(verb: str, trained: Path, tmp_path: Path) -> None:
+def test_commands_that_read_runs_import_nothing_of_them(verb: str, trained: Path, tmp_path: Path) -> None:
     thrifty = copied(trained, tmp_path)
     stranger(thrifty, "trap:build", {"command": "touch called"})
     process = thrifty.start(*WORDS[verb])
@@ -99,7 +99,7 @@ def test_verbs_that_read_runs_import_nothing_of_them(verb: str, trained: Path, t
         ("os:system\n--model x:y", {}),
     ],
 )
-def test_hostile_names_and_arguments_are_refused_without_a_traceback(
+def test_hostile_names_are_refused_without_a_traceback(
     build: Any, arguments: Any, trained: Path, tmp_path: Path
 ) -> None:
     thrifty = copied(trained, tmp_path)
@@ -110,7 +110,7 @@ def test_hostile_names_and_arguments_are_refused_without_a_traceback(
     assert not {"called", "imported"} & {file.name for file in tmp_path.iterdir()}
 
 
-def test_a_name_that_is_set_by_an_option_of_values_is_not_run(trained: Path, tmp_path: Path) -> None:
+def test_a_name_set_by_a_value_option_is_not_run(trained: Path, tmp_path: Path) -> None:
     thrifty = copied(trained, tmp_path)
     (tmp_path / "trap.py").write_text(TRAP)
     done = thrifty(*thrifty.recipe("set", "--set", "model.build=trap:build"), exit_code=2)

@@ -1,4 +1,4 @@
-"""No verb, and no process that one starts, runs Python files of the working folder, but for the module it is told."""
+"""No command, and no process that it starts, runs Python files of the working folder, except the named module."""
 
 import json
 import os
@@ -56,7 +56,7 @@ DEAR = [
     ("plan", *SHORT, *WITHOUT_FAST, "--model", "my_model:build"),
 ]
 ENDS = {"board": 130, "data get": 1, "retrieve": 2}
-"""Exit codes: the board is stopped, the registry is not reached, the run has no captions. All others are 0."""
+"""Exit codes other than 0: the board is stopped, the registry is unreachable, the run has no captions."""
 MODEL = """
 from thrifty.models.families import assemble
 from thrifty.models.model_presets import PRESETS
@@ -87,14 +87,14 @@ Path("ends.json").write_text(json.dumps(ends))
 
 
 def traps() -> set[str]:
-    """Names of all modules that are installed, from the standard library or not."""
+    """Return the names of all installed modules, of the standard library or not."""
     names = {*sys.stdlib_module_names, *packages_distributions(), "sitecustomize", "usercustomize"}
     return {name for name in names if name.isidentifier() and name != "thrifty"}
 
 
 @pytest.fixture
 def trapped(tmp_path: Path) -> Path:
-    """A working folder with modules that leave a mark where they are run."""
+    """Return a working folder with modules that leave a mark when they run."""
     (tmp_path / "my.txt").write_text("\n\n".join(Path(subprocess.__file__).read_text().split("\n\n")))
     for name in traps():
         (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w').close()\nraise SystemExit('ran {name}')\n")
@@ -102,14 +102,14 @@ def trapped(tmp_path: Path) -> Path:
 
 
 def started(folder: Path, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """A command in this folder that has ended; no package registry is within its reach."""
+    """Return a finished command in this folder, without access to a package registry."""
     variables = os.environ | {"THRIFTY_CACHE": str(folder / "cache"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
     variables.pop(SAFE, None)
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
 def drive(folder: Path, commands: Sequence[Sequence[str]]) -> None:
-    """Run these commands one after the other in one process, and hold them to what must come of them."""
+    """Run these commands one after the other in one process, and check their exit codes."""
     done = started(folder, [sys.executable, "-c", DRIVER, json.dumps(commands)])
     assert not [path.name for path in folder.glob("ran-*")], done.stderr
     for command, code in json.loads((folder / "ends.json").read_text()).items():
@@ -117,24 +117,24 @@ def drive(folder: Path, commands: Sequence[Sequence[str]]) -> None:
         assert code == expected, f"{command}\n{done.stderr}"
 
 
-def test_no_verb_runs_what_lies_in_the_working_folder(trapped: Path) -> None:
+def test_no_command_runs_files_of_the_working_folder(trapped: Path) -> None:
     drive(trapped, CHEAP)
 
 
-def test_every_verb_is_tried() -> None:
+def test_every_command_is_covered() -> None:
     assert {words[0] for words in (*CHEAP, *DEAR)} == set(VERBS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", DEAR, ids=lambda words: f"{words[0]}-{words[-1]}")
-def test_no_process_that_a_verb_starts_runs_it(words: Sequence[str], trapped: Path) -> None:
+def test_no_started_process_runs_them(words: Sequence[str], trapped: Path) -> None:
     (trapped / "my_model.py").write_text(MODEL)
     drive(trapped, [words])
 
 
 @pytest.fixture
-def trapped_but_for_python(trapped: Path) -> Path:
-    """Without traps for what `python -m` imports before any module of ours."""
+def trapped_except_for_python(trapped: Path) -> Path:
+    """Return a folder without traps for modules that `python -m` imports before Thrifty's."""
     own = subprocess.run(
         [sys.executable, "-c", "import runpy, sys; print(*sys.modules)"], capture_output=True, text=True
     )
@@ -143,21 +143,21 @@ def trapped_but_for_python(trapped: Path) -> Path:
     return trapped
 
 
-def test_a_start_by_python_runs_nothing_of_it(trapped_but_for_python: Path) -> None:
-    done = started(trapped_but_for_python, [sys.executable, "-m", "thrifty", "doctor", "--help"])
+def test_python_dash_m_runs_nothing_of_it(trapped_except_for_python: Path) -> None:
+    done = started(trapped_except_for_python, [sys.executable, "-m", "thrifty", "doctor", "--help"])
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_run_nothing_of_it(trapped_but_for_python: Path) -> None:
+def test_ranks_of_torchrun_run_nothing_of_it(trapped_except_for_python: Path) -> None:
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     words = [torchrun, "--nproc-per-node", "2", "-m", "thrifty", "train", *TEXT, "--with", "parallelism.replicate"]
-    done = started(trapped_but_for_python, words)
-    assert not [path.name for path in trapped_but_for_python.glob("ran-*")], done.stderr
+    done = started(trapped_except_for_python, words)
+    assert not [path.name for path in trapped_except_for_python.glob("ran-*")], done.stderr
     assert done.returncode == 0, done.stderr
 
 
-def test_a_started_process_looks_into_the_working_folder_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_process_searches_the_working_folder_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), "", "/elsewhere"])
     variables = child_environment(MINE="1")

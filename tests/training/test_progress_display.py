@@ -11,9 +11,7 @@ from thrifty.training.progress_display import StepProgress, line
 from thrifty.training.trainer import train
 
 
-def test_the_last_line_has_the_final_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_line_has_the_final_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_recipes.text(tmp_path)
     summary = train(replace(recipe, evaluation=replace(recipe.evaluation, every=1)), tmp_path)
     lines = [each for each in capsys.readouterr().err.splitlines() if each.startswith("step ")]
