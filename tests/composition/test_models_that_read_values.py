@@ -75,11 +75,11 @@ def test_plan_leaves_out_techniques_that_refuse_the_model() -> None:
     recipe = Recipe("routed", data=DataSettings(length=64, batch=8), techniques=(AdamW(),))
     options, _ = allowed_options(recipe, PLAIN, CATALOGUE, Numerics.EXACT, "cpu")
     search = PlanSearch(PLAIN, recipe.techniques, 2, {"recomputation": options["recomputation"]})
-    assert search.run().ways == ()
+    assert search.run().options == ()
     assert {way.label.partition(":")[0] for way in search.singles} == {"memory.recompute"}
     assert all("nonzero" in reason for reason in search.refused.values()) and len(search.refused) > 3
 
 
 def test_simulation_refuses_the_model_by_name() -> None:
-    with pytest.raises(RefusedError, match="the model routed reads values of tensors"):
+    with pytest.raises(RefusedError, match="the model 'routed' reads values of tensors"):
         trace_workload("routed", build, 16)

@@ -76,7 +76,7 @@ def test_a_plan_is_explained_checked_compared_and_exported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plan = th.plan(**work(), memory="16GB", allow="rounding", batch=16, budget="20 steps", probe=False, quiet=True)
-    assert plan.forecast.memory.value > 0 and "you asked for rounding" in plan.rejected["muon"]
+    assert plan.forecast.memory.value > 0 and "allows only rounding" in plan.rejected["muon"]
     assert plan.rejected["muon"] == plan.rejected["optimizers.muon"]
     assert "mixed_precision" in plan.export("accelerate", "acc.yaml").read_text()
     explanation = th.explain(plan.recipe, quiet=True)

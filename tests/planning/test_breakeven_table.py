@@ -1,4 +1,4 @@
-"""The table of densities from which on sparse products win."""
+"""The table of break-even densities of sparse products."""
 
 from pathlib import Path
 
@@ -9,9 +9,7 @@ from thrifty.planning.breakeven_table import BreakevenRow, crossover_table
 
 
 @pytest.mark.usefixtures("measured_products")
-def test_each_layer_has_a_row_for_each_form_and_dtype_and_is_measured_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_measured_once_for_each_form_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
     monkeypatch.setattr(sparse_breakeven.measure, "__defaults__", (0.0,))  # as short as can be
     sparse_breakeven._stored.cache_clear()
@@ -22,9 +20,11 @@ def test_each_layer_has_a_row_for_each_form_and_dtype_and_is_measured_once(
     assert list(crossover_table([(32, 48)], tokens=16)) == rows[:2]
 
 
-def test_a_row_says_where_it_starts_to_win() -> None:
+def test_rows_print_the_breakeven_density() -> None:
     row = BreakevenRow(
         sparse_breakeven.BreakevenCase("blocks", 64, 32, 16), sparse_breakeven.DensityTimeFit(1.0, 0.1, 1.2)
     )
     assert row.crossover == pytest.approx(0.75)
-    assert str(row).startswith("64 x 32, float32, blocks of 16: below a density of 0.75; of the dense time 0.70 at 0.5")
+    assert str(row).startswith(
+        "64 x 32, float32, blocks of 16: faster below a density of 0.75; time over dense 0.70 at 0.5"
+    )

@@ -1,4 +1,4 @@
-"""Plans for clusters that are not here: layouts that use all ranks, the fastest that fits, and reasons for all."""
+"""Plans for simulated clusters: layouts of all ranks, the fastest that fits, and a reason for every technique."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def planner(base: Sequence[Technique] = (), **how: Any) -> ClusterPlanner:
         "cluster": BOX,
         "place": "h100-box",
         "catalogue": CATALOGUE,
-        "wanted": PlanRequest(allow=Numerics.ROUNDING),
+        "request": PlanRequest(allow=Numerics.ROUNDING),
         "tokens": 16,
         "steps": 100,
     }
@@ -48,25 +48,25 @@ def planner(base: Sequence[Technique] = (), **how: Any) -> ClusterPlanner:
 
 
 @given(st.integers(1, 64), st.sampled_from([1, 2, 4, 8]), st.integers(1, 12))
-def test_every_mesh_uses_all_ranks_and_keeps_tensor_groups_on_a_node(ranks: int, per_node: int, depth: int) -> None:
-    found = [*meshes(ranks, per_node, depth)]
-    assert found and len({*found}) == len(found)
-    assert all(mesh.ranks == ranks and mesh.tensor <= per_node and mesh.pipeline <= depth for mesh in found)
+def test_meshes_use_all_ranks_and_keep_tensor_groups_on_a_node(ranks: int, per_node: int, depth: int) -> None:
+    result = [*meshes(ranks, per_node, depth)]
+    assert result and len({*result}) == len(result)
+    assert all(mesh.ranks == ranks and mesh.tensor <= per_node and mesh.pipeline <= depth for mesh in result)
 
 
-def test_layouts_come_from_the_fastest_by_the_cluster_s_own_simulation() -> None:
-    found = layouts(LARGE, BOX, BATCH, "bfloat16")
-    assert {layout.settings.recompute for layout in found} == {"none", "selective", "every"}
-    assert {layout.mesh.pipeline for layout in found} == {1, 2, 4}
-    for layout in found[:3]:
+def test_layouts_are_sorted_by_simulated_time() -> None:
+    result = layouts(LARGE, BOX, BATCH, "bfloat16")
+    assert {layout.settings.recompute for layout in result} == {"none", "selective", "every"}
+    assert {layout.mesh.pipeline for layout in result} == {1, 2, 4}
+    for layout in result[:3]:
         assert layout.seconds == simulate(LARGE, BOX, layout.mesh, layout.settings).step_seconds
-    fastest = min(layout.seconds for layout in found)
-    assert found[0].seconds <= 1.03 * fastest
-    alike = [layout for layout in found if layout.seconds <= found[0].seconds]
-    assert found[0].changes == min(layout.changes for layout in alike)
+    fastest = min(layout.seconds for layout in result)
+    assert result[0].seconds <= 1.03 * fastest
+    alike = [layout for layout in result if layout.seconds <= result[0].seconds]
+    assert result[0].changes == min(layout.changes for layout in alike)
 
 
-def test_the_plan_is_a_recipe_over_a_mesh_of_all_ranks_that_is_counted_to_fit() -> None:
+def test_plans_use_all_ranks_and_fit_the_memory() -> None:
     plan = planner().plan()
     sizes = {axis: getattr(plan.recipe.mesh, axis) for axis in ("pipeline", "replicate", "shard", "tensor")}
     assert math.prod(sizes.values()) == 4
@@ -81,17 +81,19 @@ def test_the_plan_is_a_recipe_over_a_mesh_of_all_ranks_that_is_counted_to_fit() 
 
 
 @pytest.mark.slow
-def test_less_memory_a_rank_gives_another_layout_that_fits_it() -> None:
+def test_less_memory_per_rank_changes_the_layout() -> None:
     plenty = planner(cluster=BOX.of(2)).plan()
     limit = 0.9 * plenty.chosen.footprint.memory * OVER_MESH_HIGH
-    # what is simulated is a larger model than what is counted, whose limit shall decide
+    # the simulated model is larger than the counted one, whose limit should decide
     small = transformer("small", DecoderSizes(2, 8, 2, 16, 64, 16))
-    tight = planner(workload=small, wanted=PlanRequest(allow=Numerics.ROUNDING, memory=limit), cluster=BOX.of(2)).plan()
+    tight = planner(
+        workload=small, request=PlanRequest(allow=Numerics.ROUNDING, memory=limit), cluster=BOX.of(2)
+    ).plan()
     assert tight.chosen.footprint.memory * OVER_MESH_HIGH <= limit
     assert tight.misfits and all("does not fit" in why or "cannot" in why for why in tight.misfits.values())
 
 
-def test_every_technique_has_a_reason_and_axes_are_judged_by_simulated_time() -> None:
+def test_every_technique_has_a_reason() -> None:
     plan = planner().plan()
     reasons = {reason.technique: reason for reason in plan.reasons}
     assert reasons.keys() == CATALOGUE.keys() and all(reason.why for reason in reasons.values())
@@ -99,53 +101,53 @@ def test_every_technique_has_a_reason_and_axes_are_judged_by_simulated_time() ->
     added = {name for name, reason in reasons.items() if reason.verdict == "added"}
     assert added == after - {technique.name for technique in plain_techniques()} and added
     axes = {f"parallelism.{axis}" for axis in ("replicate", "shard", "tensor", "pipeline")}
-    assert all("simulation" in reasons[name].why for name in axes - after if "serves" not in reasons[name].why)
-    assert reasons["optimizers.lion"].why == "changes the result, and you asked for rounding"
-    assert "not looked at" in reasons["memory.offload_activations"].why
+    assert all("simulated" in reasons[name].why for name in axes - after if "also handles" not in reasons[name].why)
+    assert reasons["optimizers.lion"].why == "changes the result, and the plan allows only rounding"
+    assert "not considered" in reasons["memory.offload_activations"].why
 
 
 @pytest.mark.slow
-def test_a_recipe_s_own_recomputation_stays() -> None:
+def test_recompute_of_the_recipe_is_kept() -> None:
     plan = planner([AGAIN]).plan()
     assert AGAIN in plan.recipe.techniques
     assert plan.chosen.layout.settings.recompute == "every"
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
-    with pytest.raises(UsageError, match="several ranks add up in another order") as error:
-        planner(wanted=PlanRequest()).plan()
+def test_impossible_requests_are_refused() -> None:
+    with pytest.raises(UsageError, match="several ranks sum in another order") as error:
+        planner(request=PlanRequest()).plan()
     assert error.value.fix == "--allow rounding"
     with pytest.raises(InfeasibleError, match="no layout fits") as error:
-        planner(wanted=PlanRequest(allow=Numerics.ROUNDING, memory=1e5)).plan()
+        planner(request=PlanRequest(allow=Numerics.ROUNDING, memory=1e5)).plan()
     assert "--ranks" in error.value.fix
     with pytest.raises(InfeasibleError, match=r"effective batch of 8 cannot be divided over 2,048 ranks") as error:
         planner(cluster=CLUSTERS["h100-roce"].of(2048), workload=replace(LARGE, blocks=LARGE.blocks[:1])).plan()
 
 
 @pytest.mark.slow
-def test_what_takes_longer_than_it_may_is_refused() -> None:
-    asked = PlanRequest(allow=Numerics.ROUNDING, tokens=1e12, seconds=3600.0)
-    with pytest.raises(InfeasibleError, match=r"the fastest that fits takes .* and may take 1 h"):
-        planner(wanted=asked).plan()
-    assert planner(wanted=replace(asked, seconds=1e15)).plan().recipe.budget.tokens == 1e12
+def test_plans_beyond_the_time_limit_are_refused() -> None:
+    plan_request = PlanRequest(allow=Numerics.ROUNDING, tokens=1e12, seconds=3600.0)
+    with pytest.raises(InfeasibleError, match=r"the fastest candidate that fits takes .*; the limit is 1 h"):
+        planner(request=plan_request).plan()
+    assert planner(request=replace(plan_request, seconds=1e15)).plan().recipe.budget.tokens == 1e12
 
 
-def test_one_rank_that_may_change_nothing_keeps_the_recipe_s_micro_batches() -> None:
+def test_exact_plans_keep_micro_batches_on_one_rank() -> None:
     twice = technique("large_batch.gradient_accumulation", micro_batches=2)
     for own in ((), (twice,)):
-        plan = planner(own, cluster=BOX.of(1), wanted=PlanRequest()).plan()
+        plan = planner(own, cluster=BOX.of(1), request=PlanRequest()).plan()
         placed = (plan.chosen, *plan.alternatives)
         assert {each.layout.report.micro_batches for each in placed} == {2 if own else 1}
 
 
-def test_where_many_of_the_fastest_hold_too_much_slower_ones_that_fit_are_found(
+def test_slower_layouts_are_found_if_fast_ones_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster, plain = CLUSTERS["h100-roce"].of(16), plain_run(batch=32)
-    found = layouts(LARGE, cluster, 32, "float32")
-    held = sorted(layout.report.fullest.total for layout in found)
+    result = layouts(LARGE, cluster, 32, "float32")
+    held = sorted(layout.report.fullest.total for layout in result)
     limit = OVER_MESH_HIGH * held[len(held) // 20]
-    before = itertools.takewhile(lambda layout: OVER_MESH_HIGH * layout.report.fullest.total > limit, found)
+    before = itertools.takewhile(lambda layout: OVER_MESH_HIGH * layout.report.fullest.total > limit, result)
     assert sum(layout.report.fullest.total <= TOO_MUCH * limit for layout in before) > COUNTS
 
     def simulated(self: ClusterPlanner, layout: ClusterLayout, techniques: object) -> Footprint:
@@ -153,42 +155,40 @@ def test_where_many_of_the_fastest_hold_too_much_slower_ones_that_fit_are_found(
 
     monkeypatch.setattr(ClusterPlanner, "_footprint", simulated)
     monkeypatch.setattr(ClusterPlanner, "_techniques", lambda self, layout: ())
-    wanted = PlanRequest(allow=Numerics.ROUNDING, memory=limit)
-    placed, misfits = planner(cluster=cluster, plain=plain, wanted=wanted)._counted(found)
+    request = PlanRequest(allow=Numerics.ROUNDING, memory=limit)
+    placed, misfits = planner(cluster=cluster, plain=plain, request=request)._counted(result)
     assert placed and len(misfits) < MOST_COUNTS
     assert all(each.footprint.memory * OVER_MESH_HIGH <= limit for each in placed)
 
 
-def test_where_every_layout_is_refused_that_is_said_and_not_that_memory_is_short(
+def test_refusal_of_every_layout_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refused(self: ClusterPlanner, layout: ClusterLayout, techniques: object) -> Footprint:
         raise RefusedError("a technique: not over a mesh")
 
     monkeypatch.setattr(ClusterPlanner, "_footprint", refused)
-    with pytest.raises(InfeasibleError, match=r"no layout goes with the recipe; .*: a technique: not over a mesh"):
+    with pytest.raises(InfeasibleError, match=r"the recipe refuses every layout; .*: a technique: not over a mesh"):
         planner().plan()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wanted", "what", "fix"),
+    ("limits", "what", "fix"),
     [
         ({"tokens": 16 * BATCH - 1.0}, f"tokens does not fit one step of {16 * BATCH}", f"--tokens {16 * BATCH}"),
         ({"seconds": 1e-9}, "1e-09 s does not fit one step", "--hours"),
     ],
 )
-def test_a_budget_below_one_step_is_refused_with_what_would_pay_for_one(
-    wanted: dict[str, float], what: str, fix: str
-) -> None:
+def test_budgets_below_one_step_are_refused_with_a_fix(limits: dict[str, float], what: str, fix: str) -> None:
     with pytest.raises(InfeasibleError, match=what) as error:
-        planner(wanted=PlanRequest(allow=Numerics.ROUNDING, **wanted)).plan()
+        planner(request=PlanRequest(allow=Numerics.ROUNDING, **limits)).plan()
     assert fix in error.value.fix
 
 
 @pytest.mark.slow
-def test_time_and_cost_follow_from_the_budget() -> None:
-    plan = planner(wanted=PlanRequest(allow=Numerics.ROUNDING, tokens=16 * BATCH * 50.0, price=3600.0)).plan()
+def test_time_and_cost_of_a_budget() -> None:
+    plan = planner(request=PlanRequest(allow=Numerics.ROUNDING, tokens=16 * BATCH * 50.0, price=3600.0)).plan()
     assert plan.steps == 50 and plan.recipe.budget.tokens == 16 * BATCH * 50
     assert plan.seconds.value == pytest.approx(50 * plan.chosen.layout.seconds)
     assert plan.cost is not None and plan.cost.value == pytest.approx(plan.seconds.value)
@@ -208,7 +208,7 @@ bandwidth = 5e10
 """
 
 
-def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
+def test_clusters_are_read_from_files(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(DESCRIBED)
     read = read_cluster(str(tmp_path / "own.toml"))
     assert read.ranks == 6 and read.inside == LINKS["nvlink4"] and read.between.bandwidth == 5e10
@@ -220,15 +220,15 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
     ("before", "after", "what"),
     [
         ("nodes = 3", "nodes = 0", "nodes is 0"),
-        ("nodes = 3", "node = 3", "'node', which a cluster has not"),
-        ("nodes = 3", "", "does not say nodes"),
+        ("nodes = 3", "node = 3", "a cluster has no key 'node'"),
+        ("nodes = 3", "", "has no 'nodes'"),
         ('"nvlink4"', '"nvlink9"', "unknown link 'nvlink9'"),
         ("memory = 8e10", "", r"own\.toml.*is no device: device\.memory is missing"),
         ("memory = 8e10", "memory = nan", r"own\.toml.*device\.memory is nan"),
         ("memory = 8e10", "memory = true", r"own\.toml.*device\.memory is True"),
         ("memory = 8e10", "memory = 8e10\nspeed = 1.0", r"own\.toml.*device has no 'speed'"),
         ("{ bfloat16 = 1e15, float32 = 1e14 }", "{}", r"own\.toml.*device\.flops has no rate"),
-        ("{ bfloat16 = 1e15, float32 = 1e14 }", "2.5", r"own\.toml.*device\.flops is 2\.5, and no table"),
+        ("{ bfloat16 = 1e15, float32 = 1e14 }", "2.5", r"own\.toml.*device\.flops is 2\.5, not a table"),
         ("bfloat16 = 1e15", "bfloat16 = -2.5", r"own\.toml.*device\.flops\.bfloat16 is -2\.5"),
         ("bandwidth = 5e10", "bandwidth = inf", r"own\.toml.*between\.bandwidth is inf"),
         ("latency = 5e-6", 'latency = "low"', "is no link"),
@@ -238,14 +238,14 @@ def test_a_cluster_is_read_from_a_file(tmp_path: Path) -> None:
         ("per_node = 2", "per_node =", "cannot be read"),
     ],
 )
-def test_a_file_that_is_no_description_is_refused(tmp_path: Path, before: str, after: str, what: str) -> None:
+def test_invalid_cluster_files_are_refused(tmp_path: Path, before: str, after: str, what: str) -> None:
     (tmp_path / "own.toml").write_text(DESCRIBED.replace(before, after))
     with pytest.raises(UsageError, match=what) as error:
         read_cluster(str(tmp_path / "own.toml"))
     assert error.value.fix
 
 
-def test_an_unknown_cluster_gets_the_nearest_name() -> None:
+def test_unknown_clusters_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="unknown cluster 'h100-bo'") as error:
         read_cluster("h100-bo")
     assert "h100-box" in error.value.fix

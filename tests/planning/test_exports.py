@@ -1,4 +1,4 @@
-"""Plans for other trainers: their own packages read them, and the plain script gives the losses of our run."""
+"""Exports to other trainers are read by these trainers, and the plain script reproduces our losses."""
 
 import ast
 import inspect
@@ -57,7 +57,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(corpus: Path, *chosen: Technique, preset: str = "llama-nano") -> Any:
-    """As much of a plan as exports look at."""
+    """Return the parts of a plan that exports use."""
     sizes = ModelSettings(preset=preset, depth=2, width=32, heads=4, hidden=64)
     data = DataSettings(source=str(corpus), vocabulary=320, length=24, batch=7)
     recipe = Recipe(name="small", device="cpu", model=sizes, data=data, budget=Budget(steps=STEPS))
@@ -83,7 +83,7 @@ def our_losses(recipe: Recipe) -> list[float]:
     ],
     ids=["accumulated and recomputed", "gpt", "bfloat16"],
 )
-def test_the_plain_script_gives_the_losses_of_our_run(
+def test_the_plain_script_reproduces_our_losses(
     tmp_path: Path, corpus: Path, preset: str, chosen: tuple[Technique, ...], tolerance: float
 ) -> None:
     plan = planned(corpus, *chosen, preset=preset)
@@ -93,13 +93,13 @@ def test_the_plain_script_gives_the_losses_of_our_run(
     with redirect_stdout(printed):
         runpy.run_path(str(path), run_name="__main__")
     losses = [float(line.split()[1]) for line in printed.getvalue().splitlines()]
-    wanted = our_losses(plan.recipe)
-    assert len(losses) == STEPS and losses == pytest.approx(wanted, rel=tolerance)
-    assert losses[-1] < losses[0] - 0.01  # they would agree as well if neither learned
+    expected = our_losses(plan.recipe)
+    assert len(losses) == STEPS and losses == pytest.approx(expected, rel=tolerance)
+    assert losses[-1] < losses[0] - 0.01  # equal losses must also fall
     assert (tmp_path / "plan-script" / "trained" / "config.json").is_file()
 
 
-def test_a_script_refuses_what_plain_torch_cannot_say(tmp_path: Path, corpus: Path) -> None:
+def test_scripts_refuse_techniques_without_an_equivalent(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(RefusedError, match=r"no sparsity\.static") as error:
         sparse = planned(corpus, technique("sparsity.static", density=0.5))
         export_recipe(sparse.recipe, STEPS, "script", tmp_path / "plan-script")
@@ -107,7 +107,7 @@ def test_a_script_refuses_what_plain_torch_cannot_say(tmp_path: Path, corpus: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_written_over(tmp_path: Path, corpus: Path) -> None:
+def test_existing_files_are_not_overwritten(tmp_path: Path, corpus: Path) -> None:
     plan = planned(corpus)
     for name in ("script", "deepspeed"):
         export_recipe(plan.recipe, STEPS, name, tmp_path / name)
@@ -116,7 +116,7 @@ def test_nothing_is_written_over(tmp_path: Path, corpus: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run", "wanted"),
+    ("run", "expected"),
     [
         (elsewhere(), {"distributed_type": "NO", "mixed_precision": "no", "num_processes": 1, "use_cpu": True}),
         (
@@ -129,16 +129,16 @@ def test_nothing_is_written_over(tmp_path: Path, corpus: Path) -> None:
     ],
     ids=["alone", "sharded", "replicated"],
 )
-def test_accelerate_reads_its_configuration(tmp_path: Path, run: PortableRecipe, wanted: dict[str, Any]) -> None:
+def test_accelerate_reads_its_configuration(tmp_path: Path, run: PortableRecipe, expected: dict[str, Any]) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text(accelerate.configuration(run))
-    read = ClusterConfig.from_yaml_file(str(path))  # raises for a key that it does not know
-    found = {name: getattr(getattr(read, name), "value", getattr(read, name)) for name in wanted}
-    assert found == wanted
+    read = ClusterConfig.from_yaml_file(str(path))  # raises for an unknown key
+    result = {name: getattr(getattr(read, name), "value", getattr(read, name)) for name in expected}
+    assert result == expected
     assert ("dynamo_backend" in read.dynamo_config) if run.compiled else not read.dynamo_config
 
 
-def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_the_plan_says() -> None:
+def test_deepspeed_batch_and_offload() -> None:
     chosen = (technique("large_batch.gradient_accumulation", micro_batches=2), technique("memory.offload_optimizer"))
     made = deepspeed.configuration(elsewhere(*chosen, technique("parallelism.shard"), mesh=Mesh(shard=2)))
     assert made["train_batch_size"] == 2 * made["train_micro_batch_size_per_gpu"] * made["gradient_accumulation_steps"]
@@ -149,7 +149,7 @@ def test_deepspeed_s_batch_is_the_product_of_its_parts_and_the_state_goes_where_
     lower = elsewhere(technique("parallelism.shard", zero=1), mesh=Mesh(shard=2))
     assert deepspeed.configuration(lower)["zero_optimization"]["stage"] == 1
     assert "fsdp_reshard_after_forward: false" in accelerate.configuration(lower)
-    with pytest.raises(RefusedError, match="no whole number"):
+    with pytest.raises(RefusedError, match="does not divide into 3 equal parts"):
         deepspeed.configuration(elsewhere(technique("large_batch.gradient_accumulation", micro_batches=3)))
 
 
@@ -175,7 +175,7 @@ SECTIONS = {
     "fp16": {"enabled"},
     "activation_checkpointing": {"partition_activations", "contiguous_memory_optimization"},
 }
-"""Of DeepSpeed's documented configuration (version 0.19.8), as much as is used."""
+"""Used sections of DeepSpeed's documented configuration (version 0.19.8)."""
 NUMBERS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
 }  # fmt: skip
@@ -185,28 +185,28 @@ ARGUMENTS = {
         "total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type",
     },
 }  # fmt: skip
-"""Of its schedulers."""
+"""Arguments of DeepSpeed's schedulers."""
 
 
 @pytest.mark.parametrize("run", FOR_DEEPSPEED, ids=["plain", "bfloat16", "float16", "sharded", "cosine"])
-def test_deepspeed_is_told_nothing_but_what_its_documentation_names(run: PortableRecipe) -> None:
+def test_deepspeed_keys_are_documented_ones(run: PortableRecipe) -> None:
     made = deepspeed.configuration(run)
     assert made.keys() <= NUMBERS | SECTIONS.keys()
     assert all(made[name].keys() <= keys for name, keys in SECTIONS.items() if name in made)
     assert made["optimizer"]["params"].keys() == {"lr", "betas", "eps", "weight_decay"}
     scheduler = made.get("scheduler", {"type": "WarmupDecayLR", "params": {}})
     assert scheduler["params"].keys() <= ARGUMENTS[scheduler["type"]]
-    assert scheduler["params"].get("warmup_type", "linear") == "linear"  # ours rises in a straight line
+    assert scheduler["params"].get("warmup_type", "linear") == "linear"  # as our schedules
 
 
 @pytest.mark.parametrize("run", FOR_DEEPSPEED, ids=["plain", "bfloat16", "float16", "sharded", "cosine"])
 def test_deepspeed_reads_its_configuration(monkeypatch: pytest.MonkeyPatch, run: PortableRecipe) -> None:
-    """Where it is installed: it is no dependency of ours."""
+    """DeepSpeed reads its configuration, if it is installed; it is not a dependency."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     config = pytest.importorskip("deepspeed.runtime.config")
     monkeypatch.setattr(config.dist, "get_world_size", lambda *group: run.ranks)
     monkeypatch.setattr(config.dist, "get_rank", lambda *group: 0)
-    read = config.DeepSpeedConfig(deepspeed.configuration(run))  # raises for what does not go together
+    read = config.DeepSpeedConfig(deepspeed.configuration(run))  # raises for incompatible values
     assert (read.train_batch_size, read.gradient_accumulation_steps) == (run.batch, run.parts)
     assert read.zero_config.stage == (3 if run.ranks > 1 else 0) and read.gradient_clipping == (run.clip or 0)
     if made := deepspeed.configuration(run).get("scheduler"):
@@ -215,15 +215,15 @@ def test_deepspeed_reads_its_configuration(monkeypatch: pytest.MonkeyPatch, run:
 
 
 @pytest.mark.parametrize("export", [accelerate, deepspeed])
-def test_axes_that_a_trainer_has_no_word_for_are_refused(export: Any) -> None:
+def test_unsupported_mesh_axes_are_refused(export: Any) -> None:
     run = elsewhere(technique("parallelism.tensor"), mesh=Mesh(tensor=2))
-    with pytest.raises(RefusedError, match="no word for ranks along tensor"):
+    with pytest.raises(RefusedError, match="no key for ranks along tensor"):
         export.configuration(run)
     read = tomllib.loads(torchtitan.configuration(run))
     assert read["parallelism"]["tensor_parallel_degree"] == 2
 
 
-def test_what_torchtitan_is_told_is_toml_and_says_what_it_lacks() -> None:
+def test_torchtitan_export_is_toml_with_notes() -> None:
     text = torchtitan.configuration(elsewhere(technique("memory.recompute"), technique("attention.tiled")))
     read = tomllib.loads(text)
     assert read["activation_checkpoint"]["mode"] == "full" and read["training"]["steps"] == STEPS
@@ -250,11 +250,11 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_name_is_never_more_than_a_value_in_an_export(name: str) -> None:
+def test_hostile_names_are_escaped_in_exports(name: str) -> None:
     with pytest.raises(UsageError, match="name is"):
         Recipe(name=name)
 
-    plain, hostile = elsewhere(), replace(elsewhere(), name=name, unsaid=(name,))
+    plain, hostile = elsewhere(), replace(elsewhere(), name=name, unsupported=(name,))
     tree = ast.parse(script(hostile, "", f"{name}/train.py"))
     [literal] = [
         node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAME"

@@ -1,4 +1,4 @@
-"""The ledger: appended by many at once, damaged without harm, and what decides later intervals."""
+"""The ledger of predictions: concurrent appends, damaged lines, and the intervals it sets."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def finished_run(
     folder: Path, status: str = "finished", seconds: float = 0.5, **environment: object
 ) -> dict[str, object]:
-    """A run folder with twenty steps, the first of them slow; its summary."""
+    """Write a run folder with twenty steps, the first one slow, and return its summary."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "environment.json").write_text(json.dumps({"device": "cpu", "ranks": 1} | environment))
@@ -36,7 +36,7 @@ def finished_run(
     return {"status": status, "predicted_memory": 1e6, "peak_memory": 1.5e6}
 
 
-def test_a_finished_run_is_kept_with_what_was_predicted_of_it(tmp_path: Path) -> None:
+def test_finished_runs_are_recorded_with_their_predictions(tmp_path: Path) -> None:
     record_forecast(
         {"seed": 1, "techniques": {"optimizers": {"adamw": {"lr": 0.1}}}, "name": "other"}, {"step": 0.4, "memory": 2e6}
     )
@@ -48,22 +48,20 @@ def test_a_finished_run_is_kept_with_what_was_predicted_of_it(tmp_path: Path) ->
     assert prediction_record([entry], "counted", "memory").error == 0.5
 
 
-def test_the_steps_of_a_run_beside_other_work_are_not_held_against_forecasts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disturbed_steps_are_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (1000.0, 0.5, 0.5))
     record_run(tmp_path / "run", finished_run(tmp_path / "run"))
     (entry,) = entries("cpu")
     assert entry.measured == {"memory": 1.5e6}
 
 
-def test_runs_that_ended_early_are_not_kept_and_those_of_several_ranks_apart(tmp_path: Path) -> None:
+def test_interrupted_runs_are_not_recorded(tmp_path: Path) -> None:
     record_run(tmp_path / "a", finished_run(tmp_path / "a", status="interrupted"))
     record_run(tmp_path / "b", finished_run(tmp_path / "b", ranks=2))
     assert [(entry.run, entry.ranks) for entry in entries("cpu")] == [("b", 2)]
 
 
-def test_nothing_that_goes_wrong_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ledger_failures_do_not_affect_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record_run(tmp_path / "nowhere", {"status": "finished"})
     summary = finished_run(tmp_path / "run")
     (tmp_path / "file").write_text("")
@@ -73,7 +71,7 @@ def test_nothing_that_goes_wrong_reaches_the_run(tmp_path: Path, monkeypatch: py
     assert entries("cpu") == []
 
 
-def test_a_run_by_a_user_without_a_home_ends_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_without_a_home_have_no_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -84,7 +82,7 @@ def test_a_run_by_a_user_without_a_home_ends_as_well(tmp_path: Path, monkeypatch
     assert entries("cpu") == []
 
 
-def test_a_run_does_not_wait_for_a_writer_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_writer_does_not_block_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_ledger, "PATIENCE", 0.05)
     ledger_file().parent.mkdir(parents=True)
     with ledger_file().open("a") as held:
@@ -95,7 +93,7 @@ def test_a_run_does_not_wait_for_a_writer_that_stands_still(tmp_path: Path, monk
     assert len(entries("cpu")) == 1
 
 
-def test_damaged_lines_and_other_machines_are_passed_over(tmp_path: Path) -> None:
+def test_damaged_lines_and_other_machines_are_skipped(tmp_path: Path) -> None:
     record_run(tmp_path / "run", finished_run(tmp_path / "run"))
     line = ledger_file().read_text()
     other = json.loads(line) | {"machine": machine_identity("cpu") | {"device": "another"}}
@@ -108,24 +106,24 @@ def _write_many(writer: int) -> None:
         run_ledger._append({"run": f"{writer}/{number}", "text": "x" * 5000})
 
 
-def test_writers_at_the_same_time_lose_and_mix_no_line() -> None:
+def test_concurrent_writers_keep_every_line() -> None:
     with ProcessPoolExecutor(4, get_context("fork")) as processes:
         list(processes.map(_write_many, range(4)))
     names = [json.loads(line)["run"] for line in ledger_file().read_text().splitlines()]
     assert sorted(names) == sorted(f"{writer}/{number}" for writer in range(4) for number in range(50))
 
 
-def test_few_runs_only_widen_an_interval() -> None:
+def test_few_runs_only_widen_intervals() -> None:
     none = PredictionRecord(()).around(10.0, 0.9, 1.1)
     assert (none.low, none.high) == (9.0, pytest.approx(11.0)) and PredictionRecord(()).error is None
     far = PredictionRecord((1.4, 0.95)).around(10.0, 0.9, 1.1)
     assert (far.low, far.high) == (9.0, 14.0)
 
 
-def test_intervals_learned_from_runs_hold_what_comes_next_as_often_as_they_say() -> None:
+def test_coverage_of_intervals_from_runs() -> None:
     draws, held, number = np.random.default_rng(0), 0, 600
     for _ in range(number):
         ratios = np.exp(draws.normal(0.05, 0.1, 41))
-        found = PredictionRecord(tuple(ratios[:40])).around(1.0, 0.5, 2.0)
-        held += found.low <= ratios[40] <= found.high
+        result = PredictionRecord(tuple(ratios[:40])).around(1.0, 0.5, 2.0)
+        held += result.low <= ratios[40] <= result.high
     assert 0.86 <= held / number <= 0.97

@@ -1,4 +1,4 @@
-"""What a rank of a mesh is predicted to hold at its peak, against what two real ranks hold."""
+"""Predicted peak memory of a rank of a mesh, against two real ranks."""
 
 from functools import cache
 
@@ -16,7 +16,7 @@ CASES = {
     "gpipe": Case({"pipeline": 2}, {PIPELINE: {"micro_batches": 4, "schedule": "gpipe"}}),
 }
 LESS, MORE = 0.02, 0.07
-"""By how much a prediction may be below, and above, what the rank that holds most held."""
+"""Relative errors of a prediction allowed below and above the measured peak of the fullest rank."""
 
 
 @cache
@@ -27,6 +27,6 @@ def on_two_ranks() -> dict[str, list[tuple[float, int]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_a_rank_is_predicted(name: str) -> None:
+def test_predicted_peak_of_a_rank(name: str) -> None:
     predicted, held = (max(values) for values in zip(*on_two_ranks()[name], strict=True))
     assert (1 - LESS) * held <= predicted <= (1 + MORE) * held

@@ -1,4 +1,4 @@
-"""A plan's search: legal, within the memory, as good as trying everything, and content with changing nothing."""
+"""The search of a plan: legal candidates within the memory, as good as an exhaustive search, few changes."""
 
 import math
 from dataclasses import replace
@@ -24,19 +24,19 @@ from thrifty.planning.search_space import NUMERICS_ORDER
 
 
 def everything(search: PlanSearch) -> list[PlanCandidate]:
-    """All legal combinations that fit, by counting each."""
-    found = []
+    """Return all legal combinations that fit, by counting each."""
+    result = []
     for candidate in search.combinations():
         run = compose(search.plain, candidate.techniques, search.steps)
         if formula(run).memory * COUNTED_HIGH <= search.memory:
-            found.append(candidate)
-    return found
+            result.append(candidate)
+    return result
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("memory", [200, 260, 400, 700, 2000])
 @pytest.mark.parametrize("allow", [Numerics.EXACT, Numerics.ROUNDING])
-def test_the_plan_is_as_fast_as_the_best_of_all_combinations(memory: float, allow: Numerics) -> None:
+def test_plans_are_as_fast_as_the_best_combination(memory: float, allow: Numerics) -> None:
     search = searching(memory, allow, time=by_expectation)
     candidates = None
     try:
@@ -48,14 +48,14 @@ def test_the_plan_is_as_fast_as_the_best_of_all_combinations(memory: float, allo
     refuse_illegal(best.techniques)
     assert best.footprint is not None and best.footprint.memory * COUNTED_HIGH <= memory * MB
     least = min(candidate.relative for candidate in candidates)
-    assert search.seconds(best) <= least * 1.06  # what cannot be told apart goes to what changes less
-    assert all(NUMERICS_ORDER.index(way.numerics) <= NUMERICS_ORDER.index(allow) for way in best.ways)
+    assert search.seconds(best) <= least * 1.06  # among equally fast candidates the one with fewer changes wins
+    assert all(NUMERICS_ORDER.index(option.numerics) <= NUMERICS_ORDER.index(allow) for option in best.options)
 
 
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(st.floats(120, 1200), st.floats(1.0, 2.0))
-def test_more_memory_never_gives_a_slower_plan(memory: float, factor: float) -> None:
+def test_more_memory_is_never_slower(memory: float, factor: float) -> None:
     def seconds(memory: float) -> float:
         search = searching(memory)
         try:
@@ -66,35 +66,35 @@ def test_more_memory_never_gives_a_slower_plan(memory: float, factor: float) -> 
     assert seconds(memory * factor) <= seconds(memory) * 1.06
 
 
-def test_a_recipe_that_fits_and_is_fast_is_left_as_it_is() -> None:
+def test_fast_recipes_that_fit_are_unchanged() -> None:
     search = searching(math.inf, Numerics.EXACT, time=by_expectation)
-    assert search.run().ways == ()
-    assert search.probes == 1  # whatever else is allowed only costs time
+    assert search.run().options == ()
+    assert search.probes == 1  # all other allowed options only cost time
 
 
-def test_what_is_hoped_to_be_faster_is_run_and_left_out_when_it_is_not() -> None:
+def test_options_without_measured_gain_are_dropped() -> None:
     def no_faster(candidate: PlanCandidate, bar: float) -> StepTiming:
         return replace(by_expectation(candidate), least=(1.0,), passes=(1.0,))
 
     search = searching(math.inf, Numerics.DIFFERENT, time=no_faster)
-    assert search.run().ways == ()
+    assert search.run().options == ()
     assert any("precision.mixed" in candidate.label for candidate in search.tried) or len(search.tried) > 1
 
 
-def test_what_is_measured_to_be_faster_is_taken() -> None:
+def test_options_with_measured_gain_are_used() -> None:
     fast = searching(math.inf, Numerics.ROUNDING, time=by_expectation, base=(CATALOGUE["memory.recompute"](),))
     assert "without memory.recompute" in fast.run().label
 
 
-def test_noise_larger_than_the_gain_changes_nothing() -> None:
+def test_gains_below_the_noise_change_nothing() -> None:
     def noisy(candidate: PlanCandidate, bar: float) -> StepTiming:
-        seconds = 1.0 if not candidate.ways else 0.9
+        seconds = 1.0 if not candidate.options else 0.9
         return replace(by_expectation(candidate), least=(seconds,), passes=(seconds,), spread=0.5)
 
-    assert searching(math.inf, Numerics.DIFFERENT, time=noisy).run().ways == ()
+    assert searching(math.inf, Numerics.DIFFERENT, time=noisy).run().options == ()
 
 
-def test_nothing_that_held_too_much_when_it_ran_is_proposed() -> None:
+def test_candidates_that_exceed_memory_in_a_probe_are_dropped() -> None:
     def heavy(candidate: PlanCandidate, bar: float) -> StepTiming:
         timing = by_expectation(candidate)
         return replace(timing, memory=timing.memory + 300 * MB)
@@ -105,9 +105,9 @@ def test_nothing_that_held_too_much_when_it_ran_is_proposed() -> None:
     assert all("does not fit" in why for why in search.misfits.values())
 
 
-def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
+def test_failed_probes_exclude_their_candidate() -> None:
     def fails(candidate: PlanCandidate, bar: float) -> StepTiming:
-        if any("recompute" in way.label for way in candidate.ways):
+        if any("recompute" in option.label for option in candidate.options):
             raise ProbeError("its process was killed")
         return by_expectation(candidate)
 
@@ -116,11 +116,11 @@ def test_a_probe_that_fails_rules_its_candidate_out_and_says_why() -> None:
     assert "its process was killed" in search.misfits.values()
 
 
-def test_where_every_probe_fails_that_is_said_and_not_that_memory_is_short() -> None:
+def test_failure_of_every_probe_is_reported() -> None:
     def fails(candidate: PlanCandidate, bar: float) -> StepTiming:
         raise ProbeError("the loss is nan")
 
-    with pytest.raises(InfeasibleError, match="ran its steps: the loss is nan"):
+    with pytest.raises(InfeasibleError, match="completed its steps: the loss is nan"):
         searching(2000.0, Numerics.EXACT, time=fails).run()
 
 
@@ -134,9 +134,7 @@ def test_where_every_probe_fails_that_is_said_and_not_that_memory_is_short() -> 
     ],
 )
 @pytest.mark.parametrize("together", [False, True])
-def test_an_option_that_is_refused_or_fails_is_left_out_and_its_reason_is_kept(
-    error: Exception, reason: str, together: bool
-) -> None:
+def test_refused_options_are_dropped_with_their_reason(error: Exception, reason: str, together: bool) -> None:
     def failing(run):  # type: ignore[no-untyped-def]
         changes = len(run.techniques) - len(search.base)
         if changes > 1 if together else "memory.offload_optimizer" in {each.name for each in run.techniques}:
@@ -145,22 +143,22 @@ def test_an_option_that_is_refused_or_fails_is_left_out_and_its_reason_is_kept(
 
     search = searching(500.0, count=failing)
     chosen = search.run()
-    assert len(chosen.ways) == 1 if together else "offload_optimizer" not in chosen.label
+    assert len(chosen.options) == 1 if together else "offload_optimizer" not in chosen.label
     assert reason in (search.misfits if together else search.refused).values()
 
 
-def test_where_nothing_fits_the_answer_is_what_it_would_take() -> None:
-    with pytest.raises(InfeasibleError, match="the least is about") as error:
+def test_errors_name_the_required_memory() -> None:
+    with pytest.raises(InfeasibleError, match="the smallest needs about") as error:
         searching(60.0, Numerics.EXACT).run()
     assert "--memory" in error.value.fix and "--allow different" in error.value.fix
     named = float(error.value.fix.split("MB")[0].split()[-1])
-    assert searching(named, Numerics.EXACT).run().ways
+    assert searching(named, Numerics.EXACT).run().options
 
 
-def test_a_recipe_with_micro_batches_may_get_other_ones() -> None:
+def test_micro_batches_of_a_recipe_can_change() -> None:
     halves = CATALOGUE["large_batch.gradient_accumulation"](micro_batches=2)  # type: ignore[call-arg]
     search = searching(300.0, Numerics.ROUNDING, base=(halves,))
-    labels = [way.label for way in search.ways["micro-batches"]]
+    labels = [option.label for option in search.options["micro-batches"]]
     assert labels == [
         "without large_batch.gradient_accumulation",
         "large_batch.gradient_accumulation",
@@ -170,7 +168,7 @@ def test_a_recipe_with_micro_batches_may_get_other_ones() -> None:
     assert {*parts} == {1, 2, 4, 8}
 
 
-def test_of_many_numbers_of_micro_batches_the_largest_is_counted_and_the_others_follow() -> None:
+def test_footprints_between_micro_batches_are_interpolated() -> None:
     counts: list[int] = []
 
     def noted(run):  # type: ignore[no-untyped-def]
@@ -179,16 +177,16 @@ def test_of_many_numbers_of_micro_batches_the_largest_is_counted_and_the_others_
 
     search = searching(2000.0, Numerics.ROUNDING, count=noted)
     search.look_at_singles()
-    assert counts == [BATCH] and {way.parts for way in search.told} == {2, 4}
-    for way in [*search.told]:
-        told = search.singles[way]
-        assert search.alone(way) == search.counted((way,))
+    assert counts == [BATCH] and {option.parts for option in search.interpolated} == {2, 4}
+    for option in [*search.interpolated]:
+        interpolated = search.singles[option]
+        assert search.alone(option) == search.counted((option,))
         for name in ("activations", "optimizer", "flops"):
-            assert getattr(told, name) == pytest.approx(getattr(search.singles[way], name))
-    assert not search.told
+            assert getattr(interpolated, name) == pytest.approx(getattr(search.singles[option], name))
+    assert not search.interpolated
 
 
-def test_where_the_largest_is_refused_each_number_of_micro_batches_is_counted() -> None:
+def test_refused_micro_batches_disable_interpolation() -> None:
     def refusing(run):  # type: ignore[no-untyped-def]
         if any(technique.micro_batches == BATCH for technique in run.techniques):
             raise RefusedError("large_batch.gradient_accumulation: not one by one")
@@ -196,10 +194,10 @@ def test_where_the_largest_is_refused_each_number_of_micro_batches_is_counted() 
 
     search = searching(2000.0, Numerics.ROUNDING, count=refusing)
     search.look_at_singles()
-    assert not search.told and {way.parts for way in search.singles if way.parts > 1} == {2, 4}
+    assert not search.interpolated and {option.parts for option in search.singles if option.parts > 1} == {2, 4}
 
 
-def test_what_is_expected_far_behind_the_best_is_not_run() -> None:
+def test_much_slower_candidates_are_not_probed() -> None:
     run: list[PlanCandidate] = []
 
     def as_promised(candidate: PlanCandidate, bar: float) -> StepTiming:
@@ -213,7 +211,7 @@ def test_what_is_expected_far_behind_the_best_is_not_run() -> None:
     assert any(candidate.relative > NEAR * best.relative for candidate in search.combinations())
 
 
-def test_a_probe_is_told_from_where_on_a_step_is_too_slow_to_matter() -> None:
+def test_probes_receive_the_bar_of_the_best_step() -> None:
     bars: list[float] = []
 
     def noted(candidate: PlanCandidate, bar: float) -> StepTiming:
@@ -224,17 +222,19 @@ def test_a_probe_is_told_from_where_on_a_step_is_too_slow_to_matter() -> None:
     assert bars[0] == math.inf and all(later <= sooner for sooner, later in pairwise(bars)) and bars[-1] < 10
 
 
-def test_what_does_not_fit_the_disk_is_not_proposed_and_where_nothing_does_that_is_said() -> None:
+def test_candidates_that_exceed_the_disk_are_dropped() -> None:
     def cramped(candidate: PlanCandidate) -> str:
         return "" if "optimizer_state" in candidate.label else "does not fit the disk: 9 MB of checkpoints"
 
     assert "optimizer_state" in searching(2000.0, Numerics.DIFFERENT, no_room=cramped).run().label
-    with pytest.raises(InfeasibleError, match="what was counted does not fit the disk: 9 MB of checkpoints") as error:
+    with pytest.raises(
+        InfeasibleError, match="the counted candidate does not fit the disk: 9 MB of checkpoints"
+    ) as error:
         searching(2000.0, Numerics.EXACT, no_room=cramped).run()
     assert "--disk" in error.value.fix
 
 
-def test_candidates_that_differ_in_micro_batches_alone_share_a_probe() -> None:
+def test_candidates_with_other_micro_batches_share_a_probe() -> None:
     run: list[PlanCandidate] = []
 
     def noted(candidate: PlanCandidate, bar: float) -> StepTiming:
@@ -244,24 +244,24 @@ def test_candidates_that_differ_in_micro_batches_alone_share_a_probe() -> None:
     search = searching(700.0, Numerics.ROUNDING, time=noted)
     search.run()
     assert len({search.kind(candidate) for candidate in run}) == len(run)
-    shared = [candidate for candidate in search.tried if candidate.ways not in {each.ways for each in run}]
-    for candidate in shared:  # its process holds fewer tensors than that which was run
+    shared = [candidate for candidate in search.tried if candidate.options not in {each.options for each in run}]
+    for candidate in shared:  # with fewer tensors than the probed candidate
         assert candidate.timing is not None and candidate.footprint is not None
         assert candidate.timing.memory == pytest.approx(candidate.footprint.memory)
     assert shared
 
 
-def test_a_budget_is_in_whole_steps_and_refused_where_it_pays_for_none() -> None:
+def test_budgets_have_whole_steps() -> None:
     assert PlanRequest(flops=1050.0).budget(Budget(steps=3), 100.0) == Budget(steps=10)
     assert PlanRequest(tokens=5.0, seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(tokens=5.0)
     assert PlanRequest(seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(seconds=9.0)
     assert PlanRequest().budget(Budget(steps=3), 100.0) == Budget(steps=3)
-    with pytest.raises(InfeasibleError, match="do not pay for one step"):
+    with pytest.raises(InfeasibleError, match="does not fit one step"):
         PlanRequest(flops=10.0).budget(Budget(steps=3), 100.0)
 
 
 def holding(compiled: float, plain: float, run: list[PlanCandidate] | None = None) -> TimeOf:
-    """Probes of processes that hold so many MB beyond their tensors, with compiled code and without."""
+    """Return a probe of processes with these MB beyond their tensors, for compiled and for plain code."""
 
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         if run is not None:
@@ -273,7 +273,7 @@ def holding(compiled: float, plain: float, run: list[PlanCandidate] | None = Non
     return time
 
 
-def test_what_a_compiler_takes_is_charged_to_compiled_candidates_alone() -> None:
+def test_compiler_memory_counts_for_compiled_candidates_only() -> None:
     run: list[PlanCandidate] = []
     search = searching(700.0, base=(CATALOGUE["compile"](),), time=holding(500.0, 40.0, run))
     best = search.run()
@@ -281,7 +281,7 @@ def test_what_a_compiler_takes_is_charged_to_compiled_candidates_alone() -> None
     assert sum(candidate.is_compiled for candidate in run) <= PROBES // 2
 
 
-def test_compiled_candidates_of_which_none_fits_leave_probes_to_the_others() -> None:
+def test_hopeless_compiled_candidates_leave_probes_to_others() -> None:
     run: list[PlanCandidate] = []
     surplus = iter(range(200, 2000, 200))
 
@@ -293,23 +293,25 @@ def test_compiled_candidates_of_which_none_fits_leave_probes_to_the_others() -> 
     assert sum(candidate.is_compiled for candidate in run) <= PROBES // 2
 
 
-def test_nothing_is_said_not_to_fit_before_the_leanest_was_run() -> None:
+def test_the_leanest_candidate_is_probed_before_an_error() -> None:
     def lighter_than_counted(candidate: PlanCandidate, bar: float) -> StepTiming:
-        return replace(by_expectation(candidate), memory=(60 if candidate.ways else 900) * MB)
+        return replace(by_expectation(candidate), memory=(60 if candidate.options else 900) * MB)
 
-    assert searching(70.0, Numerics.EXACT, time=lighter_than_counted).run().ways
+    assert searching(70.0, Numerics.EXACT, time=lighter_than_counted).run().options
     run: list[PlanCandidate] = []
     search = searching(120.0, Numerics.EXACT, time=holding(100.0, 100.0, run))
-    with pytest.raises(InfeasibleError, match=r"the least that was run is memory.*: its process took \d+ MB") as error:
+    with pytest.raises(
+        InfeasibleError, match=r"the smallest that was run is memory.*: its process took \d+ MB"
+    ) as error:
         search.run()
-    estimates = {candidate.ways: search.estimated(candidate.ways) for candidate in search.combinations()}
-    assert estimates[run[-1].ways] == min(estimates.values())
+    estimates = {candidate.options: search.estimated(candidate.options) for candidate in search.combinations()}
+    assert estimates[run[-1].options] == min(estimates.values())
     named = float(error.value.fix.split("MB")[0].split()[-1])
-    assert searching(named, Numerics.EXACT, time=holding(100.0, 100.0)).run().ways
+    assert searching(named, Numerics.EXACT, time=holding(100.0, 100.0)).run().options
 
 
 def keeping(kept: float, given_back: float) -> TimeOf:
-    """Probes of processes that hold so many MB beyond their tensors: where freed memory stays, and where it goes."""
+    """Return a probe of processes with these MB beyond their tensors: keeping freed memory, and returning it."""
 
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         gives_back = any(technique.limits_activation_bytes for technique in candidate.techniques)
@@ -320,7 +322,7 @@ def keeping(kept: float, given_back: float) -> TimeOf:
 
 
 @pytest.mark.parametrize("memory", [260.0, 330.0])
-def test_freed_memory_that_stays_is_charged_to_processes_that_keep_it_alone(memory: float) -> None:
+def test_freed_memory_counts_only_for_processes_that_keep_it(memory: float) -> None:
     """The candidate with the fewest bytes of tensors keeps freed memory, so its process is not the leanest."""
     search = searching(memory, Numerics.EXACT, time=keeping(kept=250.0, given_back=5.0))
     best = search.run()
@@ -330,7 +332,7 @@ def test_freed_memory_that_stays_is_charged_to_processes_that_keep_it_alone(memo
 
 @settings(max_examples=25)
 @given(st.floats(100, 900), st.floats(0, 400), st.floats(0, 40), st.booleans())
-def test_what_is_said_to_fit_does_and_what_it_would_take_suffices(
+def test_plans_fit_and_named_memory_suffices(
     memory: float, kept: float, given_back: float, counted_alone: bool
 ) -> None:
     time = None if counted_alone else keeping(kept, given_back)
@@ -345,7 +347,7 @@ def test_what_is_said_to_fit_does_and_what_it_would_take_suffices(
         assert (best.timing.memory if best.timing else best.footprint.memory) <= memory * MB
 
 
-def test_a_verdict_that_nothing_fits_offers_more_seconds_where_time_was_up() -> None:
+def test_errors_at_the_time_limit_suggest_more_seconds() -> None:
     search = searching(100.0, Numerics.EXACT, time=keeping(500.0, 50.0), allowance=lambda step: 0.0)
     with pytest.raises(
         InfeasibleError, match=r"stopped after 0 s, with options .*no combination that was tried fits"
@@ -354,7 +356,7 @@ def test_a_verdict_that_nothing_fits_offers_more_seconds_where_time_was_up() -> 
     assert error.value.fix.startswith("--seconds 60 or --memory ")
 
 
-def test_without_probes_all_the_time_of_a_plan_is_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_without_probes_use_all_time_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [0.0]
     monkeypatch.setattr(plan_search, "monotonic", lambda: seconds[0])
 
@@ -363,7 +365,7 @@ def test_without_probes_all_the_time_of_a_plan_is_for_counts(monkeypatch: pytest
         return formula(run)
 
     search = searching(math.inf, Numerics.EXACT, count=counted, began=0.0)
-    allowed = 1.5 * sum(map(len, search.ways.values()))
+    allowed = 1.5 * sum(map(len, search.options.values()))
     search.allowance = lambda step: allowed
     search.run()
     assert not search.stopped and not search.refused
@@ -373,15 +375,13 @@ def test_without_probes_all_the_time_of_a_plan_is_for_counts(monkeypatch: pytest
     ("seconds", "budget", "allowed"),
     [(None, 60.0, 60.0), (None, 3000.0, 600.0), (7.0, 60.0, 7.0), (7.0, 3000.0, 7.0)],
 )
-def test_planning_takes_a_minute_at_least_and_a_fifth_of_a_longer_run(
-    seconds: float | None, budget: float, allowed: float
-) -> None:
-    planner = replace(PLANNER, wanted=PlanRequest(seconds=budget), seconds=seconds)
+def test_time_limit_of_planning(seconds: float | None, budget: float, allowed: float) -> None:
+    planner = replace(PLANNER, request=PlanRequest(seconds=budget), seconds=seconds)
     assert planner._allowance(1.0) == allowed
 
 
-def test_the_process_counts_and_a_probe_says_how_large_it_is() -> None:
-    assert searching(1000.0, process=300 * MB, time=by_expectation).run().ways == searching(700.0).run().ways
+def test_process_memory_counts() -> None:
+    assert searching(1000.0, process=300 * MB, time=by_expectation).run().options == searching(700.0).run().options
     run: list[PlanCandidate] = []
 
     def larger(candidate: PlanCandidate, bar: float) -> StepTiming:
@@ -391,7 +391,7 @@ def test_the_process_counts_and_a_probe_says_how_large_it_is() -> None:
     search = searching(1000.0, Numerics.EXACT, time=larger)
     with pytest.raises(InfeasibleError, match="900 MB of it before it builds the model"):
         search.run()
-    assert run and not run[0].ways
+    assert run and not run[0].options
 
     def as_large(candidate: PlanCandidate, bar: float) -> StepTiming:
         return replace(by_expectation(candidate), process=300 * MB)
@@ -400,17 +400,15 @@ def test_the_process_counts_and_a_probe_says_how_large_it_is() -> None:
     assert best.timing and best.timing.process + best.timing.memory <= 1000 * MB
 
 
-def test_what_this_machine_has_no_room_for_is_not_run() -> None:
+def test_candidates_without_free_memory_are_not_probed() -> None:
     run: list[PlanCandidate] = []
-    with pytest.raises(InfeasibleError, match=r"the least is about .*MB counted\)"):
+    with pytest.raises(InfeasibleError, match=r"the smallest needs about .*MB counted\)"):
         searching(60.0, Numerics.EXACT, time=holding(0.0, 0.0, run), free=60 * MB).run()
     assert not run
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_plan_ends_when_its_time_is_up_and_says_what_was_left_out(
-    fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_end_at_their_time_limit(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = [0.0]
     monkeypatch.setattr(plan_search, "monotonic", lambda: seconds[0])
 
@@ -431,13 +429,13 @@ def test_a_plan_ends_when_its_time_is_up_and_says_what_was_left_out(
     assert in_time.run().least_step <= best.least_step and not in_time.stopped
 
 
-def test_without_time_the_recipe_alone_is_run() -> None:
+def test_without_time_only_the_recipe_is_probed() -> None:
     run: list[PlanCandidate] = []
     search = searching(math.inf, Numerics.DIFFERENT, time=holding(0.0, 0.0, run), allowance=lambda step: 0.0)
-    assert search.run().ways == () and len(run) == 1 and search.stopped
+    assert search.run().options == () and len(run) == 1 and search.stopped
 
 
-def test_less_memory_than_a_process_without_its_model_is_refused_before_options_are_counted() -> None:
+def test_memory_below_an_empty_process_is_refused_at_once() -> None:
     def process(candidate: PlanCandidate, bar: float) -> StepTiming:
         return replace(by_expectation(candidate), process=900 * MB)
 

@@ -1,4 +1,4 @@
-"""Probes in processes of their own: what they answer, and what is said of those that do not."""
+"""Probes in separate processes: their timings, and the reasons of failed ones."""
 
 import time
 from pathlib import Path
@@ -42,13 +42,13 @@ def job(ranks: int) -> ProbeJob:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that a probe's process runs as the module `a_probe`."""
+    """Return the path of the module `a_probe`, which a probe's process runs."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "a_probe.py"
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_answer_of_a_process_or_of_ranks_is_its_timing(module: Path, ranks: int) -> None:
+def test_probes_return_their_timing(module: Path, ranks: int) -> None:
     module.write_text(ANSWERS)
     assert job(ranks).ranks == ranks
     assert probe_in_process("a_probe")(job(ranks)) == TIMING
@@ -56,7 +56,7 @@ def test_the_answer_of_a_process_or_of_ranks_is_its_timing(module: Path, ranks: 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("program", "ranks", "said"),
+    ("program", "ranks", "message"),
     [
         (REFUSES, 1, "^the loss is nan$"),
         (REFUSES, 2, "^the loss is nan$"),
@@ -67,19 +67,17 @@ def test_the_answer_of_a_process_or_of_ranks_is_its_timing(module: Path, ranks: 
         (SILENT, 1, "ended with exit code 0"),
     ],
 )
-def test_what_went_wrong_is_said(module: Path, program: str, ranks: int, said: str) -> None:
+def test_failed_probes_report_the_reason(module: Path, program: str, ranks: int, message: str) -> None:
     module.write_text(program)
-    with pytest.raises(ProbeError, match=said):
+    with pytest.raises(ProbeError, match=message):
         probe_in_process("a_probe")(job(ranks))
 
 
 @pytest.mark.slow
-def test_ranks_that_take_too_long_are_ended_all_of_them(
-    module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_are_killed_at_the_time_limit(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module.write_text(HANGS)
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
-    with pytest.raises(ProbeError, match="not done after 30 s"):
+    with pytest.raises(ProbeError, match="not complete within 30 s"):
         probe_in_process("a_probe", limit=30.0)(job(2))
     started = (tmp_path / "pids").read_text().split()
     assert len(started) == 2

@@ -1,4 +1,4 @@
-"""The law's best sizes are best, cost what was asked for, and are those of the literature for its constants."""
+"""Optimal sizes of the scaling law: minimal loss, requested compute, and published values for published constants."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from thrifty.planning.published_laws import BEST, BOOTSTRAP, PUBLISHED
 from thrifty.planning.scaling_law import LawSamples, LawUncertainty, ScalingLaw, recommend
 
 GOPHER = 5.76e23
-"""The compute at which the papers compare their constants."""
+"""Compute in FLOP at which the papers compare their constants."""
 
 laws = st.builds(
     ScalingLaw,
@@ -24,16 +24,14 @@ budgets = st.floats(12, 26).map(lambda power: 10**power)
 
 
 @given(laws, budgets)
-def test_the_best_sizes_cost_exactly_the_compute_asked_for(law: ScalingLaw, flops: float) -> None:
+def test_optimal_sizes_use_the_requested_compute(law: ScalingLaw, flops: float) -> None:
     best = law.optimal(flops)
     assert best.flops == pytest.approx(flops, rel=1e-14)
     assert best.tokens_per_parameter == pytest.approx(best.tokens / best.parameters)
 
 
 @given(laws, budgets, st.floats(0.01, 3), st.sampled_from([-1, 1]))
-def test_no_other_size_of_the_same_compute_has_a_lower_loss(
-    law: ScalingLaw, flops: float, away: float, side: int
-) -> None:
+def test_optimal_sizes_have_the_lowest_loss(law: ScalingLaw, flops: float, away: float, side: int) -> None:
     best = law.optimal(flops)
     assert best.loss == pytest.approx(law.loss(best.parameters, best.tokens), rel=1e-14)
     factor = np.exp(side * away)
@@ -41,15 +39,13 @@ def test_no_other_size_of_the_same_compute_has_a_lower_loss(
 
 
 @given(laws, budgets)
-def test_the_model_for_a_number_of_tokens_is_the_one_that_a_compute_would_give_them(
-    law: ScalingLaw, flops: float
-) -> None:
+def test_optimal_model_for_tokens_equals_that_for_compute(law: ScalingLaw, flops: float) -> None:
     best = law.optimal(flops)
     assert law.optimal_for_tokens(best.tokens).parameters == pytest.approx(best.parameters, rel=1e-9)
 
 
 @given(laws, budgets)
-def test_the_best_size_grows_by_the_size_exponent(law: ScalingLaw, flops: float) -> None:
+def test_optimal_size_grows_by_the_size_exponent(law: ScalingLaw, flops: float) -> None:
     growth = law.optimal(100 * flops).parameters / law.optimal(flops).parameters
     assert np.log(growth) / np.log(100) == pytest.approx(law.size_exponent)
 
@@ -73,26 +69,26 @@ def test_published_constants_give_the_published_sizes(
     assert row.law.size_exponent == pytest.approx(exponent, abs=5e-4)
 
 
-def test_intervals_hold_the_answer_and_where_no_errors_were_published_there_are_none() -> None:
+def test_intervals_contain_the_optimum() -> None:
     for row in PUBLISHED:
-        found = row.recommend(flops=GOPHER)
-        assert set(found.intervals) == {"parameters", "tokens", "tokens_per_parameter", "loss"}
-        for name, interval in found.intervals.items():
+        result = row.recommend(flops=GOPHER)
+        assert set(result.intervals) == {"parameters", "tokens", "tokens_per_parameter", "loss"}
+        for name, interval in result.intervals.items():
             if row.uncertainty is None:
                 assert interval is None
             else:
                 assert interval is not None
-                assert interval.low < getattr(found.sizing, name) < interval.high
+                assert interval.low < getattr(result.sizing, name) < interval.high
 
 
-def test_the_bootstrap_has_the_standard_errors_that_epoch_ai_published() -> None:
+def test_bootstrap_standard_errors_equal_published_ones() -> None:
     law = BOOTSTRAP.draw(BEST.law).law
     for name, error, tolerance in (("E", 0.026, 0.02), ("alpha", 0.015, 0.02), ("beta", 0.021, 0.05), ("A", 125, 0.05)):
         assert np.std(getattr(law, name)) == pytest.approx(error, rel=tolerance)
     assert 1000 < np.std(law.B) < 1400  # 1293; a normal distribution of log B has a shorter tail than the bootstrap
 
 
-def test_taking_the_errors_as_independent_would_make_the_answer_worthless() -> None:
+def test_independent_errors_make_intervals_useless() -> None:
     alone = LawUncertainty(BOOTSTRAP.standard_errors, np.eye(5).tolist(), "no correlations")
     together, apart = (
         recommend(BEST.law, each.draw(BEST.law), flops=GOPHER).intervals["tokens_per_parameter"]
@@ -102,7 +98,7 @@ def test_taking_the_errors_as_independent_would_make_the_answer_worthless() -> N
     assert together.high / together.low < 6 and apart.high / apart.low > 500
 
 
-def test_draws_without_an_optimum_are_left_out_and_too_many_of_them_leave_no_interval() -> None:
+def test_samples_without_an_optimum_are_omitted() -> None:
     rows = np.tile(BEST.law.logs(), (100, 1))
     rows[:2, 3] = -0.1
     few = LawSamples.from_logs(rows)
@@ -114,22 +110,22 @@ def test_draws_without_an_optimum_are_left_out_and_too_many_of_them_leave_no_int
     assert LawSamples.from_logs(rows[:4]) is None
 
 
-def test_constants_survive_the_way_through_logarithms() -> None:
+def test_constants_round_trip_through_logarithms() -> None:
     assert ScalingLaw.from_logs(BEST.law.logs()).logs() == pytest.approx(BEST.law.logs(), rel=1e-15)
 
 
 @pytest.mark.parametrize("amount", [0.0, -1e18, float("inf"), float("nan")])
-def test_an_amount_that_is_none_is_refused(amount: float) -> None:
+def test_invalid_amounts_are_refused(amount: float) -> None:
     for ask in (BEST.law.optimal, BEST.law.optimal_for_tokens):
         with pytest.raises(UsageError, match="positive, finite"):
             ask(amount)
 
 
-def test_a_law_without_a_best_size_and_a_question_without_an_amount_are_refused() -> None:
+def test_laws_without_an_optimum_are_refused() -> None:
     with pytest.raises(UsageError, match="scaling law: alpha is"):
         ScalingLaw(E=1.0, A=1.0, B=1.0, alpha=-0.1, beta=0.3)
     with pytest.raises(UsageError, match="either flops or tokens"):
         recommend(BEST.law)
     flat = ScalingLaw(E=1.0, A=1.0, B=1e-300, alpha=1e-3, beta=1e-3)
-    with pytest.raises(UsageError, match="no finite best size"):
+    with pytest.raises(UsageError, match="no finite optimal size"):
         recommend(flat, flops=1e18)

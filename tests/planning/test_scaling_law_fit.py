@@ -1,4 +1,4 @@
-"""The fit finds the law that made the runs, the published mistake does not, and what cannot be fitted is refused."""
+"""Fits recover the law of synthetic runs, the published mistake does not, and degenerate runs are refused."""
 
 import numpy as np
 import pytest
@@ -23,9 +23,9 @@ from thrifty.planning.scaling_law_fit import (
 )
 
 SIZES, BUDGETS = np.geomspace(6e7, 1.6e10, 12), np.geomspace(6e18, 3e21, 8)
-"""The span of the runs of Hoffmann et al."""
+"""Sizes and budgets over the range of Hoffmann et al."""
 SMALL_SIZES, SMALL_BUDGETS = np.geomspace(3e5, 3e7, 5), np.geomspace(1e13, 1e16, 4)
-"""The span of runs that a laptop makes."""
+"""Sizes and budgets of runs on a laptop."""
 SMALL = ScalingLaw(E=1.5, A=60.0, B=200.0, alpha=0.3, beta=0.35)
 
 constants = st.tuples(
@@ -48,7 +48,7 @@ def converged(noiseless: tuple[TrainedRun, ...]) -> LawFit:
 
 
 @given(constants)
-def test_the_objective_and_its_gradient_are_those_of_autograd(at: np.ndarray) -> None:
+def test_objective_and_gradient_equal_autograd(at: np.ndarray) -> None:
     log_n, log_d, log_loss = logs(synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS, noise=0.01))
     value, gradient = huber_objective(at, log_n, log_d, log_loss)
     free = torch.tensor(at, dtype=torch.float64, requires_grad=True)
@@ -67,7 +67,7 @@ def test_the_objective_and_its_gradient_are_those_of_autograd(at: np.ndarray) ->
     assert gradient == pytest.approx(free.grad.numpy(), rel=1e-9, abs=1e-15)
 
 
-def test_the_gradient_is_the_slope_of_the_objective() -> None:
+def test_gradient_equals_finite_differences() -> None:
     data = logs(synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS, noise=0.01))
     at = SMALL.logs() + 0.1
     error = check_grad(lambda x: huber_objective(x, *data)[0], lambda x: huber_objective(x, *data)[1], at)
@@ -75,7 +75,7 @@ def test_the_gradient_is_the_slope_of_the_objective() -> None:
 
 
 @pytest.mark.slow
-def test_noiseless_runs_give_the_constants_back(converged: LawFit) -> None:
+def test_noiseless_runs_recover_the_constants(converged: LawFit) -> None:
     assert converged.law.logs() == pytest.approx(BEST.law.logs(), rel=1e-3)
     for name in ("A", "B"):
         assert getattr(converged.law, name) == pytest.approx(getattr(BEST.law, name), rel=1e-3)
@@ -85,15 +85,13 @@ def test_noiseless_runs_give_the_constants_back(converged: LawFit) -> None:
 
 
 @pytest.mark.slow
-def test_runs_a_thousand_times_smaller_give_their_constants_back_as_well() -> None:
-    found = fit(synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS))
-    assert found.law.logs() == pytest.approx(SMALL.logs(), rel=1e-3)
+def test_small_runs_recover_their_constants() -> None:
+    result = fit(synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS))
+    assert result.law.logs() == pytest.approx(SMALL.logs(), rel=1e-3)
 
 
 @pytest.mark.slow
-def test_the_mean_of_the_losses_stops_before_the_minimum_and_recommends_another_size(
-    noiseless: tuple[TrainedRun, ...], converged: LawFit
-) -> None:
+def test_the_mean_of_losses_stops_before_the_minimum(noiseless: tuple[TrainedRun, ...], converged: LawFit) -> None:
     early = fit(noiseless, procedure=FitProcedure.STOPS_EARLY)
     assert early.objective > 1e6 * converged.objective and early.objective > 1e-5
     true, right, wrong = (law.optimal(5.76e23).tokens_per_parameter for law in (BEST.law, converged.law, early.law))
@@ -102,7 +100,7 @@ def test_the_mean_of_the_losses_stops_before_the_minimum_and_recommends_another_
 
 
 @pytest.mark.slow
-def test_with_noise_the_sum_still_ends_lower_than_the_mean() -> None:
+def test_the_sum_ends_lower_than_the_mean_with_noise() -> None:
     runs = synthetic_runs(BEST.law, SIZES, BUDGETS, noise=0.01)
     summed, averaged = fit(runs), fit(runs, procedure=FitProcedure.STOPS_EARLY)
     assert summed.objective < 0.99 * averaged.objective
@@ -110,7 +108,7 @@ def test_with_noise_the_sum_still_ends_lower_than_the_mean() -> None:
     assert summed.law.beta == pytest.approx(BEST.law.beta, abs=0.03)
 
 
-def test_the_grid_is_that_of_the_paper() -> None:
+def test_grid_of_the_paper() -> None:
     assert PAPER_STARTS.shape == (4500, 5) and len(np.unique(PAPER_STARTS, axis=0)) == 4500
     assert [sorted(set(column)) for column in PAPER_STARTS.T] == [
         [0, 5, 10, 15, 20, 25],
@@ -122,14 +120,14 @@ def test_the_grid_is_that_of_the_paper() -> None:
 
 
 @pytest.mark.slow
-def test_one_run_that_went_wrong_does_not_bend_the_law() -> None:
+def test_one_failed_run_does_not_bend_the_law() -> None:
     runs = list(synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS))
     runs[7] = TrainedRun(runs[7].parameters, runs[7].tokens, 1.5 * runs[7].loss)
     assert fit(runs).law.logs() == pytest.approx(SMALL.logs(), rel=0.01)
 
 
 @pytest.mark.slow
-def test_intervals_of_resampled_runs_hold_the_true_exponent_most_of_the_time() -> None:
+def test_coverage_of_bootstrap_intervals() -> None:
     held = 0
     for seed in range(6):
         runs = synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS, noise=0.005, seed=seed)
@@ -141,13 +139,13 @@ def test_intervals_of_resampled_runs_hold_the_true_exponent_most_of_the_time() -
     assert held >= 4
 
 
-def test_the_same_seed_draws_the_same_runs_and_resamples() -> None:
+def test_samples_are_reproducible_by_seed() -> None:
     first, again, other = (synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS, 0.01, seed) for seed in (1, 1, 2))
     assert first == again != other
     assert [run.flops for run in first] == pytest.approx(np.tile(SMALL_BUDGETS, len(SMALL_SIZES)))
-    found, same = (fit(first, SMALL.logs()[None], resamples=5, seed=3) for _ in range(2))
-    assert found.draws is not None and same.draws is not None
-    assert np.array_equal(found.draws.law.logs(), same.draws.law.logs())
+    result, same = (fit(first, SMALL.logs()[None], resamples=5, seed=3) for _ in range(2))
+    assert result.draws is not None and same.draws is not None
+    assert np.array_equal(result.draws.law.logs(), same.draws.law.logs())
 
 
 @pytest.mark.parametrize(
@@ -158,14 +156,14 @@ def test_the_same_seed_draws_the_same_runs_and_resamples() -> None:
         (np.geomspace(1e6, 1e8, 9), [1e15], "the number of tokens follows from the size"),
     ],
 )
-def test_runs_that_cannot_determine_the_law_are_refused_with_the_reason(sizes, budgets, reason: str) -> None:
+def test_degenerate_runs_are_refused_with_the_reason(sizes, budgets, reason: str) -> None:
     with pytest.raises(UsageError, match=reason) as refused:
         fit(synthetic_runs(SMALL, sizes, budgets))
     assert refused.value.fix
 
 
 @pytest.mark.slow
-def test_equal_losses_and_losses_that_rise_with_size_are_refused() -> None:
+def test_equal_and_rising_losses_are_refused() -> None:
     runs = synthetic_runs(SMALL, SMALL_SIZES, SMALL_BUDGETS)
     with pytest.raises(UsageError, match="nearly the same loss"):
         fit([TrainedRun(run.parameters, run.tokens, 2.0) for run in runs])
@@ -175,6 +173,6 @@ def test_equal_losses_and_losses_that_rise_with_size_are_refused() -> None:
 
 
 @pytest.mark.parametrize("loss", [0.0, -1.0, float("nan")])
-def test_a_run_without_a_positive_loss_is_none(loss: float) -> None:
+def test_nonpositive_losses_are_refused(loss: float) -> None:
     with pytest.raises(UsageError, match="loss of a run"):
         TrainedRun(1e6, 1e8, loss)

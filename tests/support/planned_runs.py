@@ -1,4 +1,4 @@
-"""A small recipe to plan for, counted and timed by formulas in place of traces and processes."""
+"""A small recipe to plan for, with counts and times by formulas instead of traces and processes."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def recipe(*chosen: Technique, **sections: Any) -> Recipe:
 
 
 def formula(run: Run) -> Footprint:
-    """What a count would say, roughly: techniques do to memory and work what they promise."""
+    """Return an approximate footprint, in which techniques change memory and work as they promise."""
     held = {technique.name: technique for technique in run.techniques}
     activations, flops, optimizer = 800.0, 100.0, 80.0
     if again := held.get("memory.recompute"):
@@ -61,14 +61,14 @@ def formula(run: Run) -> Footprint:
 def searching(
     memory: float, allow: Numerics = Numerics.ROUNDING, base: Sequence[Technique] = (), ranks: int = 1, **how: Any
 ) -> PlanSearch:
-    """A search over the tiny recipe, for so many MB, that counts by the formula."""
+    """Return a search over the tiny recipe for `memory` MB, with counts by the formula."""
     plain, planned = plain_run(batch=BATCH), recipe(*base)
-    ways, _ = allowed_options(planned, plain, CATALOGUE, allow, "cpu", ranks)
-    return PlanSearch(plain, planned.techniques, 100, ways, memory * MB, **({"count": formula} | how))
+    options, _ = allowed_options(planned, plain, CATALOGUE, allow, "cpu", ranks)
+    return PlanSearch(plain, planned.techniques, 100, options, memory * MB, **({"count": formula} | how))
 
 
 def by_expectation(candidate: PlanCandidate, bar: float = math.inf) -> StepTiming:
-    """A probe that finds what was expected, and no byte beyond the tensors."""
+    """Return the expected timing of a candidate, without memory beyond the tensors."""
     rows = -(-candidate.batch // candidate.parts)
     assert candidate.footprint is not None
     seconds = candidate.relative * rows / candidate.batch
@@ -81,7 +81,7 @@ PLANNER = Planner(
     recipe=recipe(),
     plain=plain_run(batch=BATCH),
     catalogue=CATALOGUE,
-    wanted=PlanRequest(),
+    request=PlanRequest(),
     device=torch.device("cpu"),
     tokens=16,
     rate=100.0,

@@ -325,7 +325,7 @@ def _options(
                 tuple(t for t in each.techniques if t not in recipe.techniques),
                 each.tensors,
                 each.relative,
-                max((way.numerics for way in each.ways), key=[*Numerics].index).value,
+                max((way.numerics for way in each.options), key=[*Numerics].index).value,
             )
             for each in search.tried
         ]

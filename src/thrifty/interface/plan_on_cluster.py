@@ -48,7 +48,7 @@ def plan_on_cluster(
         cluster=cluster,
         place=place,
         catalogue={name: techniques.find(name) for name in techniques.own_names()},
-        wanted=wanted,
+        request=wanted,
         tokens=prepared.data.example_unit,
         steps=prepared.run.steps,
         say=progress(quiet, "planning: "),

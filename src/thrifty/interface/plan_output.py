@@ -31,7 +31,7 @@ def plan_parts(plan: Plan) -> list[RenderableType]:
 def format_plan(plan: Plan) -> list[str]:
     """Return the changes and the forecast, one per line."""
     forecast = plan.forecast
-    changes = ", ".join(way.label for way in plan.chosen.ways) or "nothing: the recipe stays as it is"
+    changes = ", ".join(option.label for option in plan.chosen.options) or "nothing: the recipe stays unchanged"
     name, share = forecast.memory_is
     most = f"most of those are {name}, {percent(share, 0)}"
     memory, step = _between(forecast.memory, _bytes), _between(forecast.step, duration)
@@ -87,7 +87,7 @@ def _alternatives(plan: Plan) -> Table:
     rate = f"{plan.forecast.unit}/s"
     table = open_table("", "candidates, the fastest first", "memory of the process", "step", rate, "time to the budget")
     for candidate, forecast in plan.alternatives:
-        mark = "→" if candidate.ways == plan.chosen.ways else ""
+        mark = "→" if candidate.options == plan.chosen.options else ""
         step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)
         rate = scaled(forecast.tokens_per_second.value)
         memory = _bytes(forecast.process + forecast.memory.value)

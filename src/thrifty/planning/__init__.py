@@ -1,1 +1,1 @@
-"""What a run can cost: this machine measured, footprints predicted."""
+"""Planning: footprints, step times and plans of runs, scaling laws, and exports to other trainers."""

@@ -1,4 +1,4 @@
-"""Where sparsity starts to save time on this machine: the densities below which a layer's products win sparse."""
+"""Break-even densities: the density below which sparse products of a layer are faster on this machine."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,28 +13,31 @@ DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.005)
 
 @dataclass(frozen=True)
 class BreakevenRow:
-    """One form of products of one layer: how its time goes with density."""
+    """Time by density for one form of sparse products of one layer."""
 
     case: BreakevenCase
     line: DensityTimeFit
 
     @property
     def crossover(self) -> float:
-        """The density below which it takes less time than dense products; 0 where it never does."""
+        """Density below which sparse products are faster than dense ones; 0 if they never are."""
         return self.line.crossover
 
     def __str__(self) -> str:
         times = ", ".join(f"{self.line.ratio(density):.2f} at {density:g}" for density in DENSITIES)
-        kept = "single weights (csr)" if self.case.form == "csr" else f"blocks of {LANES}"
+        form = "single weights (csr)" if self.case.form == "csr" else f"blocks of {LANES}"
         shape = f"{self.case.outputs} x {self.case.inputs}, {self.case.dtype}"
-        return f"{shape}, {kept}: below a density of {self.crossover:.2f}; of the dense time {times}"
+        return f"{shape}, {form}: faster below a density of {self.crossover:.2f}; time over dense {times}"
 
 
 def crossover_table(
     shapes: Iterable[Sequence[int]], tokens: int = 2048, dtypes: Sequence[str] = ("float32",)
 ) -> Iterator[BreakevenRow]:
-    """Rows for layers of these shapes (outputs, inputs), as kept by this machine or measured now, which takes about a
-    second each. These are the times by which `sparsity.sparse_products` chooses."""
+    """Yield a row for each form of layers of these shapes (outputs, inputs).
+
+    Times are cached for this machine, or measured now in about a second each. `sparsity.sparse_products` chooses by
+    these times.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for outputs, inputs in shapes:
         for dtype in dtypes:

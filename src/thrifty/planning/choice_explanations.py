@@ -1,4 +1,4 @@
-"""Why each technique of the catalogue is in a plan, or is not."""
+"""Reasons why each technique of the catalogue is in a plan, or is not."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from thrifty.planning.rank_options import RANKS
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
 
 LITTLE = 0.02
-"""A share of the peak, or of a step's time, below which nothing is gained."""
+"""Smallest fraction of the peak memory that counts as a gain."""
 DETAIL = {
     "activations": "activation memory",
     "optimizer": "optimizer state",
@@ -49,13 +49,13 @@ def verdict_on(name: str, before: Iterable[Technique], after: Iterable[Technique
 class ChoiceExplainer:
     search: PlanSearch
     chosen: PlanCandidate
-    barred: Mapping[str, Sequence[PlanOption]]
-    """Ways of each axis that what was asked for does not allow."""
+    disallowed: Mapping[str, Sequence[PlanOption]]
+    """Options of each axis that the request does not allow."""
     catalogue: Catalogue
-    lacking: Mapping[str, str]
+    missing: Mapping[str, str]
     allow: Numerics
     evidence: Mapping[str, str]
-    """Where something was measured of a technique, by its name."""
+    """Places of measured results, by technique name."""
 
     def all(self) -> list[ChoiceReason]:
         return [self.of(name) for name in sorted(self.catalogue)]
@@ -67,71 +67,69 @@ class ChoiceExplainer:
             return ChoiceReason(name, verdict, self._not_taken(name) + (f"; measured: {measured}" if measured else ""))
         return ChoiceReason(name, verdict, self._kept(name) if verdict == "kept" else self._effect(name))
 
-    def _ways(self, name: str, among: Mapping[str, Sequence[PlanOption]]) -> list[PlanOption]:
-        """The ways that take this technique in."""
-        some = (way for ways in among.values() for way in ways)
-        return [way for way in some if name in (technique.name for technique in way.techniques)]
+    def _options_with(self, name: str, axes: Mapping[str, Sequence[PlanOption]]) -> list[PlanOption]:
+        """Return the options that add this technique."""
+        every = (option for options in axes.values() for option in options)
+        return [option for option in every if name in (technique.name for technique in option.techniques)]
 
     def _kept(self, name: str) -> str:
-        without = [way for way in self.search.singles if name in way.drops and not way.techniques]
-        run = [c for c in self.search.tried if c.timing and len(c.ways) == 1 and c.ways[0] in without]
+        without = [option for option in self.search.singles if name in option.drops and not option.techniques]
+        run = [c for c in self.search.tried if c.timing and len(c.options) == 1 and c.options[0] in without]
         if run:
             return f"your recipe has it; without it {self._against_base(run[0])}"
         return "your recipe has it"
 
     def _effect(self, name: str) -> str:
-        """What the way that brought it in, or out, does by itself and in the plan."""
-        way = next(w for w in self.chosen.ways if name in w.drops or name in {t.name for t in w.techniques})
-        alone = self.search.alone(way)
+        """Return the effect of the option that added or removed the technique, alone and in the plan."""
+        option = next(w for w in self.chosen.options if name in w.drops or name in {t.name for t in w.techniques})
+        alone = self.search.alone(option)
         saved = 1 - alone.memory / self.search.plainest.memory
-        said = (
-            [f"{abs(saved):.0%} {'less' if saved > 0 else 'more'} at the peak by itself"]
-            if abs(saved) >= LITTLE
-            else []
-        )
-        if self.chosen.timing and any(not candidate.ways for candidate in self.search.tried):
-            said.append(f"with all changes {self._against_base(self.chosen)}")
-        return "; ".join(said) or "part of the fastest combination that fits"
+        effects = []
+        if abs(saved) >= LITTLE:
+            effects.append(f"alone it needs {abs(saved):.0%} {'less' if saved > 0 else 'more'} peak memory")
+        if self.chosen.timing and any(not candidate.options for candidate in self.search.tried):
+            effects.append(f"with all changes {self._against_base(self.chosen)}")
+        return "; ".join(effects) or "part of the fastest combination that fits"
 
     def _against_base(self, candidate: PlanCandidate) -> str:
-        base = next((c for c in self.search.tried if not c.ways and c.timing), None)
+        base = next((c for c in self.search.tried if not c.options and c.timing), None)
         if base is None or candidate.timing is None:
-            return "it fits, which the recipe as it is does not" if base is None else "nothing was measured"
+            return "it fits, unlike the unchanged recipe" if base is None else "nothing was measured"
         ratio = candidate.least_step / base.least_step
-        return f"a step takes {ratio:.2f} of the time measured for the recipe as it is"
+        return f"a step takes {ratio:.2f} of the measured time of the unchanged recipe"
 
     def _not_taken(self, name: str) -> str:
-        kind, ways = self.catalogue[name], self._ways(name, self.search.ways)
-        if name in self.lacking:
-            return self.lacking[name]
-        if ways:
-            return self._offered(ways)
-        if barred := self._ways(name, self.barred):
-            return self._barred(barred[0].numerics)
+        kind, options = self.catalogue[name], self._options_with(name, self.search.options)
+        if name in self.missing:
+            return self.missing[name]
+        if options:
+            return self._offered(options)
+        if disallowed := self._options_with(name, self.disallowed):
+            return self._disallowed(disallowed[0].numerics)
         if kind.claims & PARALLELISM:
             return self._undivided()
         try:
             technique = kind()
         except ThriftyError as error:
-            return f"needs settings of your own: {error.what}"
+            return f"requires your settings: {error.what}"
         if NUMERICS_ORDER.index(technique.numerics) > NUMERICS_ORDER.index(self.allow):
-            return self._barred(technique.numerics)
+            return self._disallowed(technique.numerics)
         if refusal := self._refusal(technique):
             return f"refused: {refusal}"
         if technique.numerics is Numerics.DIFFERENT:
-            return "another algorithm: whether it learns more within this budget only a race can say (thrifty compare)"
+            return "another algorithm: only a comparison shows if it learns more within this budget (thrifty compare)"
         if technique.stage is Stage.MEASURE:
-            return "it measures, and saves nothing"
-        return "nothing of this run asks for it"
+            return "it only measures"
+        return "nothing in this run requires it"
 
     def _undivided(self) -> str:
-        if RANKS in self.search.ways:
-            return f"no mesh of these ranks suits it and a batch of {self.search.plain.source.batch}"
-        return "one rank: there is nothing to divide the work among (--ranks looks at several)"
+        if RANKS in self.search.options:
+            return f"no mesh of these ranks fits it and a batch of {self.search.plain.source.batch}"
+        return "one rank: there are no others to divide the work among (--ranks plans for several)"
 
-    def _barred(self, numerics: Numerics) -> str:
-        what = "rounds otherwise" if numerics is Numerics.ROUNDING else "changes the result"
-        return f"{what}, and you asked for {self.allow.value}"
+    def _disallowed(self, numerics: Numerics) -> str:
+        change = "rounds differently" if numerics is Numerics.ROUNDING else "changes the result"
+        return f"{change}, and the plan allows only {self.allow.value}"
 
     def _refusal(self, technique: Technique) -> str:
         others = [each for each in self.search.base if each.name != technique.name]
@@ -144,44 +142,45 @@ class ChoiceExplainer:
             return reason_of(refusal)
         return ""
 
-    def _offered(self, ways: Sequence[PlanOption]) -> str:
-        """Of a technique that was looked at: refused, slower as measured, too little, or only a cost here."""
-        counted = [way for way in ways if way in self.search.singles]
+    def _offered(self, options: Sequence[PlanOption]) -> str:
+        """Return the reason against a considered technique: refused, no faster, or little memory for its cost."""
+        counted = [option for option in options if option in self.search.singles]
         if not counted:
-            why = self.search.refused[ways[0]]
+            why = self.search.refused[options[0]]
             return why if why.startswith("not counted") else f"refused: {why}"
-        if any(way.is_for_speed for way in counted):
+        if any(option.is_for_speed for option in counted):
             return self._no_faster(counted)
         return self._not_needed(counted)
 
     def _not_needed(self, counted: Sequence[PlanOption]) -> str:
-        """Of one that saves memory and costs time."""
+        """Return the reason against a technique that saves memory and costs time."""
         base = self.search.plainest
-        least = min(self.search.singles[way].memory for way in counted)
+        least = min(self.search.singles[option].memory for option in counted)
         saved = 1 - least / base.memory
         if saved < LITTLE:
             name, share = largest_part(base)
-            return f"no gain here: it takes {saved:.1%} off the peak, of which {DETAIL.get(name, name)} is {share:.0%}"
-        if any(not candidate.ways for candidate in self.search.tried):
-            return f"not needed: everything fits without it; it would take {saved:.0%} off the peak and cost time"
+            return f"no gain here: it saves {saved:.1%} of the peak, of which {DETAIL.get(name, name)} is {share:.0%}"
+        if any(not candidate.options for candidate in self.search.tried):
+            return f"not needed: everything fits without it; it would save {saved:.0%} of the peak and cost time"
         measured = self._measured(counted)
-        alone = f"by itself it takes {saved:.0%} off the peak"
+        alone = f"alone it saves {saved:.0%} of the peak"
         if least * COUNTED_HIGH > self.search.memory:
             alone += f", to {least / 1e6:,.0f} MB, which is not enough"
-        return f"others are enough, and {measured or 'are expected to cost less time'}; {alone}"
+        return f"other options suffice, and {measured or 'are expected to cost less time'}; {alone}"
 
-    def _no_faster(self, ways: Sequence[PlanOption]) -> str:
-        if measured := self._measured(ways):
-            return f"measured no gain: {measured}"
-        failed = [why for tried, why in self.search.misfits.items() if {*tried} & {*ways}]
+    def _no_faster(self, options: Sequence[PlanOption]) -> str:
+        if measured := self._measured(options):
+            return f"no measured gain: {measured}"
+        failed = [why for tried, why in self.search.misfits.items() if {*tried} & {*options}]
         if failed:
             return failed[0]
-        run = any({*candidate.ways} & {*ways} for candidate in self.search.tried)
-        return "not run: " + ("changing less is expected to be as fast" if run else "others were expected to be faster")
+        run = any({*candidate.options} & {*options} for candidate in self.search.tried)
+        other = "fewer changes are expected to be as fast" if run else "other options were expected to be faster"
+        return f"not run: {other}"
 
-    def _measured(self, ways: Sequence[PlanOption]) -> str:
-        """How the fastest of what was run with one of these compares with the plan; "" where none was."""
-        timed = [candidate for candidate in self.search.tried if {*candidate.ways} & {*ways} and candidate.timing]
+    def _measured(self, options: Sequence[PlanOption]) -> str:
+        """Return the time of the fastest run with one of these options, relative to the plan; "" if none was run."""
+        timed = [candidate for candidate in self.search.tried if {*candidate.options} & {*options} and candidate.timing]
         if not timed or not self.chosen.timing:
             return ""
         fastest = min(timed, key=lambda candidate: candidate.least_step)

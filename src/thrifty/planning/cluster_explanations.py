@@ -1,4 +1,4 @@
-"""Why each technique of the catalogue is in a plan for a cluster, or is not."""
+"""Reasons why each technique of the catalogue is in a plan for a cluster, or is not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class ClusterChoiceExplainer:
     before: Sequence[Technique]
     after: Sequence[Technique]
     chosen: ClusterLayout
-    found: Sequence[ClusterLayout]
-    """Everything that was simulated, from the fastest."""
+    simulated: Sequence[ClusterLayout]
+    """All simulated layouts, fastest first."""
     catalogue: Catalogue
     allow: Numerics
 
@@ -27,7 +27,7 @@ class ClusterChoiceExplainer:
             case "kept":
                 why = "your recipe has it"
             case "taken out":
-                why = "the fastest layout that fits has no use for it"
+                why = "the fastest layout that fits does not use it"
             case "not taken":
                 why = self._not_taken(name)
             case _:
@@ -36,30 +36,28 @@ class ClusterChoiceExplainer:
 
     def _share(self, name: str) -> str:
         if (axis := _axis(name)) is not None:
-            return f"{getattr(self.chosen.mesh, axis)} ranks along {axis} are in the fastest layout that fits"
+            return f"the fastest layout that fits has {getattr(self.chosen.mesh, axis)} ranks along {axis}"
         return "part of the fastest layout that fits"
 
     def _not_taken(self, name: str) -> str:
         if (axis := _axis(name)) is not None:
-            return self._of_axis(axis)
+            return self._unused_axis(axis)
         if name in (ACCUMULATE, RECOMPUTE):
-            return "the fastest layout that fits does without it"
+            return "the fastest layout that fits does not use it"
         if NUMERICS_ORDER.index(self.catalogue[name].numerics) > NUMERICS_ORDER.index(self.allow):
-            return f"changes the result, and you asked for {self.allow.value}"
-        return "not looked at: nothing is simulated of it; a plan for one device (without --cluster) tells what it does"
+            return f"changes the result, and the plan allows only {self.allow.value}"
+        return "not considered: it is not simulated; a plan for one device (without --cluster) considers it"
 
-    def _of_axis(self, axis: str) -> str:
+    def _unused_axis(self, axis: str) -> str:
         if axis == "replicate" and self.chosen.mesh.replicate > 1:
-            return "parallelism.shard serves the ranks along replicate as well"
-        first = next((layout for layout in self.found if getattr(layout.mesh, axis) > 1), None)
+            return "parallelism.shard also handles the ranks along replicate"
+        first = next((layout for layout in self.simulated if getattr(layout.mesh, axis) > 1), None)
         if first is None:
             return f"no layout has ranks along {axis}"
         ratio = first.seconds / self.chosen.seconds
         if ratio < 1:
-            return (
-                f"by simulation a step takes {ratio:.2f} of the plan's time with it, but it does not fit or is refused"
-            )
-        return f"by simulation the fastest layout with it takes {ratio:.2f} of the plan's time"
+            return f"a simulated step with it takes {ratio:.2f} of the plan's time, but does not fit or is refused"
+        return f"the fastest simulated layout with it takes {ratio:.2f} of the plan's time"
 
 
 def _axis(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Ways to lay a run out over the ranks of a cluster, each with the step that is simulated for it."""
+"""Layouts of a run over the ranks of a cluster, each with its simulated step."""
 
 import math
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from thrifty.simulators.cluster.step_report import StepReport
 from thrifty.simulators.cluster.workload import Recompute, Workload
 
 TECHNIQUES = {axis: technique for axis, (_, technique) in core_mesh.USED_BY.items()}
-"""By the axis whose ranks they give work to."""
+"""Parallel techniques by the mesh axis that they use."""
 ACCUMULATE, RECOMPUTE = "large_batch.gradient_accumulation", "memory.recompute"
-"""The techniques that a layout adds on each rank."""
+"""Techniques that a layout adds on each rank."""
 MOST_PARTS = 64
-"""Micro-batches of a rank beyond which nothing is gained."""
+"""Most micro-batches of a rank; more bring no gain."""
 NO_DIFFERENCE = 1.03
-"""The factor in time from which on a simulation tells layouts apart."""
-AGAIN: tuple[Recompute, ...] = ("none", "selective", "every")
+"""Smallest ratio of times at which a simulation distinguishes layouts."""
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "every")
 
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """A mesh, its settings, and what is simulated of a step with them."""
+    """A mesh, the settings of its step, and the simulated step."""
 
     mesh: ClusterMesh
     settings: StepSettings
@@ -37,45 +37,50 @@ class ClusterLayout:
 
     @property
     def changes(self) -> int:
-        """How much there is to it: axes beside that of copies, ZeRO's stage, micro-batches, recomputation."""
+        """Complexity: number of axes other than replicate, plus ZeRO stage, micro-batches and recompute."""
         axes = sum(getattr(self.mesh, axis) > 1 for axis in ("shard", "tensor", "pipeline"))
         return axes + self.settings.zero + (self.report.micro_batches > 1) + (self.settings.recompute != "none")
 
     @property
     def label(self) -> str:
         axes = [f"{axis}={getattr(self.mesh, axis)}" for axis in TECHNIQUES]
-        said = [axis for axis in axes if not axis.endswith("=1")] or ["one rank"]
+        words = [axis for axis in axes if not axis.endswith("=1")] or ["one rank"]
         if self.mesh.shard > 1:
-            said.append(f"ZeRO {self.settings.zero}")
+            words.append(f"ZeRO {self.settings.zero}")
         if self.report.micro_batches > 1:
-            said.append(f"{self.report.micro_batches} micro-batches")
+            words.append(f"{self.report.micro_batches} micro-batches")
         if self.settings.recompute != "none":
-            said.append(f"recompute {self.settings.recompute}")
-        return ", ".join(said)
+            words.append(f"recompute {self.settings.recompute}")
+        return ", ".join(words)
 
 
-def in_a_recipe(mesh: ClusterMesh) -> core_mesh.Mesh:
-    """A simulated mesh as a recipe has it."""
+def recipe_mesh(mesh: ClusterMesh) -> core_mesh.Mesh:
+    """Return a simulated mesh as the mesh of a recipe."""
     return core_mesh.Mesh(**{axis: getattr(mesh, axis) for axis in core_mesh.AXES})
 
 
 def layouts(
     workload: Workload, cluster: Cluster, batch: int, number_format: str, recompute: Recompute | None = None
 ) -> list[ClusterLayout]:
-    """All that divide the effective batch evenly, from the fastest, of those as fast from the simplest; `recompute`
-    where that is decided already."""
+    """Return all layouts that divide the effective batch evenly, fastest first, and simplest first at equal speed.
+
+    `recompute` fixes the recompute setting.
+    """
     candidates = []
     for mesh in meshes(cluster.ranks, cluster.per_node, len(workload.blocks)):
-        for settings in _settings(mesh, batch, number_format, (recompute,) if recompute else AGAIN):
+        for settings in _settings(mesh, batch, number_format, (recompute,) if recompute else RECOMPUTES):
             try:
                 candidates.append(ClusterLayout(mesh, settings, simulate(workload, cluster, mesh, settings)))
-            except ThriftyError:  # sizes that do not go together
+            except ThriftyError:  # incompatible sizes
                 continue
     return sorted(candidates, key=lambda layout: (math.floor(math.log(layout.seconds, NO_DIFFERENCE)), layout.changes))
 
 
 def meshes(ranks: int, per_node: int, depth: int) -> Iterator[ClusterMesh]:
-    """Tensor groups stay on a node; data ranks replicate, shard, or shard on a node and replicate over nodes."""
+    """Yield meshes whose tensor groups stay on a node.
+
+    Data ranks replicate, shard, or shard on a node and replicate over nodes.
+    """
     for tensor in _divisors(ranks, per_node):
         for pipeline in _divisors(ranks // tensor, depth):
             data = ranks // tensor // pipeline

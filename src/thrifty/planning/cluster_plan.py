@@ -1,8 +1,7 @@
-"""A plan for a cluster that is not here: which axes to divide the work along, by simulated steps and counted memory.
+"""Plans for a cluster: the mesh axes that divide the work, chosen by simulated steps and counted memory.
 
-Every layout of the mesh is simulated; of the fastest the footprint of a rank is counted with the techniques themselves,
-until enough are known to fit. Nothing is run.
-"""
+Every layout of the mesh is simulated. For the fastest ones, a rank's footprint is counted with the techniques
+themselves, until enough layouts fit. Nothing runs on a device."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.distributed.fake_ranks import fake_first_rank
 from thrifty.planning.choice_explanations import ChoiceReason
 from thrifty.planning.cluster_explanations import ClusterChoiceExplainer
-from thrifty.planning.cluster_layouts import ACCUMULATE, RECOMPUTE, TECHNIQUES, ClusterLayout, in_a_recipe, layouts
+from thrifty.planning.cluster_layouts import ACCUMULATE, RECOMPUTE, TECHNIQUES, ClusterLayout, layouts, recipe_mesh
 from thrifty.planning.cost_estimates import OVER_MESH_HIGH, Estimate, count_footprint, largest_part
 from thrifty.planning.forecast import PlanRequest, refuse_no_step
 from thrifty.planning.search_space import Catalogue
@@ -25,9 +24,9 @@ from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.workload import Recompute, Workload
 
 ALTERNATIVES, COUNTS, MOST_COUNTS = 4, 24, 48
-"""Layouts told beside the fastest that fits; most that are counted, and most until the first that fits."""
+"""Layouts reported in addition to the fastest that fits; most counted layouts; most counted before one fits."""
 TOO_MUCH = 2.0
-"""How many times the memory a layout may take by simulation, and still be counted."""
+"""Largest simulated memory of a counted layout, over the limit."""
 TOO_LARGE = "does not fit"
 PARTS = {
     "compute": "computing",
@@ -41,7 +40,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class PlacedLayout:
-    """A layout that was counted to fit, and the recipe's techniques for it."""
+    """A layout whose counted footprint fits, and the recipe's techniques for it."""
 
     layout: ClusterLayout
     techniques: tuple[Technique, ...]
@@ -53,18 +52,18 @@ class ClusterPlan:
     recipe: Recipe
     place: str
     limit: float
-    """Bytes that a rank may hold."""
+    """Memory limit of a rank, in bytes."""
     chosen: PlacedLayout
     alternatives: tuple[PlacedLayout, ...]
     misfits: Mapping[str, str]
     reasons: tuple[ChoiceReason, ...]
     tokens: float
-    """Of a step."""
+    """Tokens of a step."""
     steps: float
     price: float | None
 
     def step(self, placed: PlacedLayout) -> Estimate:
-        """Seconds, simulated: with the interval of published runs on the device."""
+        """Return the simulated seconds of a step, with the interval of published runs on the device."""
         return Estimate(placed.layout.seconds, *placed.layout.report.interval("step_seconds"))
 
     @property
@@ -77,11 +76,11 @@ class ClusterPlan:
 
     @property
     def dominant(self) -> dict[str, tuple[str, float]]:
-        spent = vars(self.chosen.layout.report.seconds)
-        name = max(spent, key=lambda part: spent[part])
+        seconds = vars(self.chosen.layout.report.seconds)
+        name = max(seconds, key=lambda part: seconds[part])
         return {
             "memory": largest_part(self.chosen.footprint),
-            "time": (PARTS[name], spent[name] / self.chosen.layout.seconds),
+            "time": (PARTS[name], seconds[name] / self.chosen.layout.seconds),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,7 +110,7 @@ class ClusterPlan:
 
 @dataclass(frozen=True)
 class ClusterPlanner:
-    """Plans for a recipe on a cluster, of all of whose ranks it makes use. `tokens` are those of an example."""
+    """A planner of a recipe on all ranks of a cluster. `tokens` is the number per example."""
 
     recipe: Recipe
     plain: BaseRun
@@ -119,20 +118,22 @@ class ClusterPlanner:
     cluster: Cluster
     place: str
     catalogue: Catalogue
-    wanted: PlanRequest
+    request: PlanRequest
     tokens: int
     steps: int
     say: Callable[[str], None] = lambda text: None
 
     def plan(self) -> ClusterPlan:
-        """Raises UsageError where only exact changes are allowed, InfeasibleError where nothing fits, or takes longer
-        than it may."""
-        if self.wanted.allow is Numerics.EXACT and self.cluster.ranks > 1:
+        """Return the plan. Raises UsageError if only exact changes are allowed on several ranks.
+
+        Raises InfeasibleError if no layout fits the memory, or the fastest exceeds the time limit.
+        """
+        if self.request.allow is Numerics.EXACT and self.cluster.ranks > 1:
             raise UsageError(
-                "several ranks add up in another order than one, and you asked for exact", fix="--allow rounding"
+                "several ranks sum in another order than one, which --allow exact forbids", fix="--allow rounding"
             )
-        candidates = layouts(self.workload, self.cluster, self.plain.source.batch, self._format(), self._again())
-        if self.wanted.allow is Numerics.EXACT:
+        candidates = layouts(self.workload, self.cluster, self.plain.source.batch, self._format(), self._recompute())
+        if self.request.allow is Numerics.EXACT:
             candidates = [layout for layout in candidates if layout.report.micro_batches == self._parts()]
         if not candidates:
             raise InfeasibleError(
@@ -144,18 +145,18 @@ class ClusterPlanner:
         if not placed:
             self._raise_infeasible(candidates, misfits)
         chosen = placed[0]
-        budget = self.wanted.budget(self.recipe.budget, self.workload.model_flops * self.plain.source.batch)
+        budget = self.request.budget(self.recipe.budget, self.workload.model_flops * self.plain.source.batch)
         per_step, seconds = self.plain.source.batch * self.tokens, chosen.layout.seconds
         steps = _steps(budget, seconds, per_step)
         refuse_no_step(budget, steps, seconds, per_step)
-        before, allow = self.recipe.techniques, self.wanted.allow
+        before, allow = self.recipe.techniques, self.request.allow
         reasons = ClusterChoiceExplainer(before, chosen.techniques, chosen.layout, candidates, self.catalogue, allow)
         plan = ClusterPlan(
             recipe=replace(
                 self.recipe,
                 name=f"{self.recipe.name}-planned",
                 techniques=chosen.techniques,
-                mesh=in_a_recipe(chosen.layout.mesh),
+                mesh=recipe_mesh(chosen.layout.mesh),
                 budget=budget,
             ),
             place=self.place,
@@ -166,43 +167,45 @@ class ClusterPlanner:
             reasons=tuple(reasons.all()),
             tokens=per_step,
             steps=steps,
-            price=self.wanted.price,
+            price=self.request.price,
         )
-        self.wanted.refuse_late(plan.seconds)
+        self.request.refuse_late(plan.seconds)
         return plan
 
     def _raise_infeasible(self, candidates: list[ClusterLayout], misfits: Mapping[str, str]) -> NoReturn:
         if misfits and not any(why.startswith(TOO_LARGE) for why in misfits.values()):
             label, why = next(iter(misfits.items()))
-            raise InfeasibleError(f"no layout goes with the recipe; {label}: {why}", fix="leave out what is refused")
+            raise InfeasibleError(
+                f"the recipe refuses every layout; {label}: {why}", fix="remove the refused technique or setting"
+            )
         least = min(candidates, key=lambda layout: layout.report.fullest.total)
         needed = least.report.fullest.total
         why = misfits.get(least.label, f"{needed / 1e9:,.1f} GB by simulation")
         raise InfeasibleError(
-            f"no layout fits {self._limit / 1e9:,.1f} GB a rank; that which takes least is {least.label}: {why}",
+            f"no layout fits {self._limit / 1e9:,.1f} GB per rank; the smallest is {least.label}: {why}",
             fix="more --ranks, a larger --memory, or a smaller model or data.length",
         )
 
     @property
     def _limit(self) -> float:
-        return min(self.wanted.memory, self.cluster.device.memory)
+        return min(self.request.memory, self.cluster.device.memory)
 
     def _format(self) -> str:
-        """Of products: what the recipe computes in, or the device's nearest to it."""
+        """Return the number format of products: the recipe's, or the device's nearest one."""
         mixed = any(technique.is_low_precision for technique in self.recipe.techniques)
-        wished = ("bfloat16", "float16", "float32") if mixed else ("float32", "tfloat32")
-        return next(name for name in (*wished, *self.cluster.device.flops) if name in self.cluster.device.flops)
+        preferred = ("bfloat16", "float16", "float32") if mixed else ("float32", "tfloat32")
+        return next(name for name in (*preferred, *self.cluster.device.flops) if name in self.cluster.device.flops)
 
-    def _again(self) -> Recompute | None:
-        """What the recipe runs again already; None where that may be chosen."""
+    def _recompute(self) -> Recompute | None:
+        """Return the recompute setting of the recipe; None if it has none, so that a layout may choose."""
         return next((t.recomputation for t in self.recipe.techniques if t.recomputation != "none"), None)
 
     def _parts(self) -> int:
-        """Micro-batches of the recipe, of which another number adds up in another order."""
+        """Return the recipe's number of micro-batches; another number sums gradients in another order."""
         return max((t.micro_batches for t in self.recipe.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
 
     def _counted(self, candidates: list[ClusterLayout]) -> tuple[list[PlacedLayout], dict[str, str]]:
-        """The first layout of each mesh that is counted to fit, from the fastest, and why others do not."""
+        """Return the first layout of each mesh that fits, fastest first, and the reasons why others do not."""
         placed: list[PlacedLayout] = []
         misfits: dict[str, str] = {}
         lightest = TOO_MUCH * self._limit
@@ -210,7 +213,7 @@ class ClusterPlanner:
             memory, tries = layout.report.fullest.total, len(placed) + len(misfits)
             if len(placed) > ALTERNATIVES or tries >= (COUNTS if placed else MOST_COUNTS):
                 break
-            # where so many did not fit, only what holds less than all of them
+            # after many layouts that do not fit, count only smaller ones
             most = TOO_MUCH * self._limit if tries < COUNTS else 0.99 * lightest
             if memory > most or layout.mesh in (p.layout.mesh for p in placed):
                 continue
@@ -221,36 +224,36 @@ class ClusterPlanner:
                 misfits[layout.label] = reason_of(refusal)
                 continue
             if footprint.memory * OVER_MESH_HIGH > self._limit:
-                misfits[layout.label] = f"{TOO_LARGE}: {footprint.memory / 1e6:,.0f} MB counted on a rank"
+                misfits[layout.label] = f"{TOO_LARGE}: {footprint.memory / 1e6:,.0f} MB counted per rank"
                 lightest = min(lightest, memory)
                 continue
-            self.say(f"{layout.label}: {footprint.memory / 1e6:,.0f} MB a rank, {layout.seconds:.3g} s simulated")
+            self.say(f"{layout.label}: {footprint.memory / 1e6:,.0f} MB per rank, {layout.seconds:.3g} s simulated")
             placed.append(PlacedLayout(layout, techniques, footprint))
         return placed, misfits
 
     def _techniques(self, layout: ClusterLayout) -> tuple[Technique, ...]:
         mesh, parts = layout.mesh, layout.report.micro_batches
-        kept = [t for t in self.recipe.techniques if not t.divides_ranks and Claim.MICRO_BATCHES not in t.claims]
+        techniques = [t for t in self.recipe.techniques if not t.divides_ranks and Claim.MICRO_BATCHES not in t.claims]
         if mesh.shard > 1:
-            kept.append(self._made(TECHNIQUES["shard"], zero=layout.settings.zero))
+            techniques.append(self._build(TECHNIQUES["shard"], zero=layout.settings.zero))
         elif mesh.replicate > 1:
-            kept.append(self._made(TECHNIQUES["replicate"]))
+            techniques.append(self._build(TECHNIQUES["replicate"]))
         if mesh.tensor > 1:
-            kept.append(self._made(TECHNIQUES["tensor"]))
+            techniques.append(self._build(TECHNIQUES["tensor"]))
         if mesh.pipeline > 1:
-            kept.append(self._made(TECHNIQUES["pipeline"], micro_batches=parts))
+            techniques.append(self._build(TECHNIQUES["pipeline"], micro_batches=parts))
         elif parts > 1:
-            kept.append(self._made(ACCUMULATE, micro_batches=parts))
-        if self._again() is None and layout.settings.recompute != "none":
-            kept.append(self._made(RECOMPUTE, schedule=layout.settings.recompute))
-        return tuple(kept)
+            techniques.append(self._build(ACCUMULATE, micro_batches=parts))
+        if self._recompute() is None and layout.settings.recompute != "none":
+            techniques.append(self._build(RECOMPUTE, schedule=layout.settings.recompute))
+        return tuple(techniques)
 
-    def _made(self, name: str, **settings: Any) -> Technique:
+    def _build(self, name: str, **settings: Any) -> Technique:
         return self.catalogue[name](**settings)
 
     def _footprint(self, layout: ClusterLayout, techniques: tuple[Technique, ...]) -> Footprint:
-        """Of the first rank, as techniques claim it over the mesh."""
-        with fake_first_rank(in_a_recipe(layout.mesh)):
+        """Return the footprint of the first rank, as techniques claim it over the mesh."""
+        with fake_first_rank(recipe_mesh(layout.mesh)):
             return count_footprint(compose(self.plain, techniques, self.steps))
 
 

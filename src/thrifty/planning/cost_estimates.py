@@ -1,4 +1,4 @@
-"""What a run will hold and how long it will take: footprints counted, step times from probes, each with an interval."""
+"""Cost estimates of a run: counted footprints, and step times from probes, each with an interval."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,18 +13,19 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Technique
 
 COUNTED_HIGH = 1.1
-"""Over 268 cases what was measured was at most 9.4 % from what was counted (results/benchmarks)."""
+"""Factor from counted to largest expected memory: in 268 cases the error was at most 9.4 % (results/benchmarks)."""
 OVER_MESH_HIGH = 1.2
-"""Over meshes of two gloo ranks, 26 small cases, it was at most 1.8 % more and 6.4 % less. What is summed, gathered and
-sent is claimed by techniques, and not counted, and neither GPUs nor many ranks were measured: hence the room."""
+"""The same factor over a mesh: in 26 small cases on two gloo ranks, memory was at most 1.8 % more and 6.4 % less. It is
+larger because communication buffers are claimed by techniques, not counted, and neither GPUs nor many ranks were
+measured."""
 HELD = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers")
 DISTURBED = 0.1
-"""The share of a machine's cores from which on other work counts as a disturbance."""
+"""Fraction of a machine's cores above which other processes count as a disturbance."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value, and between what bounds it is expected to be found nine times out of ten."""
+    """A value with its 90 % interval."""
 
     value: float
     low: float
@@ -32,7 +33,7 @@ class Estimate:
 
     @classmethod
     def within(cls, value: float, below: float, above: float) -> Self:
-        """By factors, such as 0.9 and 1.1."""
+        """Return an estimate with bounds as factors of the value, such as 0.9 and 1.1."""
         return cls(value, value * below, value * above)
 
     def times(self, factor: float) -> "Estimate":
@@ -42,7 +43,7 @@ class Estimate:
         return Estimate(self.value + amount, self.low + amount, self.high + amount)
 
     def over(self, amount: float) -> "Estimate":
-        """So much, divided by it."""
+        """Return `amount` divided by the estimate."""
         return Estimate(amount / self.value, amount / self.high, amount / self.low)
 
     def as_dict(self) -> dict[str, float]:
@@ -50,7 +51,7 @@ class Estimate:
 
 
 def count_footprint(run: Run) -> Footprint:
-    """The footprint of a run with all of its techniques, as `thrifty explain` ends with it, in one trace."""
+    """Return the footprint of a run with all its techniques, in one trace; the last one of `thrifty explain`."""
     claiming = [t for t in run.techniques if type(t).footprint is not Technique.footprint]
     _, footprint = count(run, tuple(t for t in run.techniques if t not in claiming), data_shard_count(run.techniques))
     for technique in claiming:
@@ -59,8 +60,10 @@ def count_footprint(run: Run) -> Footprint:
 
 
 def largest_part(footprint: Footprint) -> tuple[str, float]:
-    """What most of the predicted peak is, and its share of it. Gradients appear while activations go, so only the
-    larger of the two counts."""
+    """Return the name of the largest part of the predicted peak, and its fraction.
+
+    Gradients appear while activations are freed, so only the larger of the two counts.
+    """
     smaller = "gradients" if footprint.activations >= footprint.gradients else "activations"
     parts = {name: getattr(footprint, name) for name in HELD if name != smaller}
     name = max(parts, key=lambda part: parts[part])
@@ -68,50 +71,53 @@ def largest_part(footprint: Footprint) -> tuple[str, float]:
 
 
 def interpolate_footprint(one: Footprint, other: Footprint, share: float) -> Footprint:
-    """On the straight line from one (share 0) to the other (share 1)."""
+    """Return a footprint on the straight line from `one` (share 0) to `other` (share 1)."""
     ends = ((field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(Footprint))
     return Footprint(**{name: first + share * (last - first) for name, first, last in ends})
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """What whole steps of a run took in a process of their own: forward and backward of micro-batches of several
-    sizes, then the update. Seconds, bytes, tokens."""
+    """Measured times of whole steps in a separate process, in seconds, and peak memory in bytes.
+
+    A step is the forward and backward pass of micro-batches of several sizes, then the update.
+    """
 
     rows: tuple[int, ...]
-    """Examples of a micro-batch, from the smallest; the largest alone where that was far behind the best."""
+    """Examples of a micro-batch, smallest first; only the largest size if it was far slower than the best candidate."""
     passes: tuple[float, ...]
-    """Of forward and backward pass, for each of these: the median, which is what a run will see, ..."""
+    """Median seconds of forward and backward pass by size, as a run will see them."""
     least: tuple[float, ...]
-    """... and the least, which is what candidates are compared by: other programs only ever add to it."""
+    """Shortest seconds of forward and backward pass by size. Candidates are compared by these, because other processes
+    only add time."""
     update: float
     spread: float
-    """How far single steps were from that, as a share of it: half the distance of the quartiles."""
+    """Half the interquartile range of step times, over the median."""
     startup: float
-    """From building the model to the end of the first step and of the first batch that is judged, compilation
-    included."""
+    """Seconds from building the model to the end of the first step, and of the first evaluated batch, with
+    compilation."""
     evaluation: float
     save: float
     memory: float
-    """At the peak, above what the process took before the model was built; in micro-batches of the last size."""
+    """Peak memory with micro-batches of the largest size, above the process memory before the model was built."""
     others: float = 0.0
-    """How many of the cores worked for other programs meanwhile, ..."""
+    """Number of cores used by other processes during the measurement."""
     cores: int = 1
-    """... and how many there are."""
+    """Number of cores of the machine."""
     process: float = 0.0
-    """Bytes that the process held before the model was built, on a processor."""
+    """Bytes of the process before the model was built, on a CPU."""
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether other work took so much that steps are faster on a quiet machine."""
+        """True if other processes took so many cores that steps are faster on a quiet machine."""
         return self.others > DISTURBED * self.cores
 
     def step(self, batch: int, parts: int) -> float:
-        """Seconds of a step of `batch` examples in so many micro-batches, as a run will see it."""
+        """Return the median seconds of a step of `batch` examples in `parts` micro-batches."""
         return self._step(batch, parts, self.passes)
 
     def least_step(self, batch: int, parts: int) -> float:
-        """The same on a machine where nothing else runs, as far as could be seen."""
+        """Return the shortest seconds of a step of `batch` examples in `parts` micro-batches."""
         return self._step(batch, parts, self.least)
 
     def _step(self, batch: int, parts: int, passes: tuple[float, ...]) -> float:
@@ -124,20 +130,22 @@ class StepTiming:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, kept: dict[str, Any]) -> Self:
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()})
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def line_through(rows: Sequence[int], seconds: Sequence[float]) -> Callable[[int], float]:
-    """Seconds by rows: as measured where they were, else on the line through all; in proportion to the largest where
-    noise outweighs what differs, so that the line would fall or start below zero."""
+    """Return a function from rows to seconds: the measured ones, else the least-squares line through all.
+
+    If noise makes the line fall or start below zero, seconds are proportional to the largest size.
+    """
     slope, fixed = np.polyfit(rows, seconds, 1) if len(rows) > 1 else (0.0, 0.0)
 
-    def at(wanted: int) -> float:
-        if wanted in rows:
-            return seconds[rows.index(wanted)]
+    def seconds_of(size: int) -> float:
+        if size in rows:
+            return seconds[rows.index(size)]
         if slope <= 0 or fixed < 0:
-            return seconds[-1] * wanted / rows[-1]
-        return float(fixed + slope * wanted)
+            return seconds[-1] * size / rows[-1]
+        return float(fixed + slope * size)
 
-    return at
+    return seconds_of

@@ -1,4 +1,4 @@
-"""What a run takes on disk: its checkpoints, the optimizer state that lies in a file, the data as prepared."""
+"""Disk usage of a run: checkpoints, offloaded optimizer state, and prepared data."""
 
 from collections.abc import Iterable
 
@@ -7,15 +7,15 @@ from thrifty.core.recipe import CheckpointSettings
 from thrifty.core.technique import Technique
 
 BEST, NEXT = 1, 1
-"""Checkpoints beside the newest ones: the best stays, and the next is whole before the oldest goes."""
+"""Checkpoints in addition to the newest ones: the best, and the next, written before the oldest is deleted."""
 ADAM = 2.0
-"""Moments for each parameter, where the footprint says nothing of a state that was moved out of memory."""
+"""Moments per parameter of an offloaded optimizer state, which the footprint does not count."""
 
 
 def disk_bytes(
     checkpoints: CheckpointSettings, footprint: Footprint, techniques: Iterable[Technique], data: float
 ) -> dict[str, float]:
-    """Bytes by what takes them, at most at any time. A checkpoint holds parameters, buffers and optimizer state."""
+    """Return the largest bytes on disk by kind. A checkpoint holds parameters, buffers and optimizer state."""
     is_outside = any(technique.offloads_optimizer_state for technique in techniques)
     state = max(footprint.optimizer, ADAM * footprint.gradients if is_outside else 0.0)
     each = footprint.parameters + footprint.buffers + state

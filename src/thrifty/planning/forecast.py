@@ -1,4 +1,4 @@
-"""What is asked of a plan, and what a candidate is forecast to take."""
+"""Requests of a plan, and forecasts for its candidates."""
 
 import math
 from collections.abc import Mapping
@@ -16,20 +16,20 @@ from thrifty.planning.forecast_ledger import PredictionRecord
 from thrifty.planning.plan_candidate import PlanCandidate
 
 SURE, UNSURE = 0.15, 3.0
-"""How far off a step's time may be, as a share when its steps were run, as a factor when it was only counted."""
+"""Error of a step's time: a fraction for measured steps, a factor for steps that were only counted."""
 MARGIN = 1.1
-"""By how much a run may hold more than its probe did, until the ledger knows better."""
+"""Factor from a probe's memory to a run's largest, until the ledger has enough runs."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is asked for. Bytes, seconds, FLOP, money per hour."""
+    """Limits and budget of a plan, in bytes, seconds, FLOP, and money per hour."""
 
     allow: Numerics = Numerics.EXACT
     memory: float = math.inf
     disk: float = math.inf
     seconds: float | None = None
-    """The budget, or, beside tokens or FLOPs, the time they may take."""
+    """The budget; with tokens or FLOPs, the time limit for them."""
     tokens: float | None = None
     flops: float | None = None
     price: float | None = None
@@ -41,20 +41,20 @@ class PlanRequest:
             steps = int(self.flops // flops_per_step)
             if steps < 1:
                 raise InfeasibleError(
-                    f"{self.flops:.3g} FLOP do not pay for one step of {flops_per_step:.3g}",
+                    f"a budget of {self.flops:.3g} FLOP does not fit one step of {flops_per_step:.3g}",
                     fix=f"--flops {flops_per_step * 100:.2g}, or a smaller model or data.batch",
                 )
             return Budget(steps=steps)
         return Budget(seconds=self.seconds) if self.seconds is not None else default
 
     def refuse_late(self, least: Estimate) -> None:
-        """Raises InfeasibleError where the seconds of the fastest that fits are more than tokens or FLOPs may take."""
+        """Raise InfeasibleError if the fastest candidate that fits exceeds the time limit for tokens or FLOPs."""
         limit = self.seconds
         if limit is None or (self.tokens is None and self.flops is None) or least.value <= limit:
             return
         raise InfeasibleError(
-            f"the fastest that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
-            f"{least.high / 3600:.3g}), and may take {limit / 3600:.3g} h",
+            f"the fastest candidate that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
+            f"{least.high / 3600:.3g}); the limit is {limit / 3600:.3g} h",
             fix=f"--hours {least.high / 3600:.2g}, {limit / least.value:.0%} of the tokens, or a smaller model",
         )
 
@@ -62,12 +62,14 @@ class PlanRequest:
 def refuse_no_step(
     budget: Budget, steps: float, step: float, tokens: float, startup: float = 0.0, unit: str = "tokens"
 ) -> None:
-    """Raises InfeasibleError where a budget does not pay for one step of so many seconds and tokens, or what examples
-    are counted in."""
+    """Raise InfeasibleError if the budget is smaller than one step of `step` seconds and `tokens` tokens.
+
+    `unit` replaces tokens for other examples.
+    """
     if steps >= 1:
         return
     if budget.seconds is not None:
-        starting = f"starting is forecast to take {startup:.3g} s and " if startup else ""
+        starting = f"the start is forecast to take {startup:.3g} s and " if startup else ""
         raise InfeasibleError(
             f"a budget of {budget.seconds:.3g} s does not fit one step: {starting}a step {step:.3g} s",
             fix=f"--hours {(startup + 10 * step) / 3600:.2g} or more",
@@ -81,37 +83,37 @@ def refuse_no_step(
 @dataclass(frozen=True)
 class Forecast:
     counted: float
-    """Bytes of tensors at the peak."""
+    """Counted bytes of tensors at the peak."""
     memory: Estimate
-    """Bytes at the peak as a run measures them: of the device on a GPU, of the process on a processor beyond what it
-    held before the model; of tensors alone where nothing was run."""
+    """Peak bytes as a run measures them: of the device on a GPU; of the process beyond its bytes before the model on a
+    CPU; of tensors alone without a probe."""
     step: Estimate
     tokens_per_second: Estimate
     seconds: Estimate
-    """Until the budget is used up, evaluations and checkpoints included."""
+    """Seconds until the budget is used, with evaluations and checkpoints."""
     steps: Estimate
     tokens: Estimate
     cost: Estimate | None
     memory_is: tuple[str, float]
-    """What most of the peak is, and its share."""
+    """Largest part of the peak, and its fraction."""
     time_is: tuple[str, float]
     disk: Mapping[str, float]
-    """Bytes that a run takes on disk, by what takes them."""
+    """Bytes of a run on disk, by kind."""
     startup: float = 0.0
-    """Seconds that are no steps: the start, an evaluation and a checkpoint."""
+    """Seconds outside steps: the start, an evaluation and a checkpoint."""
     others: float = 0.0
-    """How many of the cores other work took while the step was measured, where it was enough to disturb it, ..."""
+    """Number of cores used by other processes while the step was measured, if enough to disturb it."""
     cores: int = 1
-    """... and how many there are."""
+    """Number of cores of the machine."""
     process: float = 0.0
-    """Bytes that the process holds before the model is built, on a processor: with `memory` it is all of it."""
+    """Bytes of the process before the model is built, on a CPU; the whole process is this plus `memory`."""
     unit: str = "tokens"
     """Unit of examples, such as tokens or images."""
 
     def as_dict(self) -> dict[str, Any]:
         plain = {name: value.as_dict() for name, value in vars(self).items() if isinstance(value, Estimate)}
         dominant = {"memory": [*self.memory_is], "time": [*self.time_is]}
-        besides = {"disk": dict(self.disk), "other_work": {"cores": self.others, "of": self.cores}}
+        further = {"disk": dict(self.disk), "other_work": {"cores": self.others, "of": self.cores}}
         return {
             "counted": self.counted,
             "process": self.process,
@@ -119,31 +121,37 @@ class Forecast:
             "cost": None,
             **plain,
             "dominant": dominant,
-            **besides,
+            **further,
         }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecaster:
-    """Forecasts for candidates of a recipe. `rate` is FLOP/s that training reaches on a device, for those that were not
-    run; `tokens` are those of an example; `data` are bytes of prepared data."""
+    """A forecaster for candidates of a recipe.
+
+    `rate` is the reached FLOP/s of training on a device, for candidates without a probe. `tokens` is the number per
+    example, `data` the bytes of prepared data.
+    """
 
     recipe: Recipe
-    wanted: PlanRequest
+    request: PlanRequest
     device: torch.device
     tokens: int
     unit: str = "tokens"
-    """The unit of examples, in which `tokens` are counted."""
+    """Unit of `tokens`, such as tokens or images."""
     data: float = 0.0
     rate: float = 1e12
     process: float = 0.0
-    """Bytes that a process on a processor holds without its run, as far as is known before one was probed."""
+    """Expected bytes of a process on a CPU without its run, before the first probe."""
 
     def forecast(
         self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord], slowdown: float = 1.0
     ) -> Forecast:
-        """`past` is the ledger's record of "memory" and "step"; `slowdown` is by how much steps of a run take longer
-        than the fastest, by which candidates are compared."""
+        """Return the forecast of a candidate.
+
+        `past` is the ledger's record of "memory" and "step". `slowdown` is the ratio of median to fastest steps;
+        candidates are compared by their fastest.
+        """
         timing, footprint = candidate.timing, candidate.footprint
         assert footprint is not None
         if timing is None:
@@ -154,7 +162,7 @@ class Forecaster:
         else:
             step = _step(slowdown * candidate.least_step, timing, past["step"])
             peak = max(timing.memory, footprint.memory)
-            # a compiler's own memory is in what was seen, and is not taken again where its results are cached
+            # the probe includes the compiler's own memory, which is not needed if its results are cached
             low = footprint.memory / peak if candidate.is_compiled else 1.0
             memory = past["memory"].around(peak, 0.9 * low, MARGIN)
             aside = timing.evaluation / self.recipe.evaluation.every + timing.save / self.recipe.checkpoints.every
@@ -164,7 +172,7 @@ class Forecaster:
         per_step = candidate.batch * self.tokens
         if budget.seconds is not None:
             steps = step.over(max(budget.seconds - started, 0.0))
-            # as training does, the budget is divided among steps alone: evaluations and checkpoints come on top
+            # as in training, the budget covers steps alone, and evaluations and checkpoints are added
             seconds = Estimate(budget.seconds, budget.seconds, budget.seconds + aside * steps.high)
         else:
             number = budget.steps or math.floor((budget.tokens or 0) / per_step)
@@ -178,7 +186,7 @@ class Forecaster:
             seconds=seconds,
             steps=steps,
             tokens=steps.times(per_step),
-            cost=seconds.times(self.wanted.price / 3600) if self.wanted.price is not None else None,
+            cost=seconds.times(self.request.price / 3600) if self.request.price is not None else None,
             memory_is=largest_part(footprint),
             time_is=time_is,
             disk=self.disk(candidate),
@@ -196,9 +204,9 @@ class Forecaster:
 
 
 def _step(seconds: float, timing: StepTiming, past: PredictionRecord) -> Estimate:
-    """On a quiet machine a step takes less than beside other work, by as much as that took at most."""
-    off = max(SURE, 2 * timing.spread)
-    step = past.around(seconds, 1 / (1 + off), 1 + off)
+    """Return the estimate of a step; for a disturbed probe, the lower bound falls by the cores of other processes."""
+    error = max(SURE, 2 * timing.spread)
+    step = past.around(seconds, 1 / (1 + error), 1 + error)
     if not timing.is_disturbed:
         return step
     return Estimate(step.value, step.low * max(1 - timing.others / timing.cores, 0.1), step.high)

@@ -1,8 +1,7 @@
-"""The ledger: what was predicted of runs and what they came to, a line for each finished run of this user.
+"""Ledger of predictions: predicted and measured values of each finished run of this user, one line per run.
 
-It widens or narrows the intervals of later plans. Lines are appended whole, under a lock; a line that cannot be read is
-passed over, and whatever goes wrong in keeping one is no matter of the run's.
-"""
+It widens or narrows the intervals of later plans. Lines are appended under a lock. Unreadable lines are skipped, and
+failures to write one do not affect the run."""
 
 import json
 import math
@@ -17,7 +16,7 @@ from thrifty.planning.cost_estimates import Estimate
 from thrifty.training.run_ledger import ledger_file
 
 ENOUGH = 5
-"""Runs from which on the ledger decides an interval; before that it only widens it."""
+"""Fewest runs from which the ledger sets an interval; with fewer it only widens the default one."""
 COVERAGE = 0.9
 
 
@@ -25,15 +24,15 @@ COVERAGE = 0.9
 class LedgerEntry:
     run: str
     predicted: Mapping[str, float]
-    """What there was of "counted" (bytes of tensors), "memory" (bytes as a run measures them) and "step" (seconds)."""
+    """Known values of "counted" (bytes of tensors), "memory" (bytes as a run measures them) and "step" (seconds)."""
     measured: Mapping[str, float]
-    """Of "memory", which is that of the first rank, and "step"."""
+    """Values of "memory", on the first rank, and "step"."""
     machine: Mapping[str, Any]
     ranks: int = 1
 
 
 def entries(device: str) -> list[LedgerEntry]:
-    """What is kept of runs on this machine's devices of that type."""
+    """Return the ledger's entries of runs on this machine's devices of a type."""
     here = machine_identity(device)
     ledger_entries = []
     try:
@@ -42,8 +41,8 @@ def entries(device: str) -> list[LedgerEntry]:
         return []
     for line in lines:
         with suppress(ValueError, LookupError, TypeError):
-            kept = json.loads(line)
-            entry = LedgerEntry(kept["run"], kept["predicted"], kept["measured"], kept["machine"], kept.get("ranks", 1))
+            row = json.loads(line)
+            entry = LedgerEntry(row["run"], row["predicted"], row["measured"], row["machine"], row.get("ranks", 1))
             if all(entry.machine[name] == here[name] for name in ("device", "cores")):
                 ledger_entries.append(entry)
     return ledger_entries
@@ -51,26 +50,28 @@ def entries(device: str) -> list[LedgerEntry]:
 
 @dataclass(frozen=True)
 class PredictionRecord:
-    """How well one quantity was predicted: measured over predicted, run by run."""
+    """Accuracy of predictions of one quantity: measured over predicted, by run."""
 
     ratios: tuple[float, ...]
 
     @property
     def error(self) -> float | None:
-        """The median distance from what was predicted, as a share of it."""
+        """Median relative error of the predictions, or None without runs."""
         return statistics.median(abs(ratio - 1) for ratio in self.ratios) if self.ratios else None
 
     def around(self, value: float, low: float, high: float) -> Estimate:
-        """An interval for a new prediction: from what was measured of earlier ones, if they are enough; else the given
-        factors, widened by them."""
+        """Return the estimate of a new prediction: by earlier runs if they are enough, else by the factors `low` and
+        `high`, widened by earlier runs."""
         below, above = self._bounds() if len(self.ratios) >= ENOUGH else (low, high)
         if self.ratios and len(self.ratios) < ENOUGH:
             below, above = min(low, *self.ratios), max(high, *self.ratios)
         return Estimate(value, value * min(below, 1.0), value * max(above, 1.0))
 
     def _bounds(self) -> tuple[float, float]:
-        """Between which the next ratio lies with the coverage promised, if runs are alike; where they are too few to
-        tell, as much beyond the outermost as that is from 1."""
+        """Return the bounds that cover the next ratio with COVERAGE, for exchangeable runs.
+
+        If runs are too few for that, the bounds exceed the outermost ratios by half their distance from 1.
+        """
         ordered, outside = sorted(self.ratios), (1 - COVERAGE) / 2
         place = math.floor((len(ordered) + 1) * outside)
         if place >= 1:
@@ -78,10 +79,11 @@ class PredictionRecord:
         return ordered[0] - abs(1 - ordered[0]) / 2, ordered[-1] + abs(ordered[-1] - 1) / 2
 
 
-def prediction_record(kept: Iterable[LedgerEntry], predicted: str, measured: str) -> PredictionRecord:
+def prediction_record(ledger: Iterable[LedgerEntry], predicted: str, measured: str) -> PredictionRecord:
+    """Return the ratios of a measured quantity over a predicted one, over entries that have both."""
     ratios: Sequence[float] = [
         entry.measured[measured] / entry.predicted[predicted]
-        for entry in kept
+        for entry in ledger
         if entry.measured.get(measured) and entry.predicted.get(predicted)
     ]
     return PredictionRecord(tuple(ratio for ratio in ratios if math.isfinite(ratio) and ratio > 0))

@@ -1,8 +1,7 @@
-"""IsoFLOP analysis: at each compute budget a parabola of loss in log size, and how its lowest point moves.
+"""IsoFLOP analysis: a parabola of loss in log size at each compute budget, and the movement of its minimum.
 
-Paper  Hoffmann et al. 2022 (2203.15556), approach 2. It assumes no law, but the parabola is exact only near the lowest
-       point: sizes far from it, or more on one side, bend the result.
-"""
+Paper  Hoffmann et al. 2022 (2203.15556), approach 2. It assumes no law, but the parabola is exact only near the
+       minimum: sizes far from it, or more on one side, bias the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from thrifty.planning.scaling_law import COVERAGE, Interval
 from thrifty.planning.scaling_law_fit import TrainedRun
 
 SAME_BUDGET = 0.1
-"""Runs whose budgets differ by less than a tenth belong together: whole steps rarely use up a budget exactly."""
+"""Largest relative difference of budgets in a group; whole steps rarely use a budget exactly."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,9 @@ class IsoFlopParabola:
     flops: float
     runs: int
     parameters: float
-    """The size of least loss."""
+    """Size of least loss."""
     interval: Interval | None
-    """Of `parameters`; None with three runs, through which a parabola passes exactly."""
+    """95 % interval of `parameters`; None with three runs, which determine the parabola exactly."""
     loss: float
     curvature: float
 
@@ -39,17 +38,17 @@ class IsoFlop:
     valleys: tuple[IsoFlopParabola, ...]
     exponent: float
     exponent_interval: Interval | None
-    """None with two budgets, through which a line passes exactly."""
+    """95 % interval; None with two budgets, which determine the line exactly."""
     coefficient: float
     refused: tuple[str, ...]
-    """Budgets left out, with the reason."""
+    """Omitted budgets, with the reason."""
 
     def parameters(self, flops: float) -> float:
         return self.coefficient * flops**self.exponent
 
 
 def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
-    """Raises UsageError where fewer than two budgets have a lowest point among their sizes."""
+    """Fit the optimal size to runs. Raises UsageError if fewer than two budgets have a minimum among their sizes."""
     valleys: list[IsoFlopParabola] = []
     refused: list[str] = []
     for group in budgets(runs):
@@ -60,7 +59,7 @@ def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
             refused.append(valley)
     if len(valleys) < 2:
         reasons = "; ".join(refused) or "all runs are of one budget"
-        raise UsageError(f"fewer than two budgets have a lowest point: {reasons}", fix="add sizes or budgets")
+        raise UsageError(f"fewer than two budgets have a minimum: {reasons}", fix="add runs of other sizes or budgets")
     log_flops = np.log([valley.flops for valley in valleys])
     log_parameters = np.log([valley.parameters for valley in valleys])
     (exponent, offset), margins = _least_squares(np.vander(log_flops, 2), log_parameters)
@@ -69,7 +68,7 @@ def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
 
 
 def budgets(runs: Sequence[TrainedRun]) -> list[list[TrainedRun]]:
-    """The runs by budget, from the smallest."""
+    """Return the runs grouped by budget, smallest first."""
     groups: list[list[TrainedRun]] = []
     for run in sorted(runs, key=lambda run: run.flops):
         if groups and run.flops < groups[-1][0].flops * (1 + SAME_BUDGET):
@@ -80,7 +79,7 @@ def budgets(runs: Sequence[TrainedRun]) -> list[list[TrainedRun]]:
 
 
 def find_valley(runs: Sequence[TrainedRun]) -> IsoFlopParabola | str:
-    """The parabola through the runs of one budget, or why there is none."""
+    """Return the parabola of one budget's runs, or the reason why there is none."""
     flops = float(np.exp(np.mean([np.log(run.flops) for run in runs])))
     log_sizes = np.log([run.parameters for run in runs])
     if len(np.unique(np.round(log_sizes, 2))) < 3:
@@ -89,11 +88,11 @@ def find_valley(runs: Sequence[TrainedRun]) -> IsoFlopParabola | str:
     losses = np.array([run.loss for run in runs])
     (curvature, slope, height), covariance = _least_squares(np.vander(log_sizes - centre, 3), losses)
     if curvature <= 0:
-        return f"{flops:.3g} FLOP: the loss has no lowest point in size"
+        return f"{flops:.3g} FLOP: the loss has no minimum in size"
     lowest = -slope / (2 * curvature)
     if not log_sizes.min() <= centre + lowest <= log_sizes.max():
         side = "smaller" if centre + lowest < log_sizes.min() else "larger"
-        return f"{flops:.3g} FLOP: the lowest point lies outside the sizes trained, at {side} ones"
+        return f"{flops:.3g} FLOP: the minimum is outside the trained sizes, at {side} ones"
     interval = None
     if covariance is not None:
         gradient = np.array([slope / (2 * curvature**2), -1 / (2 * curvature), 0.0])
@@ -104,7 +103,7 @@ def find_valley(runs: Sequence[TrainedRun]) -> IsoFlopParabola | str:
 
 
 def _least_squares(design: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Coefficients, and their covariance where there are more values than coefficients."""
+    """Return the coefficients, and their covariance if there are more values than coefficients."""
     coefficients = np.linalg.lstsq(design, values, rcond=None)[0]
     spare = len(values) - design.shape[1]
     if spare <= 0:

@@ -1,4 +1,4 @@
-"""A candidate of a plan: ways to go, and what is known of where they lead."""
+"""A candidate of a plan: a combination of options, with its footprint and timing."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,17 +13,17 @@ from thrifty.planning.search_space import PlanOption, mesh_of
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """Ways to go, one of an axis at most, and what is known of where they lead."""
+    """A combination of options, at most one per axis, with its footprint and timing as far as known."""
 
-    ways: tuple[PlanOption, ...]
+    options: tuple[PlanOption, ...]
     techniques: tuple[Technique, ...]
     batch: int
     relative: float = 1.0
-    """Expected seconds of a step over those of the recipe as it is."""
+    """Expected seconds of a step over the unchanged recipe's."""
     footprint: Footprint | None = field(default=None, compare=False)
     timing: StepTiming | None = field(default=None, compare=False)
     undivided: Footprint | None = field(default=None, compare=False)
-    """Of the same on one rank, whose state is what checkpoints hold."""
+    """Footprint of the candidate on one rank, whose state is in checkpoints."""
 
     @cached_property
     def parts(self) -> int:
@@ -31,7 +31,7 @@ class PlanCandidate:
 
     @cached_property
     def mesh(self) -> Mesh:
-        return mesh_of(self.ways)
+        return mesh_of(self.options)
 
     @property
     def ranks(self) -> int:
@@ -39,13 +39,13 @@ class PlanCandidate:
 
     @property
     def tensors(self) -> float:
-        """Bytes of tensors at the peak of a rank, counted."""
+        """Counted bytes of tensors at the peak of a rank."""
         assert self.footprint is not None
         return self.footprint.memory
 
     @property
     def counted_high(self) -> float:
-        """By what factor a rank may hold more than is counted for it."""
+        """Factor from counted to largest expected bytes of a rank."""
         return COUNTED_HIGH if self.ranks == 1 else OVER_MESH_HIGH
 
     @property
@@ -54,23 +54,27 @@ class PlanCandidate:
 
     @property
     def process_kind(self) -> tuple[bool, bool, int]:
-        """Kind of its process, on which the bytes beyond its tensors depend: a compiler's own memory, freed memory that
-        stays or goes back (`training.memory_meter.set_freed_memory_policy`), and the number of ranks."""
-        gives_back = any(technique.limits_activation_bytes for technique in self.techniques)
-        return self.is_compiled, gives_back, self.ranks
+        """Kind of process, which determines the bytes beyond its tensors.
+
+        It consists of the compiler's own memory, the policy for freed memory
+        (`training.memory_meter.set_freed_memory_policy`), and the number of ranks.
+        """
+        returns_memory = any(technique.limits_activation_bytes for technique in self.techniques)
+        return self.is_compiled, returns_memory, self.ranks
 
     @property
     def step(self) -> float:
-        """Measured seconds of a step, as a run will see it."""
+        """Median measured seconds of a step, as a run will see them."""
         assert self.timing is not None
         return self.timing.step(self.batch, self.parts)
 
     @property
     def least_step(self) -> float:
-        """The same without what other programs add: what candidates are compared by."""
+        """Shortest measured seconds of a step, without the time added by other processes; candidates are compared by
+        these."""
         assert self.timing is not None
         return self.timing.least_step(self.batch, self.parts)
 
     @property
     def label(self) -> str:
-        return ", ".join(way.label for way in self.ways) or "the recipe as it is"
+        return ", ".join(option.label for option in self.options) or "the unchanged recipe"

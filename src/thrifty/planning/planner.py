@@ -1,4 +1,4 @@
-"""A plan: the recipe to run, what it is forecast to take, what came next, and why each technique is in it or not."""
+"""Plans: the recipe to run, its forecast, the next best candidates, and the reason for or against each technique."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,11 +32,11 @@ from thrifty.planning.search_space import (
 )
 
 STEPS = 1000
-"""Of a run whose budget is none in steps, for what depends on them."""
+"""Assumed steps of a run whose budget is not in steps."""
 SHARE, FLOOR = 0.2, 60.0
-"""The share of a run's time that planning it may take, and the seconds that it may take of the shortest run: the recipe
-is run, its options are counted, and a few combinations are run."""
-OUTSIDE = "installed by a third party, whose code is loaded only where a recipe names it: try it with --with"
+"""Fraction of a run's time that planning may take, and the seconds that it may always take: to probe the recipe, count
+its options, and probe a few combinations."""
+OUTSIDE = "third-party technique, whose code is loaded only if a recipe names it: try it with --with"
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,23 @@ class Plan:
     chosen: PlanCandidate
     forecast: Forecast
     alternatives: tuple[tuple[PlanCandidate, Forecast], ...]
-    """Everything that was run, or counted to fit where nothing was run, from the fastest."""
+    """All candidates that were probed or, without probes, counted to fit, fastest first."""
     misfits: Mapping[str, str]
     reasons: tuple[ChoiceReason, ...]
     past: Mapping[str, PredictionRecord]
-    """The ledger's of "memory" and "step"."""
+    """The ledger's records of "memory" and "step"."""
     stopped: str = ""
-    """Notice that the time for planning was up, with the skipped work; empty if it was not."""
+    """Notice of the time limit of planning with the skipped work; empty if it was not reached."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "recipe": self.recipe.name,
-            "changes": [way.label for way in self.chosen.ways],
+            "changes": [option.label for option in self.chosen.options],
             "ranks": self.chosen.ranks,
             "forecast": self.forecast.as_dict(),
             "past_error": {name: {"median": r.error, "runs": len(r.ratios)} for name, r in self.past.items()},
             "alternatives": [
-                {"changes": [way.label for way in candidate.ways], "forecast": forecast.as_dict()}
+                {"changes": [option.label for option in candidate.options], "forecast": forecast.as_dict()}
                 for candidate, forecast in self.alternatives
             ],
             "misfits": dict(self.misfits),
@@ -73,7 +73,7 @@ class Plan:
 def allowed_options(
     recipe: Recipe, plain: BaseRun, catalogue: Catalogue, allow: Numerics, device: str, ranks: int = 1
 ) -> tuple[dict[str, list[PlanOption]], dict[str, list[PlanOption]]]:
-    """Along each axis the ways that may be gone, and those that what is asked for does not allow."""
+    """Return the allowed options of each axis, and the options that `allow` excludes."""
     batch = plain.source.batch
     offers = AXES | {MICRO_BATCHES: micro_batches(batch, plain.objective.joint)}
     if ranks > 1:
@@ -81,51 +81,54 @@ def allowed_options(
     if plain.is_trained:
         offers |= {"adapters": ADAPTER_OPTIONS}
     most, norms = NUMERICS_ORDER.index(allow), trained_batch_norms(plain)
-    free: dict[str, list[PlanOption]] = {}
-    barred: dict[str, list[PlanOption]] = {}
-    for axis, some in offers.items():
-        for way in options_along(axis, some, recipe.techniques, catalogue, device, norms):
-            where = free if NUMERICS_ORDER.index(way.numerics) <= most else barred
-            where.setdefault(axis, []).append(way)
-    return free, barred
+    allowed: dict[str, list[PlanOption]] = {}
+    disallowed: dict[str, list[PlanOption]] = {}
+    for axis, templates in offers.items():
+        for option in options_along(axis, templates, recipe.techniques, catalogue, device, norms):
+            group = allowed if NUMERICS_ORDER.index(option.numerics) <= most else disallowed
+            group.setdefault(axis, []).append(option)
+    return allowed, disallowed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planner(Forecaster):
-    """Plans for a recipe whose data are open. There may be as many `ranks`, or one. Planning takes `seconds` since it
-    `began`, or a fifth of what the run takes and at least a minute."""
+    """A planner for a recipe with opened data, on up to `ranks` ranks.
+
+    Planning takes at most `seconds` since it `began`; by default a fifth of the run's time, and at least a minute.
+    """
 
     plain: BaseRun
     catalogue: Catalogue
     time: TimeOf | None = None
-    kept: Sequence[LedgerEntry] = ()
+    ledger: Sequence[LedgerEntry] = ()
     outside: Sequence[str] = ()
-    """Names of what third parties installed: their code is loaded only where a recipe names it."""
+    """Names of third-party techniques, whose code is loaded only if a recipe names them."""
     evidence: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = lambda text: None
     finalists: int = FINALISTS
     ranks: int = 1
     shared: bool = False
-    """Whether the memory wanted is there for all ranks together, and not for each."""
+    """True if the requested memory is for all ranks together, not for each."""
     free: float = inf
-    """Bytes that this machine has for a probe."""
+    """Bytes of this machine that are free for a probe."""
     seconds: float | None = None
     began: float = field(default_factory=monotonic)
 
     @gc_frozen()
     def plan(self) -> Plan:
-        """Raises InfeasibleError where nothing fits, or takes longer than it may."""
+        """Return the plan. Raises InfeasibleError if no candidate fits the memory and the time limit."""
         records = {ranks: self._records(ranks) for ranks in {1, self.ranks}}
         steps = self.recipe.budget.steps or STEPS
         kind = self.device.type
-        free, barred = allowed_options(self.recipe, self.plain, self.catalogue, self.wanted.allow, kind, self.ranks)
+        allow = self.request.allow
+        allowed, disallowed = allowed_options(self.recipe, self.plain, self.catalogue, allow, kind, self.ranks)
         margin = max(past["memory"].around(1.0, 1.0, MARGIN).high for past in records.values())
         search = PlanSearch(
             self.plain,
             self.recipe.techniques,
             steps,
-            free,
-            self.wanted.memory,
+            allowed,
+            self.request.memory,
             margin,
             self.time,
             self.finalists,
@@ -141,18 +144,18 @@ class Planner(Forecaster):
         chosen = search.run()
         budget = self.budget
         slowdown = median([c.step / c.least_step for c in search.tried if c.timing] or [1.0])
-        forecasts = {c.ways: self.forecast(c, budget, records[c.ranks], slowdown) for c in search.tried}
-        forecast = forecasts[chosen.ways]
+        forecasts = {c.options: self.forecast(c, budget, records[c.ranks], slowdown) for c in search.tried}
+        forecast = forecasts[chosen.options]
         per_step = chosen.batch * self.tokens
         refuse_no_step(budget, forecast.steps.value, forecast.step.value, per_step, forecast.startup, self.unit)
-        self.wanted.refuse_late(forecast.seconds)
-        told = ChoiceExplainer(
+        self.request.refuse_late(forecast.seconds)
+        explainer = ChoiceExplainer(
             search,
             chosen,
-            barred,
+            disallowed,
             self.catalogue,
             missing_requirements(self.catalogue, kind),
-            self.wanted.allow,
+            self.request.allow,
             self.evidence,
         )
         name = f"{self.recipe.name}-planned"
@@ -166,25 +169,25 @@ class Planner(Forecaster):
             ),
             chosen=chosen,
             forecast=forecast,
-            alternatives=tuple((c, forecasts[c.ways]) for c in search.ranked()),
-            misfits={PlanCandidate(ways, (), 0).label: why for ways, why in search.misfits.items()},
-            reasons=(*told.all(), *(ChoiceReason(name, "not taken", OUTSIDE) for name in self.outside)),
+            alternatives=tuple((c, forecasts[c.options]) for c in search.ranked()),
+            misfits={PlanCandidate(options, (), 0).label: why for options, why in search.misfits.items()},
+            reasons=(*explainer.all(), *(ChoiceReason(name, "not taken", OUTSIDE) for name in self.outside)),
             past=records[chosen.ranks],
             stopped=self._stopped(search),
         )
 
     @cached_property
     def budget(self) -> Budget:
-        flops = self._plain_flops(self.recipe.budget.steps or STEPS) if self.wanted.flops is not None else 1.0
-        return self.wanted.budget(self.recipe.budget, flops)
+        flops = self._plain_flops(self.recipe.budget.steps or STEPS) if self.request.flops is not None else 1.0
+        return self.request.budget(self.recipe.budget, flops)
 
     @cached_property
     def _unsure_step(self) -> float:
-        """Seconds of a step before any was run: of small models, which reach less of a machine."""
+        """Expected seconds of a step before the first probe, for small models, which use less of a machine."""
         return UNSURE * self._plain_flops(self.recipe.budget.steps or STEPS) / self.rate
 
     def _allowance(self, step: float) -> float:
-        """Seconds that planning may take where a step takes so many."""
+        """Return the time limit of planning in seconds, for a step of `step` seconds."""
         if self.seconds is not None:
             return self.seconds
         seconds = self.budget.seconds
@@ -196,26 +199,26 @@ class Planner(Forecaster):
     def _stopped(self, search: PlanSearch) -> str:
         if not search.stopped:
             return ""
-        limit = "--seconds" if self.seconds is not None else "a fifth of what the run takes, or a minute"
+        limit = "--seconds" if self.seconds is not None else "a fifth of the run's time, at least a minute"
         return (
-            f"stopped after {search.seconds_taken:.0f} s, with {search.stopped}: "
-            f"{search.allowance(search.fastest):.0f} s are {limit}; --seconds {search.further_seconds} looks further"
+            f"stopped after {search.seconds_taken:.0f} s, with {search.stopped}: the limit is "
+            f"{search.allowance(search.fastest):.0f} s ({limit}); --seconds {search.further_seconds} continues"
         )
 
     def _records(self, ranks: int) -> dict[str, PredictionRecord]:
-        """How well memory and steps of runs over so many ranks were told."""
-        alike = [entry for entry in self.kept if entry.ranks == ranks]
+        """Return the records of predicted memory and steps of runs over `ranks` ranks."""
+        alike = [entry for entry in self.ledger if entry.ranks == ranks]
         return {name: prediction_record(alike, name, name) for name in ("memory", "step")}
 
     def no_room(self, candidate: PlanCandidate) -> str:
-        """Why a candidate does not fit the disk; "" where it does."""
-        taken = self.disk(candidate)
-        if sum(taken.values()) <= self.wanted.disk:
+        """Return the reason why a candidate does not fit the disk; "" if it does."""
+        usage = self.disk(candidate)
+        if sum(usage.values()) <= self.request.disk:
             return ""
-        parts = ", ".join(f"{size / 1e6:,.0f} MB of {name}" for name, size in taken.items())
+        parts = ", ".join(f"{size / 1e6:,.0f} MB of {name}" for name, size in usage.items())
         return f"{NO_ROOM}: {parts}"
 
     def _plain_flops(self, steps: int) -> float:
-        """Of a step without techniques."""
+        """Return the FLOPs of a step without techniques."""
         _, bare = count(compose(self.plain, self.recipe.techniques, steps, self.device), ())
         return bare.flops

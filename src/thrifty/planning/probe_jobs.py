@@ -1,4 +1,4 @@
-"""Probes: steps of a candidate, run in processes of their own and kept for this machine."""
+"""Probes: steps of a candidate, run in separate processes and cached for this machine."""
 
 import hashlib
 import json
@@ -25,31 +25,30 @@ from thrifty.training.process_launch import python, settings
 from thrifty.training.sent_objects import write_value
 
 IRRELEVANT = ("name", "about", "budget", "checkpoints")
-"""Sections of a recipe that change nothing about how long a step takes."""
+"""Sections of a recipe that do not affect the time of a step."""
 
 LONGEST = 600.0
-"""Seconds that a probe may take in all."""
+"""Time limit of a probe in seconds."""
 
 
 class ProbeError(ThriftyError):
-    """A probe ended without a result; says how."""
+    """A probe that ended without a result."""
 
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """What a probe is asked: a recipe as tables, without what cuts its batches apart, and the sizes to try."""
+    """The input of a probe: a recipe as tables, without techniques that cut batches, and the sizes to time."""
 
     recipe: Mapping[str, Any]
     steps: int
-    """Of the whole run, for what depends on them."""
+    """Steps of the whole run."""
     rows: tuple[int, ...]
     parts: int
     seconds: float
     counted: tuple[float, float]
-    """Bytes and FLOPs of the candidate: they tell models apart that are called alike, such as two folders of one name
-    in different places."""
+    """Counted bytes and FLOPs of the candidate, which distinguish models of the same name, such as two folders."""
     bar: float = math.inf
-    """Seconds of a step from which on the smaller sizes are of no use."""
+    """Seconds of a step above which smaller sizes need not be timed."""
 
     @property
     def ranks(self) -> int:
@@ -59,19 +58,22 @@ class ProbeJob:
         relevant = {name: section for name, section in self.recipe.items() if name not in IRRELEVANT}
         return {**vars(self), "recipe": relevant, "bar": min(self.bar, sys.float_info.max)}  # JSON has no infinity
 
-    def is_answered_by(self, timing: StepTiming) -> bool:
-        """Whether nothing is missing there, but what the bar leaves out."""
+    def is_covered_by(self, timing: StepTiming) -> bool:
+        """Return True if a timing has all sizes, or its step exceeds the bar."""
         batch = self.parts * self.rows[-1]
         return timing.rows == self.rows or timing.least_step(batch, self.parts) > self.bar
 
 
 Probe = Callable[[ProbeJob], StepTiming]
-"""Raises ProbeError."""
+"""Run a job and return its timing. Raises ProbeError."""
 
 
 def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[int, ...]:
-    """The micro-batches to try for a step of `batch` examples in so many parts: that of the plan, its half, and its
-    quarter where no compiler asks for seconds at each new shape; the plan's alone where they are `fixed`."""
+    """Return the micro-batch sizes to time for a step of `batch` examples in `parts` parts.
+
+    They are the plan's size and its half; without compilation, which takes seconds for each shape, also its quarter.
+    With `fixed`, only the plan's size.
+    """
     rows = -(-batch // parts)
     if fixed:
         return (rows,)
@@ -79,72 +81,75 @@ def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[
 
 
 def cache_probe(probe: Probe, device: str) -> Probe:
-    """A probe whose results are kept for this machine, and not made again; but for those that other work disturbed."""
-    here = machine_identity(device) | {"counts": "what the system cannot drop"}  # earlier results had mapped files, too
+    """Return a probe whose results are cached for this machine, except those disturbed by other processes."""
+    # the key "counts" excludes older results, whose memory included mapped files
+    here = machine_identity(device) | {"counts": "what the system cannot drop"}
 
-    def found_or_made(job: ProbeJob) -> StepTiming:
-        same = {name: value for name, value in job.as_dict().items() if name != "bar"}
-        asked = json.dumps(same | here, sort_keys=True, default=str)
-        path = cache_folder() / "plans" / "probes" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
-        with suppress(OSError, ValueError, TypeError, LookupError):  # not there, or damaged
+    def cached(job: ProbeJob) -> StepTiming:
+        identity = {name: value for name, value in job.as_dict().items() if name != "bar"}
+        key = json.dumps(identity | here, sort_keys=True, default=str)
+        path = cache_folder() / "plans" / "probes" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+        with suppress(OSError, ValueError, TypeError, LookupError):  # missing or damaged
             timing = StepTiming.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
-            if job.is_answered_by(timing):
+            if job.is_covered_by(timing):
                 return timing
         timing = probe(job)
         if timing.is_disturbed:
             return timing
-        with suppress(OSError):  # no room, or not allowed to: measured again next time
+        with suppress(OSError):  # no space or no permission: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
                 json.dump({"timing": timing.as_dict(), "job": job.as_dict(), "machine": here}, file, default=str)
             os.replace(file.name, path)
         return timing
 
-    return found_or_made
+    return cached
 
 
 def probe_in_process(module: str, limit: float = LONGEST, objects: UserObjects | None = None) -> Probe:
-    """Probes of a recipe with `objects` by a module that is given the file of a job, over as many ranks as the job's
-    mesh has, and writes its answer beside it (`answer`); it may take `limit` seconds in all."""
+    """Return a probe that runs a module in a separate process, on the ranks of the job's mesh, with a time limit.
+
+    The module receives the path of a job file. It writes its result next to that file (`answer_file`).
+    """
 
     def probe(job: ProbeJob) -> StepTiming:
         with tempfile.TemporaryDirectory() as folder:
-            asked = Path(folder, "job.json")
-            asked.write_text(json.dumps(job.as_dict(), default=str), encoding="utf-8")
-            write_value(objects or UserObjects(), objects_file(asked))
-            code, said = _ended([*python(job.ranks), "-m", module, str(asked)], job.ranks, limit)
+            job_file = Path(folder, "job.json")
+            job_file.write_text(json.dumps(job.as_dict(), default=str), encoding="utf-8")
+            write_value(objects or UserObjects(), objects_file(job_file))
+            code, stderr = _run([*python(job.ranks), "-m", module, str(job_file)], job.ranks, limit)
             with suppress(OSError):
-                answer = json.loads(answer_file(asked).read_text(encoding="utf-8"))
+                answer = json.loads(answer_file(job_file).read_text(encoding="utf-8"))
                 if "refused" in answer:
                     raise ProbeError(answer["refused"].splitlines()[0])
                 return StepTiming.from_dict(answer)
-        if code == -9 or "(exitcode: -9)" in said:
+        if code == -9 or "(exitcode: -9)" in stderr:
             raise ProbeError("its process was killed, as the system does when memory runs out")
-        lines = [line for line in said.splitlines() if line.strip()]
+        lines = [line for line in stderr.splitlines() if line.strip()]
         raise ProbeError(lines[-1].strip() if lines else f"its process ended with exit code {code}")
 
     return probe
 
 
-def objects_file(asked: Path) -> Path:
-    return asked.with_suffix(".objects")
+def objects_file(job_file: Path) -> Path:
+    return job_file.with_suffix(".objects")
 
 
-def answer_file(asked: Path) -> Path:
-    return asked.with_suffix(".answer.json")
+def answer_file(job_file: Path) -> Path:
+    return job_file.with_suffix(".answer.json")
 
 
-def write_probe_answer(asked: Path, answer: Mapping[str, Any]) -> None:
-    """A timing, or what was "refused", by whichever rank says it first."""
-    with tempfile.NamedTemporaryFile("w", dir=asked.parent, encoding="utf-8") as file:
+def write_probe_answer(job_file: Path, answer: Mapping[str, Any]) -> None:
+    """Write the result of a job, a timing or the reason of "refused"; the first rank to write wins."""
+    with tempfile.NamedTemporaryFile("w", dir=job_file.parent, encoding="utf-8") as file:
         json.dump(dict(answer), file)
         file.flush()
-        with suppress(FileExistsError):  # whole or not at all, whenever its process ends
-            os.link(file.name, answer_file(asked))
+        with suppress(FileExistsError):  # the link is atomic, so the file is complete or missing
+            os.link(file.name, answer_file(job_file))
 
 
-def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
-    """The exit code of a command and what it said on standard error. Raises ProbeError where it takes too long."""
+def _run(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
+    """Run a command, and return its exit code and standard error. Raises ProbeError at the time limit."""
     process = subprocess.Popen(
         [*command],
         stdin=subprocess.DEVNULL,
@@ -154,16 +159,16 @@ def _ended(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
         env=settings(ranks) | child_environment(),
     )
     try:
-        said = process.communicate(timeout=limit)[1]
-        return process.returncode, said
+        stderr = process.communicate(timeout=limit)[1]
+        return process.returncode, stderr
     except subprocess.TimeoutExpired:
-        raise ProbeError(f"its steps were not done after {limit:.0f} s") from None
+        raise ProbeError(f"its steps did not complete within {limit:.0f} s") from None
     finally:
         _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kills a process that has not ended, and what it started: torchrun's ranks would outlive it."""
+    """Kill a running process and its children, because torchrun's ranks would outlive it."""
     if process.poll() is not None:
         return
     with suppress(psutil.NoSuchProcess):

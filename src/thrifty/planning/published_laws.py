@@ -1,15 +1,14 @@
-"""The constants of the scaling law that have been published, with their sources, and how far each can be trusted.
+"""Published constants of the scaling law, with their sources and uncertainty.
 
 The first two rows are one fit: its constants were printed with two digits, and the source of the paper has five. Epoch
-AI read 245 runs off a figure of the paper, left out the five of highest loss and fitted again; the last row is the
-converged minimum of that fit, found with `scaling_law_fit.fit` from all 4500 starts of the paper.
+AI read 245 runs from a figure of the paper, omitted the five of highest loss and fitted again. The last row is the
+converged minimum of that fit, from all 4500 starts of the paper with `scaling_law_fit.fit`.
 
-Of the first two no errors of the constants were published. Epoch AI published one standard error per constant and no
-correlations, but A and alpha are almost one number, and so are B and beta: taken as independent, the errors would put
-the answer at 5.76e23 FLOP between 0.1 and 3,100 tokens per parameter. A bootstrap of the same 240 runs gives the
-published errors again (A 122 against 125, B 1,350 against 1,290, E 0.026, alpha 0.015, beta 0.020 against 0.021), so
-its covariance stands for both.
-"""
+The first two rows have no published errors. Epoch AI published one standard error per constant and no correlations. But
+A and alpha are almost one degree of freedom, and so are B and beta: as independent errors, they would put the optimum
+at 5.76e23 FLOP between 0.1 and 3,100 tokens per parameter. A bootstrap of the same 240 runs reproduces the published
+errors (A 122 against 125, B 1,350 against 1,290, E 0.026, alpha 0.015, beta 0.020 against 0.021). So its covariance is
+used for both last rows."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 from thrifty.planning.scaling_law import Interval, LawUncertainty, ScalingLaw, SizeRecommendation, recommend
 
 FITTED_FLOPS = Interval(1.4e18, 1.3e22)
-"""The compute of the runs that Epoch AI could read off: an answer outside is an extrapolation."""
+"""Range of compute of Epoch AI's runs; a recommendation outside is an extrapolation."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class PublishedLaw:
     law: ScalingLaw
     source: str
     evidence: str
-    """How the constants were checked."""
+    """Check of the constants against the source."""
     uncertainty: LawUncertainty | None = None
 
     def recommend(self, *, flops: float | None = None, tokens: float | None = None) -> SizeRecommendation:
@@ -80,4 +79,4 @@ PUBLISHED = (
 )
 
 BEST = PUBLISHED[-1]
-"""The constants to go by until you have fitted your own."""
+"""Recommended constants if you have not fitted your own."""

@@ -1,13 +1,11 @@
-"""Fitting the scaling law to runs: Huber losses on log loss, summed, through log-sum-exp, from many starts.
+"""Fit of the scaling law to runs: the sum of Huber losses on log loss, by log-sum-exp, from many starts.
 
 Paper  Hoffmann et al. 2022 (2203.15556), approach 3, with the correction of Besiroglu et al. 2024 (2404.10102).
 
-The published fit took the mean of the Huber losses. Near the minimum that is some 1e-5, so small that L-BFGS-B with its
-usual tolerance sees no progress and stops: the constants are then those of wherever it was. `FitProcedure.CONVERGED`
-sums,
-scales the sum, asks for a tight tolerance, and measures log N and log D from their means, which makes the two constants
-of a term nearly independent. `FitProcedure.STOPS_EARLY` keeps the mistake, for studies of it.
-"""
+The published fit minimized the mean of the Huber losses. Near the minimum the mean is some 1e-5, so small that L-BFGS-B
+with its usual tolerance stops too early. `FitProcedure.CONVERGED` minimizes the scaled sum with a tight tolerance. It
+also centres log N and log D, which makes the two constants of a term nearly independent. `FitProcedure.STOPS_EARLY`
+reproduces the mistake, for studies of it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,15 +19,15 @@ from thrifty.core.errors import UsageError
 from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN, LawSamples, ScalingLaw, check_amount
 
 DELTA = 1e-3
-"""Residuals of log loss beyond this count linearly: a run that went wrong does not bend the law."""
+"""Huber threshold on residuals of log loss: larger ones count linearly, so a failed run does not bend the law."""
 
 FEWEST_RUNS, FEWEST_LEVELS = 6, 3
-"""Five constants need more than five runs; a power of N beside a constant needs three sizes, a power of D as well."""
+"""Fewest runs for five constants, and fewest sizes (or numbers of tokens) for a power of N (or D) plus a constant."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run says about the law; `loss` is held out, in nats per token, at the end of its schedule."""
+    """The size, tokens and loss of a run; `loss` is held-out, in nats per token, at the end of the schedule."""
 
     parameters: float
     tokens: float
@@ -53,24 +51,24 @@ def grid(
     alphas: Sequence[float], betas: Sequence[float], log_es: Sequence[float], log_as: Sequence[float],
     log_bs: Sequence[float],
 ) -> np.ndarray:  # fmt: skip
-    """All combinations as rows of (log A, log B, log E, alpha, beta)."""
+    """Return all combinations as rows (n, 5) of (log A, log B, log E, alpha, beta)."""
     return np.array([[a, b, e, alpha, beta] for alpha, beta, e, a, b in product(alphas, betas, log_es, log_as, log_bs)])
 
 
 PAPER_STARTS = grid(*[np.arange(0, 2.1, 0.5)] * 2, np.arange(-1, 1.1, 0.5), *[np.arange(0, 26, 5)] * 2)
-"""The 4500 starts of the paper: some 20 s on one core for 240 runs."""
+"""The 4500 starts of the paper (4500, 5): some 20 s on one core for 240 runs."""
 
 COARSE_STARTS = grid(*[(0.25, 0.5, 1.0)] * 2, (-1.0, 0.0, 1.0), *[(0.0, 5.0, 10.0)] * 2)
-"""243 starts, about a second."""
+"""A grid of 243 starts (243, 5): about a second."""
 
 
 def huber_objective(
     constants: np.ndarray, log_parameters: np.ndarray, log_tokens: np.ndarray, log_loss: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """The sum over runs of Huber(log L(N, D) - log loss), and its gradient.
+    """Return the sum over runs of Huber(log L(N, D) - log loss), and its gradient (5,).
 
-    constants (log A, log B, log E, alpha, beta); the rest (runs,). The predicted log loss is the log-sum-exp of
-    log A - alpha log N, log B - beta log D and log E, and its gradient the softmax of the three.
+    `constants` (5,) are (log A, log B, log E, alpha, beta), the other arrays (runs,). The predicted log loss is the
+    log-sum-exp of log A - alpha log N, log B - beta log D and log E; its gradient is the softmax of the three.
     """
     log_a, log_b, log_e, alpha, beta = constants
     terms = np.empty((3, len(log_loss)))
@@ -78,12 +76,12 @@ def huber_objective(
     terms[1] = log_b - beta * log_tokens
     terms[2] = log_e
     largest = terms.max(axis=0)
-    shares = np.exp(terms - largest)
-    total = shares.sum(axis=0)
+    weights = np.exp(terms - largest)
+    total = weights.sum(axis=0)
     residual = largest + np.log(total) - log_loss
     slope = np.clip(residual, -DELTA, DELTA)
-    pulls = shares * (slope / total)
-    gradient = np.array([*pulls.sum(axis=1), -(pulls[0] @ log_parameters), -(pulls[1] @ log_tokens)])
+    parts = weights * (slope / total)
+    gradient = np.array([*parts.sum(axis=1), -(parts[0] @ log_parameters), -(parts[1] @ log_tokens)])
     return float(slope @ (residual - slope / 2)), gradient
 
 
@@ -91,14 +89,14 @@ def huber_objective(
 class LawFit:
     law: ScalingLaw
     objective: float
-    """The sum of Huber losses at the law."""
+    """Sum of Huber losses at the law."""
     residual: float
     """Median of |log L(N, D) - log loss| over the runs."""
     starts: int
     agreeing: int
-    """Starts that ended at this minimum, within a millionth of its value."""
+    """Number of starts that ended at this minimum, within a millionth of its value."""
     draws: LawSamples | None
-    """Laws fitted to runs drawn again with replacement; None where no resampling was asked for."""
+    """Laws fitted to bootstrap samples of the runs; None without resampling."""
 
 
 def fit(
@@ -108,9 +106,9 @@ def fit(
     resamples: int = 0,
     seed: int = 0,
 ) -> LawFit:
-    """The law of least summed Huber loss; `resamples` bootstrap fits begin at it.
+    """Return the law of least summed Huber loss, with `resamples` bootstrap fits that start at it.
 
-    Raises UsageError where the runs cannot determine the law: too few, too few sizes, all of one budget, no effect.
+    Raises UsageError if the runs do not determine the law: too few runs or sizes, one budget, or no effect.
     """
     refuse_degenerate(runs)
     logs = _logs(runs)
@@ -119,7 +117,7 @@ def fit(
     for name, exponent in (("parameters", constants[3]), ("tokens", constants[4])):
         if exponent <= 0:
             raise UsageError(
-                f"in these runs the loss does not fall as {name} grow: the fitted exponent is {exponent:.2g}",
+                f"the loss of these runs does not fall as {name} grow: the fitted exponent is {exponent:.2g}",
                 fix=f"add runs over a wider range of {name}, each with its schedule decayed to the end",
             )
     law = ScalingLaw.from_logs(constants)
@@ -135,21 +133,21 @@ def fit(
 
 
 def refuse_degenerate(runs: Sequence[TrainedRun]) -> None:
-    """Raises UsageError with the reason where no fit of five constants can mean anything."""
+    """Raise UsageError, with the reason, if the runs cannot determine five constants."""
     if len(runs) < FEWEST_RUNS:
-        raise UsageError(f"{len(runs)} runs cannot determine five constants", fix=f"give at least {FEWEST_RUNS}")
+        raise UsageError(f"{len(runs)} runs cannot determine five constants", fix=f"pass at least {FEWEST_RUNS} runs")
     log_parameters, log_tokens, log_loss = _logs(runs)
     for name, values in (("sizes", log_parameters), ("numbers of tokens", log_tokens)):
         levels = len(np.unique(np.round(values, 2)))
         if levels < FEWEST_LEVELS:
             raise UsageError(
-                f"{levels} different {name}: a power law beside a constant needs {FEWEST_LEVELS}",
+                f"the runs have {levels} different {name}; a power law plus a constant requires {FEWEST_LEVELS}",
                 fix="train several sizes at several budgets, such as 5 sizes x 4 budgets",
             )
     slope = np.polyfit(log_parameters, log_tokens, 1)
     if np.std(log_tokens - np.polyval(slope, log_parameters)) < 0.05:
         raise UsageError(
-            "the number of tokens follows from the size in these runs: their effects cannot be told apart",
+            "the number of tokens follows from the size in these runs: their effects cannot be separated",
             fix="train each size at several budgets, or with several numbers of tokens",
         )
     if np.ptp(log_loss) < 10 * DELTA:
@@ -157,12 +155,12 @@ def refuse_degenerate(runs: Sequence[TrainedRun]) -> None:
 
 
 def _logs(runs: Sequence[TrainedRun]) -> np.ndarray:
-    """(3, runs): log parameters, log tokens, log loss."""
+    """Return log parameters, log tokens and log loss (3, runs)."""
     return np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
 
 
 def _descend(start: np.ndarray, logs: np.ndarray, procedure: FitProcedure) -> tuple[float, np.ndarray]:
-    """The objective where L-BFGS-B ends, always as the sum, and the constants there."""
+    """Return the objective at the end of L-BFGS-B, always as the sum, and the constants (5,) there."""
     converge = procedure is FitProcedure.CONVERGED
     scale = 1e6 if converge else 1 / logs.shape[1]
     settings = {"ftol": 1e-15, "gtol": 1e-12, "maxiter": 1000, "maxfun": 2000} if converge else {}
@@ -179,7 +177,7 @@ def _descend(start: np.ndarray, logs: np.ndarray, procedure: FitProcedure) -> tu
 
 
 def _shifted(constants: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """The same law with log N and log D measured from elsewhere: only log A and log B change."""
+    """Return the constants of the same law with log N and log D shifted by `centre`: only log A and log B change."""
     shifted = np.array(constants, dtype=float)
     shifted[:2] += constants[3:] * centre
     return shifted
@@ -191,20 +189,21 @@ def _bootstrap(
     generator = np.random.default_rng(seed)
     samples, failed = [], 0
     for _ in range(resamples):
-        again = [runs[i] for i in generator.integers(0, len(runs), len(runs))]
+        resampled = [runs[i] for i in generator.integers(0, len(runs), len(runs))]
         try:
-            refuse_degenerate(again)
+            refuse_degenerate(resampled)
         except UsageError:
             failed += 1
             continue
-        samples.append(_descend(constants, _logs(again), procedure)[1])
+        samples.append(_descend(constants, _logs(resampled), procedure)[1])
     return LawSamples.from_logs(np.array(samples), failed) if samples else None
 
 
 def synthetic_runs(
     law: ScalingLaw, sizes: Iterable[float], budgets: Iterable[float], noise: float = 0.0, seed: int = 0
 ) -> tuple[TrainedRun, ...]:
-    """Every size at every budget of FLOPs, with losses of the law; `noise` is the standard deviation of log loss."""
+    """Return runs of every size at every budget of FLOPs, with losses by the law; `noise` is the standard deviation of
+    log loss."""
     generator = np.random.default_rng(seed)
     runs = []
     for size, budget in product(sizes, budgets):

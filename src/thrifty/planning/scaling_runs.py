@@ -15,22 +15,24 @@ COLUMNS = {
     "flops": ("flops", "Training FLOP"),
     "loss": ("loss",),
 }
-"""Names of a column: ours, and that of the table which Epoch AI read off the figure of Hoffmann et al."""
+"""Column names: ours, and those of the table that Epoch AI read from a figure of Hoffmann et al."""
 
 SEPARATORS = ",;\t"
 LONGEST_HEADER = 1 << 16
-"""Characters; a device such as /dev/zero is one line without an end."""
+"""Most characters of a header; a device such as /dev/zero is one line without an end."""
 
 
 def runs_from_folders(paths: Sequence[Path]) -> list[TrainedRun]:
-    """Raises UsageError where a run has not finished, or where runs read text through different tokenizers: then their
-    losses per token do not compare."""
+    """Read runs from folders. Raises UsageError for unfinished runs, or for runs with different tokenizers.
+
+    Losses per token of different tokenizers are not comparable.
+    """
     runs = [run_from_folder(path) for path in paths]
     tokenizers = {path: _tokenizer(path) for path in paths}
     other = next((path for path in paths if tokenizers[path] != tokenizers[paths[0]]), None)
     if other is not None:
         raise UsageError(
-            f"{other} has another tokenizer than {paths[0]}: their losses per token do not compare",
+            f"{other} has another tokenizer than {paths[0]}: their losses per token are not comparable",
             fix="fit runs of one tokenizer and one text",
         )
     return runs
@@ -42,7 +44,7 @@ def _tokenizer(path: Path) -> bytes:
 
 
 def run_from_folder(path: Path) -> TrainedRun:
-    """Raises UsageError where the run has not finished."""
+    """Read a run from its folder. Raises UsageError if the run has not finished."""
     folder = RunFolder.open(path)
     summary, explanation = folder.read_json("summary"), folder.read_json("explanation")
     try:
@@ -50,7 +52,7 @@ def run_from_folder(path: Path) -> TrainedRun:
         parameters = explanation["parameters"]
     except (KeyError, TypeError) as error:
         raise UsageError(
-            f"summary.json or explanation.json of {path} is not what a run writes: {error}", fix="leave this run out"
+            f"summary.json or explanation.json of {path} is damaged: {error}", fix=f"leave out {path}"
         ) from error
     if status != "finished" or loss is None:
         raise UsageError(
@@ -61,8 +63,10 @@ def run_from_folder(path: Path) -> TrainedRun:
 
 
 def runs_from_table(path: Path) -> list[TrainedRun]:
-    """Rows of a CSV file with the columns parameters, tokens and loss; flops = 6 N D may stand in place of tokens.
-    Columns may be separated by commas, semicolons or tabs, and others stand beside them."""
+    """Read runs from a CSV file with the columns parameters, tokens and loss. Raises UsageError for another file.
+
+    flops = 6 N D may replace tokens. Separators are commas, semicolons or tabs; further columns are ignored.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             header = file.readline(LONGEST_HEADER)
@@ -72,17 +76,17 @@ def runs_from_table(path: Path) -> list[TrainedRun]:
             columns = _columns(path, names)
             rows = [(table.line_num + 1, row) for row in table]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read: {error}", fix="give a CSV file with a header line") from error
+        raise UsageError(f"{path} cannot be read: {error}", fix="pass a CSV file with a header line") from error
     return [_run(path, line, row, columns) for line, row in rows]
 
 
 def _columns(path: Path, header: Sequence[str]) -> dict[str, str]:
-    """The column in which each quantity stands."""
+    """Return the column of each quantity. Raises UsageError for missing or duplicate columns."""
     matches = {quantity: [name for name in names if name in header] for quantity, names in COLUMNS.items()}
     columns = {quantity: names[0] for quantity, names in matches.items() if names}
     twice = next((name for name in columns.values() if list(header).count(name) > 1), None)
     if twice is not None:
-        raise UsageError(f"{path} has {list(header).count(twice)} columns {twice!r}", fix="leave one of them")
+        raise UsageError(f"{path} has {list(header).count(twice)} columns {twice!r}", fix="keep one of them")
     for quantity in ("parameters", "tokens", "loss"):
         if quantity not in columns and not (quantity == "tokens" and "flops" in columns):
             near = did_you_mean(quantity, header)
@@ -104,4 +108,4 @@ def _run(path: Path, line: int, row: dict[str, str], columns: dict[str, str]) ->
         return TrainedRun(values["parameters"], values["tokens"], values["loss"])
     except (ValueError, TypeError, ZeroDivisionError, UsageError) as error:
         what = error.what if isinstance(error, UsageError) else str(error)
-        raise UsageError(f"line {line} of {path}: {what}", fix="give positive numbers, or remove the line") from error
+        raise UsageError(f"line {line} of {path}: {what}", fix="write positive numbers, or remove the line") from error

@@ -1,8 +1,7 @@
-"""What a plan may change of a run: axes, and the ways to go along each.
+"""Search space of a plan: axes, and the options of each.
 
-A way takes techniques in, or others out; one way of each axis makes up a candidate. What is not on an axis changes what
-is learned, and only a race can say whether it pays.
-"""
+An option adds techniques, or removes others; one option per axis makes a candidate. Techniques on no axis change what
+the model learns; only a comparison shows their effect."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -17,62 +16,67 @@ from thrifty.machine.cpu_features import has_fast_bfloat16
 Catalogue = Mapping[str, type[Technique]]
 
 NUMERICS_ORDER = (Numerics.EXACT, Numerics.ROUNDING, Numerics.DIFFERENT)
-"""From the strictest promise to none."""
+"""Numerics from the strictest promise to none."""
 MICRO_BATCHES = "micro-batches"
 
 
 ONE_RANK = Mesh()
 
 
-def _anywhere(device: str) -> str:
+def _nothing(device: str) -> str:
     return ""
 
 
-def _units(device: str) -> str:
+def _bfloat16(device: str) -> str:
     kind = "processor" if device == "cpu" else "GPU"
     return "" if has_fast_bfloat16(device) else f"this {kind} has no units for bfloat16: it is slower"
 
 
-def _on_processors(device: str) -> str:
+def _cpu(device: str) -> str:
     return "" if device == "cpu" else "on GPUs torch's own kernel is faster"
 
 
 @dataclass(frozen=True)
 class OptionTemplate:
-    """Techniques with their settings, and by what a step's time is expected to change beyond its FLOPs: what their
-    cards say, the best of it where they promise speed. It decides what is looked at first; what is tried is measured.
+    """Techniques with their settings, and the expected factor on a step's time beyond its FLOPs.
+
+    The factors are from the techniques' cards, the best case for those that promise speed. They determine the order of
+    the search; tried candidates are measured.
     """
 
     techniques: Mapping[str, Mapping[str, Any]]
     factor: float
-    lacks: Callable[[str], str] = _anywhere
-    """What is missing for it on a device of this type; "" for nothing."""
+    lacks: Callable[[str], str] = _nothing
+    """Return the missing requirement on a device of a type; "" if there is none."""
     mesh: Mesh = ONE_RANK
-    """What it is made for: over several ranks these are all of them."""
+    """Mesh of the option, over all ranks."""
     on_processors: float = 1.0
-    """By what its time changes more on a processor."""
+    """Additional time factor on a CPU."""
 
     def factor_on(self, device: str) -> float:
         return self.factor * (self.on_processors if device == "cpu" else 1.0)
 
 
-def _one(name: str, factor: float, lacks: Callable[[str], str] = _anywhere, **settings: Any) -> OptionTemplate:
+def _one(name: str, factor: float, lacks: Callable[[str], str] = _nothing, **settings: Any) -> OptionTemplate:
     return OptionTemplate({name: settings}, factor, lacks)
 
 
-def _within(name: str, factor: float, share: float) -> OptionTemplate:
-    """Within a share of the bytes, which on a processor is promised of the process: freed memory is cleared again."""
-    return OptionTemplate({name: {"bytes": share}}, factor, on_processors=1.3)
+def _within(name: str, factor: float, fraction: float) -> OptionTemplate:
+    """Return a template with a limit as a fraction of the bytes.
+
+    On a CPU the limit applies to the process, so freed memory must be cleared again.
+    """
+    return OptionTemplate({name: {"bytes": fraction}}, factor, on_processors=1.3)
 
 
 AXES: dict[str, tuple[OptionTemplate, ...]] = {
     "number format": (
-        _one("precision.mixed", 0.6, _units),
-        _one("precision.bfloat16_weights", 0.62, _units, rounding="kahan"),
+        _one("precision.mixed", 0.6, _bfloat16),
+        _one("precision.bfloat16_weights", 0.62, _bfloat16, rounding="kahan"),
     ),
     "compiled code": (
         _one("compile", 0.85),
-        OptionTemplate({"compile": {}, "attention.tiled": {}}, 0.8, _on_processors),
+        OptionTemplate({"compile": {}, "attention.tiled": {}}, 0.8, _cpu),
     ),
     "recomputation": (
         _within("memory.optimal_recompute", 1.02, 0.75),
@@ -95,22 +99,22 @@ AXES: dict[str, tuple[OptionTemplate, ...]] = {
         _one("memory.offload_optimizer", 1.03),
     ),
 }
-"""Options of a plan by axis, from the least to the most memory saved. A choice: the plan states why it did not
-consider other techniques."""
+"""Options of a plan by axis, from the least to the most memory saved. The plan has the reason why it does not consider
+other techniques."""
 ADAPTER_OPTIONS = (_one("adapters.lora", 0.75),)
-"""Offered where the model is trained already."""
+"""Options for pretrained models."""
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One way along an axis: these techniques in, those of the names in `drops` out."""
+    """One option of an axis: it adds `techniques`, and removes the techniques named in `drops`."""
 
     axis: str
     techniques: tuple[Technique, ...]
     drops: frozenset[str]
     factor: float
     numerics: Numerics
-    """The loosest of what comes in, changes or goes out."""
+    """Loosest numerics of the added, changed and removed techniques."""
     label: str = field(compare=False)
     mesh: Mesh = ONE_RANK
 
@@ -126,24 +130,24 @@ class PlanOption:
         return (*(each for each in techniques if each.name not in self.drops), *self.techniques)
 
 
-def apply_options(ways: Iterable[PlanOption], techniques: Sequence[Technique]) -> tuple[Technique, ...]:
-    """A run's techniques after all of these ways."""
-    for way in ways:
-        techniques = way.apply(techniques)
+def apply_options(options: Iterable[PlanOption], techniques: Sequence[Technique]) -> tuple[Technique, ...]:
+    """Return a run's techniques with all of these options."""
+    for option in options:
+        techniques = option.apply(techniques)
     return tuple(techniques)
 
 
-def mesh_of(ways: Iterable[PlanOption]) -> Mesh:
-    """What ways of which at most one is over several ranks are laid out on."""
-    return next((way.mesh for way in ways if way.mesh != ONE_RANK), ONE_RANK)
+def mesh_of(options: Iterable[PlanOption]) -> Mesh:
+    """Return the mesh of options, of which at most one is over several ranks."""
+    return next((option.mesh for option in options if option.mesh != ONE_RANK), ONE_RANK)
 
 
 def micro_batches(batch: int, joint: bool) -> tuple[OptionTemplate, ...]:
-    """The effective batch in 2, 4, 8 … parts, by the technique that suits the loss."""
+    """Return options for the effective batch in 2, 4, 8 … parts, by the technique that fits the loss."""
     name = "large_batch.gradient_cache" if joint else "large_batch.gradient_accumulation"
-    again = 4 / 3 if joint else 1.0
+    recompute = 4 / 3 if joint else 1.0
     parts = [2**power for power in range(1, 12) if 2**power <= batch]
-    return tuple(_one(name, again * (1 + 0.01 * power), micro_batches=size) for power, size in enumerate(parts, 1))
+    return tuple(_one(name, recompute * (1 + 0.01 * power), micro_batches=size) for power, size in enumerate(parts, 1))
 
 
 def options_along(
@@ -154,32 +158,36 @@ def options_along(
     device: str,
     norms: Sequence[str] = (),
 ) -> Iterator[PlanOption]:
-    """The ways along an axis for a run with these techniques, of a model whose layers `norms` normalize over the
-    batch: what is offered, and without what is there."""
+    """Yield the options of an axis for a run with the techniques `present`: the offers, and removal of present ones.
+
+    `norms` are the names of the model's layers that normalize over the batch.
+    """
     named = {name for offer in offers for name in offer.techniques}
-    there = {technique.name: technique for technique in present if technique.name in named}
-    own = [offer for offer in offers if offer.techniques.keys() == there.keys()]
-    usual = min((offer.factor_on(device) for offer in own), default=1.0)
-    if there:
-        loosest = _loosest(there.values(), norms)
-        yield PlanOption(axis, (), frozenset(there), 1 / usual, loosest, "without " + " and ".join(there))
+    current = {technique.name: technique for technique in present if technique.name in named}
+    own = [offer for offer in offers if offer.techniques.keys() == current.keys()]
+    base_factor = min((offer.factor_on(device) for offer in own), default=1.0)
+    if current:
+        loosest = _loosest(current.values(), norms)
+        yield PlanOption(axis, (), frozenset(current), 1 / base_factor, loosest, "without " + " and ".join(current))
     for offer in offers:
         if offer.lacks(device) or not offer.techniques.keys() <= catalogue.keys():
             continue
         try:
-            made = tuple(
-                _made(catalogue[name], there.get(name), settings) for name, settings in offer.techniques.items()
+            techniques = tuple(
+                _build(catalogue[name], current.get(name), settings) for name, settings in offer.techniques.items()
             )
-        except UsageError:  # what the recipe says of it does not go with this
+        except UsageError:  # the recipe's settings of the technique conflict with the option's
             continue
-        touched = {*made} ^ {*there.values()}
+        touched = {*techniques} ^ {*current.values()}
         if not touched:
             continue
         numerics = _loosest(touched, norms)
-        label = " + ".join(_label(technique) for technique in made)
+        label = " + ".join(_label(technique) for technique in techniques)
         if offer.mesh != ONE_RANK:
             label = f"{offer.mesh.label} with {label}"
-        yield PlanOption(axis, made, frozenset(there), offer.factor_on(device) / usual, numerics, label, offer.mesh)
+        yield PlanOption(
+            axis, techniques, frozenset(current), offer.factor_on(device) / base_factor, numerics, label, offer.mesh
+        )
 
 
 def _loosest(techniques: Iterable[Technique], norms: Sequence[str]) -> Numerics:
@@ -187,15 +195,15 @@ def _loosest(techniques: Iterable[Technique], norms: Sequence[str]) -> Numerics:
 
 
 def missing_requirements(catalogue: Catalogue, device: str) -> dict[str, str]:
-    """Techniques that are on an axis but offered in no way on this device, and why."""
+    """Return the missing requirement of each technique that is on an axis, but has no option on this device."""
     offers = [offer for some in AXES.values() for offer in some]
     offered = {name for offer in offers if not offer.lacks(device) for name in offer.techniques}
     missing = ((name, offer.lacks(device)) for offer in offers for name in offer.techniques)
     return {name: why for name, why in missing if why and name not in offered and name in catalogue}
 
 
-def _made(kind: type[Technique], there: Technique | None, settings: Mapping[str, Any]) -> Technique:
-    return kind(**settings) if there is None else replace(there, **settings)
+def _build(kind: type[Technique], current: Technique | None, settings: Mapping[str, Any]) -> Technique:
+    return kind(**settings) if current is None else replace(current, **settings)
 
 
 def _label(technique: Technique) -> str:

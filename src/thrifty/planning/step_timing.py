@@ -1,4 +1,4 @@
-"""Whole steps of a run, timed: what a probe does in its process."""
+"""Timing of whole steps of a run: the work of a probe in its process."""
 
 import math
 import shutil
@@ -24,26 +24,26 @@ from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.rank_sync import process_group_sync
 
 LEAST, MOST = 3, 12
-"""Steps timed of each size, after one that is not: more than the least until they agree, or are as many as the most."""
+"""Fewest and most timed steps of each size, after one warm-up step; timing ends when steps agree."""
 AGREE, SECONDS = 1.03, 2.0
-"""By how much the median may be above the fastest where steps agree, and what they take together at least: machines are
-faster and slower for a second at a time."""
+"""Largest ratio of median to fastest step for agreement, and fewest seconds of all steps, because machine speed varies
+over seconds."""
 JUDGED = 2
-"""Batches by which the time of an evaluation is told, after one that may compile."""
+"""Batches that estimate the time of an evaluation, after one that may compile."""
 
 
 def time_steps(
     run: Run, rows: Sequence[int], parts: int, held_out: Sequence[Batch], seconds: float, bar: float = math.inf
 ) -> StepTiming:
-    """Train steps in micro-batches of each of these sizes, from the largest, about `seconds` long in all, then evaluate
-    and save once. The smaller sizes are left out where a step with the largest takes longer than the `bar`.
+    """Time training steps in micro-batches of each size for about `seconds` in all, then one evaluation and save.
 
-    Of several ranks all must call it: the times are each one's own, the bytes those of that which held most.
+    Sizes run from the largest; smaller ones are skipped if a step with the largest takes longer than `bar`. All ranks
+    must call this function: times are each rank's own, bytes those of the rank with the most.
 
-    `run` is without what cuts its batches apart; of the last size, two micro-batches make a step if the plan's step has
-    several `parts`, so that gradients stand beside activations as they will.
+    `run` has no techniques that cut its batches. If the plan's step has several `parts`, a step of the largest size has
+    two micro-batches, so that gradients and activations are held at the same time.
     """
-    count_footprint(run)  # as a run does before it measures: what is imported on the way is not among its own bytes
+    count_footprint(run)  # import modules first, as a run does, so that they do not count as its memory
     meter, began = MemoryMeter(run.device), time.perf_counter()
     state = run.init_state()
     passes: dict[int, list[float]] = {}
@@ -62,7 +62,7 @@ def time_steps(
         if all_ranks.run_first(lambda step=step: step > bar):
             break
     assert others is not None
-    memory, taken = meter.peak(), others.taken()
+    memory, used_by_others = meter.peak(), others.taken()
     first, evaluation = _timed_evaluation(run, state, held_out)
     sizes = sorted(passes)
     return StepTiming(
@@ -75,14 +75,14 @@ def time_steps(
         evaluation=evaluation,
         save=_timed_save(state),
         memory=max(all_ranks.gather_or_raise(lambda: max(memory, meter.peak()))),
-        others=taken if run.device.type == "cpu" else 0.0,
+        others=used_by_others if run.device.type == "cpu" else 0.0,
         cores=len(others.cores),
         process=max(all_ranks.gather_or_raise(lambda: meter.process)),
     )
 
 
 def _repeated(run: Run, state: TrainState, rows: int, cut: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Seconds of each micro-batch and of each update, over some steps."""
+    """Return the seconds of each micro-batch and of each update, over several steps."""
     backward: list[float] = []
     update: list[float] = []
     began, all_ranks = time.perf_counter(), process_group_sync()
@@ -95,13 +95,13 @@ def _repeated(run: Run, state: TrainState, rows: int, cut: int, seconds: float) 
 
 
 def _is_enough(passes: Sequence[float], began: float, seconds: float) -> bool:
-    so_far = time.perf_counter() - began
+    elapsed = time.perf_counter() - began
     settled = len(passes) >= MOST or statistics.median(passes) <= AGREE * min(passes)
-    return so_far > seconds or (so_far > SECONDS and settled)
+    return elapsed > seconds or (elapsed > SECONDS and settled)
 
 
 def _step(run: Run, state: TrainState, rows: int, cut: int, number: int) -> tuple[float, float]:
-    """A step as the training loop makes it, and the seconds of its two halves."""
+    """Run a step as the training loop does, and return the seconds of its passes and of its update."""
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
     model.train()
@@ -127,7 +127,7 @@ def _spread(seconds: Sequence[float]) -> float:
 
 
 def _timed_evaluation(run: Run, state: TrainState, held_out: Sequence[Batch]) -> tuple[float, float]:
-    """Seconds of the first batch, compilation included, and of all of them, told by the next few."""
+    """Return the seconds of the first batch, with compilation, and of all batches, estimated by the next few."""
 
     def judged(batches: Sequence[Batch]) -> float:
         assert state.model is not None
@@ -140,7 +140,7 @@ def _timed_evaluation(run: Run, state: TrainState, held_out: Sequence[Batch]) ->
 
 
 def _timed_save(state: TrainState) -> float:
-    """Seconds of a checkpoint, on the disk for temporary files; 0 where there is no room for one."""
+    """Return the seconds of a checkpoint on the disk for temporary files; 0 if it has no room."""
     all_ranks = process_group_sync()
     folder = Path(all_ranks.run_first(tempfile.mkdtemp))
     try:

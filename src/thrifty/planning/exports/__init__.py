@@ -1,4 +1,4 @@
-"""Plans for other trainers: an Accelerate configuration, a DeepSpeed one, a torchtitan-style one, a plain script."""
+"""Exports of plans: configurations for Accelerate and DeepSpeed, a torchtitan-style one, and a plain PyTorch script."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,4 +11,4 @@ CONFIGURATIONS: Mapping[str, tuple[str, Callable[[PortableRecipe], str]]] = {
     "deepspeed": ("deepspeed.json", lambda run: json.dumps(deepspeed.configuration(run), indent=1) + "\n"),
     "torchtitan": ("torchtitan.toml", torchtitan.configuration),
 }
-"""What each is called beside the plan, and what is in it."""
+"""File name and content of each configuration."""

@@ -1,4 +1,4 @@
-"""An Accelerate configuration, as `accelerate launch --config_file` reads it."""
+"""Accelerate configuration, as read by `accelerate launch --config_file`."""
 
 import json
 from collections.abc import Mapping
@@ -11,8 +11,10 @@ DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def configuration(run: PortableRecipe) -> str:
-    """YAML. What a configuration has no word for (the batch, its parts, the optimizer) stands in comments above it.
-    Raises RefusedError for axes of a mesh that it has no word for."""
+    """Return the configuration as YAML. Raises RefusedError for mesh axes without a key in it.
+
+    Settings without a key (batch, micro-batches, optimizer) are in comments at the top.
+    """
     run.refuse_other_axes("accelerate")
     on_processor = run.device == "cpu"
     sharded = run.zero > 0
@@ -39,17 +41,17 @@ def configuration(run: PortableRecipe) -> str:
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
     clipped = f", max_grad_norm {run.clip:g}" if run.clip else ""
-    again = " and gradient checkpointing of the model" if run.recompute != "none" and not sharded else ""
+    checkpointing = " and gradient checkpointing of the model" if run.recompute != "none" and not sharded else ""
     comments = [
-        f"{run.name}: {run.batch // run.data_ranks // run.parts} examples a micro-batch; in your script "
-        f"Accelerator(gradient_accumulation_steps={run.parts}){clipped}{again}",
+        f"{run.name}: {run.batch // run.data_ranks // run.parts} examples per micro-batch; in your script "
+        f"Accelerator(gradient_accumulation_steps={run.parts}){clipped}{checkpointing}",
         *run.notes(),
     ]
     return comment_lines(comments) + yaml(values)
 
 
 def yaml(values: Mapping[str, Any], indent: str = "") -> str:
-    """Scalars and tables of them; scalars are spelled as in JSON, which is YAML."""
+    """Return nested tables of scalars as YAML; scalars are written as JSON, which is valid YAML."""
     lines = []
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration, as `deepspeed.initialize(config=…)` reads it."""
+"""DeepSpeed configuration, as read by `deepspeed.initialize(config=…)`."""
 
 from typing import Any
 
@@ -7,14 +7,16 @@ from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 
 def configuration(run: PortableRecipe) -> dict[str, Any]:
-    """A table. Raises RefusedError where the effective batch cannot be cut evenly, which DeepSpeed asks for, and for
-    axes of a mesh that it has no word for."""
+    """Return the configuration. Raises RefusedError for mesh axes without a key in it.
+
+    Also raises RefusedError if the effective batch does not divide evenly, which DeepSpeed requires.
+    """
     run.refuse_other_axes("deepspeed")
     pieces = run.data_ranks * run.parts
     if run.batch % pieces:
         raise RefusedError(
-            f"deepspeed: an effective batch of {run.batch} in {pieces} equal parts is no whole number of examples",
-            fix=f"data.batch={run.batch - run.batch % pieces or pieces}",
+            f"deepspeed: an effective batch of {run.batch} does not divide into {pieces} equal parts",
+            fix=f"--set data.batch={run.batch - run.batch % pieces or pieces}",
         )
     stage = run.zero or int(run.offload_optimizer)
     adamw = {"lr": run.lr, "betas": [*run.betas], "eps": run.eps, "weight_decay": run.weight_decay}
@@ -24,7 +26,7 @@ def configuration(run: PortableRecipe) -> dict[str, Any]:
         "gradient_accumulation_steps": run.parts,
         "optimizer": {"type": "AdamW", "params": adamw},
         "zero_optimization": {"stage": stage},
-        # unless told otherwise it clips at 1
+        # DeepSpeed clips at 1 by default
         "gradient_clipping": run.clip or 0.0,
         "bf16": {"enabled": run.dtype == "bfloat16"},
         "fp16": {"enabled": run.dtype == "float16"},
@@ -41,7 +43,7 @@ def configuration(run: PortableRecipe) -> dict[str, Any]:
 def _schedule(run: PortableRecipe) -> dict[str, Any]:
     if run.schedule == "cosine":
         shape = {"warmup_num_steps": run.warmup, "total_num_steps": run.until, "cos_min_ratio": run.floor}
-        # its warm-up is logarithmic unless said otherwise
+        # DeepSpeed's warm-up is logarithmic by default
         return {"type": "WarmupCosineLR", "params": shape | {"warmup_min_ratio": 0.0, "warmup_type": "linear"}}
     shape = {"warmup_min_lr": 0.0, "warmup_max_lr": run.lr, "warmup_num_steps": run.warmup, "warmup_type": "linear"}
     return {"type": "WarmupDecayLR", "params": shape | {"total_num_steps": run.until}}

@@ -1,4 +1,4 @@
-"""What can be said of a run to trainers that know none of our techniques, and what cannot."""
+"""The settings of a run that other trainers support, and the techniques that they do not."""
 
 import math
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import Recipe
 from thrifty.core.technique import Numerics, Technique
 
-SAID = {
+SUPPORTED = {
     "optimizers.adamw", "gradients.clip", "schedules.linear", "schedules.cosine", "precision.mixed", "compile",
     "large_batch.gradient_accumulation", "memory.recompute", "memory.offload_optimizer", "parallelism.shard",
     "parallelism.replicate", "parallelism.tensor", "parallelism.pipeline",
 }  # fmt: skip
-"""Techniques that have a word elsewhere. A choice: each needs a field here and a line in every export."""
+"""Techniques with an equivalent in other trainers. Each has a field here and a line in every export."""
 
 
 @dataclass(frozen=True)
 class PortableRecipe:
-    """A run in the words of others. Steps are counted, rates are those at the peak."""
+    """A run in the terms of other trainers, with durations in steps and peak learning rates."""
 
     name: str
     seed: int
@@ -30,7 +30,7 @@ class PortableRecipe:
     length: int
     steps: int
     dtype: str
-    """Of matrix products: "float32", "bfloat16" or "float16"."""
+    """Number format of matrix products: "float32", "bfloat16" or "float16"."""
     lr: float
     betas: tuple[float, float]
     eps: float
@@ -47,20 +47,20 @@ class PortableRecipe:
     offload_optimizer: bool
     mesh: dict[str, int] = field(default_factory=dict)
     zero: int = 0
-    """What is divided along `shard`, by the stages of ZeRO; 0 for nothing."""
-    unsaid: tuple[str, ...] = ()
-    """Techniques that change no more than memory, time or rounding, and have no word elsewhere."""
+    """ZeRO stage along `shard`; 0 divides nothing."""
+    unsupported: tuple[str, ...] = ()
+    """Techniques without an equivalent that change only memory, time or rounding."""
     lost: tuple[str, ...] = ()
-    """Techniques without which it is another algorithm, and that have no word elsewhere."""
+    """Techniques without an equivalent that change the algorithm."""
 
     @classmethod
     def of(cls, recipe: Recipe, techniques: Sequence[Technique], steps: int, device: str) -> Self:
-        """`techniques` as composed: their moments are steps."""
+        """Return the portable form of a recipe; `techniques` are composed, with durations in steps."""
         table: dict[str, Any] = {technique.name: technique for technique in techniques}
         adamw, accumulation = table.get("optimizers.adamw"), table.get("large_batch.gradient_accumulation")
-        shaped = table.get("schedules.linear") or table.get("schedules.cosine")
-        mixed, again, clip = (table.get(n) for n in ("precision.mixed", "memory.recompute", "gradients.clip"))
-        others = [technique for technique in techniques if technique.name not in SAID]
+        decay = table.get("schedules.linear") or table.get("schedules.cosine")
+        mixed, recompute, clip = (table.get(n) for n in ("precision.mixed", "memory.recompute", "gradients.clip"))
+        others = [technique for technique in techniques if technique.name not in SUPPORTED]
         return cls(
             name=recipe.name,
             seed=recipe.seed,
@@ -75,16 +75,16 @@ class PortableRecipe:
             eps=adamw.eps if adamw else 1e-8,
             weight_decay=adamw.weight_decay if adamw else 0.0,
             clip=clip.max_norm if clip else None,
-            schedule=shaped.name.partition(".")[2] if shaped else "constant",
-            warmup=int(shaped.warmup) if shaped else 0,
-            until=int(shaped.until) if shaped else steps,
-            floor=shaped.floor if shaped else 0.0,
+            schedule=decay.name.partition(".")[2] if decay else "constant",
+            warmup=int(decay.warmup) if decay else 0,
+            until=int(decay.until) if decay else steps,
+            floor=decay.floor if decay else 0.0,
             compiled="compile" in table,
-            recompute="none" if again is None else "selective" if again.schedule == "selective" else "every",
+            recompute="none" if recompute is None else "selective" if recompute.schedule == "selective" else "every",
             offload_optimizer="memory.offload_optimizer" in table,
             mesh={name: max(size, 1) for name, size in vars(recipe.mesh).items()},
             zero=table["parallelism.shard"].zero if recipe.mesh.shard > 1 and "parallelism.shard" in table else 0,
-            unsaid=tuple(t.name for t in others if t.numerics is not Numerics.DIFFERENT),
+            unsupported=tuple(t.name for t in others if t.numerics is not Numerics.DIFFERENT),
             lost=tuple(t.name for t in others if t.numerics is Numerics.DIFFERENT),
         )
 
@@ -97,19 +97,19 @@ class PortableRecipe:
         return self.mesh.get("replicate", 1) * self.mesh.get("shard", 1)
 
     def refuse_other_axes(self, trainer: str) -> None:
-        """Raises RefusedError where ranks compute layers together, or blocks after one another."""
+        """Raise RefusedError if the mesh has tensor or pipeline ranks."""
         for axis in ("tensor", "pipeline"):
             if self.mesh.get(axis, 1) > 1:
                 raise RefusedError(
-                    f"{trainer}: its configuration has no word for ranks along {axis}",
-                    fix="--export torchtitan, which has",
+                    f"{trainer}: its configuration has no key for ranks along {axis}",
+                    fix="--export torchtitan, which has one",
                 )
 
     def notes(self) -> list[str]:
-        """What is not in the words of others, a line each."""
-        said = []
+        """Return a line on each kind of technique without an equivalent."""
+        lines = []
         if self.lost:
-            said.append(f"without {', '.join(self.lost)}, for which there is no word here: it learns otherwise")
-        if self.unsaid:
-            said.append(f"without {', '.join(self.unsaid)}: the same values, other memory and time")
-        return said
+            lines.append(f"without {', '.join(self.lost)}, which are unsupported here: results differ")
+        if self.unsupported:
+            lines.append(f"without {', '.join(self.unsupported)}: the same values, other memory and time")
+        return lines

@@ -1,4 +1,4 @@
-"""A plain PyTorch script: the same model, data, order and update, with nothing of ours imported."""
+"""Plain PyTorch script: the same model, data, order and update, without importing this package."""
 
 import shlex
 
@@ -6,9 +6,9 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.file_names import comment_lines
 from thrifty.planning.exports.portable_recipe import PortableRecipe
 
-TEMPLATE = '''"""A run in plain PyTorch: needs torch, transformers and numpy.
+TEMPLATE = '''"""Training run in plain PyTorch. Requires torch, transformers and numpy.
 
-The folder of this file also has the model with its initial weights, and the tokens.
+The folder of this file also holds the model with its initial weights, and the tokens.
 """
 
 {comments}
@@ -28,11 +28,11 @@ SCHEDULE, WARMUP, UNTIL, FLOOR = {schedule!r}, {warmup}, {until}, {floor!r}
 DTYPE, COMPILED, RECOMPUTE = torch.{dtype}, {compiled}, {recompute}
 
 
-# ---- the order of examples: a permutation for each epoch, any position of which is computed on its own
+# ---- order of examples: a permutation for each epoch, computed for any single position
 {permutation}
 
 def batch_at(tokens, step):
-    """The examples of a step (b, t + 1)."""
+    """Return the examples of a step (b, t + 1)."""
     count = (len(tokens) - 1) // LENGTH
     numbers = step * BATCH + np.arange(BATCH)
     chosen = [permute(np.array([n % count]), count, SEED, int(n // count))[0] for n in numbers]
@@ -41,7 +41,7 @@ def batch_at(tokens, step):
 
 
 def rate_at(step):
-    """The factor of the learning rate before update `step`."""
+    """Return the factor of the learning rate for update `step`."""
     if SCHEDULE == "constant":
         return 1.0
     if step < WARMUP:
@@ -93,16 +93,18 @@ if __name__ == "__main__":
 
 
 def script(run: PortableRecipe, permutation: str, file: str) -> str:
-    """The program. `permutation` is the source of the function that orders examples. Raises RefusedError where a
-    technique is lost without which it would be another algorithm, or the number format needs a loss scale."""
+    """Return the script. `permutation` is the source of the function that orders examples.
+
+    Raises RefusedError for techniques that change the algorithm, several ranks, or a number format with a loss scale.
+    """
     if run.lost:
         raise RefusedError(
-            f"script: plain PyTorch has no {', '.join(run.lost)}, and without it is another algorithm",
+            f"script: plain PyTorch has no {', '.join(run.lost)}, which change the algorithm",
             fix=" ".join(f"--without {name}" for name in run.lost),
         )
     if run.lr == 0.0 or run.dtype == "float16" or run.ranks > 1:
         raise RefusedError(
-            "script: it is written for AdamW on one device, in float32 or bfloat16",
+            "script: the script supports AdamW on one device, in float32 or bfloat16",
             fix="--with optimizers.adamw, --set techniques.precision.mixed.format=bfloat16, and no mesh",
         )
     comments = comment_lines([f"python {shlex.quote(file)}", *run.notes()])

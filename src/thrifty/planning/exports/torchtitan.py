@@ -1,15 +1,15 @@
-"""A torchtitan-style configuration: its TOML tables, to be adapted to a model that it knows."""
+"""torchtitan-style configuration: TOML tables, to be adapted to one of torchtitan's models."""
 
 import tomli_w
 
 from thrifty.core.file_names import comment_lines
 from thrifty.planning.exports.portable_recipe import PortableRecipe
 
-AGAIN = {"none": "none", "every": "full", "selective": "selective"}
+RECOMPUTE_MODES = {"none": "none", "every": "full", "selective": "selective"}
 
 
 def configuration(run: PortableRecipe) -> str:
-    """TOML in the words of torchtitan's job files; its models have sizes of their own: `model` is to be filled in."""
+    """Return TOML with the keys of torchtitan's job files. You fill in `model`, since torchtitan has its own models."""
     values = {
         "job": {"description": run.name},
         "model": {"name": "llama3", "flavor": "TO BE FILLED IN"},
@@ -40,7 +40,7 @@ def configuration(run: PortableRecipe) -> str:
             "pipeline_parallel_degree": run.mesh.get("pipeline", 1),
             **({"fsdp_reshard_after_forward": "always" if run.zero == 3 else "never"} if run.zero else {}),
         },
-        "activation_checkpoint": {"mode": AGAIN[run.recompute]},
+        "activation_checkpoint": {"mode": RECOMPUTE_MODES[run.recompute]},
         "compile": {"enable": run.compiled},
     }  # fmt: skip
     return comment_lines(run.notes()) + tomli_w.dumps(values)
