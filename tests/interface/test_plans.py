@@ -23,7 +23,7 @@ def test_plans_list_techniques_that_refuse_model_or_batches() -> None:
     rejected = thrifty.plan(**work, techniques=[thrifty.AdamW()], allow="different", probe=False).rejected
     for name in ("attention.a3", "curriculum.resolution", "growth.layer_drop"):
         assert rejected[name].startswith(f"refused: {name}"), rejected[name]
-    assert "only a race can say" in rejected["averaging.ema"]
+    assert "only a comparison shows" in rejected["averaging.ema"]
 
 
 @pytest.mark.parametrize("probing", [{"probe": True}, {"probe": False}, {"seconds": 9.0}, {"probed_candidates": 4}])
