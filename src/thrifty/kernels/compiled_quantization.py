@@ -22,6 +22,7 @@ def has_compiled_kernel(dtype: torch.dtype) -> bool:
 def pack_lines(
     lines: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize lines (n, w) that each are a group: bytes (n, w·bits/8), minimums and steps (n, 1)."""
     count, width = lines.shape
     codes = lines.new_empty((count, width * bits // 8), dtype=torch.uint8)
     least, step = (lines.new_empty((count, 1), dtype=torch.bfloat16) for _ in range(2))
@@ -30,6 +31,7 @@ def pack_lines(
 
 
 def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
+    """Return the minimum and the maximum of each line (n, w), (n, 1) in float32."""
     low, high = (lines.new_empty((len(lines), 1), dtype=torch.float32) for _ in range(2))
     _run("extremes", lines, zeros, lines, lines.shape[1], low, high)
     return low, high
@@ -38,6 +40,7 @@ def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
 def quantize_lines(
     lines: Tensor, least: Tensor, step: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> Tensor:
+    """Quantize lines (n, w) with this minimum and step (n, 1) to bytes (n, w·bits/8)."""
     codes = lines.new_empty((len(lines), lines.shape[1] * bits // 8), dtype=torch.uint8)
     ends = least.contiguous(), step.contiguous()
     _run("quantise", lines, bits, zeros, lines, lines.shape[1], int(seed), by_place, first, codes, *ends)
@@ -55,6 +58,7 @@ def unpack_lines(
     zeros: bool,
     dtype: torch.dtype,
 ) -> Tensor:
+    """Dequantize bytes (n, w·bits/8) to lines (n, w)."""
     lines = packed.new_empty((len(packed), packed.shape[1] * 8 // bits), dtype=dtype)
     ends = least.float().contiguous(), step.float().contiguous()
     _run("decode", lines, bits, zeros, lines, lines.shape[1], int(seed), by_place, first, packed, *ends)
@@ -62,12 +66,14 @@ def unpack_lines(
 
 
 def encode_mask_lines(lines: Tensor, high: Tensor) -> Tensor:
+    """Pack lines (n, w) to one bit per element, (n, w/8)."""
     codes = lines.new_empty((len(lines), lines.shape[1] // 8), dtype=torch.uint8)
     _run("encode_mask", lines, lines, lines.shape[1], _bits_of(high), codes)
     return codes
 
 
 def decode_mask_lines(packed: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Unpack bits (n, w/8) to lines (n, w) of two values."""
     lines = packed.new_empty((len(packed), packed.shape[1] * 8), dtype=high.dtype)
     _run("decode_mask", lines, lines, lines.shape[1], _bits_of(low), _bits_of(high), packed)
     return lines

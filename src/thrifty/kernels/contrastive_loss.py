@@ -38,7 +38,7 @@ def contrastive_losses(
 
 
 def contrastive_losses_reference(images: Tensor, captions: Tensor) -> Tensor:
-    """Return the same losses from the whole matrix at once, on one rank."""
+    """Return the same losses (n,) from the whole matrix (n, n) at once, on one rank."""
     logits = images @ captions.T
     return (logits.logsumexp(0) + logits.logsumexp(1)) / 2 - logits.diagonal()
 

@@ -51,7 +51,8 @@ def amax_of(numbers: Tensor, dim: int | None = None) -> Tensor:
 def scale_from_amax(
     amax: Tensor, format: Float8Format, old: Tensor | float = 1.0, margin: int = 0, powers_of_two: bool = False
 ) -> Tensor:
-    """Return the scale that maps `amax` to the format's largest number over 2^margin, shaped like `amax`, in float32.
+    """Return the scale that maps `amax` to the format's largest number over 2^margin, in the shape of `amax`, in
+    float32.
 
     If amax is 0 or not finite, the old scale is returned. The scale itself is finite and nonzero; `powers_of_two`
     rounds it down to a power of two.
@@ -65,7 +66,7 @@ def scale_from_amax(
 
 
 def cast_float8(numbers: Tensor, scale: Tensor, format: Float8Format) -> Tensor:
-    """Return elements times their scale in the format's dtype, rounded to the nearest, ties to even."""
+    """Return elements times their scale in the format's dtype and the same shape, rounded to nearest, ties to even."""
     scaled = numbers.float() * scale
     within = scaled.clamp(-format.largest, format.largest)
     lost = scaled if format.has_infinity else torch.nan
@@ -73,7 +74,7 @@ def cast_float8(numbers: Tensor, scale: Tensor, format: Float8Format) -> Tensor:
 
 
 def dequantize_float8(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the float32 values of FP8 elements."""
+    """Return the float32 values of FP8 elements, in their shape."""
     return codes.float() / scale
 
 
@@ -107,7 +108,7 @@ def scaled_matmul(
 
 
 def scaled_matmul_reference(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same product in float32 from dequantized values, on any device."""
+    """Return the same product (m, n) in float32 from dequantized values, on any device."""
     with torch.autocast(a.device.type, enabled=False):
         return _as(dequantize_float8(a, a_scale) @ dequantize_float8(b, b_scale), dtype)
 

@@ -116,7 +116,7 @@ class _Float8Product(torch.autograd.Function):
 def quantize_operand(
     numbers: Tensor, role: int, dim: int, casting: CastRule, delayed: DelayedScaling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an FP8 matrix, its scale and the largest magnitude, for a product that sums along `dim`."""
+    """Return an FP8 matrix (n, k), its scale and the largest magnitude, for a product that sums along `dim`."""
     amax = float8.amax_of(numbers, dim if casting.rows else None)
     scale = casting.scale(amax, role)
     if delayed is not None:

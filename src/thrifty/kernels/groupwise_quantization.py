@@ -27,7 +27,7 @@ _SPREAD = -1640531527
 
 
 def mix_bits_torch(words: Tensor) -> Tensor:
-    """Return a permutation of int32 words in which every bit of the result depends on every bit of the word."""
+    """Return a permutation of int32 words (…) in which every bit of the result depends on every bit of the word."""
     words = (words ^ (words >> 16 & 0xFFFF)) * 0x21F0AAAD
     words = (words ^ (words >> 15 & 0x1FFFF)) * 0x735A2D97
     return words ^ (words >> 15 & 0x1FFFF)
@@ -76,7 +76,7 @@ def _extreme(lines: Tensor, elementwise: Callable[..., Tensor], over_line: Calla
 
 
 def round_outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor]:
-    """Return minimum and step, as float32 that bfloat16 can hold, of codes that cover `low` to `high`."""
+    """Return minimum and step (n, 1), as float32 that bfloat16 can hold, of codes that cover `low` to `high` (n, 1)."""
     bits_of_low = low.view(torch.int32)
     # bfloat16 drops the lower half of a float32; cutting it off rounds toward zero
     least = (torch.where(low < 0, bits_of_low + 0xFFFF, bits_of_low) & ~0xFFFF).view(torch.float32)

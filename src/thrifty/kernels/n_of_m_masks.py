@@ -93,7 +93,7 @@ def keep_probabilities(groups: Tensor, n: int) -> Tensor:
 def unbiased_estimate(
     numbers: Tensor, n: int, m: int, dim: int = -1, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return a random N:M sparse estimate of the elements along a dim, unbiased and with the least sum of variances.
+    """Return a random N:M sparse estimate along a dim, in the same shape, unbiased and with the least variance.
 
     Chmiel et al. 2022 (arXiv 2203.10991). The last group may be smaller. An unbiased estimate that keeps an element x
     with probability p has a second moment of at least x² / p; x / p reaches it. Under Σ p ≤ n and p ≤ 1, the sum of

@@ -85,9 +85,9 @@ class PackedMask:
 def quantize_tensor(
     tensor: Tensor, bits: int, seed: int, ranges: QuantizationRanges | None = None, zeros: bool = False
 ) -> QuantizedTensor | None:
-    """Return a dense floating-point tensor quantized to 2, 4 or 8 bits. Returns None if it has non-finite elements, or
-    elements beyond 10^30, which only masks have. With `zeros`, exact zeros stay zero, and no positive element becomes
-    zero if its group has no negative ones. The backward pass of ReLU relies on that."""
+    """Return a dense floating-point tensor (…) quantized to 2, 4 or 8 bits. Returns None if it has non-finite elements,
+    or elements beyond 10^30, which only masks have. With `zeros`, exact zeros stay zero, and no positive element
+    becomes zero if its group has no negative ones. The backward pass of ReLU relies on that."""
     r = ranges or by_group(tensor.numel())
     codes, least, step, sound = _encode(memory_order(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)
     if not isinstance(sound, FakeTensor) and not bool(sound):
@@ -96,13 +96,13 @@ def quantize_tensor(
 
 
 def pack_mask(tensor: Tensor, values: tuple[float, float] = (0.0, 1.0)) -> PackedMask:
-    """Return a dense boolean tensor, or one with only these two values, with one bit per element."""
+    """Return a dense boolean tensor (…), or one with only these two values, with one bit per element."""
     codes = _encode_mask(memory_order(tensor), values[1])
     return PackedMask(codes, values, tensor.dtype, tensor.size(), tensor.stride())
 
 
 def memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in memory order, as a view."""
+    """Return the elements (n,) of a dense tensor (…) in memory order, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 

@@ -22,7 +22,7 @@ def rotary_table(frequencies: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of channels of x (..., t, k) by its position's angle; the dtype of x is kept.
+    """Rotate each pair of channels of x (…, t, k) by its position's angle; the dtype of x is kept.
 
     The halves are swapped by a flip, not by slicing and concatenating. For a compiler this is plain indexing, also in
     the backward pass, where concatenated pieces would each be computed for every element.

@@ -29,7 +29,7 @@ def chances(bits: Tensor, seed: int | Tensor) -> Tensor:
 
 
 def round_to_bfloat16(numbers: Tensor, seed: int | Tensor) -> Tensor:
-    """Return float32 `numbers` rounded to one of the two neighboring bfloat16 values, unbiased over all seeds.
+    """Return float32 `numbers` (…) rounded to one of the two neighboring bfloat16 values, unbiased over all seeds.
 
     A value that bfloat16 can represent does not change.
     """

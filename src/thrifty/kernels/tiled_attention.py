@@ -52,7 +52,7 @@ def tiled_causal_attention(
 
 @mark_plain_attention(causal=True)
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the same by torch's own kernel; a mask must itself hide later tokens."""
+    """Return the same (b, h, t, k) by torch's own kernel; a mask must itself hide later tokens."""
     shared = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
 
@@ -93,7 +93,7 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: in
 def tiled_backward(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, output: Tensor, lse: Tensor, tile: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q (b, h, t, k), k and v (b, g, t, k)."""
     accurate = lse.dtype
     grouped, grad_grouped, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, grad_output, lse))
     shared = (grad_output.to(accurate) * output.to(accurate)).sum(-1, keepdim=True).unflatten(1, (k.shape[1], -1))

@@ -75,8 +75,10 @@ def linear_cross_entropy(
     bias: "DTensor | None" = None,
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
-    """Return `chunked_cross_entropy.linear_cross_entropy` for a head sharded along the vocabulary over a mesh of one
-    axis. All ranks must call this with the same hidden states, targets and weights, and get the same losses."""
+    """Return `chunked_cross_entropy.linear_cross_entropy` for a head (v, d) sharded along v over a mesh of one axis.
+
+    All ranks must call this with the same hidden states (n, d), targets and weights (n,), and get the same losses.
+    """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
@@ -98,7 +100,7 @@ def linear_cross_entropy(
 def gradient_norm_scores(
     hidden: Tensor, weight: "DTensor", targets: Tensor, *, bias: "DTensor | None" = None, chunk: int = 512
 ) -> Tensor:
-    """Return `chunked_cross_entropy.gradient_norm_scores` for such a head."""
+    """Return `chunked_cross_entropy.gradient_norm_scores` (n,) for such a head."""
     group, first = weight.device_mesh.get_group(), _first(weight)
     here = weight.to_local().to(hidden.dtype)
     here_bias = None if bias is None else bias.to_local().to(hidden.dtype)

@@ -136,7 +136,7 @@ def _executor(chain: TransformChain, factors: TransformChain | None, tensors: Se
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the rows of a matrix, each of the size of a piece.
+    """Return views of the rows of a matrix (r, c), each of the size of a piece.
 
     For an element that requires whole parameters but can itself process them in rows. Returns one view of the whole
     tensor for a DTensor, a tensor off the CPU, and a tensor no larger than a piece.
@@ -152,7 +152,7 @@ def _rows(tensor: Tensor, elements: int) -> int:
 
 
 def chunks_like(parts: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor into the same numbers of rows as `parts`."""
+    """Split a tensor (r, …) into the same numbers of rows as `parts`."""
     return tensor.split([len(part) for part in parts]) if len(parts) > 1 else (tensor,)
 
 

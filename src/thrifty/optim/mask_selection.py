@@ -84,7 +84,7 @@ def full_mask(parameter: Tensor) -> Tensor:
 
 
 def shard_like_parameter(mask: Tensor, parameter: Tensor) -> Tensor:
-    """Shard a whole mask, which every rank has, like its parameter."""
+    """Shard a whole mask, which every rank has, like its parameter of the same shape."""
     sharded = tag_order(torch.empty_like(parameter, dtype=torch.bool), order_of(parameter))
     fill_tensor(sharded, mask)
     return sharded

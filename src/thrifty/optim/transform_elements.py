@@ -137,7 +137,7 @@ def trust_ratio(
     decay: float = 0.0,
     bounds: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """Return coefficient · φ(‖w‖) / (‖u‖ + decay · ‖w‖) from the norms of a layer's weights and update.
+    """Return coefficient · φ(‖w‖) / (‖u‖ + decay · ‖w‖) from the norms of a layer's weights and update, in their shape.
 
     φ clamps ‖w‖ to `bounds`. The ratio is 1 where either norm is 0.
     """
@@ -288,13 +288,14 @@ def _slice_norms(tensor: Tensor, cut: FusedSlices, order: FusedOrder | None) -> 
 
 
 def full_values(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """Return the whole tensor, gathered or summed over ranks, with `order` undone."""
+    """Return the whole tensor in its global shape, gathered or summed over ranks, with `order` undone."""
     full = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return full if order is None else order.whole(full)
 
 
 def match_layout(tensor: Tensor, sharded: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """Return a tensor that every rank has in the order and the placements of `sharded`, for operations on both."""
+    """Return a tensor that every rank has, of the shape of `sharded` or broadcastable to it, in its order and
+    placements."""
     if order is not None:
         tensor = order.kept(tensor)
     if not is_dtensor(sharded):

@@ -159,7 +159,7 @@ class MaskedUpdate(GradientTransform):
 
 
 def mask_of(parameter: Tensor) -> Tensor | None:
-    """Return the mask of a parameter, which changes in place (`mask._version` counts the changes).
+    """Return the mask of a parameter, of its shape, which changes in place (`mask._version` counts the changes).
 
     Return None for a parameter that is not masked or is sharded, and if the optimizer updates offloaded copies.
     """

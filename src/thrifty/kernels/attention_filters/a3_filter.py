@@ -68,6 +68,6 @@ def post_scored(candidates: Tensor, scores: Tensor, percent: float) -> Tensor:
 
 
 def a3_keep(q: Tensor, k: Tensor, share: float, percent: float, visible: Tensor) -> Tensor:
-    """Return the keys that pass both selections; a query without a candidate keeps its best key."""
+    """Return the keys (b, h, t, s) that pass both selections; a query without a candidate keeps its best key."""
     scores = exact_scores(q, k)
     return with_one(post_scored(a3_candidates(q, k, share, visible), scores, percent), scores, visible)

@@ -112,7 +112,8 @@ def largest_norm(k: Tensor, heads: int, visible: Tensor) -> Tensor:
 def elsa_keep(
     q: Tensor, k: Tensor, factors: Sequence[Tensor], bias: float, threshold: float, visible: Tensor
 ) -> Tensor:
-    """Return keys with a similarity above threshold · the largest visible norm, or else the most similar key."""
+    """Return keys (b, h, t, s) with a similarity above threshold · the largest visible norm, or the most similar
+    key."""
     similarity = elsa_similarity(q, k, factors, bias)
     keep = (similarity > threshold * largest_norm(k, q.shape[1], visible)) & visible
     return with_one(keep, similarity, visible)

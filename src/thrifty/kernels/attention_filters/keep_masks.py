@@ -43,7 +43,8 @@ def with_one(keep: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
 
 
 def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Return exact softmax attention over a keep set, by torch's kernels with a mask; it saves no computation."""
+    """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels; it saves no
+    computation."""
     return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=q.shape[1] != k.shape[1])
 
 

@@ -18,7 +18,8 @@ def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantized(x: Tensor, bits: int, largest: float | Tensor) -> Tensor:
-    """Return x rounded to signed `bits`, evenly from -largest to largest, with a straight-through gradient."""
+    """Return x rounded to signed `bits`, evenly from -largest to largest, in its shape; the gradient is
+    straight-through."""
     levels = 2 ** (bits - 1) - 1
     scale = levels / largest
     rounded = (x * scale).round().clamp(-levels, levels) / scale
@@ -39,7 +40,7 @@ def predicted_scores(q: Tensor, k: Tensor, bits: int, largest: tuple[float | Ten
 def sanger_keep(
     q: Tensor, k: Tensor, threshold: float, bits: int, largest: tuple[float, float], visible: Tensor
 ) -> Tensor:
-    """Return the keys with more than `threshold` of the predicted softmax, or else the most likely key."""
+    """Return the keys (b, h, t, s) with more than `threshold` of the predicted softmax, or else the most likely key."""
     scores = predicted_scores(q, k, bits, largest)
     keep = scores.masked_fill(~visible, float("-inf")).softmax(-1) > threshold
     return with_one(keep, scores, visible)

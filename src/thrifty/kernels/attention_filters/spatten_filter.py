@@ -80,7 +80,7 @@ def highest(ranked: Tensor, keep: int | Tensor) -> Tensor:
 
 
 def share_of(count: Tensor, share: float) -> Tensor:
-    """Return this fraction of a count as an integer, at least one."""
+    """Return this fraction of counts (…, 1) as integers, at least one."""
     return (count * share).round().long().clamp(min=1)
 
 
@@ -92,7 +92,10 @@ def initial_state(visible: Tensor, heads: int) -> CascadeState:
 
 
 def prune_tokens(standing: CascadeState, visible: Tensor, keep: KeptShares) -> CascadeState:
-    """Prune the least important keys and heads; a query always keeps its own token, and the latest."""
+    """Prune the least important keys and heads of visible pairs (b, 1 or h, t, s).
+
+    A query always keeps its own token, and the latest.
+    """
     seen = visible.any(1)
     count = share_of(seen.sum(-1, keepdim=True), keep.tokens)
     position = torch.arange(seen.shape[-1], device=seen.device)

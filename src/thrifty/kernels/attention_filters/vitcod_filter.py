@@ -65,7 +65,7 @@ def fixed_masks(average: Tensor, cut: float, first: int) -> Tensor:
 
 
 def written_masks(masks: Tensor) -> str:
-    """Return masks as text: their bits, compressed, in base 64."""
+    """Return masks (h, t, t) as text: their bits, compressed, in base 64."""
     return base64.b64encode(zlib.compress(np.packbits(masks.cpu().numpy()).tobytes())).decode()
 
 

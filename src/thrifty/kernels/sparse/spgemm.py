@@ -31,7 +31,7 @@ def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same by outer products."""
+    """Return the same (m, n) by outer products."""
     _check(a, b)
     if not _is_native(a, b):
         return spgemm_reference(a, b)
@@ -41,7 +41,7 @@ def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same by torch's product of COO matrices, which requires no compiler."""
+    """Return the same (m, n) by torch's product of COO matrices, which requires no compiler."""
     _check(a, b)
     operands = [matrix.detach().double().to_sparse_coo() for matrix in (a, b)]
     product = torch.sparse.mm(*operands).to_sparse_csr()

@@ -79,7 +79,7 @@ def scattered_grid(
 
 
 def check_grid(grid: BlockGrid, q: Tensor, k: Tensor) -> None:
-    """Raise UsageError if a grid does not fit these queries and keys."""
+    """Raise UsageError if a grid does not fit queries (b, h, t, k) and keys (b, g, s, k)."""
     heads = {1, k.shape[1], q.shape[1]}
     b, h, rows, columns = grid.codes.shape
     wanted = blocks_of(q.shape[2], grid.block), blocks_of(k.shape[2], grid.block)

@@ -71,7 +71,7 @@ def lay_out_blocks(
     sight: VisibilityRule,
     scale: float,
 ) -> BlockedInputs:
-    """Return the inputs of `block_attention` in blocks; without padding and shared heads no tensor is copied."""
+    """Return q (b, h, t, k), k and v (b, g, s, k) in blocks; without padding and shared heads no tensor is copied."""
     (b, h, t, width), (g, s) = q.shape, k.shape[1:3]
     per_head = codes.shape[1] == h or (mask is not None and mask.shape[1] > 1)
     heads = h if per_head else g
